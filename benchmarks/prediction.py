@@ -26,9 +26,9 @@ from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.bench import trial_of
-from qdqtune.tuning.records import LayersRecord, RangesRecord, TrialRecord
+from qdqtune.tuning.records import RangesRecord, TrialRecord
 from qdqtune.tuning.store import read_journal
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Layer, Placement, Trial
 
 WARM_UP = 3
 """Builds besides the float one that price every unit once, before which nothing can be foretold."""
@@ -39,11 +39,13 @@ def errors(entry: zoo.Entry, state: Path) -> Iterator[tuple[float, float]]:
     model = load(entry.path, fix_inputs=entry.fixed)
     journal = read_journal(state)
     assert journal is not None  # the run has ended
-    (ranges,), float_layers = journal.of(RangesRecord), journal.get(LayersRecord)
-    possible, layers = possible_edges(model, ranges.ranges), float_layers.layers if float_layers else ()
+    ranges = journal.get("ranges", RangesRecord)
+    assert ranges is not None
+    possible = possible_edges(model, ranges.ranges)
+    layers = journal.values("layers:", tuple[Layer, ...]).get("", ())
     of_digest = {Placement().digest: Placement()}
     history: list[Trial] = []
-    for record in journal.of(TrialRecord):
+    for record in journal.values("trial:", TrialRecord).values():
         history.append(trial_of(len(history) + 1, record, of_digest[record.against]))
         of_digest[history[-1].placement.digest] = history[-1].placement
     search = CutSearch(model, possible, layers)

@@ -385,12 +385,12 @@ def jsons(rng: random.Random, content: bytes) -> bytes:
 
 def records(rng: random.Random, content: bytes) -> bytes:
     """A state file with a record that is whole by its checksum, and made up."""
-    rows = [json.loads(row[2:]) for row in content.splitlines()]
+    rows = [json.loads(row) for row in content.splitlines()]
     for row in rows:
         row.pop("crc")
     i = rng.randrange(len(rows))
     changed = _node(rng, rows[i])
-    rows[i] = changed if isinstance(changed, dict) else {"kind": changed}
+    rows[i] = changed if isinstance(changed, dict) else {"key": changed}
     return b"".join(_stated(row) for row in rows)
 
 

@@ -88,7 +88,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def timeless(state: bytes) -> bytes:
     """A state file without the times of the float model, which differ from run to run."""
-    return re.sub(rb'^- {"kind": "float".*$', b'- {"kind": "float"}', state, flags=re.MULTILINE)
+    return re.sub(rb'^{"key": "float:.*$', b'{"key": "float:"}', state, flags=re.MULTILINE)
 
 
 def without_seconds(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +97,13 @@ def without_seconds(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(state: Path) -> list[dict[str, Any]]:
-    """The lines of a state file, its head first, without their checksums."""
-    found = [json.loads(line.removeprefix("- ")) for line in state.read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "crc"} for row in found]
+    """The lines of a state file, its head first, without their checksums; with the parts of their keys as `kind` and
+    `of`."""
+    lines = [json.loads(line) for line in state.read_text().splitlines()]
+    for line in lines:
+        del line["crc"]
+        line["kind"], _, line["of"] = line["key"].partition(":")
+    return lines
 
 
 def cost(path: Path) -> float:

@@ -31,7 +31,6 @@ from qdqtune.placement.possible import (
 from qdqtune.placement.reading import read_placement
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.tuning.records import StoredPlacement
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
 FORMAT = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
@@ -332,7 +331,6 @@ def test_files_and_records_keep_the_bits(tmp_path) -> None:
     write_placement(tmp_path / "placement.yaml", PlacementFile(placement, "int8", "qnn", {}), "model.onnx")
     assert (tmp_path / "placement.yaml").read_text().count("bits: 16") == 1
     assert read_placement_file(tmp_path / "placement.yaml").placement == placement
-    assert StoredPlacement.of(placement).placement == placement
     known, lost = existing(model, placement, possible_edges(model, ranges(model)))
     assert (known, lost) == (placement, ())
 

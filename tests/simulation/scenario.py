@@ -27,7 +27,7 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.settings import STATE
-from qdqtune.tuning.store import is_transient, read_journal
+from qdqtune.tuning.store import read_journal
 from qdqtune.types import Trial
 from runs import contents, mixed, write
 from simulation.disk import Died
@@ -157,27 +157,27 @@ class Stage:
         return {name: _timeless(name, data) for name, data in found.items()}
 
 
-KEY = re.compile(r'"of": "(\w+)", "crc": "\w+"}$')
-"""The end of a whole record, with its key."""
+TRIAL = re.compile(r'^{"key": "trial:(\w+)", .*"crc": "\w+"}$')
+"""The line of a trial, with its key."""
 
-AS_PROPOSED = re.compile(r', "(origin|pattern|crc)": "[^"]*"|, "predicted": [^,]*')
+AS_PROPOSED = re.compile(r'(, )?"(origin|pattern|crc)": "[^"]*"|, "predicted": [^,}]*')
 """What the record of a trial tells of how it was proposed when it was measured."""
 
 
 def _essence(line: str) -> str:
     """A line of the state file without that. Of a trial of a front, which is timed with the builds of others unless a
     search has timed it before, it is the key."""
-    if '"kind": "float"' in line:
-        return '- {"kind": "float"}'  # it holds times
-    if '"kind": "trial"' not in line:
+    if line.startswith('{"key": "float:'):
+        return '{"key": "float:"}'  # it holds times
+    if not TRIAL.match(line):
         return line
     return _trial(line) if '"origin": "front"' in line else AS_PROPOSED.sub("", line)
 
 
 def _trial(line: str) -> str:
-    found = KEY.search(line)
+    found = TRIAL.match(line)
     assert found
-    return f'- {{"kind": "trial", "of": "{found[1]}"'
+    return f'{{"key": "trial:{found[1]}"'
 
 
 def _timeless(name: str, data: bytes) -> bytes:
@@ -335,7 +335,7 @@ def _forgotten(before: tuple[str, ...], told: Told, stage: Stage) -> list[str]:
     wrong = []
     if now[: len(before)] != before:
         wrong.append(f"of {len(before)} records {sum(line not in now for line in before)} are lost")
-    kept = {found[1] for line in now if '"kind": "trial"' in line and (found := KEY.search(line))}
+    kept = {found[1] for found in map(TRIAL.match, now) if found}
     if missing := set(told.trials) - kept:
         wrong.append(f"{len(missing)} trials that were told are not in the state file")
     return wrong
@@ -349,7 +349,8 @@ def _remembered(stage: Stage) -> list[str]:
         journal = read_journal(stage.out / STATE) if (stage.out / STATE).exists() else None
     except BadState as error:
         return [str(error)]
-    if journal is not None and any(is_transient(record) for record in journal.records.values()):
+    lines = [] if journal is None else journal.lines.values()
+    if any(line.failure is not None and line.failure.is_transient for line in lines):
         wrong.append("the state file holds a transient failure")
     return wrong
 
@@ -384,9 +385,10 @@ def _differing(ended: Ended, scenario: Scenario, expected: Whole, stage: Stage, 
     state = f"out/{STATE}"
     left = stage.left()
     lines = left.get(state, b"").decode().splitlines()
-    lost = expected.records - {*map(_essence, lines), *(_trial(line) for line in lines if '"kind": "trial"' in line)}
-    kinds = sorted({line.split('"')[3] for line in lost})
-    is_by_time = scenario.world.time_budget is not None or scenario.world.mode == "front" or "noise" in kinds
+    lost = expected.records - {*map(_essence, lines), *(_trial(line) for line in lines if TRIAL.match(line))}
+    kinds = sorted({line.split('"')[3].partition(":")[0] for line in lost})
+    has_noise = any(kind.startswith("noise") for kind in kinds)
+    is_by_time = scenario.world.time_budget is not None or scenario.world.mode == "front" or has_noise
     if is_moved and is_by_time:
         return []  # time is used up; noise is measured for a while, and points of a front are compared for some seconds
     wrong = []

@@ -300,9 +300,9 @@ def test_a_full_disk_is_an_output_error(opened: Open) -> None:
 def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:
     setup = opened(spoiled=lambda _path: float("nan"))
     setup.measure(1, setup.placements[0])
-    record = json.loads((tmp_path / "state.yaml").read_text().splitlines()[-1].removeprefix("- "))
-    assert {"kind", "of", "origin", "against", "placement", "result"} <= record.keys()
-    assert [Edge(*e) for e in record["placement"]["pairs"]] == list(setup.placements[0])
+    record = json.loads((tmp_path / "state.yaml").read_text().splitlines()[-1])["value"]
+    assert {"origin", "against", "placement", "result"} <= record.keys()
+    assert sorted(Edge(*e) for e in record["placement"]["edges"]) == list(setup.placements[0])
     assert record["accuracy"]["sqnr_db"] is None
 
 

@@ -47,7 +47,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_front(model: Path, workers: 
     first = tune(settings(model, mode="cut", front=True, builds=25))
     state = model.parent / "out" / "autotuner_state.yaml"
     lines = state.read_text().splitlines(keepends=True)
-    points = [i for i, line in enumerate(lines) if '"of": "front:' in line]
+    points = [i for i, line in enumerate(lines) if '"key": "comparison:front:' in line]
     state.write_text("".join(lines[: points[len(points) // 2]]))
     built = len(workers.builds)
     again = tune(settings(model, mode="cut", front=True, builds=25))

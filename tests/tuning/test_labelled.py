@@ -19,7 +19,6 @@ from qdqtune.numerics.label_metrics import Score, loss_high
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.records import MetricRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement
 from runs import settings
@@ -120,11 +119,13 @@ class TestTheLimit:
         asked = labelled(model, max_drop=0.2)
         first = tune(asked)
         ended = read_run(asked.output_dir)
-        scores = [record.result for record in ended.records.of(MetricRecord)]
+        scores = list(ended.records.values("metric:", Score).values())
         assert all(isinstance(score, Score) and len(score.by_sample) == COUNT for score in scores)
         before = ended.limits.before
         assert before is not None
-        after = next(r.result for r in ended.records.of(MetricRecord) if r.of.endswith(first.placement.digest))
+        after = next(
+            s for of, s in ended.records.values("metric:", Score).items() if of.endswith(first.placement.digest)
+        )
         assert isinstance(after, Score)
         assert loss_high(before, after) == first.summary["metric_loss_high"]
         assert before.value == first.summary["metric_before"]
@@ -208,7 +209,7 @@ class TestTheCommands:
         assert f"top1, {COUNT} samples" in out
         assert "loss at most (95 %)" in out
         assert "evaluating the float model with metric on" in err
-        assert f"on {COUNT} samples" in (model.parent / "out" / "report.html").read_text()
+        assert f"top1, {COUNT} samples" in (model.parent / "out" / "report.html").read_text()
 
     def test_quantize_tells_it_too(self, model: Path, call: Call) -> None:
         asked = ("quantize", model, "--calibration-data", model.with_suffix(".npz"),

@@ -1,5 +1,6 @@
 """Runs that are killed, interrupted or ended by their budget go on as if nothing had happened."""
 
+import json
 import subprocess
 import sys
 import time
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from observers import Log
 from qdqtune.cli import main
@@ -91,8 +91,8 @@ def test_another_option_is_refused_in_one_line_with_exit_code_2(unbroken, folder
 
 
 def parsed(state: bytes) -> list[Any]:
-    found: list[Any] = yaml.safe_load(state)
-    return found
+    lines = [json.loads(line) for line in state.splitlines()]
+    return [{**line, "kind": line["key"].partition(":")[0]} for line in lines]
 
 
 @pytest.mark.usefixtures("workers")
@@ -121,7 +121,7 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
         assert part.history[:-4] == whole.history[: len(part.history[:-4])]
     assert part.history == whole.history
     states = (parsed((model.parent / name / STATE).read_bytes()) for name in ("out", "whole"))
-    trials, expected = ([row["of"] for row in state if row["kind"] == "trial"] for state in states)
+    trials, expected = ([row["key"] for row in state if row["kind"] == "trial"] for state in states)
     assert trials == expected
 
 
@@ -137,7 +137,7 @@ def test_a_run_says_that_it_goes_on_with_another_machine_and_keeps_which(model: 
     assert told[2][0].startswith("results so far were measured on board; this run continues on other, because")
     assert "on other; this run continues on this machine, because" in told[4][0]
     kept = [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "machine"]
-    assert [row.get("where", "") for row in kept] == ["board", "other", ""]
+    assert [row["value"] for row in kept] == ["board", "other", ""]
 
 
 def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:

@@ -17,7 +17,7 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.rounding_noise import LazyMapping, noise_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import Caveat, Store
 from qdqtune.types import WeightFormat
 from runs import settings, write
 from weight_only_nets import MODEL, SHARES, W8
@@ -44,9 +44,9 @@ def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
         **{"observer": Silent(), "others": (), "execution": EXECUTION},
     )
     weights = quantized_weights(MODEL, dict.fromkeys(SHARES, W8))
-    measured = rounding_noise._measured(cast(Run, run), "storing weights", MODEL, weights, 0.0, 0.5)
-    assert measured.alone is not None
-    assert measured.is_cut_short is is_cut_short
+    caveat = Caveat()
+    assert rounding_noise._measured(cast(Run, run), "storing weights", MODEL, weights, 0.0, 0.5, caveat)
+    assert caveat == Caveat(is_hurried=is_cut_short)
 
 
 @pytest.mark.usefixtures("workers")

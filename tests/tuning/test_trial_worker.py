@@ -16,7 +16,6 @@ from qdqtune.search import best_of
 from qdqtune.tuning import loop
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.proof import prove
-from qdqtune.tuning.records import R, TrialRecord
 from qdqtune.tuning.store import Store
 from runs import cost, rows, settings
 from workers import Build, Workers
@@ -58,12 +57,12 @@ def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, m
     asked = settings(model, workers=4, **MODES["cut"])
     expected = tune(asked)
     lines = (asked.output_dir / "autotuner_state.yaml").read_bytes().splitlines(keepends=True)
-    trials = [n for n, line in enumerate(lines) if b'"kind": "trial"' in line]
+    trials = [n for n, line in enumerate(lines) if b'"key": "trial:' in line]
     for count, workers in ((1, 4), (3, 1), (-1, 2)):
         cut = lines[: trials[count]]
-        left = sum(b'"kind": "trial"' in line for line in lines[trials[count] :])
-        shuffled = [*(line for line in cut if b'"kind": "trial"' not in line),
-                    *reversed([line for line in cut if b'"kind": "trial"' in line])]  # fmt: skip
+        left = sum(b'"key": "trial:' in line for line in lines[trials[count] :])
+        shuffled = [*(line for line in cut if b'"key": "trial:' not in line),
+                    *reversed([line for line in cut if b'"key": "trial:' in line])]  # fmt: skip
         folder = model.parent / f"killed_{count}"
         folder.mkdir()
         (folder / "autotuner_state.yaml").write_bytes(b"".join(shuffled))
@@ -139,9 +138,9 @@ def test_what_comes_first_is_written_first_and_told_in_order(model, monkeypatch,
     written, waited = threading.Event(), []
     put = Store.put
 
-    def watched(self: Store, record: R) -> R:
-        done = put(self, record)
-        if isinstance(record, TrialRecord):
+    def watched(self: Store, key: str, value: Any, **how: Any) -> Any:
+        done = put(self, key, value, **how)
+        if key.startswith("trial:"):
             written.set()
         return done
 

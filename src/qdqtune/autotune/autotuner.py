@@ -73,7 +73,7 @@ from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare, ratio
 from qdqtune.tuning.folder import pattern_cache_of
-from qdqtune.tuning.records import ConversationRecord, StoredPlacement
+from qdqtune.tuning.records import ConversationRecord
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import EFFORTS, looks_until
 from qdqtune.tuning.store import Store
@@ -487,13 +487,13 @@ class QDQAutotunerBase:
         best, best_ms = self._standing()
         record = ConversationRecord(
             baseline_ms=self.baseline_latency_ms,
-            best=StoredPlacement.of(best),
+            best=best,
             best_ms=None if best_ms == inf else best_ms,
             measured={digest: None if ms == inf else ms for digest, ms in self._measured.items()},
             patterns=tuple(done.to_dict() for done in (*self.profiled_patterns, *self._tried())),
         )
         with Store(path, self._fingerprint()) as store:
-            store.put(record)
+            store.put("conversation", record, order="deterministic")
         self.pattern_cache.save(cache.path)
 
     def load_state(self, input_path: str | Path) -> None:
@@ -506,10 +506,10 @@ class QDQAutotunerBase:
         if not path.exists():
             raise BadState(f"there is no state file {path}: leave load_state out to begin")
         with Store(path, fingerprint) as store:
-            record = store.get(ConversationRecord)
+            record = store.get("conversation", ConversationRecord)
         if record is None:
             raise BadState(f"{path} is not what save_state has written: leave load_state out to begin")
-        self.baseline_latency_ms, self._best = record.baseline_ms, (record.best.placement, record.best_ms or inf)
+        self.baseline_latency_ms, self._best = record.baseline_ms, (record.best, record.best_ms or inf)
         self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
         self.profiled_patterns = [*map(PatternSchemes.from_dict, record.patterns)]
         if pattern_cache_of(path).exists():

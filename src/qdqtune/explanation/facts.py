@@ -134,7 +134,7 @@ def facts_of(run: FinishedRun) -> Facts:
     seen = placement.edges.union(*(t.placement.edges for t in run.history))
     if strange := seen - every_edge(shaped):
         raise BadState(f"{folder} records a pair at {min(map(str, strange))}, which its {BASELINE} does not have")
-    if (calibrated := run.records.get(RangesRecord)) is None:
+    if (calibrated := run.records.get("ranges", RangesRecord)) is None:
         raise BadState(f"the state file of {folder} ends before the calibration: run qdqtune tune to its end")
     able = possible_edges(shaped, calibrated.ranges) | seen
     return Facts(

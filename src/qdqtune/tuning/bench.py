@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from dataclasses import asdict, replace
-from functools import cached_property, partial
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from qdqtune.engines import builds_for
@@ -17,16 +17,11 @@ from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.numerics.metrics import Metric, measure
 from qdqtune.numerics.scores import Scores, scores_of
+from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan, is_cut_short
 from qdqtune.tuning.records import (
     FloatRecord,
-    LayersRecord,
-    MetricRecord,
     Outcome,
-    PointRecord,
-    RepeatabilityRecord,
-    StoredPlacement,
-    TrialOutcome,
     TrialRecord,
     job_of,
 )
@@ -113,11 +108,11 @@ class Bench:
         ask = [partial(TrialWorker.trial, job=job, batch=batch) for job in jobs]
         with closing(self._pool.results(ask)) as results:
             for _, trial in results:
-                self._store.put(_record(trial))
+                self.keep(trial)
                 yield trial
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
-        record = self._store.get(TrialRecord, job_of(proposal.placement.digest, against.digest))
+        record = self._store.get(_key(proposal.placement, against), TrialRecord)
         if record is None or (proposal.wants_layers and record.layers is None and record.result.failure is None):
             return None  # or it was measured by a search that did not ask for layers
         if record.accuracy.at_most_db is not None and not self._conditions.limits.is_surely_missed(record.accuracy):
@@ -142,9 +137,11 @@ class Bench:
 
     def keep(self, trial: Trial) -> None:
         """Store a trial that was measured elsewhere, in place of what an earlier run has stored of it."""
-        record = _record(trial)
-        if self._store.get(TrialRecord, record.of) != record:
-            self._store.put(record)
+        key, record = _key(trial.placement, trial.against), _record(trial)
+        if self._store.get(key, TrialRecord) != record:
+            failed = failure(trial)
+            is_lost = failed is not None and failed.is_transient
+            self._store.put(key, record, on_disk=not is_lost, order="deterministic")
 
     def metric(self, placement: Placement) -> Score:
         """The user's metric of a placement, on the engine.
@@ -156,20 +153,14 @@ class Bench:
         evaluation = self._conditions.evaluation
         assert evaluation is not None  # it is asked for with `evaluate`, `labels` or `metric` only
         self._asked_metrics.add(placement)
-        of = f"{evaluation.digest}:{placement.digest}"
-        record = self._store.get(MetricRecord, of)
-        if record is None:
-            build = partial(self._loaded.load, placement, f"metric_{placement.digest}")
-            record = self._put_metric(of, evaluation, build)
-        return record.score()
+        build = partial(self._loaded.load, placement, f"metric_{placement.digest}")
+        return self._metric(placement.digest, evaluation, build)
 
-    def _put_metric(self, of: str, evaluation: Metric, build: Callable[[], Handle]) -> MetricRecord:
+    def _metric(self, of: str, evaluation: Metric, build: Callable[[], Handle]) -> Score:
         floats = partial(self._loaded.load, FLOAT, "baseline")
-        try:
-            score = measure(evaluation, self._runner, build(), floats)
-        except EngineRefused as refused:
-            return self._store.put(MetricRecord(of=of, failure=refused.failure))
-        return self._store.put(MetricRecord(of=of, **asdict(score)))
+        return self._store.memo(
+            f"metric:{evaluation.digest}:{of}", Score, lambda: measure(evaluation, self._runner, build(), floats)
+        )
 
     def asked_metric(self, placement: Placement) -> bool:
         """Whether this session has asked for the user's metric of a placement. What an earlier one left does not count:
@@ -185,67 +176,63 @@ class Bench:
             BadOption: the user's function fails.
             BaselineFailed: the engine cannot run the float model.
         """
-        evaluation, of = self._conditions.evaluation, f"given, {len(self._conditions.samples)} samples"
-        of_metric = "" if evaluation is None else f"{evaluation.digest}:given"
-        point, metric = self._store.get(PointRecord, of), self._store.get(MetricRecord, of_metric)
-        lacks_metric = evaluation is not None and metric is None and (point is None or point.failure is None)
-        if point is None or lacks_metric:
-            try:
-                handle = self._runner.load(file, "given_outputs")
-            except EngineRefused as refused:
-                self._store.put(PointRecord(of=of, failure=refused.failure))
-                raise
-            try:
-                point = self._store.put(self._given_point(of, handle, fixed))
-                if evaluation is not None and point.failure is None:
-                    metric = self._put_metric(of_metric, evaluation, lambda: handle)
-            finally:
-                self._runner.unload(handle)
-        if point.failure is not None:
-            raise EngineRefused(point.failure)
-        assert point.accuracy is not None  # checked when it was made
-        return point.accuracy, None if metric is None or metric.failure is not None else metric.score()
+        evaluation = self._conditions.evaluation
+        with ExitStack() as stack:
 
-    def _given_point(self, of: str, handle: Handle, fixed: Sample) -> PointRecord:
+            @cache
+            def build() -> Handle:
+                handle = self._runner.load(file, "given_outputs")
+                stack.callback(self._runner.unload, handle)
+                return handle
+
+            exactness = self._store.memo(
+                f"given:{len(self._conditions.samples)} samples", Accuracy, lambda: self._given_accuracy(build(), fixed)
+            )
+            if evaluation is None:
+                return exactness, None
+            try:
+                return exactness, self._metric("given", evaluation, build)
+            except EngineRefused:
+                return exactness, None
+
+    def _given_accuracy(self, handle: Handle, fixed: Sample) -> Accuracy:
         samples = [{**sample, **fixed} for sample in self._conditions.samples]
         reference = self.reference
-        try:
-            outputs = self._runner.outputs(handle, samples)
-            outputs = [{name: one[name] for name in reference[0]} for one in outputs]
-            check_finite(outputs)
-        except EngineRefused as refused:
-            return PointRecord(of=of, failure=refused.failure)
-        return PointRecord(of=of, accuracy=accuracy(reference, outputs, self.scores))
+        outputs = self._runner.outputs(handle, samples)
+        outputs = [{name: one[name] for name in reference[0]} for one in outputs]
+        check_finite(outputs)
+        return accuracy(reference, outputs, self.scores)
 
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
         """The layer report of the float model, or of a placement that was measured; empty if the engine has none."""
-        of, stored = placement.digest if placement else "", StoredPlacement.of(placement)
-        record = self._store.get(LayersRecord, of)
-        if record is not None and record.layers:
-            return record.layers
-        trials = self._store.of(TrialRecord) if placement else ()
-        if (known := next((t.layers for t in trials if t.placement == stored and t.layers), None)) is not None:
-            return known
-        if record is None:
+        key = f"layers:{placement.digest if placement else ''}"
+
+        def profiled() -> tuple[Layer, ...]:
             runs = profiled_runs(self.floats.seconds)
-            try:
-                handle = self._loaded.load(placement, "final_layers" if placement else "baseline")
-                record = LayersRecord(of=of, layers=self._runner.layers(handle, runs))
-            except EngineRefused as refused:
-                record = LayersRecord(of=of, failure=refused.failure)
-            self._store.put(record)
-        return record.layers
+            handle = self._loaded.load(placement, "final_layers" if placement else "baseline")
+            return self._runner.layers(handle, runs)
+
+        try:
+            if not self._store.get(key, tuple[Layer, ...]) and placement:
+                trials = self._store.values("trial:", TrialRecord).values()
+                known = (t.layers for t in trials if t.placement == placement and t.layers)
+                if (layers := next(known, None)) is not None:
+                    return layers
+            return self._store.memo(key, tuple[Layer, ...], profiled)
+        except EngineRefused:
+            return ()
 
     def repeatability(self) -> Accuracy:
         """The float model's outputs against those of the same build run again: no candidate can be more exact."""
-        record = self._store.get(RepeatabilityRecord)
-        if record is None:
+
+        def again() -> Accuracy:
             samples = self._conditions.samples[: REPEATED if self.floats.start_seconds else None]
             with rewording("the engine cannot run the float model again", BaselineFailed):
-                again = self._runner.outputs(self._loaded.load(Placement(), "baseline"), samples)
+                outputs = self._runner.outputs(self._loaded.load(Placement(), "baseline"), samples)
             reference, scores = self.reference[: len(samples)], self.scores.first(len(samples))
-            record = self._store.put(RepeatabilityRecord(accuracy=accuracy(reference, again, scores)))
-        return record.accuracy
+            return accuracy(reference, outputs, scores)
+
+        return self._store.memo("repeatability", Accuracy, again)
 
     @property
     def _worker(self) -> TrialWorker:
@@ -268,11 +255,10 @@ class Bench:
             BaselineFailed: the engine cannot build or run it.
         """
         calls = ",".join(f"{call.threads}:{call.share:.3f}" for call in self._runner.mix)
-        of = f"{len(self._conditions.samples)} samples, {calls}"
-        record = self._store.get(FloatRecord, of)
-        return self._store.put(self._measured_float(of)) if record is None else record
+        key = f"float:{len(self._conditions.samples)} samples, {calls}"
+        return self._store.memo(key, FloatRecord, self._measured_float)
 
-    def _measured_float(self, of: str) -> FloatRecord:
+    def _measured_float(self) -> FloatRecord:
         begun = time.monotonic()
         outputs = self.reference
         if self._conditions.by_rule is not None:
@@ -287,7 +273,6 @@ class Bench:
             seconds, turn = timed.a[0], untimed * sum(part.a[0] for part in timed.parts) or timed.a[0]
             build, start = handle.build_seconds, self._runner.start_seconds(handle)
         return FloatRecord(
-            of=of,
             seconds=seconds,
             turn_seconds=turn,
             build_seconds=build,
@@ -317,16 +302,19 @@ class Bench:
         return scores_of(self.reference, self._conditions.scores)
 
 
+def _key(placement: Placement, against: Placement) -> str:
+    return f"trial:{job_of(placement.digest, against.digest)}"
+
+
 def _record(trial: Trial) -> TrialRecord:
     return TrialRecord(
-        of=job_of(trial.placement.digest, trial.against.digest),
         origin=trial.proposal.origin,
         pattern=trial.proposal.pattern,
         predicted=trial.proposal.predicted,
         against=trial.against.digest,
-        placement=StoredPlacement.of(trial.placement),
+        placement=trial.placement,
         accuracy=trial.accuracy or Accuracy(),
-        result=TrialOutcome.of(trial.result),
+        result=Outcome.of(trial.result),
         check=None if trial.check is None else Outcome.of(trial.check),
         layers=trial.layers,
     )
@@ -334,7 +322,7 @@ def _record(trial: Trial) -> TrialRecord:
 
 def remembered(number: int, proposal: Proposal, against: Placement, record: TrialRecord) -> Trial:
     """Make a trial of its proposal and its record."""
-    check = None if record.check is None else record.check.result
+    check = None if record.check is None else record.check.samples or record.check.failure
     known = record.accuracy if record.result.failure is None else None
     return Trial(number, proposal, against, record.result.result, check, known, record.layers)
 
@@ -342,5 +330,5 @@ def remembered(number: int, proposal: Proposal, against: Placement, record: Tria
 def trial_of(number: int, record: TrialRecord, against: Placement) -> Trial:
     """Make a trial of its record alone, for reading a finished run: the proposal has what the record holds of it."""
     learned = record.layers is not None
-    proposal = Proposal(record.origin, record.placement.placement, record.pattern, record.predicted, learned)
+    proposal = Proposal(record.origin, record.placement, record.pattern, record.predicted, learned)
     return remembered(number, proposal, against, record)

@@ -31,7 +31,6 @@ from qdqtune.timing.ratios import (
     wants_builds,
 )
 from qdqtune.tuning.contexts import Context
-from qdqtune.tuning.records import ComparisonRecord, Outcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Store
@@ -111,8 +110,9 @@ class Comparer:
         """Rounds of the pairs of builds with these numbers; those that are not in the store side by side, unless the
         files are large."""
         files = self.contents(asked.a, asked.b)
-        keys = {number: f"{asked.key}{asked.context.suffix}:{number}" for number in numbers}
-        known = {number: self.recorded(key, files) for number, key in keys.items()}
+        of = f"{asked.key}{asked.context.suffix}"
+        keys = {number: f"comparison:{of}:{number} {files}" for number in numbers}
+        known = {number: self.recorded(key) for number, key in keys.items()}
         measured = {number: result for number, result in known.items() if result is not None}
         missing = [number for number in numbers if number not in measured]
         size = PAIRS if nbytes(asked.a) + nbytes(asked.b) <= SIDE_BY_SIDE else 1
@@ -121,10 +121,10 @@ class Comparer:
             try:
                 results = self.repeated(partial(self._fresh, asked, turn, len(turns) - done))
             except EngineRefused as refused:
-                self.record(keys[turn[0]], files, refused.failure)
+                self.refuse(keys[turn[0]], refused.failure)
                 raise
             for number, result in zip(turn, results, strict=True):
-                self.record(keys[number], files, result)
+                self.record(keys[number], result)
                 measured[number] = result
         return [measured[number] for number in numbers]
 
@@ -142,28 +142,26 @@ class Comparer:
         runner.feed(asked.context.mix)
         return fresh_pairs(runner, *files, self.plan, seeds, names, is_late, self.listener)
 
-    def contents(self, a: Path, b: Path) -> tuple[str, str]:
-        """Digests of the content of two models, which are kept with results; empty without a store."""
-        return ("", "") if self.store is None else (content_digest(files_of(a)), content_digest(files_of(b)))
+    def contents(self, a: Path, b: Path) -> str:
+        """The digests of the content of two models, a part of the keys of their results; empty without a store."""
+        return "" if self.store is None else f"{content_digest(files_of(a))} {content_digest(files_of(b))}"
 
-    def recorded(self, key: str, files: tuple[str, str]) -> Measurement | None:
-        """The stored rounds of a pair of builds of files with these contents; None if there are none, or fewer than in
-        a first look.
+    def recorded(self, key: str) -> Measurement | None:
+        """The stored rounds of a pair of builds; None if there are none, or fewer than in a first look.
 
         Raises:
             EngineRefused: the engine refused them.
         """
-        record = None if self.store is None else self.store.get(ComparisonRecord, key)
-        if record is None or record.files != files:
-            return None
-        if record.result.failure is not None:
-            raise EngineRefused(record.result.failure)
-        samples = record.result.samples
+        samples = None if self.store is None else self.store.get(key, Measurement)
         return samples if samples is not None and len(samples.a) >= self.plan.looks[0] else None
 
-    def record(self, key: str, files: tuple[str, str], result: Measurement | Failure) -> None:
+    def record(self, key: str, result: Measurement) -> None:
         if self.store is not None:
-            self.store.put(ComparisonRecord(of=key, result=Outcome.of(result), files=files))
+            self.store.put(key, result)
+
+    def refuse(self, key: str, failure: Failure) -> None:
+        if self.store is not None:
+            self.store.refuse(key, failure)
 
     def repeated(self, measure: Callable[[], T]) -> T:
         """Measure, and again after transient failures, up to `tries` times in all while time is left: the same command
@@ -212,17 +210,17 @@ class SharedBuilds:
             self._handles[number] = None
             self.builds += 1
         self.builds += 1
-        key = f"front:{digest}{self._context.suffix}:{number}"
-        files = self._comparer.contents(self._given, file)
-        known = self._comparer.recorded(key, files)
+        contents = self._comparer.contents(self._given, file)
+        key = f"comparison:front:{digest}{self._context.suffix}:{number} {contents}"
+        known = self._comparer.recorded(key)
         if known is not None and look is None:
             return known
         try:
             result = self._comparer.repeated(partial(self._fresh, number, file, look))
         except EngineRefused as refused:
-            self._comparer.record(key, files, refused.failure)
+            self._comparer.refuse(key, refused.failure)
             raise
-        self._comparer.record(key, files, result)
+        self._comparer.record(key, result)
         return result
 
     def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement:

@@ -25,10 +25,6 @@ from qdqtune.tuning.folder import (
     RUN,
 )
 from qdqtune.tuning.records import (
-    ComparisonRecord,
-    LayersRecord,
-    MetricRecord,
-    NoiseRecord,
     TrialRecord,
 )
 from qdqtune.tuning.settings import STATE
@@ -63,8 +59,8 @@ class FinishedRun:
         """The limits on accuracy that candidates had to hold."""
         summary = self.summary
         digest = Placement().digest
-        of_float = [r for r in self.records.of(MetricRecord) if r.of.rpartition(":")[2] == digest]
-        before = of_float[-1].score() if of_float and of_float[-1].failure is None else None
+        metrics = self.records.values("metric:", Score)
+        before = next((metrics[key] for key in reversed(metrics) if key.endswith(digest)), None)
         if before is None and (value := summary["metric_before"]) is not None:
             before = Score(value)
         of_metric = summary["max_drop"], before
@@ -112,9 +108,9 @@ class FinishedRun:
     def history(self) -> tuple[Trial, ...]:
         """The trials in the order of the search, with their judgements from run.json."""
         measured, trials = {Placement().digest: Placement()}, dict[str, Trial]()
-        for record in self.records.of(TrialRecord):
+        for of, record in self.records.values("trial:", TrialRecord).items():
             if record.against in measured:
-                trials[record.of] = trial = trial_of(0, record, measured[record.against])
+                trials[of] = trial = trial_of(0, record, measured[record.against])
                 measured[trial.placement.digest] = trial.placement
         return tuple(
             replace(trials[row.of], number=number, holds=row.holds, metric=row.metric, accepted=row.accepted)
@@ -149,9 +145,9 @@ class FinishedRun:
             return ()
         kinds = ("proof", "given") if self.summary["ratio_to_given"] is not None else ("given", "proof", "front")
         for kind in kinds:
-            keys = (f"{kind}:{self.final.digest}:{number}" for number in range(MOST_PAIRS))
-            results = (r.result.samples for key in keys if (r := self.records.get(ComparisonRecord, key)))
-            measured = tuple(filter(None, results))
+            rounds = self.records.values(f"comparison:{kind}:{self.final.digest}:", Measurement)
+            by_number = {key.partition(" ")[0]: value for key, value in rounds.items()}
+            measured = tuple(by_number[n] for n in map(str, range(MOST_PAIRS)) if n in by_number)
             if len(measured) >= (1 if kind == "front" else PAIRS):  # for a point of a front one pair may be enough
                 return measured
         return ()
@@ -160,11 +156,11 @@ class FinishedRun:
     def alone(self) -> Mapping[str, float]:
         """By tensor, the power of the output error that rounding it alone causes, over the power of the output; empty
         if it was not measured."""
-        return next((record.alone for record in self.records.of(NoiseRecord) if record.failure is None), {})
+        noises = self.records.values("noise:", dict[str, float])
+        return list(noises.values())[-1] if noises else {}
 
     def _layers(self, of: str) -> tuple[Layer, ...]:
-        record = self.records.get(LayersRecord, of)
-        return () if record is None else record.layers
+        return self.records.values("layers:", tuple[Layer, ...]).get(of, ())
 
 
 def read_run(folder: Path) -> FinishedRun:
@@ -182,7 +178,7 @@ def read_run(folder: Path) -> FinishedRun:
     if journal is None:
         raise BadState(f"{state} is no state file: tune the model again into another folder")
     try:
-        fingerprint = msgspec.convert(journal.head.fingerprint, Fingerprint)
+        fingerprint = msgspec.convert(journal.fingerprint, Fingerprint)
     except ValueError as error:
         raise BadState(f"{state} is not of qdqtune tune: tune the model again into another folder") from error
     return FinishedRun(folder, summary, fingerprint, journal)

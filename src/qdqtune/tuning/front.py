@@ -36,7 +36,6 @@ from qdqtune.tuning.folder import (
 )
 from qdqtune.tuning.front_candidates import FrontCandidate, FrontCandidates, compare_candidates
 from qdqtune.tuning.proof import Proof, copy_model, prove
-from qdqtune.tuning.records import plain
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import (
@@ -48,6 +47,7 @@ from qdqtune.tuning.shipping import (
     rows_by_threads,
     rows_by_workload,
 )
+from qdqtune.tuning.store import plain
 from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Mix, Placement, Trial

@@ -375,20 +375,23 @@ class _Comparing:
             return judged(point.trial, point.tradeoff, measured, self.terms, is_new=False)
         proposal = Proposal("front", placement, predicted=point.tradeoff.ratio)
         trial = Trial(number, proposal, Placement(), Failure("run", "not measured yet"))
-        store, digest = self.run.store, placement.digest
+        store, key = self.run.store, f"point:{placement.digest}"
 
         def look(handle: Handle) -> None:
-            store.put(self._point_record(handle, digest))
+            with suppress(EngineRefused):
+                store.memo(key, PointRecord, lambda: self._point(handle))
 
-        is_known = store.get(PointRecord, digest) is not None
-        result = self._outcome(0, placement, None if is_known else look)
-        known = store.get(PointRecord, digest)
-        if known is not None and known.accuracy is not None and isinstance(result, Measurement):
+        result = self._outcome(0, placement, None if store.has(key) else look)
+        known: PointRecord | None = None
+        try:
+            known = store.get(key, PointRecord)
+        except EngineRefused as refused:
+            result = refused.failure
+        if known is not None and isinstance(result, Measurement):
             holds = self.run.limits.on_outputs(known.accuracy)
             against_float = _with_scaled_a(result, self.terms.rewrites_ratio)
             trial = replace(trial, result=against_float, accuracy=known.accuracy, holds=holds, layers=known.layers)
         else:
-            result = result if known is None or known.failure is None else known.failure
             trial = replace(trial, result=result)
         if placement:
             self.run.bench.keep(trial)
@@ -401,21 +404,18 @@ class _Comparing:
         self.run.candidates.write_whole(placement, file)
         self.files[placement] = file
 
-    def _point_record(self, handle: Handle, of: str) -> PointRecord:
+    def _point(self, handle: Handle) -> PointRecord:
         """The accuracy of a build, and its layers, from which the search learns prices."""
         runner, bench = self.run.runner, self.run.bench
         layers = tuple[Layer, ...]()
+        outputs = runner.outputs(handle, self.run.subject.accuracy)
+        check_finite(outputs)
         try:
-            outputs = runner.outputs(handle, self.run.subject.accuracy)
-            check_finite(outputs)
-            try:
-                layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
-            except EngineRefused as refused:
-                if refused.is_transient:
-                    raise
+            layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
         except EngineRefused as refused:
-            return PointRecord(of=of, failure=refused.failure)
-        return PointRecord(of=of, accuracy=accuracy(bench.reference, outputs, bench.scores), layers=layers)
+            if refused.is_transient:
+                raise
+        return PointRecord(accuracy=accuracy(bench.reference, outputs, bench.scores), layers=layers)
 
 
 def _with_scaled_a(measured: Measurement, by: float) -> Measurement:

@@ -38,10 +38,11 @@ from qdqtune.tuning.deploy import copy_companions, processor_of, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.records import GroupOutcome, Shipped, Tried, job_of, plain
+from qdqtune.tuning.records import GroupOutcome, Shipped, Tried, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads
+from qdqtune.tuning.store import plain
 from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
 from qdqtune.types import Placement, Trial

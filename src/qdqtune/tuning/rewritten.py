@@ -30,9 +30,10 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.pairing import compare_builds
 from qdqtune.timing.ratios import Plan, Ratio, is_cut_short, ratio, settled
 from qdqtune.tuning.contexts import at_each
-from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, RewritesRecord, Tried, TriedRewrites
+from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import IN_A_HURRY
 from qdqtune.tuning.subject import Subject, open_subject
 from qdqtune.types import Measurement, Placement
 
@@ -72,16 +73,18 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
     """
     ready = ready.sharing(constants)
     store, subject = ready.store, ready.subject
-    earlier, plan = store.get(RewritesRecord) or store.left(RewritesRecord), ready.settings.plan
-    record = None if any(_is_open(one, plan) for one in store.of(RewriteRecord)) else store.get(RewritesRecord)
-    if record is None:
+    finished, plan = store.get("rewrites", TriedRewrites), ready.settings.plan
+    earlier = finished or store.hurried("rewrites", TriedRewrites)
+    if any(_is_open(one, plan) for one in store.values("rewrite:", RewriteRecord).values()):
+        finished = None
+    if finished is None:
         if not (names := _applicable(ready.settings, subject)):
             return ready
         found, subject, is_cut_short = _search(names, ready, constants)
-        if earlier is not None and earlier.found.names != found.names:
+        if earlier is not None and earlier.names != found.names:
             store.forget()  # candidates were made of another float model
-        store.put(RewritesRecord(found=found, is_cut_short=is_cut_short))
-    elif (found := record.found).names:
+        store.put(f"rewrites{IN_A_HURRY}" if is_cut_short else "rewrites", found)
+    elif (found := finished).names:
         subject = open_subject(
             ready.settings, ready.runner, ready.execution, replace(subject.rewrites, names=found.names)
         )
@@ -194,7 +197,9 @@ def _compared(
             if measured is None:
                 return None, builder.count - before
             outcome = Outcome(samples=measured)
-        record = store.put(RewriteRecord(of=of, result=outcome, builds=builder.count - before))
+        is_lost = outcome.failure is not None and outcome.failure.is_transient
+        record = RewriteRecord(result=outcome, builds=builder.count - before)
+        store.put(f"rewrite:{of}", record, on_disk=not is_lost)
     return record.result, record.builds
 
 
@@ -252,7 +257,7 @@ class _Builder:
 
     def recorded(self, of: str) -> RewriteRecord | None:
         """The comparison of an earlier session, unless it had more rounds to come by the plan of this one."""
-        record = self.ready.store.get(RewriteRecord, of)
+        record = self.ready.store.get(f"rewrite:{of}", RewriteRecord)
         return None if record is None or _is_open(record, self.ready.settings.plan) else record
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ import numpy as np
 from qdqtune.calibration.rounding import rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.devices import usable_cores
-from qdqtune.errors import EngineRefused, Failure
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import bytes_of_files
 from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
@@ -25,8 +24,8 @@ from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.rule_costs import NoiseOfBits
 from qdqtune.tuning.observer import SEARCHING
-from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRecord
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.store import Caveat
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, WeightFormat
 
 Key = TypeVar("Key")
@@ -175,6 +174,10 @@ def simulated_noise(run: Run) -> Callable[[Placement], float | None]:
     return noise_at
 
 
+WeightNoise = tuple[tuple[str, str, float], ...]
+"""Rows of tensor, name of the weight format, and the output noise that storing the weight so causes."""
+
+
 def noise_of_bits(run: Run) -> NoiseOfBits:
     """The noise of rounding each tensor alone in 8 and in 16 bits; the latter is zero where the engine has none."""
     subject, limits = run.subject, run.limits
@@ -190,15 +193,17 @@ def noise_of_bits(run: Run) -> NoiseOfBits:
 def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[str, float]:
     """The noise of rounding each tensor alone in 16 bits. That of weights, and what was not measured, follows from that
     in 8 bits: noise goes with the square of a step."""
-    subject, of = run.subject, f"wide:{floor:.3g}"
-    record = run.store.get(NoiseRecord, of)
-    if record is None:
+    subject = run.subject
+    caveat = Caveat()
+
+    def measured() -> dict[str, float]:
         values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible, wide=True)
-        measured = _measured(run, "rounding each tensor to 16 bits", subject.shaped, values, floor, TIME_SHARE)
+        what = "rounding each tensor to 16 bits"
+        alone = _measured_or_not(run, what, subject.shaped, values, floor, TIME_SHARE, caveat)
         steps = {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()}
-        alone, failure = steps | (measured.alone or {}), measured.failure
-        record = run.store.put(NoiseRecord(of=of, alone=alone, failure=failure, is_cut_short=measured.is_cut_short))
-    return record.alone
+        return steps | (alone or {})
+
+    return run.store.memo(f"noise in 16 bits:{floor:.3g}", dict[str, float], measured, caveat)
 
 
 def _processes(run: Run) -> int:
@@ -218,15 +223,16 @@ def _deadline(run: Run, share: float) -> float:
 
 def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
     """The noise of rounding each tensor alone: from the state file, or measured (see `_measured` for arguments)."""
-    subject, of = run.subject, f"{floor:.3g}"
-    record = run.store.get(NoiseRecord, of)
-    if record is None:
+    subject, caveat = run.subject, Caveat()
+
+    def measured() -> dict[str, float]:
         values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
-        measured = _measured(run, "rounding each tensor", subject.shaped, values, floor, share)
-        noise = dict.fromkeys(tensors, 1.0) if measured.alone is None else measured.alone
-        failure, is_cut_short = measured.failure, measured.is_cut_short
-        record = run.store.put(NoiseRecord(of=of, alone=noise, failure=failure, is_cut_short=is_cut_short))
-    return record.alone
+        return _measured(run, "rounding each tensor", subject.shaped, values, floor, share, caveat)
+
+    try:
+        return run.store.memo(f"noise:{floor:.3g}", dict[str, float], measured, caveat)
+    except EngineRefused:
+        return dict.fromkeys(tensors, 1.0)
 
 
 def _weight_noise(
@@ -235,17 +241,17 @@ def _weight_noise(
     """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format
     that keeps least, and for other formats scaled by the error of the weight itself. That of dynamic quantization
     includes the noise of rounding the activation, which the products that read it share."""
-    model, of = run.subject.shaped, f"{floor:.3g}"
-    record = run.store.get(WeightNoiseRecord, of)
-    if record is None:
+    model, caveat = run.subject.shaped, Caveat()
+
+    def measured() -> WeightNoise:
         is_dynamic = any(s.dynamic for shares in run.format_shares.values() for s in shares)
         part = share / 2 if is_dynamic else share
-        of_activation, activations = _activation_noise(run, floor, part) if is_dynamic else ({}, Measured({}))
+        of_activation = _activation_noise(run, floor, part, caveat) if is_dynamic else {}
         weights = quantized_weights(model, coarsest)
-        stored = _measured(run, "storing each weight in fewer bits", model, weights, floor, part)
+        alone = _measured_or_not(run, "storing each weight in fewer bits", model, weights, floor, part, caveat)
         shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
-        noise = shares if stored.alone is None else {edge: stored.alone[edge.tensor] for edge in coarsest}
-        rows = tuple(
+        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in coarsest}
+        return tuple(
             (
                 edge.tensor,
                 weight_format.name,
@@ -255,14 +261,14 @@ def _weight_noise(
             for edge, weight_formats in run.format_shares.items()
             for weight_format in weight_formats
         )
-        failure, is_cut_short = stored.failure or activations.failure, stored.is_cut_short or activations.is_cut_short
-        record = run.store.put(WeightNoiseRecord(of=of, noise=rows, failure=failure, is_cut_short=is_cut_short))
-    return {(tensor, name): noise for tensor, name, noise in record.noise}
+
+    rows = run.store.memo(f"weight noise:{floor:.3g}", WeightNoise, measured, caveat)
+    return {(tensor, name): noise for tensor, name, noise in rows}
 
 
-def _activation_noise(run: Run, floor: float, share: float) -> tuple[Mapping[Edge, float], Measured]:
+def _activation_noise(run: Run, floor: float, share: float, caveat: Caveat) -> Mapping[Edge, float]:
     """By the edge of a weight that may have dynamic quantization, the noise of rounding the activation of its product:
-    its part, where several products read the activation, and how that was measured. Empty if it cannot be measured.
+    its part, where several products read the activation. Empty if it cannot be measured.
 
     It is measured apart from weights, whose noise in 4 bits would hide it where neighbours share what they do together.
     """
@@ -270,25 +276,28 @@ def _activation_noise(run: Run, floor: float, share: float) -> tuple[Mapping[Edg
     able = (edge for edge, shares in run.format_shares.items() if any(s.dynamic for s in shares))
     inputs = {edge: model.node(edge.node).into[0] for edge in able}
     what = "rounding activations at run time"
-    measured = _measured(run, what, model, dict.fromkeys(inputs.values()), floor, share)
-    alone, readers = measured.alone, Counter(e.tensor for e in inputs.values())
-    found = {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
-    return found, measured
+    alone = _measured_or_not(run, what, model, dict.fromkeys(inputs.values()), floor, share, caveat)
+    readers = Counter(e.tensor for e in inputs.values())
+    return {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The noise of each tensor `alone`; or None and the reason, if ONNX Runtime cannot run the model. It `is_cut_short`
-    if a time budget left tensors that are not told apart."""
+def _measured_or_not(
+    run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float, caveat: Caveat
+) -> dict[str, float] | None:
+    """As `_measured`; None if ONNX Runtime cannot run the model."""
+    try:
+        return _measured(run, what, model, pairs, floor, share, caveat)
+    except EngineRefused as refused:
+        caveat.is_lost |= refused.is_transient
+        return None
 
-    alone: dict[str, float] | None
-    failure: Failure | None = None
-    is_cut_short: bool = False
 
-
-def _measured(run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float) -> Measured:
+def _measured(
+    run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float, caveat: Caveat
+) -> dict[str, float]:
     """The noise of each tensor alone, measured within `share` of the time left; tensors that together make less than
-    `floor` share it. `what` names the measurement to the user."""
+    `floor` share it. `what` names the measurement to the user. It is hurried if a time budget left tensors that are not
+    told apart."""
     run.observer.stage(f"measuring what {what} does to the outputs")
     deadline, is_thinned = _deadline(run, share), False
 
@@ -309,11 +318,10 @@ def _measured(run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floo
             execution=run.execution,
             on_fewer=thinned,
         )
-    except EngineRefused as refused:
-        return Measured(None, refused.failure)
     finally:
         run.observer.stage(SEARCHING)
-    return Measured(alone, None, run.budget.deadline is not None and (is_thinned or time.monotonic() > deadline))
+    caveat.is_hurried |= run.budget.deadline is not None and (is_thinned or time.monotonic() > deadline)
+    return alone
 
 
 def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
@@ -329,17 +337,13 @@ def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
 def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
     """The accuracy of a placement by simulation, from the state file if it has it; None if there is no time, or the
     simulation fails."""
-    of = placement.digest
-    record = run.store.get(PredictionRecord, of)
-    if record is None and run.budget.is_late:
+    key = f"prediction:{placement.digest}"
+    if run.budget.is_late and not run.store.has(key):
         return None
-    if record is None:
-        try:
-            record = PredictionRecord(of=of, accuracy=run.simulation.accuracy(placement))
-        except EngineRefused as refused:
-            record = PredictionRecord(of=of, failure=refused.failure)
-        run.store.put(record)
-    return record.accuracy
+    try:
+        return run.store.memo(key, Accuracy, lambda: run.simulation.accuracy(placement))
+    except EngineRefused:
+        return None
 
 
 def each_value(

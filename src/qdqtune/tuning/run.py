@@ -38,7 +38,7 @@ from qdqtune.tuning.contexts import GLANCE_ROUNDS, at_each, glance_at_one_thread
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.records import NO_REWRITES, BatchRecord, TrialRecord, TriedRewrites
+from qdqtune.tuning.records import NO_REWRITES, TrialRecord, TriedRewrites
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
@@ -284,12 +284,12 @@ def _widths(ready: Ready) -> tuple[int, int]:
     search proposes the same with any number of workers. The second number is for a search that learns from each batch:
     it is smaller if its builds would otherwise fill fewer than `LESSONS` batches after the first."""
     store, workers, settings = ready.store, 1 + len(ready.others), ready.settings
-    record = store.get(BatchRecord)
-    if record is None and workers > 1 and not any(store.of(TrialRecord)):
+    widths = store.get("batch", tuple[int, int])
+    if widths is None and workers > 1 and not store.values("trial:", TrialRecord):
         builds = settings.search_builds if settings.mode == "cut" else settings.seed_builds
         often = workers if settings.front else max(1, (builds - FIRST) // LESSONS)
-        record = store.put(BatchRecord(width=workers, learning=min(workers, often)))
-    return (1, 1) if record is None else (record.width, record.learning)
+        widths = store.put("batch", (workers, min(workers, often)))
+    return (1, 1) if widths is None else widths
 
 
 def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget: Budget, observer: Observer) -> Limits:

@@ -1,83 +1,126 @@
-"""The state file of a run: everything it has measured, in an append-only file with one record a line.
+"""The state file of a run: everything it has measured, in an append-only file with one JSON value a line.
 
-The file is a YAML list of JSON records, so readers of both formats can read it. Every record ends with a checksum. A
-run that is killed while it writes leaves an incomplete last record, which is dropped; any other damage is refused,
-because a search that goes on from wrong numbers ships a wrong model.
+Each line has a key, a value or the failure in its place, and a checksum. A run that is killed while it writes leaves an
+incomplete last line, which is dropped; any other damage is refused, because a search that goes on from wrong numbers
+ships a wrong model.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, Self, cast
+from pathlib import Path, PurePath
+from threading import RLock
+from typing import IO, Any, Literal, Self, TypeVar, cast
 
-from qdqtune.errors import TRANSIENT, BadData, BadModel, BadOption, BadState, BaselineFailed, Failure, reading, writing
+import msgspec
+
+from qdqtune.errors import (
+    BadData,
+    BadModel,
+    BadOption,
+    BadState,
+    BaselineFailed,
+    EngineRefused,
+    Failure,
+    parsed_json,
+    reading,
+    writing,
+)
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
-from qdqtune.tuning.records import (
-    FloatRecord,
-    HeadRecord,
-    MachineRecord,
-    MetricRecord,
-    R,
-    RangesRecord,
-    Record,
-    RepeatabilityRecord,
-    parsed,
-    plain,
-)
 
-VERSION = 1
+VERSION = 2
 CANDIDATE_VERSION = 5
 """The version of the code that makes candidates (loading, scales, insertion): raised when the files of equal placements
 change, so that no run mixes two kinds. A test notices such a change."""
 
-RECORD_START = b'- {"kind": "'
-BEGINNING = RECORD_START + b'run", '
+LINE_START = b'{"key": "'
+BEGINNING = LINE_START + b'run", '
 """The beginning of every state file."""
 
 WRONG_INPUT = BadOption, BadData, BadModel, BaselineFailed
 """Errors after which users change what the fingerprint holds: an option, the samples or the model."""
 
-OF_THE_START = MachineRecord, RangesRecord, FloatRecord, RepeatabilityRecord, MetricRecord
-"""Records from before the first candidate."""
+OF_THE_START = ("machine", "ranges", "float:", "repeatability", "metric:")
+"""Beginnings of keys from before the first candidate."""
 
-BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
-"""Matches strings, numbers with a point, and (as group 1) the 1 of 1e-05, which YAML reads only as 1.0e-05."""
+IN_A_HURRY = ", in a hurry"
+"""The end of a key whose value lacks something for want of time: a later session computes it anew."""
 
 OTHER_MACHINE = (
     "results so far were measured on {}; this run continues on {}, because its engine and processor have the same "
     "names: `restart` starts over"
 )
 
+T = TypeVar("T")
+
+
+@dataclass
+class Caveat:
+    """What a computation for `Store.memo` says of its value: time was short, or something failed that may work in a
+    later session."""
+
+    is_hurried: bool = False
+    is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a state file: the JSON of its value, or the failure in its place; `where` it is, for messages."""
+
+    value: object
+    failure: Failure | None
+    where: str
+
+    def read(self, kind: type[T]) -> T:
+        """The value.
+
+        Raises:
+            EngineRefused: there is a failure in its place.
+            BadState: it is of another type.
+        """
+        if self.failure is not None:
+            raise EngineRefused(self.failure)
+        try:
+            return msgspec.convert(self.value, kind)
+        except (ValueError, RecursionError) as error:
+            raise damaged(self.where) from error
+
 
 @dataclass(frozen=True)
 class Journal:
-    """The content of a state file: its first record, all others by kind and `of`, and the bytes that they take."""
+    """The content of a state file: the run's fingerprint, the version of its candidates, all other lines by key, and
+    the bytes that they take."""
 
-    head: HeadRecord
-    records: dict[tuple[type[Record], str], Record] = field(default_factory=dict)
+    fingerprint: dict[str, Any]
+    candidates: int
+    lines: dict[str, Line] = field(default_factory=dict)
     size: int = 0
 
-    def get(self, kind: type[R], of: str = "") -> R | None:
-        """The record of this kind and this `of`; None if there is none."""
-        return cast(R | None, self.records.get((kind, of)))
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """The value of a key; None if there is none.
 
-    def of(self, kind: type[R]) -> tuple[R, ...]:
-        """All records of a kind, in the order in which they were written."""
-        return tuple(record for record in self.records.values() if isinstance(record, kind))
+        Raises:
+            EngineRefused: there is a failure in its place.
+        """
+        line = self.lines.get(key)
+        return None if line is None else line.read(kind)
+
+    def values(self, start: str, kind: type[T]) -> dict[str, T]:
+        """The values whose keys start so, by the rest of the key, in the order in which they were written first."""
+        lines = {key: line for key, line in self.lines.items() if key.startswith(start) and line.failure is None}
+        return {key.removeprefix(start): line.read(kind) for key, line in lines.items()}
 
 
 class Store:
-    """The state file of one run, locked against other processes. A context manager.
+    """The state file of one run, locked against other processes. A context manager. Several threads may use it.
 
-    The first record is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
+    The first line is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
     difference is named. Where a run ends by what the user gave, before its first candidate, the file is emptied: the
     corrected command, whose fingerprint is another, is not refused.
     """
@@ -91,7 +134,8 @@ class Store:
             OutputError: it cannot be written, is a link out of its folder, or has other hard links.
         """
         self.path = path
-        self._given = given
+        self._given, self._lock = given, RLock()
+        self._own: dict[str, object] = {}  # of this session
         check_inside(path, path.parent)
         check_single(path)
         with writing(path):
@@ -99,15 +143,12 @@ class Store:
             # Unbuffered: what could not be written to a full disk must not be written again on closing.
             self._file: IO[bytes] = path.open("r+b", buffering=0)
         try:
-            self._lock()
+            self._lock_file()
             if restart:
-                if not RECORD_START.startswith(self._file.read(len(RECORD_START))):
+                if not LINE_START.startswith(self._file.read(len(LINE_START))):
                     raise BadState(f"{path} is no state file: choose another `output_dir`, or remove it")
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
-            self._left = {key: record for key, record in self.journal.records.items() if record.is_cut_short}
-            for key in self._left:
-                del self.journal.records[key]
         except BaseException:
             self._file.close()
             raise
@@ -118,46 +159,85 @@ class Store:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._file:
             is_wrong = isinstance(error, WRONG_INPUT) and not error.is_transient
-            if is_wrong and all(isinstance(one, OF_THE_START) for one in self.of(Record)):
+            if is_wrong and all(key.startswith(OF_THE_START) for key in self.journal.lines):
                 with suppress(OSError):
                     self._file.truncate(0)
 
-    def __len__(self) -> int:
-        return len(self.journal.records)
+    def memo(self, key: str, kind: type[T], compute: Callable[[], T], caveat: Caveat | None = None) -> T:
+        """The value of a key from this session or an earlier one; else what `compute` gives, which is stored, or the
+        failure that it raises. See `Caveat`, which `compute` fills.
 
-    def get(self, kind: type[R], of: str = "") -> R | None:
-        """The record of this kind and this `of`, written by this run or an earlier one; None if there is none."""
-        return self.journal.get(kind, of)
+        Raises:
+            EngineRefused: `compute` raises it, now or then.
+        """
+        known = self.get(key, kind)
+        if known is not None:
+            return known
+        try:
+            value = compute()
+        except EngineRefused as refused:
+            self.refuse(key, refused.failure)
+            raise
+        caveat = caveat or Caveat()
+        return self.put(key + IN_A_HURRY if caveat.is_hurried else key, value, on_disk=not caveat.is_lost)
 
-    def left(self, kind: type[R]) -> R | None:
-        """The record of this kind that an earlier session left, as it was cut short; None if there is none."""
-        return cast(R | None, self._left.get((kind, "")))
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """The value of a key, of this session or an earlier one; None if there is none.
 
-    def forget(self) -> None:
-        """Forget everything that was measured: another float model, or another engine, is measured from now on."""
-        with writing(self.path):
-            self._file.truncate(0)
-        self._append(self.journal.head)
-        self.journal.records.clear()
+        Raises:
+            EngineRefused: there is a failure in its place.
+        """
+        for name in (key, key + IN_A_HURRY):
+            value = self._own.get(name)
+            if isinstance(value, Failure):
+                raise EngineRefused(value)
+            if value is not None:
+                return cast(T, value)
+        return self.journal.get(key, kind)
 
-    def put(self, record: R) -> R:
-        """Write a record to disk; it survives a kill of the process. Gives the record.
+    def hurried(self, key: str, kind: type[T]) -> T | None:
+        """The value that an earlier session has computed in a hurry; None if there is none."""
+        return self.journal.get(key + IN_A_HURRY, kind)
 
-        A record with a transient failure is kept in memory only, so that the next run tries again.
+    def has(self, key: str) -> bool:
+        """Whether a key has a value or a failure."""
+        return key in self._own or key + IN_A_HURRY in self._own or key in self.journal.lines
+
+    def values(self, start: str, kind: type[T]) -> dict[str, T]:
+        """See `Journal.values`."""
+        return self.journal.values(start, kind)
+
+    def put(self, key: str, value: T, *, on_disk: bool = True, order: Literal["deterministic"] | None = None) -> T:
+        """Write a value to disk, where it survives a kill of the process; or keep it for this session only. For `order`
+        see `plain`.
 
         Raises:
             BadModel: a file in `given` has changed since the run began.
             OutputError: the disk is full, or the file is gone.
         """
-        self._given.check()
-        if not is_transient(record):
-            self._append(record)
-        self.journal.records[type(record), record.of] = record
-        return record
+        self._write(key, {"value": plain(value, order)}, value, on_disk=on_disk)
+        return value
 
-    def of(self, kind: type[R]) -> tuple[R, ...]:
-        """All records of a kind, in the order in which they were written."""
-        return self.journal.of(kind)
+    def refuse(self, key: str, failure: Failure) -> None:
+        """Keep a failure in place of a value; for this session only if another attempt may succeed."""
+        self._write(key, {"failure": plain(failure)}, failure, on_disk=not failure.is_transient)
+
+    def _write(self, key: str, row: Mapping[str, Any], value: object, *, on_disk: bool) -> None:
+        with self._lock:
+            self._given.check()
+            if on_disk:
+                self._append({"key": key, **row})
+            failure = value if isinstance(value, Failure) else None
+            self.journal.lines[key] = Line(row.get("value"), failure, str(self.path))
+            self._own[key] = value
+
+    def forget(self) -> None:
+        """Forget everything that was measured: another float model, or another engine, is measured from now on."""
+        with writing(self.path):
+            self._file.truncate(0)
+        self._append(_head(self.journal.fingerprint, self.journal.candidates))
+        self.journal.lines.clear()
+        self._own.clear()
 
     def lines(self) -> list[str]:
         """The lines of the file, without an incomplete last one."""
@@ -166,10 +246,11 @@ class Store:
 
     def measuring_on(self, where: str) -> str | None:
         """Record which machine measures from now on. What to tell the user if another one has measured so far."""
-        if (was := (self.get(MachineRecord) or MachineRecord()).where) == where:
+        was = self.get("machine", str) or ""
+        if was == where:
             return None
-        is_new = not len(self)
-        self.put(MachineRecord(where=where))
+        is_new = not self.journal.lines
+        self.put("machine", where)
         both = was or "this machine", where or "this machine"
         return None if is_new else OTHER_MACHINE.format(*both)
 
@@ -179,43 +260,39 @@ class Store:
         Raises:
             BadState: they were not.
         """
-        if (made_by := self.journal.head.candidates) != CANDIDATE_VERSION:
+        if (made_by := self.journal.candidates) != CANDIDATE_VERSION:
             raise BadState(
                 f"{self.path} was made by a version of qdqtune whose candidates are others ({made_by}, now "
                 f"{CANDIDATE_VERSION}): use that version, another `output_dir`, or `restart` to start over"
             )
 
-    def _lock(self) -> None:
+    def _lock_file(self) -> None:
         try:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BadState(f"{self.path} is in use by another run: choose another `output_dir`") from error
 
-    def _append(self, record: Record) -> None:
-        line = line_of(plain(record))
+    def _append(self, row: Mapping[str, Any]) -> None:
+        line = line_of(row)
         with writing(self.path):
             write_through(self._file, line)
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
-        """The content of the file. If the file is empty, its first record is written, with the fingerprint."""
+        """The content of the file. If the file is empty, its first line is written, with the fingerprint."""
         self._file.seek(0)
         content = self._file.read()
         if (journal := _journal(content, self.path)) is None:
             self._file.truncate(0)
-            head = HeadRecord(version=VERSION, candidates=CANDIDATE_VERSION, fingerprint=fingerprint)
-            self._append(head)
-            return Journal(head)
-        _refuse_difference(journal.head.fingerprint, fingerprint, self.path)
+            self._append(_head(fingerprint, CANDIDATE_VERSION))
+            return Journal(fingerprint, CANDIDATE_VERSION)
+        _refuse_difference(journal.fingerprint, fingerprint, self.path)
         if journal.size < len(content):
             self._file.truncate(journal.size)
         return journal
 
 
-def is_transient(record: Record) -> bool:
-    """Whether a record holds a failure that may not occur again."""
-    parts = (record, getattr(record, "result", None), getattr(record, "check", None))
-    failures: Iterable[Failure | None] = (getattr(part, "failure", None) for part in parts)
-    return any(failure is not None and failure.stage in TRANSIENT for failure in failures)
+def damaged(where: str) -> BadState:
+    return BadState(f"{where} is damaged: restore the file, or start over with `restart`")
 
 
 def may_continue(path: Path) -> bool:
@@ -227,8 +304,8 @@ def may_continue(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
     _refuse_modelopt(start, path)
-    if not start.startswith(RECORD_START[: len(start)]):
-        raise BadState(f"{path} is no state file: choose another `output_dir`, or remove it")
+    if not start.startswith(LINE_START[: len(start)]):
+        raise BadState(f"{path} is no state file of this version: choose another `output_dir`, or remove it")
     return True
 
 
@@ -251,41 +328,68 @@ def _refuse_modelopt(content: bytes, path: Path) -> None:
         )
 
 
+def _head(fingerprint: Mapping[str, Any], candidates: int) -> dict[str, Any]:
+    return {"key": "run", "version": VERSION, "candidates": candidates, "fingerprint": fingerprint}
+
+
 def _journal(content: bytes, path: Path) -> Journal | None:
     _refuse_modelopt(content, path)
-    *lines, torn = content.split(b"\n")  # behind the last line break: nothing, or half a record
+    *lines, torn = content.split(b"\n")  # behind the last line break: nothing, or half a line
     if not lines:
         if BEGINNING.startswith(torn[: len(BEGINNING)]):
             return None
         raise BadState(f"{path} is no state file: choose another `output_dir`")
-    head = _parsed(lines[0], path, 1)
-    if not isinstance(head, HeadRecord) or head.version != VERSION:
+    if not lines[0].startswith(LINE_START):
+        raise BadState(f"{path} is no state file of this version: move it away, or choose another `output_dir`")
+    rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    head = rows[0]
+    if head.key != "run" or head.version != VERSION:
         raise BadState(f"{path} is no state file of this version: move it away, or start over with `restart`")
-    records = (_parsed(line, path, number) for number, line in enumerate(lines[1:], 2))
-    return Journal(head, {(type(record), record.of): record for record in records}, len(content) - len(torn))
+    journal = Journal(head.fingerprint, head.candidates, {}, len(content) - len(torn))
+    for number, row in enumerate(rows[1:], 2):
+        journal.lines[row.key] = Line(row.value, row.failure, f"{path}, line {number}")
+    return journal
 
 
-def line_of(values: Mapping[str, Any]) -> bytes:
+def line_of(row: Mapping[str, Any]) -> bytes:
     """JSON values as a line of a state file.
 
     Raises:
         ValueError: a number is infinite or not a number.
     """
-    text = json.dumps(values, separators=(", ", ": "), allow_nan=False)
-    text = BARE_EXPONENT.sub(lambda m: f"{m[1]}.0e" if m[1] else m[0], text)
-    return f'- {text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+    text = json.dumps(row, allow_nan=False)
+    return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
 
-def _parsed(line: bytes, path: Path, number: int) -> Record:
-    text, _, crc = line.decode(errors="replace").removeprefix("- ").rpartition(', "crc": "')
-    if not line.startswith(b"- ") or crc != f'{zlib.crc32((text + "}").encode()):08x}"}}':
-        raise BadState(f"{path}, line {number} is damaged: restore the file, or start over with `restart`")
+class _Row(msgspec.Struct, frozen=True):
+    key: str
+    value: Any = None
+    failure: Failure | None = None
+    version: int = 0
+    candidates: int = 0
+    fingerprint: dict[str, Any] = {}
+
+
+def _parsed(line: bytes, where: str) -> _Row:
+    text, _, crc = line.decode(errors="replace").rpartition(', "crc": "')
+    if crc != f'{zlib.crc32((text + "}").encode()):08x}"}}':
+        raise damaged(where)
     try:
-        return parsed((text + "}").encode())
+        return msgspec.convert(parsed_json(text + "}"), _Row)
     except ValueError as error:
-        raise BadState(
-            f"{path}, line {number} is damaged: it is no record of a run; restore the file, or use `restart`"
-        ) from error
+        raise damaged(where) from error
+
+
+def plain(value: object, order: Literal["deterministic"] | None = None) -> Any:
+    """Convert a value to JSON values; "deterministic" sorts maps and sets, so that equal values give equal JSON."""
+    return msgspec.to_builtins(value, enc_hook=_encoded, order=order)
+
+
+def _encoded(value: Any) -> object:
+    """Convert what msgspec does not know: maps that are no dictionaries, paths, and numbers of NumPy."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value) if isinstance(value, PurePath) else value.item()
 
 
 def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:

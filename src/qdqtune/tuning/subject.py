@@ -240,11 +240,11 @@ def calibrated(
         BadModel: the model has no tensor that could be quantized.
         InputError: the calibration cache or the samples cannot be used, or a Q/DQ model not be read (`from_qdq`).
     """
-    record = store.get(RangesRecord)
+    record = store.get("ranges", RangesRecord)
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
-        record = record or store.put(RangesRecord(ranges=matched.ranges))
+        record = record or store.put("ranges", RangesRecord(ranges=matched.ranges))
     for note in record.hurried if record is not None else ():
         observer.note(f"{note}; so it was when this run began: `restart` with more time calibrates anew")
     if record is None and subject.quantized is not None:
@@ -267,7 +267,7 @@ def calibrated(
             prepared, affordable.how, subject.numbers, placed, observer, bias_samples=affordable.bias_samples
         )
         whole = with_wide(prepared, found, subject.numbers)
-        record = store.put(RangesRecord(ranges=whole, hurried=tuple(hurried)))
+        record = store.put("ranges", RangesRecord(ranges=whole, hurried=tuple(hurried)))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges

@@ -21,7 +21,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import unwatched
 from qdqtune.engines.formats import weight_formats, weight_formats_like
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import EngineRefused, Failure, writing
+from qdqtune.errors import EngineRefused, writing
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
@@ -32,9 +32,8 @@ from qdqtune.search.costs.attribution import DYNAMIC_CONVERSION, TimedBuild, att
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.contexts import at_each
-from qdqtune.tuning.records import WeightFormatsRecord
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import Caveat, Store
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Edge, Layer, Placement, WeightFormat, Workload
 
@@ -117,18 +116,15 @@ def format_shares(
     for edge, size in sizes.items():
         totals[size] = totals.get(size, 0.0) + spent[edge]
     kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
-    record = store.get(WeightFormatsRecord)
-    if record is None:
-        before, counts = runner.mix, settings.thread_counts
-        tried, failure = dict[str, dict[str, float]](), None
-        for size in kinds:
-            if not tried or not is_late():
-                shares_of, lost = _tried(size, wanted, subject, runner, counts)
-                tried[size.key], failure = shares_of, failure or lost
-        is_cut_short = len(tried) < len(kinds)
-        record = store.put(WeightFormatsRecord(shares=tried, failure=failure, is_cut_short=is_cut_short))
+    before, shares, found = runner.mix, dict[str, dict[str, float]](), {}
+    for size in kinds:
+        key = f"weight formats:{size.key}"
+        if not shares or not is_late() or store.has(key):
+            caveat = Caveat()
+            tried = partial(_tried, size, wanted, subject, runner, settings.thread_counts, caveat)
+            shares[size.key] = store.memo(key, dict[str, float], tried, caveat)
+    if runner.mix is not before:
         runner.feed(before)
-    shares, found = record.shares, {}
     kinds = [size for size in kinds if size.key in shares]
     for edge, size in sizes.items():
         near = shares.get(size.key) or (shares[_nearest(size, kinds).key] if kinds else {})
@@ -181,28 +177,31 @@ def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
 
 
 def _tried(
-    size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
-) -> tuple[dict[str, float], Failure | None]:
+    size: Size,
+    wanted: Sequence[WeightFormat],
+    subject: Subject,
+    runner: Runner,
+    counts: Sequence[int | None],
+    caveat: Caveat,
+) -> dict[str, float]:
     """The share of the float product's time that each weight format takes at these numbers of threads, without formats
-    that the engine refuses or does not fuse into the product; and a failure that may not occur again."""
+    that the engine refuses or does not fuse into the product."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     able = [s for s in able if not s.dynamic or size.dtype == TensorProto.FLOAT]
-    failures = list[Failure]()
 
     def layers_of(formats: Sequence[WeightFormat]) -> tuple[Layer, ...] | None:
         try:
             return _layers(size, formats, subject, runner, counts)
         except EngineRefused as refused:
-            failures.append(refused.failure)
+            caveat.is_lost |= refused.is_transient
             return None
 
     layers = layers_of(able)
     if layers is None:  # if the engine refuses one format, it refuses the model with all
         able = [s for s in able if layers_of([s]) is not None] if len(able) > 1 else []
         layers = layers_of(able)
-    lost = next((failure for failure in failures if failure.is_transient), None)
     if layers is None:
-        return {}, lost
+        return {}
     shares = dict[str, float]()
     floats = _time(layers, "float")
     for weight_format in able:
@@ -213,7 +212,7 @@ def _tried(
             spent += sum(layer.time_ms or 0.0 for layer in layers if any(map(DYNAMIC_CONVERSION.match, layer.nodes)))
         if not stands_alone:
             shares[weight_format.name] = UNTIMED if not floats or spent is None else spent / floats
-    return shares, lost
+    return shares
 
 
 def _products_of(layer: Layer, name: str) -> set[str]:

@@ -185,7 +185,7 @@ tune(asked(Path({str(model)!r}), "driver", ray={cluster.address!r}, engine=slow)
     told = environment() | {"TMPDIR": str(tmp_path)}
     driver = subprocess.Popen([sys.executable, "-c", script], env=told, stderr=subprocess.DEVNULL)
     state = out / "autotuner_state.yaml"
-    until(lambda: driver.poll() is not None or (state.exists() and b'"kind": "trial"' in state.read_bytes()))
+    until(lambda: driver.poll() is not None or (state.exists() and b'"key": "trial:' in state.read_bytes()))
     assert driver.poll() is None
     driver.kill()
     driver.wait()
@@ -207,7 +207,7 @@ def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: P
             [sys.executable, "-P", "-m", "qdqtune", *words.split(), *quick], env=told, stderr=errors, cwd=here
         )
     state = out / "autotuner_state.yaml"
-    until(lambda: run.poll() is not None or (state.exists() and b'"kind": "trial"' in state.read_bytes()), 300)
+    until(lambda: run.poll() is not None or (state.exists() and b'"key": "trial:' in state.read_bytes()), 300)
     assert run.poll() is None, said.read_text()
     (raylet,) = [pid for pid in family(tmp_path) if b"/raylet/raylet" in _read(Path(f"/proc/{pid}/cmdline"))]
     os.kill(raylet, signal.SIGKILL)

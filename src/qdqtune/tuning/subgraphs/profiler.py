@@ -9,7 +9,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from qdqtune.timing.pairing import rounds_of
 from qdqtune.timing.ratios import Plan, compare
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.records import Outcome, PartRecord, R, SchemeRecord
+from qdqtune.tuning.records import SchemeRecord
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract, is_shape
 from qdqtune.types import Array, Edge, Layer, Placement
@@ -57,6 +57,9 @@ AT_ONCE = 2**28
 
 NO_TIME = "no time was left"
 """Why a group has no time, or not those of all its schemes."""
+
+
+Layers = tuple[Layer, ...]
 
 
 @dataclass(frozen=True)
@@ -234,27 +237,35 @@ class Profiler:
         )
 
     def _is_known(self, part: _Part) -> bool:
-        base, keys = self._store.get(PartRecord, part.key), self._keys(part).values()
-        return base is not None and (base.failure is not None or all(self._store.get(SchemeRecord, k) for k in keys))
+        try:
+            base = self._store.get(f"part:{part.key}", Layers)
+        except EngineRefused:
+            return True
+        return base is not None and all(map(self._store.has, self._keys(part).values()))
 
     def _keys(self, part: _Part) -> dict[str, str]:
-        return {name: f"{part.key}:{placement.digest}" for name, placement in part.schemes.items()}
+        return {name: f"scheme:{part.key}:{placement.digest}" for name, placement in part.schemes.items()}
 
     def _recorded(self, part: _Part) -> Profile:
-        """The profile of a part, made of its records. The part's model is written here, too: it may be missing if the
-        part was timed in an earlier session."""
-        base = self._store.get(PartRecord, part.key)
+        """The profile of a part, made of what the state file has. The part's model is written here, too: it may be
+        missing if the part was timed in an earlier session."""
         with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
+        try:
+            base = self._store.get(f"part:{part.key}", Layers)
+        except EngineRefused as refused:
+            return Profile(part.kind.each_ms, (), {"": str(refused)})
         assert base is not None  # the part was measured
-        if base.failure is not None:
-            return Profile(part.kind.each_ms, (), {"": base.failure.reason})
         answers = []
         for name, key in self._keys(part).items():
-            if record := self._store.get(SchemeRecord, key):
-                result = None if record.result is None else record.result.result
-                answers.append(SchemeResult(name, part.schemes[name], result, record.layers))
-        profile = profile_of(part.model, base.layers, answers)
+            try:
+                record = self._store.get(key, SchemeRecord)
+            except EngineRefused as refused:
+                answers.append(SchemeResult(name, part.schemes[name], refused.failure, ()))
+            else:
+                if record is not None:
+                    answers.append(SchemeResult(name, part.schemes[name], record.rounds, record.layers))
+        profile = profile_of(part.model, base, answers)
         if len(answers) == len(part.schemes):
             return profile
         why = self._not_loaded[part.key].reason if part.key in self._not_loaded else NO_TIME
@@ -293,55 +304,49 @@ class Profiler:
         has."""
         with self._writing:
             self._constants.save(part.model, part.path)
-        base = self._store.get(PartRecord, part.key)
+        key = f"part:{part.key}"
         try:
             handle = _loaded(runner, part.path)
         except EngineRefused as refused:
             self._not_loaded[part.key] = refused.failure
-            if base is None:
-                self._kept(PartRecord(of=part.key, failure=refused.failure))
+            if not self._store.has(key):
+                self._store.refuse(key, refused.failure)
             return
-        if base is None:
-            try:
-                base = PartRecord(of=part.key, layers=self._layers(runner, handle))
-            except EngineRefused as refused:
-                base = PartRecord(of=part.key, failure=refused.failure)
-            self._kept(base)
-        inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
-        for name, key in self._keys(part).items() if base.failure is None else ():
+        try:
+            floats = self._store.memo(key, Layers, lambda: self._layers(runner, handle))
+        except EngineRefused:
+            runner.unload(handle)
+            return
+        for name, of_scheme in self._keys(part).items():
             if is_late():
                 break
-            if self._store.get(SchemeRecord, key) is None:
-                path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
-                with self._writing:
-                    self._constants.save(inserter.insert(part.schemes[name]), self._output.claim(path))
-                self._kept(self._scheme(runner, part, name, handle, path, base.layers))
-                path.unlink()
+            with suppress(EngineRefused):
+                scheme = partial(self._scheme, runner, part, name, handle, floats)
+                self._store.memo(of_scheme, SchemeRecord, scheme)
         runner.unload(handle)
 
-    def _kept(self, record: R) -> R:
-        with self._writing:
-            return self._store.put(record)
-
     def _scheme(
-        self, runner: Runner, part: _Part, scheme: str, float_form: Handle, path: Path, floats: Sequence[Layer]
+        self, runner: Runner, part: _Part, scheme: str, float_form: Handle, floats: Sequence[Layer]
     ) -> SchemeRecord:
         """Measure one scheme: its layers, and rounds unless the layers show that it is slower."""
-        key, layers, handle = self._keys(part)[scheme], tuple[Layer, ...](), None
+        path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx")
+        inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
+        with self._writing:
+            self._constants.save(inserter.insert(part.schemes[scheme]), self._output.claim(path))
+        handle = None
         try:
             handle = _loaded(runner, path)
             layers = self._layers(runner, handle)
             known = profile_of(part.model, floats, [SchemeResult(scheme, part.schemes[scheme], None, layers)])
             if self._timed and all(option.ms >= HOPELESS_SHARE * known.float_ms for option in known.options):
-                return SchemeRecord(of=key, layers=layers)
+                return SchemeRecord(layers=layers)
             rounds = rounds_of(runner, float_form, handle, GROUP_ROUNDS, self._seed)
-            result = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
-            return SchemeRecord(of=key, result=Outcome(samples=result), layers=layers)
-        except EngineRefused as refused:
-            return SchemeRecord(of=key, result=Outcome(failure=refused.failure), layers=layers)
+            taken = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
+            return SchemeRecord(rounds=taken, layers=layers)
         finally:
             if handle is not None:
                 runner.unload(handle)
+            path.unlink()
 
     def _layers(self, runner: Runner, handle: Handle) -> tuple[Layer, ...]:
         return runner.layers(handle, PROFILED_RUNS) if self._timed else ()
