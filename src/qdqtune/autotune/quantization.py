@@ -9,14 +9,13 @@ import argparse
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, get_args
 
 import click
-import numpy.typing as npt
 
 from qdqtune import api
 from qdqtune.autotune.__main__ import add_flag
@@ -31,9 +30,6 @@ from qdqtune.graph.model import Model
 from qdqtune.types import QuantType
 
 log = logging.getLogger("qdqtune.autotune")
-
-MODES = ("int8", "fp8")
-"""Values of `quantize_mode`."""
 
 IDLE = frozenset({
     "calibration_eps", "keep_intermediate_files", "log_level", "simplify", "trt_rtx_backend", "trust_calibration_data",
@@ -53,20 +49,13 @@ INSTEAD = {
 """What to do without a keyword."""
 
 
-class Reader(Protocol):
-    """Samples one after the other, as ONNX Runtime's quantizer reads them."""
-
-    def get_next(self) -> Mapping[str, npt.ArrayLike] | None:
-        """The next one; None behind the last."""
-
-
 def quantize(
     onnx_path: str | Path,
     quantize_mode: QuantType = "int8",
     calibration_data: SamplesLike | None = None,
     calibration_method: str | None = None,
     calibration_cache_path: str | Path | None = None,
-    calibration_data_reader: Reader | None = None,
+    calibration_data_reader: Any = None,
     calibration_shapes: str | None = None,
     *,
     output_path: str | Path | None = None,
@@ -85,21 +74,24 @@ def quantize(
 
     Shapes are written `input0:1x3x224x224,input1:1x8`; of a profile of shapes the usual ones count. Nodes are chosen by
     regular expressions that match from the beginning. Pairs stand where `engine`, which need not be installed, gains
-    from them as a rule. `others` are those of `IDLE`.
+    from them as a rule. A reader gives samples as ONNX Runtime's quantizer reads them, with `get_next`. `others` are
+    those of `IDLE`.
 
     Raises:
         BadOption: a keyword of ModelOpt's has no counterpart here, or a value no meaning.
         QdqtuneError: see `qdqtune.quantize`.
     """
-    if quantize_mode not in MODES:
+    if quantize_mode not in get_args(QuantType):
         raise BadOption(f"quantize_mode is int8 or fp8, not {quantize_mode!r}")
     for name, value in others.items():
         texts = [value] if isinstance(value, str) else value
         if name not in IDLE and texts not in (None, False, [], USUAL.get(name)):
             raise BadOption(f"quantize has no {name} here: {INSTEAD.get(name, 'see docs/reference/modelopt.md')}")
     path = Path(onnx_path)
-    data = calibration_data if calibration_data_reader is None else _read(calibration_data_reader)
-    shapes = calibration_shapes or override_shapes or ",".join(_usual_shapes(input_shapes_profile or ()))
+    data = calibration_data if calibration_data_reader is None else iter(calibration_data_reader.get_next, None)
+    profiled = (item for part in input_shapes_profile or () for item in part.items())
+    usual = ",".join(text for name, text in profiled if name.endswith("_opt_shapes"))
+    shapes = calibration_shapes or override_shapes or usual
     options: dict[str, Any] = {
         "quant_type": quantize_mode,
         "calibration_data": None if isinstance(data, list) and not data else data,
@@ -136,19 +128,6 @@ def either(*arguments: Any, **given: Any) -> Any:
     theirs = {*signature(quantize).parameters, *IDLE} - signature(api.quantize).parameters.keys()
     has_output = "output" in given or len(arguments) > 1
     return (api.quantize if has_output or theirs.isdisjoint(given) else quantize)(*arguments, **given)
-
-
-def _read(reader: Reader) -> Iterator[Mapping[str, npt.ArrayLike]]:
-    while (sample := reader.get_next()) is not None:
-        yield sample
-
-
-def _usual_shapes(profile: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """The usual shapes of a profile of ONNX Runtime's TensorRT providers, as text."""
-    for part in profile:
-        for name, text in part.items():
-            if name.endswith("_opt_shapes"):
-                yield text
 
 
 def _products_of_activations(model: Model) -> list[str]:
