@@ -1,10 +1,10 @@
-"""`debug` on files with one seeded fault each: whether the tensor is named, and in how many runs.
+"""`debug` on files with one seeded fault each: whether the tensor is named.
 
 Each model is quantized by `quantize`; then a pair is drawn, of an activation, a weight or a bias, and spoiled: its
 scale off by 2^3 to 2^6 or 2^-3 to 2^-6, its zero point off by a quarter to a half of all steps, or its scale NaN (of a
 weight: of one channel). The limit is 20 dB, or 3 dB below what the sane file has where that is less than 23. A fault
 that leaves the outputs above the limit breaks nothing: another one is drawn, and 'harmless' counts them.
-'runs' are inferences of all samples through a model. 'others' are tensors named beside the fault, which break the limit
+'others' are tensors named beside the fault, which break the limit
 by themselves, or make half of the error that is left.
 """
 
@@ -37,7 +37,6 @@ COLUMNS = (
     "broken dB",
     "named",
     "others",
-    "runs",
     "harmless",
 )
 KINDS = ("scale", "zero point", "NaN")
@@ -117,7 +116,6 @@ def row(done: Diagnosis, tensor: str, told: str, level: float, limit: float) -> 
         f"{-10 * log10(done.noise):.1f}",
         "yes" if tensor in named else "NO",
         str(len(named) - (tensor in named)),
-        str(done.runs),
     ]
 
 

@@ -86,7 +86,6 @@ def test_the_worst_stand_first(inferences: int, workers: Workers, monkeypatch: p
         ranking = switched.ranking()
         assert len(ranking) == 8
         assert next(iter(ranking)) == "t5"
-        assert switched.runs <= 1 + max(8, inferences)
 
 
 def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:

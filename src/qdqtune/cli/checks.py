@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import glob
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import AS_JSON, command, switch
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check_file, layers, time_of
-from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
+from qdqtune.commands.debug import DebugOptions, Diagnosis, debug, level
 from qdqtune.commands.doctor import (
     ClusterState,
     DoctorOptions,
@@ -28,12 +24,10 @@ from qdqtune.commands.doctor import (
 )
 from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.shown import Table
-from qdqtune.commands.worst_tensors import UNKNOWN_NOISE, Damage
-from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable, escaped
-from qdqtune.explanation.formatting import counted, placed, samples
+from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
+from qdqtune.explanation.formatting import counted, placed
 from qdqtune.options import REQUIRED, Files, given_in, option
 from qdqtune.system.writing import temporary_folder, write_json
-from qdqtune.types import sqnr_of
 
 
 @dataclass(kw_only=True)
@@ -144,76 +138,46 @@ def debug_command(options: DebugOptions, as_machine: bool) -> int:
     return 0 if done.is_healthy else ConstraintUnmet.exit_code
 
 
-def _level(noise: float) -> str:
-    if noise >= UNKNOWN_NOISE:
-        return "NaN or no outputs"
-    return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
-
-
 def _show(done: Diagnosis) -> None:
-    engine = done.engine
     if done.placement:
         print(f"{done.file}: {placed(done.placement)}")
-    on = samples(done.samples, done.is_held_out)
-    print(f"output SQNR {_level(done.noise)} on {engine}, on {on}, {done.runs} runs")
+    print(done.in_words())
     if done.is_healthy:
-        print(f"healthy: at or above {_level(done.limit)}")
         return
     if done.examined < done.samples:
-        print(f"the {done.examined} samples that lose most are looked into: {_level(done.noise_there)} on these")
+        print(f"the {done.examined} samples that lose most are looked into: {level(done.noise_there)} on these")
     if done.by_numbers is not None:
-        print(f"as ONNX defines its arithmetic: {_level(done.by_numbers)}")
-    for suspects, heading in ((done.guilty, "guilty"), (done.largest, "largest")):
-        if suspects:
-            show(_table(suspects, heading))
-    print_lines(_ending(engine, done))
+        print(f"as ONNX defines its arithmetic: {level(done.by_numbers)}")
+    if done.suspects:
+        show(done.table())
+    print_lines(_ending(done))
 
 
-def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
-    for damage in done.guilty:
-        yield f"{damage.tensor}: {damage.reason}"
+def _ending(done: Diagnosis) -> Iterator[str]:
     if done.largest:
         yield (
             "the damage that is left is spread over many tensors, none is guilty; the largest alone are listed: "
             "calibrate otherwise, or exclude several (quantize --report)"
         )
-    if done.unexplained and not done.largest:
-        if done.is_refused:
-            yield f"the file could not be examined as a whole, as {engine} does not run it: see the notes"
-        elif done.unexamined:
-            many = f"{done.unexamined} were" if done.unexamined > 1 else "1 was"
-            yield f"no examined tensor is guilty, but {many} not examined: see the notes"
-        else:
-            yield "no single tensor is guilty"
     if done.guilty:
         state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
-        yield f"without them on {engine}: {_level(done.rest or 0.0)}, {state}"
+        yield f"without them on {done.engine}: {level(done.rest or 0.0)}, {state}"
         yield f"to keep them in float: qdqtune quantize MODEL {_flags(done)}"
+    if done.suspects:
+        return
+    if done.is_refused:
+        yield f"the file could not be examined as a whole, as {done.engine} does not run it: see the notes"
+    elif done.unexamined:
+        many = f"{done.unexamined} were" if done.unexamined > 1 else "1 was"
+        yield f"no examined tensor is guilty, but {many} not examined: see the notes"
+    else:
+        yield "no single tensor is guilty"
 
 
 def _flags(done: Diagnosis) -> str:
     """Options of quantize that leave guilty tensors in float, and otherwise make the same file again."""
     excluded = to_exclude(done.excluded)
     return excluded if done.weight_only is None or not excluded else f"--weight-only {done.weight_only} {excluded}"
-
-
-def _table(suspects: Sequence[Damage], title: str) -> RichTable:
-    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column(f"{title}, and nodes to exclude", overflow="fold", ratio=1)
-    grid.add_column("range", no_wrap=True)
-    grid.add_column("output SQNR", no_wrap=True)
-    for suspect in suspects:
-        names = Text("\n  ".join(map(escaped, (suspect.tensor, *suspect.nodes))))
-        ranges = f"float {_range(suspect.float_range)}\npair  {_range(suspect.quantized_range)}"
-        levels = f"alone   {_level(suspect.noise)}"
-        if suspect.without is not None:
-            levels += f"\nwithout {_level(suspect.without)}"
-        grid.add_row(names, ranges, levels)
-    return grid
-
-
-def _range(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.4g} .. {ends[1]:.4g}"
 
 
 SKILL = Path(__file__).parent.parent / "skill" / "SKILL.md"

@@ -17,6 +17,7 @@ from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.options import DataOptions, FixOption, samples_option
 from qdqtune.calibration.prepare import prepare
 from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, SamplesLike, execution_of
+from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import data_of
 from qdqtune.commands.worst_tensors import (
     UNKNOWN_NOISE,
@@ -32,6 +33,7 @@ from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused
+from qdqtune.explanation.formatting import samples
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -92,15 +94,15 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
         return None if self.quantized is None else Path(str(self.quantized))
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Shown):
     """The result of `debug`. Noise is relative to the signal, of the worst output; see `worst_tensors.noise`.
 
     `noise` is that of `file` on the `engine` on all `samples`. The next values are measured on the `examined` worst
     samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest` without the guilty
-    pairs. `largest` is filled where `rest` is above the limit and no pair stands out. `pairs` counts examined pairs,
-    those on biases included, and `unexamined` what else is quantized in a file that is not healthy; `runs` counts how
-    often samples went through a model. `is_refused`: the engine does not run the file.
+    pairs. Of the `suspects` those are guilty whose `without` is known; the others are the largest, where `rest` is
+    above the limit and no pair stands out. `pairs` counts examined pairs, those on biases included, and `unexamined`
+    what else is quantized in a file that is not healthy. `is_refused`: the engine does not run the file.
     """
 
     pairs: int
@@ -111,8 +113,7 @@ class Diagnosis:
     noise_there: float = 0.0
     by_numbers: float | None = None
     rest: float | None = None
-    guilty: tuple[Damage, ...] = ()
-    largest: tuple[Damage, ...] = ()
+    suspects: tuple[Damage, ...] = ()
     unexamined: int = 0
     is_refused: bool = False
     notes: tuple[str, ...] = ()
@@ -120,17 +121,21 @@ class Diagnosis:
     is_held_out: bool = False
     file: Path = Path()
     engine: str = ""
-    runs: int = 0
+
+    @property
+    def guilty(self) -> tuple[Damage, ...]:
+        """The tensors that break the outputs."""
+        return tuple(damage for damage in self.suspects if damage.without is not None)
+
+    @property
+    def largest(self) -> tuple[Damage, ...]:
+        """The tensors with the most noise among those that are not guilty."""
+        return tuple(damage for damage in self.suspects if damage.without is None)
 
     @property
     def is_healthy(self) -> bool:
         """Whether the outputs are as close as asked for."""
         return self.noise <= self.limit
-
-    @property
-    def unexplained(self) -> bool:
-        """Whether the outputs are broken and nothing was found that breaks them."""
-        return not (self.is_healthy or self.guilty)
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -146,6 +151,30 @@ class Diagnosis:
         names = {each.name for each in formats}
         return min(names if len(names) == 1 else {each.family for each in formats})
 
+    def in_words(self) -> str:
+        """How close the outputs are, and whether that is healthy."""
+        state = "healthy" if self.is_healthy else "not healthy"
+        on = samples(self.samples, self.is_held_out)
+        return f"output SQNR {level(self.noise)} on {self.engine}, on {on}: {state} at a limit of {level(self.limit)}"
+
+    def table(self) -> Table:
+        """The suspects, the largest damage first."""
+        rows = [
+            (
+                damage.tensor,
+                "largest" if damage.without is None else "guilty",
+                ", ".join(damage.nodes),
+                _range(damage.float_range),
+                _range(damage.quantized_range),
+                level(damage.noise),
+                "" if damage.without is None else level(damage.without),
+                damage.reason,
+            )
+            for damage in self.suspects
+        ]
+        columns = ("tensor", "", "nodes to exclude", "float", "pair", "SQNR alone", "without", "why")
+        return Table(columns, rows, left=("tensor", "", "nodes to exclude", "why"), least_widths={"why": 20})
+
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values. SQNR in dB, None for equal outputs, -30 if outputs are not finite."""
         return {
@@ -158,7 +187,6 @@ class Diagnosis:
             "refused": self.is_refused,
             "samples": self.samples,
             "held_out": self.is_held_out,
-            "runs": self.runs,
             "min_sqnr_db": sqnr_of(self.limit),
             "healthy": self.is_healthy,
             "output_sqnr_db": sqnr_of(self.noise),
@@ -171,6 +199,17 @@ class Diagnosis:
             "nodes_to_exclude": self.excluded,
             "notes": self.notes,
         }
+
+
+def level(noise: float) -> str:
+    """A noise as an SQNR in words."""
+    if noise >= UNKNOWN_NOISE:
+        return "NaN or no outputs"
+    return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.4g} .. {ends[1]:.4g}"
 
 
 def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
@@ -204,15 +243,15 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     if not prepared.has_real_samples:
         raise BadOption("random inputs say nothing of a model's outputs: give `calibration_data`")
     fixed = fixed_inputs(model, options.fix_inputs)
-    samples = [sample | fixed for sample in prepared.judging]
+    judging = [sample | fixed for sample in prepared.judging]
     if is_alone:
         instead = "give the float model first, and this file second"
         with onnxruntime_session(execution, fuse=False) as session:
-            check_stripped(plain, quantized, session, samples[0], str(file), instead)
+            check_stripped(plain, quantized, session, judging[0], str(file), instead)
     with (
         temporary_folder() as folder,
         Runner(spec, execution=execution, log_dir=folder) as runner,
-        switched_pairs(plain, quantized, pairs, samples, execution) as switched,
+        switched_pairs(plain, quantized, pairs, judging, execution) as switched,
     ):
         search = _Search(plain, quantized, pairs, switched, runner, spec.name, folder, execution, observer)
         done = search.diagnosis(file, noise_of(FLOOR_DB if options.min_sqnr is None else options.min_sqnr))
@@ -232,9 +271,9 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     return replace(done, placement=placement, is_held_out=prepared.is_held_out, notes=tuple(notes))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Search:
-    """Looks for guilty tensors. `runs` counts the runs on the engine."""
+    """Looks for guilty tensors."""
 
     plain: Model
     quantized: Model
@@ -245,7 +284,6 @@ class _Search:
     folder: Path
     execution: Execution
     observer: Observer
-    runs: int = 0
 
     def diagnosis(self, file: Path, limit: float) -> Diagnosis:
         """Run `file` on the engine, and find the tensors that take its noise above `limit`."""
@@ -260,12 +298,20 @@ class _Search:
             loss = noise(switched.reference, outputs)
             if loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
                 notes.append(part)
-        is_refused = outputs is None
         done = Diagnosis(
-            len(self.pairs), judged, limit, loss, is_refused=is_refused, notes=tuple(notes), file=file, engine=engine
+            pairs=len(self.pairs),
+            samples=judged,
+            limit=limit,
+            noise=loss,
+            examined=judged,
+            noise_there=loss,
+            is_refused=outputs is None,
+            notes=tuple(notes),
+            file=file,
+            engine=engine,
         )
-        if loss <= limit:
-            return replace(done, examined=judged, noise_there=loss, runs=self.runs + switched.runs)
+        if done.is_healthy:
+            return done
         self.observer.stage("measuring the pairs of each tensor alone")
         left = loss = switched.narrow(outputs, limit)
         defined = numbers = switched.noise(switched.tensors)
@@ -279,32 +325,30 @@ class _Search:
                 without[tensor] = defined = rest
         if without:
             left = self._noise_of_rest(without.keys())
-        largest: dict[str, float] = {}
+        others = {tensor: alone for tensor, alone in ranking.items() if tensor not in without}
         if left > max(limit, WORSE * defined):
             if outputs is not None:
                 levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
                 notes.append(f"{engine} computes other values than the pairs define: {levels}")
+            others = {}
         elif left > limit and ranking:
-            largest = {tensor: ranking[tensor] for tensor in ranking if tensor not in without}
-            notes.append(_spread(list(largest.values())))
-            largest = dict(list(largest.items())[:NAMED])
-        guilty = {tensor: ranking[tensor] for tensor in without}
-        suspects = described(self.plain, self.pairs, guilty | largest, switched.samples, self.execution)
+            notes.append(_spread(list(others.values())))
+        else:
+            others = {}
+        shown = {tensor: ranking[tensor] for tensor in [*without, *list(others)[:NAMED]]}
+        suspects = described(self.plain, self.pairs, shown, switched.samples, self.execution)
         return replace(
             done,
             examined=len(switched.samples),
             noise_there=loss,
             by_numbers=numbers,
             rest=left,
-            guilty=tuple(replace(s, without=without[s.tensor]) for s in suspects if s.tensor in without),
-            largest=tuple(s for s in suspects if s.tensor in largest),
+            suspects=tuple(replace(each, without=without.get(each.tensor)) for each in suspects),
             notes=tuple(notes),
-            runs=self.runs + switched.runs,
         )
 
     def _on_engine(self, file: Path) -> Outputs:
         """The outputs of a file on the engine, those that the float model has."""
-        self.runs += 1
         outputs, first = self.runner.outputs_of(file, self.switched.samples), self.switched.reference[0]
         if missing := first.keys() - outputs[0].keys():
             raise EngineFailure(f"{file.name} has no output {sorted(missing)[0]!r} as the float model has")

@@ -134,7 +134,7 @@ def noise(reference: Outputs, outputs: Outputs) -> float:
 
 class SwitchedPairs:
     """The float model with a switch at every pair of a file, on ONNX Runtime without optimization, which computes pairs
-    as ONNX defines them. One build serves all sets of pairs. `runs` counts how often `samples` went through it.
+    as ONNX defines them. One build serves all sets of pairs.
 
     Raises:
         EngineFailure: ONNX Runtime does not run it, or outputs of the float model are not finite.
@@ -143,7 +143,6 @@ class SwitchedPairs:
     def __init__(self, pairs: Sequence[FilePair], samples: Sequence[Sample], run: ModelRun) -> None:
         self._pairs, self.samples, self._run = pairs, samples, run
         self.tensors = tuple(dict.fromkeys(pair.tensor for pair in pairs))
-        self.runs = 0
         self.reference = self.outputs(())
         if not is_finite(self.reference):
             raise EngineFailure(
@@ -153,7 +152,6 @@ class SwitchedPairs:
 
     def outputs(self, on: Iterable[str]) -> Outputs:
         """The outputs with the pairs of some tensors."""
-        self.runs += 1
         tensors = set(on)
         switches = {f"{SWITCH}{i}": np.asarray(pair.tensor in tensors) for i, pair in enumerate(self._pairs)}
         with rewording("ONNX Runtime cannot run the model with a switch at every pair"):
