@@ -52,7 +52,7 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import get_quantized_tensors
-from qdqtune.search.regions.discovery import NodeInput
+from qdqtune.search.regions.discovery import Point
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
@@ -357,7 +357,7 @@ def test_points_of_a_cache_that_a_pattern_has_not_are_left_out() -> None:
     autotuner.set_profile_region(region)
     current = autotuner.current_profile_pattern_schemes
     assert current is not None
-    assert [s.core for s in current.schemes] == [older.core - {NodeInput(0, 99)}]
+    assert [s.core for s in current.schemes] == [older.core - {Point("node_input", 0, 99)}]
     assert autotuner.generate() == 0
     assert autotuner.export_onnx()
 

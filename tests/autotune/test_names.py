@@ -51,7 +51,7 @@ from qdqtune.autotune.region_search import (
 )
 from qdqtune.errors import BadOption
 from qdqtune.search.regions.cache import read_cache
-from qdqtune.search.regions.discovery import NodeInput
+from qdqtune.search.regions.discovery import Point
 from runs import write
 from workers import Workers
 
@@ -201,7 +201,7 @@ def test_the_pattern_of_a_quantized_region_has_the_points_that_carry_pairs() -> 
     cache.add_pattern_from_region(whole, model, {"x"})
     (found,) = (s for own in cache.pattern_schemes for s in own.schemes)
     pattern = RegionPattern.from_region(whole, model)
-    assert found.core == {NodeInput(0, 0)}
+    assert found.core == {Point("node_input", 0, 0)}
     assert pattern.matches(whole, model, found) == {
         ResolvedInsertionPoint("x", 0, 0),
         ResolvedInsertionPoint("w", 0, 1),

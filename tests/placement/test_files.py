@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ from qdqtune.placement.files import (
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
-from qdqtune.search.regions.discovery import ChildInput, NodeInput, RegionOutput, Scheme
+from qdqtune.search.regions.discovery import Point, PointKind, Scheme
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
@@ -40,8 +41,7 @@ POSSIBLE = possible_edges(MODEL, ranges(MODEL))
 SHIPPED = Placement.of([Edge("b", "second", 0), Edge("w1", "second", 1), Edge("d", "softmax", 0), Edge("y", "", 0)])
 
 small = st.integers(0, 99)
-points = st.builds(NodeInput, small, small) | st.builds(ChildInput, small, small)
-points |= st.builds(RegionOutput, small, small) | st.builds(lambda o, r: RegionOutput(o, region_index=r), small, small)
+points = st.builds(Point, st.sampled_from(get_args(PointKind)), small, small)
 printable = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)
 
 
@@ -70,7 +70,7 @@ def test_only_edges_that_can_carry_a_pair_are_kept_and_the_others_told() -> None
 
 @given(st.lists(st.frozensets(points), min_size=1, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None)
-def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[frozenset[NodeInput]]) -> None:
+def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[Scheme]) -> None:
     entries = {p.digest: [(s, 0.5 + k / 8) for k, s in enumerate(schemes)] for p in GROUPED[1:]}
     write_cache(tmp_path / "cache.yaml", entries)
     assert read_cache(tmp_path / "cache.yaml") == {d: tuple(s for s, _ in rows) for d, rows in entries.items()}

@@ -24,7 +24,7 @@ from qdqtune.placement.files import parsed_yaml, write_yaml, wrong_part
 from qdqtune.placement.possible import can_carry
 from qdqtune.search import region as search
 from qdqtune.search.regions import cache, patterns
-from qdqtune.search.regions.discovery import ChildInput, NodeInput, Point, RegionOutput, Scheme
+from qdqtune.search.regions.discovery import Point, PointKind, Scheme
 from qdqtune.search.regions.discovery import RegionType as RegionType
 from qdqtune.tuning.subject import FLOAT_TYPES
 from qdqtune.types import Edge, QuantType
@@ -95,15 +95,16 @@ class ResolvedInsertionPoint(_Fields):
 class InsertionPoint(_Fields):
     """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names."""
 
-    kind: ClassVar[type[Point]]
+    kinds: ClassVar[tuple[PointKind, ...]]
 
     @property
     def core(self) -> Point:
-        return self.kind(**self.to_dict())
+        owner, number = self.to_dict().values()
+        return Point(self.kinds[0], owner, number)
 
     @classmethod
     def of(cls, point: Point) -> Self:
-        return cls(**asdict(point))
+        return cls(point.owner, point.number)  # type: ignore[call-arg]
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
         """The uses that the point means in a region; none if it is about a child and there are no children.
@@ -114,11 +115,11 @@ class InsertionPoint(_Fields):
         if getattr(self, "region_index", None) is not None and not region.children:
             return set()
         model, point = as_model(graph), self.core
-        if isinstance(point, RegionOutput) and point.node_index is not None:
+        if point.kind == "node_output":
             pattern = pattern_of(model, region)
             nodes = pattern.listings[pattern.instances[0]].nodes
-            if point.node_index < len(nodes):  # one that only the region uses as well
-                tensor = model.nodes[nodes[point.node_index]].outputs[point.output_index]
+            if point.owner < len(nodes):  # one that only the region uses as well
+                tensor = model.nodes[nodes[point.owner]].outputs[point.number]
                 return resolve_region_io_insertion_points(None, model, tensor)
         return resolved(model, region, frozenset((point,)))
 
@@ -126,35 +127,49 @@ class InsertionPoint(_Fields):
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
         """All points of this kind that a region has."""
         points = pattern_of(as_model(graph), region).points
-        return [cls.of(point) for point in points if isinstance(point, cls.kind)]
+        return [cls.of(point) for point in points if point.kind in cls.kinds]
 
 
 @dataclass(frozen=True)
 class NodeInputInsertionPoint(InsertionPoint):
-    """See `NodeInput`."""
+    """An input of one of the pattern's nodes."""
 
     node_index: int
     input_index: int
-    kind: ClassVar[type[Point]] = NodeInput
+    kinds: ClassVar[tuple[PointKind, ...]] = ("node_input",)
 
 
 @dataclass(frozen=True)
 class ChildRegionInputInsertionPoint(InsertionPoint):
-    """See `ChildInput`."""
+    """An input of one of the pattern's child regions."""
 
     region_index: int
     input_index: int
-    kind: ClassVar[type[Point]] = ChildInput
+    kinds: ClassVar[tuple[PointKind, ...]] = ("child_input",)
 
 
 @dataclass(frozen=True)
 class ChildRegionOutputInsertionPoint(InsertionPoint):
-    """See `RegionOutput`, of which one of the first two is None."""
+    """An output of a child region or of a node; the other one is None."""
 
     region_index: int | None
     node_index: int | None
     output_index: int
-    kind: ClassVar[type[Point]] = RegionOutput
+    kinds: ClassVar[tuple[PointKind, ...]] = ("node_output", "child_output")
+
+    @property
+    def core(self) -> Point:
+        if self.node_index is not None:
+            return Point("node_output", self.node_index, self.output_index)
+        if self.region_index is not None:
+            return Point("child_output", self.region_index, self.output_index)
+        raise InvalidSchemeError("an output is that of a node or of a child region: give the number of one")
+
+    @classmethod
+    def of(cls, point: Point) -> Self:
+        if point.kind == "node_output":
+            return cls(None, point.owner, point.number)
+        return cls(point.owner, None, point.number)
 
 
 RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
@@ -187,9 +202,9 @@ class InsertionScheme:
     def of(cls, scheme: Scheme) -> Self:
         """A scheme of the search."""
         made = cls()
-        for point in sorted(scheme, key=repr):
+        for point in sorted(scheme):
             for name, kind in LISTS.items():
-                if isinstance(point, kind.kind):
+                if point.kind in kind.kinds:
                     getattr(made, name).append(kind.of(point))
         return made
 

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.discovery import ChildInput, NodeInput, Region, RegionOutput, Regions, RegionType
+from qdqtune.search.regions.discovery import Point, Region, Regions, RegionType
 from qdqtune.search.regions.structure import Structure
 from qdqtune.types import Edge
 from region_models import Network, networks, resnet, shuffled
@@ -147,7 +147,12 @@ def test_a_leaf_has_a_point_for_each_edge_that_can_carry():
     x = net.add("Clip", net.conv("input"), "scalar", "scalar")
     net.outputs = [x]
     _, pattern, region = only(net)
-    assert pattern.points == (NodeInput(0, 0), NodeInput(0, 1), NodeInput(1, 0), RegionOutput(0, node_index=1))
+    assert pattern.points == (
+        Point("node_input", 0, 0),
+        Point("node_input", 0, 1),
+        Point("node_input", 1, 0),
+        Point("node_output", 1, 0),
+    )
     assert patterns.resolve(pattern, region, pattern.everything) == {
         Edge("input", "node0", 0), Edge("weight", "node0", 1), Edge("node0:0", "node1", 0), Edge("node1:0", "", 0),
     }  # fmt: skip
@@ -157,15 +162,15 @@ def test_a_residual_block_has_points_at_the_borders_of_its_leaves_and_at_its_wei
     model = resnet(1)
     (pattern,) = (p for p in grouped(model) if p.type is RegionType.COMPOSITE)
     edges = pattern.edges[pattern.instances[0]]
-    weights = [p for p in edges if isinstance(p, NodeInput)]
-    entries = {p: {str(e) for e in edges[p]} for p in edges if isinstance(p, ChildInput)}
+    weights = [p for p in edges if p.kind == "node_input"]
+    entries = {p: {str(e) for e in edges[p]} for p in edges if p.kind == "child_input"}
     assert len(weights) == 2
     assert entries == {
-        ChildInput(0, 0): {"node1:0 -> node2[0]"},
-        ChildInput(1, 0): {"node3:0 -> node4[0]"},
-        ChildInput(1, 1): {"node1:0 -> node5[1]"},
+        Point("child_input", 0, 0): {"node1:0 -> node2[0]"},
+        Point("child_input", 1, 0): {"node3:0 -> node4[0]"},
+        Point("child_input", 1, 1): {"node1:0 -> node5[1]"},
     }
-    assert edges[RegionOutput(0, region_index=1)] == {Edge("node6:0", "", 0)}
+    assert edges[Point("child_output", 1, 0)] == {Edge("node6:0", "", 0)}
 
 
 def test_inputs_that_cannot_carry_a_pair_are_no_points():
@@ -214,7 +219,7 @@ def test_a_region_output_takes_every_use_outside():
     net.outputs = [net.conv(x), net.conv(x), x]
     model = net.model()
     first = grouped(model)[0]
-    out = frozenset({RegionOutput(0, node_index=1)})
+    out = frozenset({Point("node_output", 1, 0)})
     assert {str(e) for e in patterns.resolve(first, first.instances[0], out)} == {
         "node1:0 -> node2[0]", "node1:0 -> node3[0]", "node1:0 -> output 2"}  # fmt: skip
 
@@ -224,9 +229,9 @@ def test_the_skip_edge_stays_the_skip_edge():
     model = resnet(4, swap={1, 3})
     (pattern,) = (p for p in grouped(model) if "Add" in p.ops and p.type is RegionType.LEAF)
     assert len(pattern.instances) == 4
-    (add,) = {p.node_index for p in pattern.points if isinstance(p, NodeInput) and pattern.ops[p.node_index] == "Add"}
+    (add,) = {p.owner for p in pattern.points if p.kind == "node_input" and pattern.ops[p.owner] == "Add"}
     for region, swapped in zip(pattern.instances, (False, True, False, True), strict=True):
-        main, skip = (patterns.resolve(pattern, region, frozenset({NodeInput(add, k)})) for k in (0, 1))
+        main, skip = (patterns.resolve(pattern, region, frozenset({Point("node_input", add, k)})) for k in (0, 1))
         assert [e.index for e in (*main, *skip)] == ([1, 0] if swapped else [0, 1])
         assert model.nodes[model.producers[next(iter(main)).tensor]].op == "Conv"
 
@@ -234,7 +239,7 @@ def test_the_skip_edge_stays_the_skip_edge():
 def test_a_foreign_point_is_refused():
     first, *_ = grouped(resnet(1))
     with pytest.raises(ValueError, match="no point"):
-        patterns.resolve(first, first.instances[0], frozenset({NodeInput(7, 0)}))
+        patterns.resolve(first, first.instances[0], frozenset({Point("node_input", 7, 0)}))
 
 
 # ---- properties
@@ -259,13 +264,13 @@ def _shape(model, pattern, region):
 
     def ends(point, edge):
         made_by = model.nodes[model.producers[edge.tensor]].op if edge.tensor in model.producers else None
-        if isinstance(point, RegionOutput):
+        if point.kind.endswith("output"):
             return made_by
         user = model.nodes[model.index_of[edge.node]]
         inside = model.producers.get(edge.tensor) in region.all_nodes()
         return user.op, None if user.op in COMMUTATIVE else edge.index, made_by if inside else None
 
-    return {p: sorted({ends(p, e) for e in edges}, key=repr) if isinstance(p, RegionOutput)
+    return {p: sorted({ends(p, e) for e in edges}, key=repr) if p.kind.endswith("output")
             else sorted((ends(p, e) for e in edges), key=repr)
             for p, edges in pattern.edges[region].items()}  # fmt: skip
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from qdqtune.errors import BadOption
 from qdqtune.placement.files import VERSION, read_yaml, write_yaml, wrong_part
-from qdqtune.search.regions.discovery import ChildInput, NodeInput, Point, RegionOutput, Scheme
+from qdqtune.search.regions.discovery import Point, PointKind, Scheme
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Placement, Trial
@@ -28,7 +29,7 @@ def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str
     entries = []
     for digest, schemes in caches.items():
         rows = [
-            {"ratio": round(ratio, 4), "points": [_row_of_point(p) for p in sorted(scheme, key=repr)]}
+            {"ratio": round(ratio, 4), "points": [list(astuple(point)) for point in sorted(scheme)]}
             for scheme, ratio in schemes
         ]
         if rows:
@@ -77,30 +78,8 @@ def cache_of(
     return schemes
 
 
-def _row_of_point(point: Point) -> list[str | int | None]:
-    match point:
-        case NodeInput(node, number):
-            return ["node_input", node, number]
-        case ChildInput(region, number):
-            return ["child_input", region, number]
-        case RegionOutput(output, None, region):
-            return ["child_output", region, output]
-        case RegionOutput(output, node, _):
-            return ["node_output", node, output]
-    raise TypeError(f"not an insertion point: {point!r}")
-
-
-def _point_of_row(values: Sequence[Any]) -> Point:
-    form, owner, number = values
-    if not (isinstance(owner, int) and isinstance(number, int)):
-        raise ValueError(f"{values} is not an insertion point")
-    match form:
-        case "node_input":
-            return NodeInput(owner, number)
-        case "child_input":
-            return ChildInput(owner, number)
-        case "child_output":
-            return RegionOutput(number, region_index=owner)
-        case "node_output":
-            return RegionOutput(number, node_index=owner)
-    raise ValueError(f"{form} is no form of insertion point")
+def _point_of_row(row: Sequence[Any]) -> Point:
+    kind, owner, number = row
+    if kind not in get_args(PointKind) or not (isinstance(owner, int) and isinstance(number, int)):
+        raise ValueError(f"{row} is not an insertion point")
+    return Point(kind, owner, number)

@@ -60,36 +60,16 @@ class Region:
         return tuple(sorted(i for region in self.walk() for i in region.nodes))
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class NodeInput:
-    """Input `input_index` of the pattern's node number `node_index`."""
-
-    node_index: int
-    input_index: int
+PointKind = Literal["node_input", "child_input", "node_output", "child_output"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class ChildInput:
-    """Border input `input_index` of the pattern's child region number `region_index`."""
+class Point:
+    """An insertion point: input or output `number` of a pattern's node, or of its child region, number `owner`."""
 
-    region_index: int
-    input_index: int
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class RegionOutput:
-    """Output `output_index` of the pattern's node number `node_index`, or of its child region `region_index`."""
-
-    output_index: int
-    node_index: int | None = None
-    region_index: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.node_index is None) == (self.region_index is None):
-            raise ValueError("a region output comes from a node or from a child region, one of the two")
-
-
-Point = NodeInput | ChildInput | RegionOutput
+    kind: PointKind
+    owner: int
+    number: int
 
 
 Scheme = frozenset[Point]

@@ -5,8 +5,8 @@ numbers in a point name corresponding nodes, inputs and child regions in every i
 numbered over all its children; children, their inputs and their outputs in the order in which those numbers meet them.
 
 A leaf has a point for each node input that can carry a pair, constants included, and for each output. A composite has
-one for each activation that enters a child, each constant inside (NodeInput), and each output; edges inside a child are
-left to the child's own pattern. Only points that resolve to an edge exist.
+one for each activation that enters a child, each constant inside (an input of a node), and each output; edges inside a
+child are left to the child's own pattern. Only points that resolve to an edge exist.
 """
 
 from __future__ import annotations
@@ -19,16 +19,7 @@ from functools import cached_property
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, MOVERS, may_be_float
 from qdqtune.placement.possible import can_carry
-from qdqtune.search.regions.discovery import (
-    ChildInput,
-    NodeInput,
-    Point,
-    Region,
-    RegionOutput,
-    Regions,
-    RegionType,
-    Scheme,
-)
+from qdqtune.search.regions.discovery import Point, Region, Regions, RegionType, Scheme
 from qdqtune.search.regions.structure import Listing
 from qdqtune.types import Edge
 
@@ -153,19 +144,19 @@ def _edges(model: Model, region: Region, listing: Listing) -> Mapping[Point, fro
         for k, slot in enumerate(listing.orders[number]):
             tensor, own = inputs.tensors[slot], {into[slot]} if inputs.carries[slot] else set[Edge]()
             if not child or tensor.source != "activation":
-                edges[NodeInput(number, k)] = own
+                edges[Point("node_input", number, k)] = own
             elif child.get(tensor.producer) != child[node]:
                 entering.setdefault(child[node], {}).setdefault(tensor.name, set()).update(own)
     for c in sorted(entering):
         for k, own in enumerate(entering[c].values()):
-            edges[ChildInput(c, k)] = own
+            edges[Point("child_input", c, k)] = own
     counts: dict[int, int] = {}
     for number, output in listing.exits:
         node = listing.nodes[number]
-        point = RegionOutput(output, node_index=number)
+        point = Point("node_output", number, output)
         if child:
             k = counts[child[node]] = counts.get(child[node], -1) + 1
-            point = RegionOutput(k, region_index=child[node])
+            point = Point("child_output", child[node], k)
         edges[point] = _uses_outside(model, model.nodes[node].outputs[output], frozenset(listing.nodes))
     return {point: frozenset(own) for point, own in edges.items() if own}
 
