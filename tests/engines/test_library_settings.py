@@ -20,11 +20,6 @@ FOREIGN = {
         "qnn_ir_backend_path": "lib.so", "profiling_file_path": "a.csv", "dump_json_qnn_graph": "1",
         "json_qnn_graph_dir": "/tmp", "qnn_context_priority": "high",
     },
-    "ort-tensorrt": {
-        "trt_extra_plugin_lib_paths": "lib.so", "trt_timing_cache_enable": "1", "trt_timing_cache_path": "/tmp",
-        "trt_engine_cache_enable": "1", "trt_engine_cache_path": "/tmp", "trt_ep_context_file_path": "a.onnx",
-        "trt_engine_decryption_lib_path": "lib.so", "user_compute_stream": "4096",
-    },
     "ort-openvino": {"cache_dir": "/tmp", "load_config": "a.json", "device_type": "../x", "context": "4096"},
     "cuda": {"gpu_external_alloc": "4096", "user_compute_stream": "4096", "tunable_op_tuning_enable": "1"},
 }  # fmt: skip
@@ -32,7 +27,6 @@ FOREIGN = {
 
 PLAIN = {
     "qnn": {"backend_type": "htp", "soc_model": "69"},
-    "ort-tensorrt": {"trt_fp16_enable": "1", "trt_profile_min_shapes": "x:1x3"},
     "ort-openvino": {"device_type": "CPU", "num_of_threads": "4"},
     "cuda": {"enable_cuda_graph": "1"},
 }

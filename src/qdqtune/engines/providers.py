@@ -117,39 +117,6 @@ ORT_OPENVINO = Provider(
 the CPU.
 """
 
-ORT_TENSORRT = Provider(
-    name="ort-tensorrt",
-    ep="TensorrtExecutionProvider",
-    install="pip install onnxruntime-gpu tensorrt",
-    source=f"{DOCUMENTS}/TensorRT-ExecutionProvider.html",
-    like="tensorrt",
-    notes="numbers of the engine tensorrt, zero points must be 0; what it leaves goes to the CPU",
-    weights=("w4b64", "w4b128"),
-    options={"trt_int8_enable": "1"},
-    plain={
-        **dict.fromkeys(
-            (
-                "trt_int8_enable",
-                "trt_fp16_enable",
-                "trt_bf16_enable",
-                "trt_cuda_graph_enable",
-                "trt_sparsity_enable",
-                "trt_layer_norm_fp32_fallback",
-            ),
-            SWITCH,
-        ),
-        **dict.fromkeys(
-            ("device_id", "trt_max_workspace_size", "trt_min_subgraph_size", "trt_builder_optimization_level"), NUMBER
-        ),
-        **dict.fromkeys(("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes"), ".*"),
-    },
-    is_gpu=True,
-    memory="cuda",
-    precision="fp16",
-    compiles=True,
-)
-"""TensorRT inside ONNX Runtime; the engine tensorrt is TensorRT itself. Known from its documents alone."""
-
 QNN = Provider(
     name="qnn",
     ep="QNNExecutionProvider",
@@ -199,9 +166,7 @@ refuses some graphs with QNN_COMMON_ERROR_MEM_ALLOC (LeakyRelu, Max, Conv). `soc
 Gen 2) and 69 (8 Elite) give the same outputs. There floats have 16 bits: of dtln_2 as a float model 21 dB are left.
 """
 
-PROVIDERS: Mapping[str, Provider] = MappingProxyType(
-    {table.name: table for table in (CUDA, ORT_OPENVINO, ORT_TENSORRT, QNN)}
-)
+PROVIDERS: Mapping[str, Provider] = MappingProxyType({table.name: table for table in (CUDA, ORT_OPENVINO, QNN)})
 """Execution providers by the name that `engine` has for them."""
 
 OF_EP: Mapping[str, Provider] = MappingProxyType({table.ep: table for table in PROVIDERS.values()})

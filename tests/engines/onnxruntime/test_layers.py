@@ -181,7 +181,7 @@ def test_where_a_provider_says_nothing_the_rule_of_its_table_is_told(name, op, w
 
 
 def test_another_provider_is_named() -> None:
-    assert elsewhere("n", "Add", "CUDAExecutionProvider", PROVIDERS["ort-tensorrt"], {}).startswith("on CUDAExec")
+    assert elsewhere("n", "Add", "CUDAExecutionProvider", PROVIDERS["ort-openvino"], {}).startswith("on CUDAExec")
 
 
 def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:

@@ -282,7 +282,7 @@ class Trtexec:
         shapes = self._shape_flags(signature)
         built = TrtexecModel(self, model, signature, flags, shapes, log)
         try:
-            built.plan({name: [size or 1 for size in spec.sizes] for name, spec in signature.inputs.items()})
+            built.plan({name: [size or 1 for size in sizes] for name, (_, sizes) in signature.inputs.items()})
         except EngineFailure:
             built.close()
             raise
@@ -454,59 +454,48 @@ class TrtexecModel:
 
 
 @dataclass(frozen=True)
-class _Spec:
-    dtype: np.dtype[Any]
-    sizes: tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
 class _Signature:
-    """Inputs and outputs of a model, and whether it has Q/DQ pairs."""
+    """Inputs of a model with their types and sizes, types of its outputs, and whether it has Q/DQ pairs."""
 
-    inputs: Mapping[str, _Spec]
+    inputs: Mapping[str, tuple[np.dtype[Any], tuple[int | None, ...]]]
     outputs: Mapping[str, np.dtype[Any]]
     has_pairs: bool
 
     @property
     def dynamic(self) -> list[str]:
         """The names of inputs with unknown sizes."""
-        return [name for name, spec in self.inputs.items() if None in spec.sizes]
+        return [name for name, (_, sizes) in self.inputs.items() if None in sizes]
 
     def checked(self, inputs: Tensors) -> dict[str, Array]:
         """The arrays of the inputs. trtexec itself would use random values for a missing one."""
         arrays = {}
-        for name, spec in self.inputs.items():
+        for name, (dtype, sizes) in self.inputs.items():
             if name not in inputs:
                 raise EngineFailure(f"trtexec: there is no array for input {name!r}")
             array = np.asarray(inputs[name])
-            fits = len(array.shape) == len(spec.sizes) and all(
-                want in (None, have) for want, have in zip(spec.sizes, array.shape, strict=True)
-            )
-            if array.dtype != spec.dtype or not fits:
-                raise EngineFailure(
-                    f"trtexec: input {name!r} is {spec.dtype} of sizes {spec.sizes}, not {array.dtype} of {array.shape}"
-                )
+            known = [size or have for size, have in zip(sizes, array.shape, strict=False)]
+            if array.dtype != dtype or len(sizes) != array.ndim or known != list(array.shape):
+                told = f"{array.dtype} of {array.shape}"
+                raise EngineFailure(f"trtexec: input {name!r} is {dtype} of sizes {sizes}, not {told}")
             arrays[name] = array
         return arrays
 
 
 def _signature(path: Path) -> _Signature:
     graph = onnx.load(path, load_external_data=False).graph
-    constants = {tensor.name for tensor in graph.initializer}
-    inputs = {
-        value.name: _Spec(
-            _dtype(value),
-            tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim),
-        )
-        for value in graph.input
-        if value.name not in constants
-    }
+    inputs = {value.name: (_dtype(value), _sizes(value)) for value in graph.input}
+    for tensor in graph.initializer:
+        inputs.pop(tensor.name, None)
     has_pairs = any(node.op_type == "QuantizeLinear" for node in graph.node)
     return _Signature(inputs, {value.name: _dtype(value) for value in graph.output}, has_pairs)
 
 
 def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT))
+
+
+def _sizes(value: onnx.ValueInfoProto) -> tuple[int | None, ...]:
+    return tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim)
 
 
 def _sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
