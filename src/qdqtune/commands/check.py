@@ -81,8 +81,7 @@ class Layers(Shown):
     @property
     def time_ms(self) -> float | None:
         """The sum of the layers' times; None if the engine gives none."""
-        times = [layer.time_ms for layer in self.layers if layer.time_ms is not None]
-        return sum(times) if times else None
+        return time_of(self.layers)
 
     def in_words(self) -> str:
         """How many layers, how many of them in 8 bits, and their time."""
@@ -96,10 +95,8 @@ class Layers(Shown):
         rows = [
             (", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.elsewhere, x.name) for x in ordered
         ]
-        has_others = any(layer.elsewhere for layer in self.layers)
         columns = ("nodes", "kind", "precision", "ms", "runs elsewhere", "layer")
-        keep = [n for n, name in enumerate(columns) if has_others or name != "runs elsewhere"]
-        return Table([columns[n] for n in keep], [[row[n] for n in keep] for row in rows], left=("nodes", columns[4]))
+        return Table(columns, rows, left=("nodes", "runs elsewhere")).filled
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -205,19 +202,9 @@ class Checked(Shown):
         return self.measured or not any(finding.fails for finding in self.findings)
 
     @property
-    def ran_on(self) -> str:
-        """The engine, and the other machine, if any."""
-        return " on ".join(filter(None, (self.engine, self.machine)))
-
-    @property
     def running(self) -> list[Layer]:
         """The layers that take time."""
         return [layer for layer in self.layers if layer.kind != "folded"]
-
-    @property
-    def time_ms(self) -> float | None:
-        """The time of these layers; None if the engine gives none."""
-        return time_of(self.running)
 
     @property
     def layers_in_8_bits(self) -> int:
@@ -229,14 +216,15 @@ class Checked(Shown):
         if not self.layers:
             return f"{self.model}: no pairs, nothing to check"
         failing = [finding for finding in self.findings if finding.fails]
-        total, spent = self.time_ms, time_of(failing)
+        total, spent = time_of(self.running), time_of(failing)
         share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
         on_weights = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in self.running)
         also = f", {on_weights} on weights in fewer bits" if on_weights else ""
         count = f"{self.layers_in_8_bits} of {len(self.running)} layers in 8 bits{also}"
         ran = f"{placed(placement_in(strip_pairs(self.graph), self.graph))}, {count}"
         notes = counted(len(self.findings) - len(failing), "note")
-        return f"{self.model} on {self.ran_on}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
+        on = " on ".join(filter(None, (self.engine, self.machine)))
+        return f"{self.model} on {on}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
     def table(self) -> Table:
         """The findings, those with one cause together; those that fail come first, the most time first."""
@@ -263,7 +251,7 @@ class Checked(Shown):
             "pairs": sum(node.op == "DequantizeLinear" for node in self.graph.nodes),
             "layers": len(self.running),
             "layers_in_8_bits": self.layers_in_8_bits,
-            "time_ms": self.time_ms,
+            "time_ms": time_of(self.running),
             "failing": sum(finding.fails for finding in findings),
             "findings": [asdict(finding) for finding in findings],
             "passes": self.passes,

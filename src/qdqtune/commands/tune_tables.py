@@ -30,46 +30,29 @@ def result_table(found: Result) -> Table:
     return Table(("", "baseline", "final"), result_rows(summary), "\n".join([caption, *remarks(summary)]))
 
 
-def _mark(row: Mapping[str, Any]) -> str:
-    """Whether a candidate ships, or why it may not."""
-    if row["shipped"]:
-        return "ships"
-    return {True: "", False: "below the limits", None: "metric not computed"}[row["holds_limits"]]
-
-
 def front_table(summary: Mapping[str, Any]) -> Table:
     """A table of the proven points of a front, with a column for each number of threads if there are several."""
-    cells, has_accuracy, rows = [], is_judged(summary), summary["front"]
+    cells, rows = [], summary["front"]
     counts = [at["threads"] for row in rows[:1] for at in row["by_threads"]]
     for row in rows:
         compared = row["by_threads"] if len(counts) > 1 else [row]
         ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in compared)
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
-        sqnr, agreement = _db(row, has_accuracy), _share(row["agreement"])
-        cells.append((row["name"], *ends, sqnr, agreement, metric, _carry(row), _mark(row)))
+        cells.append((row["name"], *ends, metric, _tensors(row), *_judged(row, summary)))
     speedups = [f"at {n} thread{'s' * (n != 1)}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
-    columns = ("point", *speedups, "SQNR, dB", "agreement", "metric", "tensors", "")
     caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
-    return Table(columns, cells, caption).filled
+    return Table(("point", *speedups, "metric", "tensors", *JUDGED), cells, caption).filled
 
 
 def met_table(summary: Mapping[str, Any]) -> Table:
     """A table of candidates of the search that no other one beat in both latency and accuracy."""
     cells = [
-        (
-            str(row["number"]),
-            row["origin"],
-            speed(row["ratio"]),
-            _db(row, is_judged(summary)),
-            _share(row["agreement"]),
-            _carry(row),
-            _mark(row),
-        )
+        (str(row["number"]), row["origin"], speed(row["ratio"]), _tensors(row), *_judged(row, summary))
         for row in summary["met"]
     ]
     proven = "none proved to be a point of the front" if "front" in summary else "`front` proves such points"
     caption = f"what no other candidate beat in both, as the search measured it; {proven}"
-    return Table(("candidate", "from", "speedup", "SQNR, dB", "agreement", "tensors", ""), cells, caption).filled
+    return Table(("candidate", "from", "speedup", "tensors", *JUDGED), cells, caption).filled
 
 
 def rule_table(summary: Mapping[str, Any]) -> Table:
@@ -82,48 +65,40 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
             f"{row['tensors_16']} of {row['tensors']}",
             str(row.get("weights_16") or ""),
             str(row["conversions"]),
-            _dbby_rule(row, summary),
-            _share(row["agreement"]),
-            _mark(row),
+            *(_judged(row, summary) if row["elsewhere"] is not None else ("", "", _mark(row))),
         )
         for row in by_rule(summary)
     ]
     caption = "not timed: nodes elsewhere count first, then bytes in 16 bits and of conversions, then those of weights"
-    columns = (
-        "candidate",
-        "from",
-        "nodes elsewhere",
-        "in 16 bits",
-        "weights too",
-        "conversions",
-        "SQNR, dB",
-        "agreement",
-        "",
-    )
-    return Table(columns, cells, caption).filled
+    columns = ("candidate", "from", "nodes elsewhere", "in 16 bits", "weights too", "conversions")
+    return Table((*columns, *JUDGED), cells, caption).filled
 
 
-def _dbby_rule(row: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """The SQNR of a candidate, with the number of samples where these are not all."""
-    if row["elsewhere"] is None:
-        return ""
-    samples, db = row.get("samples", summary["accuracy_samples"]), _db(row, is_judged(summary))
-    return db if samples == summary["accuracy_samples"] else f"{db} ({counted(samples, 'sample')})"
+JUDGED = ("SQNR, dB", "agreement", "")
+"""The last columns of these tables: how close the outputs are, and what that means."""
 
 
-def _share(equal: float | None) -> str:
-    return "" if equal is None else f"{equal:.1%}"
+def _judged(row: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, str, str]:
+    agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+    if not is_judged(summary):
+        return NOT_MEASURED, agreement, _mark(row)
+    db, judged = closeness_cell(row["sqnr_db"], row["agreement"]), row.get("samples", summary["accuracy_samples"])
+    few = "" if judged == summary["accuracy_samples"] else f" ({counted(judged, 'sample')})"
+    return f"{db}{few}", agreement, _mark(row)
 
 
-def _carry(row: Mapping[str, Any]) -> str:
+def _mark(row: Mapping[str, Any]) -> str:
+    """Whether a candidate ships, or why it may not."""
+    if row["shipped"]:
+        return "ships"
+    return {True: "", False: "below the limits", None: "metric not computed"}[row["holds_limits"]]
+
+
+def _tensors(row: Mapping[str, Any]) -> str:
     """How many tensors have a pair, and how many weights have a weight format (a count, or counts by format)."""
     weights = row.get("weights") or 0
     count = weights if isinstance(weights, int) else sum(weights.values())
     return str(row["pairs"]) + (f" + {count} weights" if count else "")
-
-
-def _db(row: Mapping[str, Any], has_accuracy: bool) -> str:
-    return closeness_cell(row["sqnr_db"], row["agreement"]) if has_accuracy else NOT_MEASURED
 
 
 def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
