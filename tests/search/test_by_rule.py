@@ -12,7 +12,8 @@ from qdqtune.errors import Failure
 from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges, wide_weights
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
-from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, NoiseOfBits, Rates, RuleCosts
+from qdqtune.search.costs.output_noise import Noise
+from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, Rates, RuleCosts
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import (
@@ -49,6 +50,10 @@ def costs(steps: int = STEPS) -> RuleCosts:
 Answer = Callable[[RuleCosts, Placement], tuple[float, tuple[Layer, ...]] | Failure]
 
 
+def noise(found: RuleCosts, narrow=NOISE, limit: float | None = LIMIT, simulate=None, wide=None) -> Noise:
+    return Noise(found.model, narrow, limit, simulate=simulate, wide_noise=wide or {})
+
+
 def simulated(search: RuleSearch, answer: Answer, builds: int = 25) -> list[Trial]:
     """The trials of a search whose outputs have the noise that `answer` gives, with the layers of its report."""
     history: list[Trial] = []
@@ -60,12 +65,12 @@ def simulated(search: RuleSearch, answer: Answer, builds: int = 25) -> list[Tria
         if isinstance(told, Failure):
             history.append(Trial(len(history) + 1, proposal, against, told))
             continue
-        noise, layers = told
+        power, layers = told
         paid[proposal.placement] = search.costs.cost(proposal.placement, layers)
         result = CostsByRule(paid[against], paid[proposal.placement])
         trial = Trial(
-            len(history) + 1, proposal, against, result, accuracy=Accuracy(sqnr_of(noise)), layers=layers,
-            holds=noise <= LIMIT,
+            len(history) + 1, proposal, against, result, accuracy=Accuracy(sqnr_of(power)), layers=layers,
+            holds=power <= LIMIT,
         )  # fmt: skip
         history += accepted([trial], Plan(), next((t for t in reversed(history) if t.accepted), None))
     return history
@@ -80,8 +85,7 @@ def by_table(factor: float) -> Answer:
     """Noise as the table has it, times a factor that the search does not know, and some that it knows nothing of."""
 
     def answer(found: RuleCosts, placement: Placement):
-        table = NoiseOfBits(NOISE, {})
-        return factor * found.noise(found.labels(placement), table) + 5e-5, report(found.model)
+        return factor * noise(found).summed(placement) + 5e-5, report(found.model)
 
     return answer
 
@@ -99,11 +103,11 @@ def cheapest(found: RuleCosts, answer: Answer) -> float:
 @pytest.mark.parametrize("factor", [0.4, 1.5, 3.0])
 def test_the_cheapest_that_holds_is_found_and_a_resumed_search_goes_on_alike(factor: float) -> None:
     found, answer = costs(), by_table(factor)
-    history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
+    history = simulated(RuleSearch(found, noise(found)), answer)
     assert found.cost(best(history)) <= 1.25 * cheapest(found, answer)
     assert len(history) <= 20
     assert len({t.placement for t in history}) == len(history)
-    resumed = RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT)
+    resumed = RuleSearch(costs(), noise(costs()))
     assert [resumed.propose(history[:n])[0] for n in (-1, 2)] == [history[n].proposal for n in (-1, 2)]
 
 
@@ -115,26 +119,26 @@ def test_few_builds_are_needed_where_onnx_runtime_tells_the_noise(factor: float)
         asked.append(placement)
         return by_table(1.0)(found, placement)[0]
 
-    history = simulated(RuleSearch(found, NoiseOfBits(dict.fromkeys(NOISE, 1e-4), {}), LIMIT, simulate), answer)
+    history = simulated(RuleSearch(found, noise(found, dict.fromkeys(NOISE, 1e-4), simulate=simulate)), answer)
     assert found.cost(best(history)) <= 1.25 * cheapest(found, answer)
     assert len(history) <= 7
     assert len(asked) > len(history)
 
 
 def test_a_search_whose_builds_all_fail_ends() -> None:
-    noise = NoiseOfBits({**NOISE, "t3": 1.0, "w3": 1.0}, {})
-    history = simulated(RuleSearch(costs(), noise, LIMIT), lambda *_: Failure("build", "no memory"))
+    loud = noise(costs(), {**NOISE, "t3": 1.0, "w3": 1.0})
+    history = simulated(RuleSearch(costs(), loud), lambda *_: Failure("build", "no memory"))
     assert 2 <= len(history) <= FRUITLESS
 
 
 def test_nothing_else_is_tried_where_8_bits_hold() -> None:
-    history = simulated(RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT), by_table(0.01))
+    history = simulated(RuleSearch(costs(), noise(costs())), by_table(0.01))
     assert [t.proposal.origin for t in history] == [ALL_8]
     assert history[0].accepted
 
 
 def test_noise_is_not_asked_for_where_8_bits_hold() -> None:
-    search = RuleSearch(costs(), None, None)  # type: ignore[arg-type]
+    search = RuleSearch(costs(), None)  # type: ignore[arg-type]
     assert [t.proposal.origin for t in simulated(search, by_table(0.01))] == [ALL_8]
 
 
@@ -144,7 +148,7 @@ def test_a_node_that_is_left_in_8_bits_gets_16() -> None:
         return 1e-6, report(found.model, *(["n2"] if labels[2] == W8A8 else []))
 
     found = costs()
-    history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
+    history = simulated(RuleSearch(found, noise(found)), answer)
     assert [label == W8A16 for label in found.labels(best(history))] == [False, False, True, False, False, False]
 
 
@@ -155,7 +159,7 @@ def test_a_node_that_is_left_in_both_becomes_float() -> None:
         return 1e-6, report(found.model, *left)
 
     found = costs(3)
-    history = simulated(RuleSearch(found, NoiseOfBits(NOISE, {}), LIMIT), answer)
+    history = simulated(RuleSearch(found, noise(found)), answer)
     assert all(t.proposal.placement for t in history)
     assert not any(t.accepted for t in history)  # the float model leaves none
 
@@ -166,7 +170,7 @@ def test_operators_that_are_refused_in_16_bits_are_not_asked_for_again() -> None
             return Failure("build", "Node 'n1' OpType:Conv with domain:x was inserted, but was not selected by that EP")
         return 1e-2, report(found.model)
 
-    history = simulated(RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT), answer)
+    history = simulated(RuleSearch(costs(), noise(costs())), answer)
     assert [t.proposal.origin for t in history][:3] == [ALL_8, ALL_16, ALL_16]
     assert [wide_weights(costs().model, t.placement) != frozenset() for t in history[1:3]] == [True, False]
     assert sum(bool(t.placement.wide) for t in history) == 2
@@ -178,13 +182,13 @@ def test_an_engine_that_refuses_weights_in_16_bits_still_gets_activations() -> N
             return Failure("build", "Node 'n1' OpType:Conv with domain:x was inserted, but was not selected by that EP")
         return by_table(1.5)(found, placement)
 
-    history = simulated(RuleSearch(costs(), NoiseOfBits(NOISE, {}), LIMIT), answer)
+    history = simulated(RuleSearch(costs(), noise(costs())), answer)
     assert sum(isinstance(t.result, Failure) for t in history) == 1
     assert best(history).wide
 
 
 def test_an_engine_without_16_bits_is_not_asked_for_them() -> None:
-    search = RuleSearch(replace(costs(), has_wide=False), NoiseOfBits(NOISE, {}), LIMIT)
+    search = RuleSearch(replace(costs(), has_wide=False), noise(costs()))
     assert not any(t.placement.wide for t in simulated(search, by_table(3.0)))
 
 
@@ -193,9 +197,9 @@ def test_floats_are_tried_where_16_bits_miss_the_limit() -> None:
         labels = found.labels(placement)
         return (1e-2 if labels[0] != FLOAT else 1e-5), report(found.model)
 
-    noise = NoiseOfBits({**NOISE, "w0": 1e-2}, {"w0": 1e-6})
     found = costs(4)
-    labels = found.labels(best(simulated(RuleSearch(found, noise, LIMIT), answer)))
+    loud = noise(found, {**NOISE, "w0": 1e-2}, wide={"w0": 1e-6})
+    labels = found.labels(best(simulated(RuleSearch(found, loud), answer)))
     assert labels[0] == FLOAT
     assert FLOAT not in labels[2:]
 
@@ -214,11 +218,11 @@ def test_operators_that_the_engine_alone_computes_badly_become_float() -> None:
     def answer(found: RuleCosts, placement: Placement):
         labels = zip(found.parts, found.labels(placement), strict=True)
         ops = [(model.nodes[node].op, label) for part, label in labels for node in part.nodes]
-        noise = sum(bad.get(op, 0.1 * LIMIT * (label == W8A8)) for op, label in ops if label != FLOAT)
-        return 1e-5 + noise, report(model)
+        power = sum(bad.get(op, 0.1 * LIMIT * (label == W8A8)) for op, label in ops if label != FLOAT)
+        return 1e-5 + power, report(model)
 
     quiet = dict.fromkeys([*model.constants, *(e.tensor for e in found.fullest.edges)], 1e-6)
-    history = simulated(RuleSearch(found, NoiseOfBits(quiet, {}), LIMIT), answer)
+    history = simulated(RuleSearch(found, noise(found, quiet)), answer)
     *narrow, log, _, _, root = found.labels(best(history))
     assert (log, root) == (FLOAT, FLOAT)
     assert narrow == [W8A8] * 2
@@ -227,7 +231,7 @@ def test_operators_that_the_engine_alone_computes_badly_become_float() -> None:
 
 def test_at_the_end_several_parts_get_fewer_bits_at_once() -> None:
     found = chain(40)
-    search = RuleSearch(found, NoiseOfBits({}, {}), LIMIT)
+    search = RuleSearch(found, noise(found, {}))
     wide = found.placement(found.everywhere(W16A16))
     trial = Trial(1, Proposal(ALL_16, wide), Placement(), CostsByRule(2.0, 1.0), accuracy=Accuracy(30.5), accepted=True)
     narrowed = [found.labels(p.placement).count(W8A16) for p in search._narrowed(found, [trial])]
@@ -241,7 +245,7 @@ def timed(search: RuleSearch, seconds: Callable[[Placement], float], holds: Call
         (proposal,) = batch
         against = next((t.placement for t in reversed(history) if t.accepted), Placement())
         result = Measurement((seconds(against),) * 20, (seconds(proposal.placement),) * 20)
-        told = Accuracy(sqnr_of(search.simulate(proposal.placement) or 0.0))
+        told = Accuracy(sqnr_of(search.noise.expected(proposal.placement)))
         trial = Trial(
             len(history) + 1, proposal, against, result, accuracy=told,
             layers=report(search.costs.model), holds=holds(proposal.placement),
@@ -256,19 +260,19 @@ def timed(search: RuleSearch, seconds: Callable[[Placement], float], holds: Call
     (Rates(3.0, 1.0, 1.0), 6e-4),  # floats are fast
 ])  # fmt: skip
 def test_by_time_16_bits_stand_where_they_cost_least(rates: Rates, limit: float) -> None:
-    found, table = costs(), NoiseOfBits(NOISE, {})
+    found = costs()
     real = replace(found, rates=rates)
 
-    def noise(placement: Placement) -> float:
-        return found.noise(found.labels(placement), table) + 1e-6
+    def simulate(placement: Placement) -> float:
+        return noise(found).summed(placement) + 1e-6
 
     def seconds(placement: Placement) -> float:
         return 1e-3 + 1e-7 * real.total(found.labels(placement))
 
-    search = RuleSearch(found, table, limit, noise, Plan())
-    history = timed(search, seconds, lambda placement: noise(placement) <= limit)
+    search = RuleSearch(found, noise(found, limit=limit, simulate=simulate), Plan())
+    history = timed(search, seconds, lambda placement: simulate(placement) <= limit)
     every = map(found.placement, product((W8A8, W8A16, FLOAT), repeat=STEPS))
-    least = min(seconds(placement) for placement in every if noise(placement) <= limit)
+    least = min(seconds(placement) for placement in every if simulate(placement) <= limit)
     found_best = next((t.placement for t in reversed(history) if t.accepted), Placement())
     assert seconds(found_best) <= 1.03 * least
     learned = search.learned(history).rates

@@ -3,14 +3,12 @@
 For engines with 16 bits that do not tell what each node takes. Where builds are timed, the fastest counts, and the
 rates of bytes follow from the times; on simulators the cheapest by rule. Builds also show which nodes the engine leaves
 to others, and the outputs as it computes them. First everything in 8 bits is built, then everything in 16. If the first
-holds the limits and leaves no node, nothing is cheaper. Else the cheapest placements at rising prices on noise lie
-between the two. The cheapest of them whose outputs hold the limit when ONNX Runtime computes them goes from there to
-fewer bits, in groups of parts and then in single ones, as long as it holds; the result is built. Outputs of the engine
-differ from these by its own rounding, so where it misses the limit, or has room left, the limit for ONNX Runtime
-follows.
+holds the limits and leaves no node, nothing is cheaper. Else the cheapest placements at a price on noise lie between
+the two, and the price is found as in cut mode: by the noise on ONNX Runtime, or by sums of noise whose size builds
+tell. By the noise on ONNX Runtime, parts go to fewer bits, in groups and then one by one, as long as it holds; the
+result is built.
 
-Where that says nothing, the cheapest placements are built by bisection: the noise that sums predict is right in order,
-if not in size. If nothing holds, an engine may compute an operator badly that ONNX Runtime computes well: each kind of
+If nothing holds, an engine may compute an operator badly that ONNX Runtime computes well: each kind of
 operator alone becomes float where all else has 16 bits, then together those that this helped. Once that holds the
 limits, these stay float, and the search begins again.
 
@@ -21,16 +19,15 @@ at once, then one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from math import isfinite, sqrt
+from math import inf, isfinite
 from operator import ge
 
-import numpy as np
-
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.rule_costs import FLOAT, SIXTEEN, W8A8, W8A16, W16A16, Labels, NoiseOfBits, RuleCosts
+from qdqtune.search.costs.decisions import CLOSE_TO_LIMIT, SIMULATED_BISECTIONS, optimum_within
+from qdqtune.search.costs.output_noise import Noise
+from qdqtune.search.costs.rule_costs import FLOAT, SIXTEEN, W8A8, W8A16, W16A16, Labels, RuleCosts
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Placement, Proposal, Trial
@@ -43,21 +40,15 @@ HELPED = 0.8
 """An operator is to blame if the noise without its pairs is at most this share of that with them. Chosen, not
 measured."""
 
+QUIETER = 0.95
+"""A placement is quieter than one that missed the limit if its sum of noise is at most this share of that. Chosen, not
+measured."""
+
 AIMS = 6
-"""The most placements from ONNX Runtime that are built. Chosen, not measured."""
+"""The most placements at a price on noise that are built. Chosen, not measured."""
 
 FRUITLESS = 4
 """After so many failures in a row the search ends. Chosen, not measured."""
-
-PRICES = 48
-"""How many prices on noise are tried, from one at which noise does not matter to one at which nothing else does.
-Chosen, not measured."""
-
-DECADES = 12
-"""The prices span so many powers of ten. Chosen, not measured."""
-
-RESERVE = 0.9
-"""The share of the limit on noise that the first placement between 8 and 16 bits aims at. Chosen, not measured."""
 
 FIRST_HALVINGS = 3
 """An eighth of the parts get fewer bits at once. Chosen, not measured."""
@@ -68,14 +59,10 @@ REFUSED = re.compile(r"OpType:(\w+)")
 
 @dataclass(frozen=True)
 class RuleSearch:
-    """The search (see the module). `limit` is the most noise that the limit on the SQNR allows, None if there is
-    none. `simulate` gives the noise of a placement on ONNX Runtime, None if it is not known. `plan` tells how times are
-    judged; None where nothing is timed."""
+    """The search (see the module). `plan` tells how times are judged; None where nothing is timed."""
 
     costs: RuleCosts
-    noise: NoiseOfBits
-    limit: float | None = None
-    simulate: Callable[[Placement], float | None] = lambda placement: None
+    noise: Noise
     plan: Plan | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
@@ -104,9 +91,7 @@ class RuleSearch:
             return
         float_too = leaves or is_short or self.plan is not None
         alike = [t for t in history if costs.keeps_floats(t.placement)]
-        path = cache(partial(self._path, costs, float_too=float_too))
-        yield from self._simulated(costs, alike, path)
-        yield from self._between(costs, alike, path)
+        yield from self._within_limits(costs, alike, float_too=float_too)
         yield from self._without_operators(costs, history, wide)
         yield from self._narrowed(costs, history)
 
@@ -130,43 +115,43 @@ class RuleSearch:
     def _proposal(self, costs: RuleCosts, origin: str, labels: Labels) -> Proposal:
         return Proposal(origin, costs.placement(labels), wants_layers=True)
 
-    # ------------------------------------------------ on ONNX Runtime
+    # ------------------------------------------------ within the limits
 
-    def _simulated(
-        self, costs: RuleCosts, history: Sequence[Trial], path_of: Callable[[], list[Labels]]
-    ) -> Iterator[Proposal]:
-        """The cheapest placement that is found with as much noise on ONNX Runtime as should hold the limit here."""
-        built = [t for t in history if t.proposal.origin == BY_RULE and failure(t) is None]
-        if self.limit is None or len(built) >= AIMS:
+    def _within_limits(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Proposal]:
+        """The cheapest placement whose noise on ONNX Runtime should hold the limit here; without that noise those at
+        several guesses of the sum of noise that does. All are cheaper than the best so far."""
+        if sum(t.proposal.origin == BY_RULE for t in history) >= AIMS:
             return
-        aim = self._expected(built, self.limit)
-        path = path_of()
-        low, high = 0, len(path) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if (noise := self.simulate(costs.placement(path[middle]))) is None:
-                return
-            low, high = (low, middle) if noise <= aim else (middle + 1, high)
-        yield self._proposal(costs, BY_RULE, self._lowered(costs, path[high], aim))
+        noise = self.noise.corrected(history)
+        bound = noise.bound(history)
+        best = best_of(history)
+        most = costs.total(costs.labels(best)) if best else inf
+        amount = noise.summed if bound is None else noise.expected
+        missed = (noise.summed(t.placement) for t in history if t.holds is False and failure(t) is None)
+        quieter = QUIETER * min(missed, default=inf)
+        levels = (bound,) if bound is not None else [min(level, quieter) for level in noise.levels(history)]
+        for allowed in filter(None, levels):
+            optimum = optimum_within(
+                lambda price: costs.cheapest(noise, price, float_too=float_too),
+                lambda labels: amount(costs.placement(labels)),
+                allowed=allowed,
+                first=costs.total(costs.everywhere(W16A16)) / allowed,
+                bisections=SIMULATED_BISECTIONS,
+                enough=CLOSE_TO_LIMIT * allowed,
+            )
+            if optimum is None:
+                continue
+            labels = costs.labels(costs.placement(optimum[0]))
+            if bound is not None:
+                labels = self._lowered(costs, labels, noise, bound)
+            if costs.total(labels) < most:
+                yield self._proposal(costs, BY_RULE, labels)
 
-    def _expected(self, built: Sequence[Trial], limit: float) -> float:
-        """The noise on ONNX Runtime with which the limit should just hold, as these trials show."""
-        known = [(found, t) for t in built if t.accuracy is not None and (found := self.simulate(t.placement))]
-        if not known:
-            return RESERVE * limit
-        quiet = max((found for found, t in known if t.holds), default=0.0)
-        loud = min((found for found, t in known if not t.holds and found > quiet), default=0.0)
-        if quiet and loud:
-            return sqrt(quiet * loud)
-        found, last = known[-1]
-        measured = (last.accuracy.noise if last.accuracy is not None else 0.0) or limit
-        return RESERVE * limit * found / (measured if last.holds else max(measured, limit))
-
-    def _lowered(self, costs: RuleCosts, labels: Labels, aim: float) -> Labels:
+    def _lowered(self, costs: RuleCosts, labels: Labels, noise: Noise, limit: float) -> Labels:
         """The labels with as many parts in fewer bits as the noise on ONNX Runtime allows: large groups of parts first,
         those with the least noise in front, then neighbours."""
         for fewer in (W8A8, W8A16, W16A16):
-            single = [costs.noise(_with(labels, (n,), fewer), self.noise) for n in range(len(labels))]
+            single = [noise.summed(costs.placement(_with(labels, (n,), fewer))) for n in range(len(labels))]
             for order in (single.__getitem__, int):
                 able = [n for n, part in enumerate(costs.parts) if labels[n] > fewer and costs.allows(part, fewer)]
                 able.sort(key=order)
@@ -177,59 +162,12 @@ class RuleSearch:
                         group = able[first : first + size]
                         changed = _with(labels, group, fewer)
                         is_cheaper = costs.total(changed) < costs.total(labels)
-                        noise = self.simulate(costs.placement(changed)) if is_cheaper else np.inf
-                        if noise is None:
-                            return labels
-                        labels, left = (changed, left) if noise <= aim else (labels, [*left, *group])
-                    able, size = left, size // 2
+                        if is_cheaper and noise.expected(costs.placement(changed)) <= limit:
+                            labels = changed
+                        else:
+                            left += group
+                    able, size = left, _half(size)
         return labels
-
-    # ------------------------------------------------ between 8 and 16 bits
-
-    def _between(
-        self, costs: RuleCosts, history: Sequence[Trial], path_of: Callable[[], list[Labels]]
-    ) -> Iterator[Proposal]:
-        """The cheapest placements at several prices on noise that are cheaper than the best so far and are expected to
-        be quieter than all that miss the limits; the one first that is expected to hold them with the least reserve,
-        then the middle one."""
-        judged = [(costs.noise(costs.labels(t.placement), self.noise), t) for t in history if failure(t) is None]
-        noisiest = min((noise for noise, t in judged if t.holds is False and t.layers), default=np.inf)
-        best = best_of(history)
-        most = costs.total(costs.labels(best)) if best else np.inf
-        tried = {t.placement for t in history} | {Placement()}
-        able = [
-            labels
-            for labels in path_of()
-            if costs.total(labels) < most
-            and costs.noise(labels, self.noise) < noisiest
-            and costs.placement(labels) not in tried
-        ]
-        if not able:
-            return
-        chosen, aim = len(able) // 2, self._aim(judged)
-        if aim is not None and not any(t.proposal.origin == BY_RULE for t in history):
-            chosen = next((n for n, labels in enumerate(able) if costs.noise(labels, self.noise) <= aim), chosen)
-        yield self._proposal(costs, BY_RULE, able[chosen])
-
-    def _path(self, costs: RuleCosts, *, float_too: bool) -> list[Labels]:
-        """The cheapest labels at rising prices on noise, each once, from the cheapest to the quietest."""
-        whole = costs.noise(costs.everywhere(W8A8), self.noise)
-        if whole <= 0:
-            return [costs.cheapest(self.noise, 0.0, float_too=float_too)]
-        top = np.log10(costs.total(costs.everywhere(W16A16)) / whole) + DECADES / 2
-        prices = (0.0, *np.logspace(top - DECADES, top, PRICES))
-        found = (costs.cheapest(self.noise, float(price), float_too=float_too) for price in prices)
-        return list(dict.fromkeys(costs.labels(costs.placement(labels)) for labels in found))
-
-    def _aim(self, judged: Sequence[tuple[float, Trial]]) -> float | None:
-        """The sum of noise at which the limit should just hold: between those of 8 and of 16 bits, as both were
-        measured; None if these do not tell."""
-        by_origin = {t.proposal.origin: (noise, t.accuracy.noise) for noise, t in judged if t.accuracy is not None}
-        if self.limit is None or ALL_8 not in by_origin or ALL_16 not in by_origin:
-            return None
-        (narrow, loud), (wide, quiet) = by_origin[ALL_8], by_origin[ALL_16]
-        share = (RESERVE * self.limit - quiet) / (loud - quiet) if loud > quiet else -1.0
-        return wide + share * (narrow - wide) if 0 < share < 1 else None
 
     # ------------------------------------------------ operators in floats
 
@@ -255,7 +193,7 @@ class RuleSearch:
             for _, labels in helped[1:]:
                 both = tuple(FLOAT if FLOAT in each else each[0] for each in zip(least, labels, strict=True))
                 yield self._proposal(costs, FLOATS, both)
-                if (left := noise.get(costs.placement(both), np.inf)) <= HELPED * fewest:
+                if (left := noise.get(costs.placement(both), inf)) <= HELPED * fewest:
                     fewest, least = left, both
 
     # ------------------------------------------------ one part after the other
@@ -267,11 +205,12 @@ class RuleSearch:
         on ONNX Runtime by as much as the best one's does, or that have nowhere more bits than one that missed it."""
         if not (best := best_of(history)):
             return
-        expected = self.simulate(best) if self.limit is not None else None
+        limit, simulate = self.noise.limit, self.noise.simulate
+        expected = simulate(best) if simulate is not None and limit is not None else None
         measured = next((t.accuracy.noise for t in history if t.placement == best and t.accuracy is not None), 0.0)
-        most = self.limit * expected / measured if self.limit and expected and measured else np.inf
+        most = limit * expected / measured if limit and expected and measured else inf
         base = costs.labels(best)
-        before, noisy = costs.total(base), costs.noise(base, self.noise)
+        before, noisy = costs.total(base), self.noise.summed(best)
         ranked: list[tuple[float, int, Labels]] = []
         for number, (part, label) in enumerate(zip(costs.parts, base, strict=True)):
             for fewer in range(label):
@@ -279,7 +218,7 @@ class RuleSearch:
                     continue
                 labels = _with(base, (number,), fewer)
                 saved = before - costs.total(labels)
-                more = max(costs.noise(labels, self.noise) - noisy, 1e-12)
+                more = max(self.noise.summed(costs.placement(labels)) - noisy, 1e-12)
                 if saved > 0:
                     ranked.append((-saved / more, number, labels))
         single = [labels for *_, labels in sorted(ranked)]
@@ -296,7 +235,7 @@ class RuleSearch:
             if costs.total(labels) >= before or is_hopeless:
                 continue
             proposal = self._proposal(costs, NARROWED, labels)
-            noise = self.simulate(proposal.placement) if isfinite(most) else None
+            noise = simulate(proposal.placement) if simulate is not None and isfinite(most) else None
             if noise is None or noise <= most:
                 yield proposal
 
@@ -304,12 +243,17 @@ class RuleSearch:
 def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:
     """The labels with the `fewest` bits for half of the parts, which follow each other, then for a quarter, and so on
     down to two."""
-    size = len(labels) // 2
+    size = _half(len(labels))
     while size > 1:
         for first in range(0, len(labels), size):
             last = first + size
             yield (*labels[:first], *map(min, labels[first:last], fewest[first:last]), *labels[last:])
-        size //= 2
+        size = _half(size)
+
+
+def _half(size: int) -> int:
+    """Half of a size rounded up, 0 of one."""
+    return (size + 1) // 2 if size > 1 else 0
 
 
 def _with(labels: Labels, numbers: Collection[int], label: int) -> Labels:

@@ -29,7 +29,7 @@ from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.result import ModeResult, summary_by_rule
-from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits, simulated_noise
+from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.types import Placement, Trial
@@ -82,7 +82,7 @@ def rule_search(run: Run) -> RuleSearch:
     """The search by rule, on an engine whose builds are timed by their latency."""
     costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
     plan = run.settings.plan if run.settings.is_timed else None
-    return RuleSearch(costs, noise_of_bits(run), run.limits.max_noise, simulated_noise(run), plan)
+    return RuleSearch(costs, noise_of_bits(run), plan)
 
 
 def by_rule(run: Run) -> Mode:

@@ -22,7 +22,6 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.rule_costs import NoiseOfBits
 from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Caveat
@@ -178,16 +177,17 @@ WeightNoise = tuple[tuple[str, str, float], ...]
 """Rows of tensor, name of the weight format, and the output noise that storing the weight so causes."""
 
 
-def noise_of_bits(run: Run) -> NoiseOfBits:
+def noise_of_bits(run: Run) -> Noise:
     """The noise of rounding each tensor alone in 8 and in 16 bits; the latter is zero where the engine has none."""
     subject, limits = run.subject, run.limits
     floor = NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
     tensors = sorted({e.tensor for e in subject.possible})
     none = dict.fromkeys(tensors, 0.0)
     narrow = LazyMapping(tensors, lambda: none | dict(_tensor_noise(run, tensors, floor, TIME_SHARE)))
-    if subject.numbers.wide is None:
-        return NoiseOfBits(narrow, {})
-    return NoiseOfBits(narrow, LazyMapping(tensors, lambda: none | dict(_wide_noise(run, narrow, floor))))
+    wide: Mapping[str, float] = {}
+    if subject.numbers.wide is not None:
+        wide = LazyMapping(tensors, lambda: none | dict(_wide_noise(run, narrow, floor)))
+    return Noise(subject.shaped, narrow, limits.max_noise, simulate=simulated_noise(run), wide_noise=wide)
 
 
 def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[str, float]:

@@ -9,12 +9,12 @@ from models import attention, build, conv_net, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.rule_costs import (
     FLOAT,
     W8A8,
     W8A16,
     W16A16,
-    NoiseOfBits,
     RuleCosts,
     left_nodes,
 )
@@ -82,7 +82,7 @@ def test_a_node_that_runs_elsewhere_costs_more_than_all_bytes() -> None:
     assert costs.cost(narrow, report) > costs.cost(wide, [layer("add")]) > costs.cost(narrow, [layer("add")])
     learned = costs.learned([(narrow, report)])
     assert set(learned.off.values()) == {0, 1}
-    assert learned.cheapest(NoiseOfBits({}, {}), 0.0, float_too=False)[2] == W8A16
+    assert learned.cheapest(Noise(learned.model, {}), 0.0, float_too=False)[2] == W8A16
 
 
 def test_of_a_report_only_nodes_that_run_elsewhere_count() -> None:
@@ -101,33 +101,35 @@ def test_operators_that_were_refused_in_16_bits_stay_in_8() -> None:
 
 def test_noise_is_that_of_the_values_and_of_conversions() -> None:
     costs = chain()
-    noise = NoiseOfBits({"x": 1.0, "b": 10.0, "c": 100.0, "y": 1000.0, "w": 1e4, "v": 1e5}, dict.fromkeys("xbcy", 0.25))
+    alone = {"x": 1.0, "b": 10.0, "c": 100.0, "y": 1000.0, "w": 1e4, "v": 1e5}
+    noise = Noise(costs.model, alone, wide_noise=dict.fromkeys("xbcy", 0.25))
     weights = 1e4 + 1e5
-    assert costs.noise((W8A8,) * 3, noise) == weights + 1111
-    assert costs.noise((W8A16,) * 3, noise) == pytest.approx(weights + 4 * 0.25)
-    assert costs.noise((W8A16, W8A8, W8A8), noise) == weights + 0.5 + 10 + 1100  # b is narrowed for both
-    assert costs.noise((FLOAT,) * 3, noise) == 0
+    assert noise.summed(costs.placement((W8A8,) * 3)) == weights + 1111
+    assert noise.summed(costs.placement((W8A16,) * 3)) == pytest.approx(weights + 4 * 0.25)
+    assert noise.summed(costs.placement((W8A16, W8A8, W8A8))) == weights + 0.25 + 10 + 1100  # b is narrowed for both
+    assert noise.summed(costs.placement((FLOAT,) * 3)) == 0
 
 
 @pytest.mark.parametrize("price", [0.0, 1.0, 1e3, 1e5, 1e7])
 def test_the_cheapest_labels_are_those_of_brute_force(price: float) -> None:
     costs = chain()
-    noise = NoiseOfBits({"x": 0.01, "b": 0.1, "c": 3.0, "y": 0.02, "w": 0.2, "v": 0.1}, {})
+    noise = Noise(costs.model, {"x": 0.01, "b": 0.1, "c": 3.0, "y": 0.02, "w": 0.2, "v": 0.1})
     every = product((W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, FLOAT))
-    least = min(costs.total(labels) + price * costs.noise(labels, noise) for labels in every)
+    least = min(costs.total(labels) + price * noise.summed(costs.placement(labels)) for labels in every)
     found = costs.cheapest(noise, price, float_too=True)
-    assert costs.total(found) + price * costs.noise(found, noise) == pytest.approx(least, rel=1e-6)
+    assert costs.total(found) + price * noise.summed(costs.placement(found)) == pytest.approx(least, rel=1e-6)
 
 
 def test_a_price_on_noise_puts_the_noisiest_value_and_its_reader_in_16_bits() -> None:
     costs = chain()
-    noise = NoiseOfBits({"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001}, {})
+    noise = Noise(costs.model, {"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001})
     assert costs.cheapest(noise, 1e4, float_too=False)[1:] == (W8A16, W8A16)
     assert costs.cheapest(noise, 1.0, float_too=False) == (W8A8,) * 3
 
 
 def test_a_noisy_weight_gets_16_bits_beside_activations_in_16() -> None:
     costs = chain()
-    noise = NoiseOfBits({"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001, "v": 5.0}, {})
+    noise = Noise(costs.model, {"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001, "v": 5.0})
     assert costs.cheapest(noise, 1e4, float_too=False)[1:] == (W16A16, W8A16)
-    assert costs.noise((W8A8, W16A16, W8A8), noise) == pytest.approx(costs.noise((W8A8, W8A16, W8A8), noise) - 5.0)
+    wide, narrow = (noise.summed(costs.placement((W8A8, label, W8A8))) for label in (W16A16, W8A16))
+    assert wide == pytest.approx(narrow - 5.0)

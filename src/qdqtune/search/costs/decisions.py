@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from qdqtune.search.costs.prices import Costs, state, stored_in
 from qdqtune.search.costs.table import Table, solve
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, WeightFormat
+
+T = TypeVar("T")
 
 
 def decision_of(costs: Costs, placement: Placement) -> Decision:
@@ -224,37 +227,51 @@ def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
 def _cheapest(
     costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
 ) -> tuple[Decision, float]:
-    """The optimum at the lowest price on noise that keeps `amount`, the noise of a placement, within `allowed`; and
-    that price. The search ends early at `enough` noise. If no price suffices, because the noise of single values does
-    not explain that of placements, nothing is quantized."""
+    """The optimum within `allowed` noise, as `amount` tells it, and its price on noise. If no price suffices, because
+    the noise of single values does not explain that of placements, nothing is quantized."""
+    return optimum_within(
+        lambda price: cut(costs, noise, price),
+        lambda decision: amount(costs.partition.placement(decision)),
+        allowed=allowed,
+        first=costs.float_ms / allowed,  # at this price the allowed noise costs the float model's time
+        bisections=bisections,
+        enough=enough,
+    ) or (Decision(), inf)
 
-    def at(price: float) -> tuple[Decision, float]:
-        decision = cut(costs, noise, price)
-        return decision, amount(costs.partition.placement(decision))
 
-    found, noise_found = at(0.0)
-    if noise_found <= allowed:
-        return found, 0.0
-    total = costs.float_ms
-    low, high = 0.0, total / allowed  # at `high` the allowed noise costs the float model's time
-    found, noise_found = at(high)
+def optimum_within(
+    at: Callable[[float], T],
+    amount: Callable[[T], float],
+    *,
+    allowed: float,
+    first: float,
+    bisections: int,
+    enough: float,
+) -> tuple[T, float] | None:
+    """The optimum at the lowest price on noise that keeps its noise within `allowed`, and that price; None if no price
+    suffices. The search ends early at `enough` noise; `first` is a guess of the price."""
+    optimum = at(0.0)
+    if amount(optimum) <= allowed:
+        return optimum, 0.0
+    low, high = 0.0, first
     for _ in range(RAISES):
-        if noise_found <= allowed:
+        optimum = at(high)
+        noise = amount(optimum)
+        if noise <= allowed:
             break
         low, high = high, high * 8
-        found, noise_found = at(high)
     else:
-        return Decision(), high
+        return None
     for _ in range(bisections):
-        if noise_found >= enough:
+        if noise >= enough:
             break
         middle = np.sqrt(low * high) if low else high / 8
-        decision, noisy = at(middle)
-        if noisy <= allowed:
-            found, noise_found, high = decision, noisy, middle
+        other = at(middle)
+        if amount(other) <= allowed:
+            optimum, noise, high = other, amount(other), middle
         else:
             low = middle
-    return found, high
+    return optimum, high
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:

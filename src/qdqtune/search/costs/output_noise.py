@@ -50,7 +50,8 @@ class Noise:
 
     Fields: `value_noise` is the relative noise that quantizing a value alone brings to the worst output; a value is
     known by the first tensor that holds it (`aliases`). `weight_noise` is the same for weights in a weight format, by
-    tensor and name of the weight format. `limit` is the most noise that the limit on the output SQNR allows; None if
+    tensor and name of the weight format, `wide_noise` that of a value in 16 bits. `limit` is the most noise that the
+    limit on the output SQNR allows; None if
     only the user's metric counts, and then trials tell how much noise it takes. `simulate` gives the noise of a whole
     placement without a build, or None where it cannot. `check_harmless` tells whether everything that may be placed
     holds the limits, so that noise need not be considered. `pair_factor` and `weight_factor` correct the noise of pairs
@@ -63,6 +64,7 @@ class Noise:
     _: KW_ONLY
     simulate: Callable[[Placement], float | None] | None = field(default=None, compare=False)
     weight_noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    wide_noise: Mapping[str, float] = field(default_factory=dict)
     check_harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
     pair_factor: float = 1.0
     weight_factor: float = 1.0
@@ -87,12 +89,18 @@ class Noise:
 
     def summed(self, placement: Placement) -> float:
         """The noise of a placement as the sum of the noise of its values."""
-        values = {self.value(e.tensor) for e in placement.edges}
-        return sum(map(self.of_value, values)) + sum(self.of_weight(edge, s) for edge, s in placement.weight_only)
+        narrow = {self.value(e.tensor) for e in placement.edges - placement.wide}
+        wide = {self.value(e.tensor) for e in placement.wide} - narrow
+        of_weights = sum(self.of_weight(edge, weight_format) for edge, weight_format in placement.weight_only)
+        return sum(map(self.of_value, narrow)) + sum(map(self.of_wide, wide)) + of_weights
 
     def of_value(self, value: str) -> float:
         """The noise of a value that carries a pair, times `pair_factor`."""
         return self.pair_factor * self.value_noise.get(value, 0.0)
+
+    def of_wide(self, value: str) -> float:
+        """The noise of a value that carries a pair of 16 bits, times `pair_factor`."""
+        return self.pair_factor * self.wide_noise.get(value, 0.0)
 
     def of_weight(self, edge: Edge, weight_format: WeightFormat) -> float:
         """The noise of a weight in a weight format, times `weight_factor`."""

@@ -92,14 +92,6 @@ build has shown counts as none, so that it is tried."""
 
 
 @dataclass(frozen=True)
-class NoiseOfBits:
-    """The noise that rounding each value or constant alone brings to the outputs, in 8 and in 16 bits."""
-
-    narrow: Mapping[str, float]
-    wide: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class RuleCosts:
     """The costs of placements of one model; `fullest` has all pairs that are ever placed. `has_wide`: the engine has
     activations in 16 bits."""
@@ -254,10 +246,23 @@ class RuleCosts:
         free = self._table([(0.0,) * len(ALIKE)] * len(labels))
         return 1.0 + own + free.total([*(WRITES[label] for label in labels), WRITES[FLOAT]])
 
-    def _prices(self, noise: NoiseOfBits | None, price: float, *, float_too: bool) -> list[list[float]]:
-        """What each part costs with each label, infinite where it may not have it. `float_too`: parts that can compute
+    def _table(self, own: Iterable[Sequence[float]], noise: Noise | None = None, price: float = 0.0) -> Table:
+        """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`; the last part is what comes
+        from outside."""
+        table = Table([tuple(costs) for costs in own])
+        outside = table.part(inf, inf, 0.0)  # inputs of the graph come as floats
+        for tensor, readers in self.readers.items():
+            base = self.rates.converted * (CONVERTED_BYTES * elements(self.model, tensor) + EACH)
+            narrowed = 0.0 if noise is None else noise.of_value(noise.value(tensor))
+            widened = 0.0 if noise is None else noise.of_wide(noise.value(tensor))
+            maker = self.maker.get(tensor, outside)
+            table.convert(maker, readers, base + price * narrowed, base + price * widened, base)
+        return table
+
+    def cheapest(self, noise: Noise, price: float, *, float_too: bool) -> Labels:
+        """The cheapest labels with `price` bytes for noise as large as the signal. `float_too`: parts that can compute
         in 8 bits may also compute in floats."""
-        return [
+        own = [
             [
                 self._of_part(number, label) + price * self._noise_of(part, label, noise)
                 if self.allows(part, label) or (label == FLOAT and float_too)
@@ -266,46 +271,9 @@ class RuleCosts:
             ]
             for number, part in enumerate(self.parts)
         ]
-
-    def _table(self, own: Iterable[Sequence[float]], noise: NoiseOfBits | None = None, price: float = 0.0) -> Table:
-        """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`; the last part is what comes
-        from outside."""
-        table = Table([tuple(costs) for costs in own])
-        outside = table.part(inf, inf, 0.0)  # inputs of the graph come as floats
-        for tensor, readers in self.readers.items():
-            base = self.rates.converted * (CONVERTED_BYTES * elements(self.model, tensor) + EACH)
-            narrowed = 0.0 if noise is None else noise.narrow.get(self._value(tensor), 0.0)
-            widened = 0.0 if noise is None else noise.wide.get(self._value(tensor), 0.0)
-            maker = self.maker.get(tensor, outside)
-            table.convert(maker, readers, base + price * narrowed, base + price * widened, base)
-        return table
-
-    def noise(self, labels: Labels, noise: NoiseOfBits) -> float:
-        """The noise of labels as the sum of that of values and constants."""
-        single = sum(self._noise_of(part, label, noise) for part, label in zip(self.parts, labels, strict=True))
-        for tensor, readers in self.readers.items():
-            number = self.maker.get(tensor)
-            written = FLOAT if number is None else labels[number]
-            read = {labels[reader] for reader in readers}
-            if written != W8A8 and W8A8 in read:
-                single += noise.narrow.get(self._value(tensor), 0.0)
-            if written == FLOAT and not read.isdisjoint(SIXTEEN):
-                single += noise.wide.get(self._value(tensor), 0.0)
-        return single
-
-    def cheapest(self, noise: NoiseOfBits, price: float, *, float_too: bool) -> Labels:
-        """The cheapest labels where noise has a price."""
-        prices = self._prices(noise, price, float_too=float_too)
-        of_kinds = [[min(own[label] for label in alike) for alike in ALIKE] for own in prices]
-        kinds = solve(self._table(of_kinds, noise, price))
-        return tuple(min(ALIKE[kind], key=own.__getitem__) for kind, own in zip(kinds[:-1], prices, strict=True))
-
-    @cached_property
-    def _values(self) -> Noise:
-        return Noise(self.model, {})
-
-    def _value(self, tensor: str) -> str:
-        return self._values.value(tensor)
+        by_kind = [[min(costs[label] for label in alike) for alike in ALIKE] for costs in own]
+        kinds = solve(self._table(by_kind, noise, price))[:-1]
+        return tuple(min(ALIKE[kind], key=costs.__getitem__) for kind, costs in zip(kinds, own, strict=True))
 
     @cached_property
     def _weights(self) -> float:
@@ -333,14 +301,14 @@ class RuleCosts:
         more = 0.0 if label == W8A16 else EACH
         return left + self.rates.wide * (written + more) + (WIDE_BYTES if more else 1.0) * weights
 
-    def _noise_of(self, part: Part, label: int, noise: NoiseOfBits | None) -> float:
+    def _noise_of(self, part: Part, label: int, noise: Noise) -> float:
         """The noise of what a part writes and of its constants."""
-        if noise is None or label == FLOAT:
+        if label == FLOAT:
             return 0.0
-        by_tensor = noise.narrow if label == W8A8 else noise.wide
-        of_weights = noise.wide if label == W16A16 else noise.narrow
-        rounded = sum(by_tensor.get(tensor, 0.0) for tensor in (*part.writes, *(e.tensor for e in part.constants)))
-        return rounded + sum(of_weights.get(e.tensor, 0.0) for e in part.weights)
+        of_values = noise.of_value if label == W8A8 else noise.of_wide
+        of_weights = noise.of_wide if label == W16A16 else noise.of_value
+        values = sum(of_values(noise.value(t)) for t in (*part.writes, *(e.tensor for e in part.constants)))
+        return values + sum(of_weights(e.tensor) for e in part.weights)
 
     def _part(self, nodes: tuple[int, ...]) -> Part:
         model, inside = self.model, set(nodes)
