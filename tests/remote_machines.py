@@ -38,12 +38,6 @@ class Far:
     def temporary(self) -> Path:
         return self.folder / "tmp"
 
-    def pulse_every(self, seconds: float) -> None:
-        """Have agents there say so often that they live."""
-        python = self.folder / "far" / "python"
-        told = f"import qdqtune.engines.remote.agent as agent; agent.PULSE_SECONDS = {seconds}; agent.main()"
-        _written(python, python.read_text().replace('"$@"', f"-P -c {shlex.quote(told)}"))
-
     def is_clean(self) -> bool:
         """Whether there is no process and no file of ours there."""
         return not self.left()
@@ -59,12 +53,10 @@ class Far:
         except AssertionError:
             raise AssertionError(self.left()) from None
 
-    def agents(self) -> list[int]:
-        found = [pid for pid in family(self.temporary) if b"qdqtune.engines.remote.agent" in words_of(pid)]
-        return [pid for pid in found if parent_of(pid) not in found]  # what one has just forked looks like it
-
     def engines(self) -> list[int]:
-        return [pid for pid in family(self.temporary) if b"qdqtune.engines.worker" in words_of(pid)]
+        """The workers there, without the processes that they leave to end them."""
+        found = [pid for pid in family(self.temporary) if b"qdqtune.engines.remote.far" in words_of(pid)]
+        return [pid for pid in found if parent_of(pid) not in found]
 
     def ways(self) -> list[int]:
         """The processes of `ssh` or `adb` on this machine."""

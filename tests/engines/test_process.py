@@ -1,20 +1,16 @@
 """Worker processes as their parent sees them."""
 
-import contextlib
 import errno
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from qdqtune.engines import EngineSpec, devices, process
-from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import Device, pinned
 from qdqtune.engines.execution import OVERTIME, Execution
 from qdqtune.engines.process import WorkerConnection, WorkerProcess
@@ -66,13 +62,3 @@ def test_a_time_budget_ends_requests_to_an_engine_that_hangs(left: float | None,
     kind: Any = {"start": Recorded, "first_requests": lambda: (), "ended": lambda: None}
     WorkerConnection(EngineSpec("fake"), execution, **kind).ask("describe", what="answering")
     assert limits[-1] == pytest.approx(limit, abs=60.0 if left == 300.0 else 0.0)
-
-
-@pytest.mark.parametrize("size", [1_000, 250_000, 1_000_000, 10_000_000])
-def test_the_time_limit_holds_for_requests_that_nobody_reads(size: int) -> None:
-    """As of a process that has been stopped; the buffers of the system take the small one."""
-    ours, theirs = socket.socketpair()
-    worker = object.__new__(WorkerProcess)
-    worker._channel = Channel(ours.detach())
-    with theirs, contextlib.closing(worker._channel), pytest.raises(TimeoutError):
-        worker.request("run", (1, {"x": np.zeros(size, np.uint8)}), 0.01)

@@ -1,7 +1,7 @@
 """A machine with a clock, a disk and processes of engines, on which a run goes from its beginning to its end.
 
 The code under test is all of `tune`, the parent's half of the worker processes included. Simulated are the operating
-system's part (starting and ending processes, the socket, the clock, the disk) and what the engines compute.
+system's part (starting and ending processes, their pipes, the clock, the disk) and what the engines compute.
 """
 
 import gc
@@ -136,11 +136,10 @@ class Process:
 
 
 class Channel:
-    """The parent's end of the socket to the newest process."""
+    """The parent's end of the pipes to a process."""
 
-    def __init__(self, machine: "Machine", descriptor: int) -> None:
-        os.close(descriptor)
-        self._process, self._machine = machine.processes[-1], machine
+    def __init__(self, machine: "Machine", of: Process) -> None:
+        self._process, self._machine = of, machine
 
     def send(self, message: tuple[str, tuple[Any, ...]], deadline: Deadline) -> None:
         if self._process.code is not None:
@@ -162,7 +161,7 @@ class Channel:
         return answer
 
     def close(self) -> None:
-        """A worker ends when its socket closes."""
+        """A worker ends when its input closes."""
         self._process.end(1)
 
 
@@ -260,12 +259,12 @@ class Machine:
         text = f"{self.noise_of} {self.noisy_round} {content.hex()}"
         return 0.97 + 0.06 * int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2**32
 
-    def _popen(self, stdout: Any, **_: Any) -> Process:
+    def _popen(self, stderr: Any, **_: Any) -> Process:
         fault = self._fault("start")
         self._ends(fault)
         if fault == "no process":
             raise BlockingIOError(11, os.strerror(11))
-        self.processes.append(Process(self, stdout))
+        self.processes.append(Process(self, stderr))
         if fault == "no engine":
             self.processes[-1].end(127)
         return self.processes[-1]
@@ -273,9 +272,7 @@ class Machine:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Have everything that runs inside run on this machine."""
-        system = SimpleNamespace(
-            Popen=self._popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-        )
+        system = SimpleNamespace(Popen=self._popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
         with ExitStack() as stack:
             stack.enter_context(self.clock.installed())
             stack.enter_context(self.disk.installed())
@@ -290,7 +287,7 @@ class Machine:
                 Thread=lambda **how: self.threads.thread(**how), Condition=lambda: self.threads.condition()
             )
             patch.setattr(pool, "threading", threads)
-            patch.setattr(process, "Channel", lambda descriptor: Channel(self, descriptor))
+            patch.setattr(process, "channel_to", lambda of: Channel(self, of))
             patch.setattr(process, "end_group", lambda pid: self.processes[pid - 1].end(-9))
             patch.setattr(process, "python", lambda *_, **__: {})
             patch.setattr(worker, "return_free_memory", lambda: None)

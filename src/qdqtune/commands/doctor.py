@@ -203,8 +203,8 @@ def examine_elsewhere(on: str) -> EnginesState:
         EngineUnavailable: there is no way to it, no qdqtune of this version, or its answer cannot be read.
     """
     destination = Destination.parsed(on)
-    with connected(on):  # which says in one line what is missing
-        words = destination.command("qdqtune doctor --json")
+    with connected(on) as machine:  # which says in one line what is missing
+        words = machine.command("qdqtune doctor --json")
         asked: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
         try:
             done = subprocess.run(words, **asked, timeout=ELSEWHERE_SECONDS)

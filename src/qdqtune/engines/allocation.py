@@ -48,8 +48,7 @@ def allocate_workers(
         is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own
         if elsewhere is not None:
             names = [""] if is_shared else [f"worker-{n + 1}" for n in range(workers or 1)]
-            own = spec, cores_for(spec, cores_each)
-            yield Allocation(tuple(map(Device, names)), partial(elsewhere, own=own))
+            yield Allocation(tuple(map(Device, names)), partial(elsewhere, cores=cores_for(spec, cores_each)))
             return
         yield Allocation((ANYWHERE,) if is_shared else allot(spec, workers or 1, cores_each))
         return

@@ -1,164 +1,141 @@
-"""Objects between two processes over a socket; large arrays in shared memory, which is many times as fast.
+"""Messages between two processes over two pipes: a length, an object in pickle's form, and large arrays as they are.
 
-A process that is stopped reads nothing and answers nothing, so each send and each receive may have a deadline.
-
-One inference that shows all inner tensors of a model gives half a gigabyte. New memory may take longer to get than the
-inference does, so the memory of arrays that are gone is used again.
+A process that is stopped reads nothing and answers nothing, so each send and each receive may have a deadline. The side
+that asks takes back values only: what another machine answers must not run code here.
 """
 
 from __future__ import annotations
 
-import mmap
+import fcntl
+import io
 import os
 import pickle
-import socket
+import select
 import struct
-import sys
-import tempfile
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any
 
 from qdqtune.engines.execution import Deadline
 
-SHARED = 2**20
-"""Bytes of arrays from which on a message takes them through shared memory. Chosen, not measured."""
+APART = 2**16
+"""Bytes from which on an array goes behind its message, without a copy. Chosen, not measured."""
 
-ALIGNMENT = 64
-"""Each array begins at a multiple of so many bytes, as NumPy and engines like them."""
+PIPE_BYTES = 2**20
+"""Size of a pipe where the system lets us choose: few changes between the processes for large arrays."""
 
-CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+PAUSE_SECONDS = 1.0
+"""How long the rest of a message may pause when its time is over. Chosen, not measured."""
 
-LENGTH = struct.Struct(">Q")
-"""The length of a message, in front of it."""
+VALUES = {
+    "numpy": ("ndarray", "dtype"),
+    **dict.fromkeys(("numpy._core.multiarray", "numpy.core.multiarray"), ("_reconstruct", "scalar")),
+    **dict.fromkeys(("numpy._core.numeric", "numpy.core.numeric"), ("_frombuffer",)),
+}
+"""Names of NumPy, by module, that arrays are made of."""
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Message:
-    """An object in pickle's form. If it has large arrays, these lie in the shared file with the number `file`, at
-    `places` (start and size in bytes); a file that `is_new` follows the message. `freed` are the numbers of files of
-    the other side that it may use again."""
-
-    data: bytes
-    freed: tuple[int, ...]
-    file: int | None = None
-    is_new: bool = False
-    places: tuple[tuple[int, int], ...] = ()
+CLASSES = frozenset({"qdqtune.types", "qdqtune.errors", "ml_dtypes"})
+"""Modules whose classes hold values and do nothing."""
 
 
 class Channel:
-    def __init__(self, fd: int) -> None:
-        """Take over the descriptor of a connected socket."""
-        self._socket = socket.socket(fileno=fd)
-        self._own: list[int] = []  # descriptors of the files that this side writes, and of those that it reads
-        self._others: dict[int, int] = {}
-        self._free: list[int] = []
-        self._freed: deque[int] = deque()
+    """One end of two pipes, whose descriptors it takes over. The side that `asks` receives nothing but values, and has
+    a deadline for each message."""
+
+    def __init__(self, reads: int, writes: int, *, asks: bool) -> None:
+        self._reads, self._writes, self._is_open = reads, writes, True
+        self._unpickler = _Values if asks else pickle.Unpickler
+        for descriptor in (reads, writes):
+            os.set_blocking(descriptor, not asks)
+            with suppress(OSError, AttributeError):  # other systems have no such size, and sockets have none
+                fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def send(self, message: object, deadline: Deadline | None = None) -> None:
-        """Send an object. Its arrays may change as soon as this returns.
+        """Send an object. A slow network may take long, as long as it takes something before the deadline.
 
         Raises:
             TimeoutError: the other end has not taken all of it; nothing can be sent any more.
-            OSError: the other end has closed, or there is no memory to share.
+            OSError: the other end has closed.
         """
-        buffers: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-        parts = [buffer.raw() for buffer in buffers]
-        freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
-        if sum(part.nbytes for part in parts) < SHARED:
-            self._send(_Message(pickle.dumps(message, protocol=5) if parts else data, freed), deadline)
-            return
-        if is_new := not self._free:
-            self._own.append(_shared_file())
-        number = len(self._own) - 1 if is_new else self._free.pop()
-        places = _write(self._own[number], parts)
-        self._send(_Message(data, freed, number, is_new, places), deadline)
-        if is_new:
-            self._in_time(lambda: socket.send_fds(self._socket, [b"."], [self._own[number]]), deadline)
+        arrays: list[memoryview] = []
+
+        def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+            is_small = buffer.raw().nbytes < APART
+            if not is_small:
+                arrays.append(buffer.raw())
+            return is_small
+
+        parts = [memoryview(pickle.dumps(message, protocol=5, buffer_callback=stays_inside)), *arrays]
+        sizes = [part.nbytes for part in parts]
+        self._write(memoryview(struct.pack(f">{1 + len(sizes)}Q", len(sizes), *sizes)), deadline)
+        for part in parts:
+            self._write(part, deadline)
 
     def recv(self, deadline: Deadline | None = None) -> Any:
-        """Wait for an object. Its large arrays lie in memory that is used again when all of them are gone.
+        """Wait for an object. When its time is over, it may still come to its end without long pauses.
 
         Raises:
             TimeoutError: not all of it has come; nothing can be received any more.
-            EOFError, OSError: the other end has closed.
+            EOFError, OSError: the other end has closed, or sends what is no message.
         """
-        (length,) = LENGTH.unpack(self._received(LENGTH.size, deadline))
-        message: _Message = pickle.loads(self._received(length, deadline))
-        self._free += message.freed
-        if message.file is None:
-            return pickle.loads(message.data)
-        if message.is_new:
-            _, descriptors, _, _ = self._in_time(lambda: socket.recv_fds(self._socket, 1, 1, CLOSE_ON_EXEC), deadline)
-            if not descriptors:
-                raise EOFError
-            self._others[message.file] = descriptors[0]
-        # A private copy: the arrays may be written to.
-        shared = mmap.mmap(self._others[message.file], 0, access=mmap.ACCESS_COPY)
-        weakref.finalize(shared, self._freed.append, message.file)
-        view = memoryview(shared)
-        return pickle.loads(message.data, buffers=[view[start : start + size] for start, size in message.places])
+        (count,) = struct.unpack(">Q", self._read(8, deadline))
+        try:
+            sizes = struct.unpack(f">{count}Q", self._read(8 * count, deadline))
+            data, *arrays = [self._read(size, deadline) for size in sizes]
+            return self._unpickler(io.BytesIO(data), buffers=arrays).load()
+        except OSError:
+            raise
+        except Exception as error:  # bytes from elsewhere: to read them may raise anything
+            raise EOFError(f"what came is no answer: {type(error).__name__}: {error}") from error
+
+    def skip_to(self, mark: bytes, most: int, deadline: Deadline) -> None:
+        """Read past the first `mark`: a shell may print lines before. Raises as `recv`, also after `most` bytes."""
+        text = b""
+        while not text.endswith(mark):
+            if len(text) > most:
+                raise EOFError("no greeting")
+            text += self._read(1, deadline)
 
     def close(self) -> None:
-        """Close this end. Arrays that it has received stay."""
-        self._socket.close()
-        descriptors = *self._own, *self._others.values()
-        self._own, self._others, self._free = [], {}, []
-        for descriptor in descriptors:
-            os.close(descriptor)
+        if self._is_open:
+            self._is_open = False
+            os.close(self._writes)
+            os.close(self._reads)
 
-    def _send(self, message: _Message, deadline: Deadline | None) -> None:
-        content = pickle.dumps(message, protocol=5)
-        for part in (LENGTH.pack(len(content)), content):
-            left = memoryview(part)
-            while left:
-                left = left[self._in_time(lambda: self._socket.send(left), deadline) :]  # noqa: B023
+    def _write(self, left: memoryview, deadline: Deadline | None) -> None:
+        while left:
+            self._await(self._writes, select.POLLOUT, deadline)
+            left = left[os.write(self._writes, left) :]
+            if deadline is not None:
+                deadline.extend(deadline.limit)
 
-    def _received(self, length: int, deadline: Deadline | None) -> bytearray:
-        content = bytearray(length)
+    def _read(self, size: int, deadline: Deadline | None) -> bytearray:
+        content = bytearray(size)
         left = memoryview(content)
         while left:
-            count = self._in_time(lambda: self._socket.recv_into(left), deadline)  # noqa: B023
+            self._await(self._reads, select.POLLIN, deadline)
+            count = os.readv(self._reads, [left])
             if not count:
-                raise EOFError
+                raise EOFError("the other end has closed")
             left = left[count:]
+            if deadline is not None:
+                deadline.extend(PAUSE_SECONDS)
         return content
 
-    def _in_time(self, step: Callable[[], T], deadline: Deadline | None) -> T:
-        """The result of a call of the socket, which is made again until it succeeds or the time is over."""
-        while True:
-            try:
-                self._socket.settimeout(None if deadline is None else deadline.pause)
-                return step()
-            except TimeoutError:
-                if deadline is None:  # the connection itself has timed out
-                    raise
-                deadline.after_pause()
+    @staticmethod
+    def _await(descriptor: int, event: int, deadline: Deadline | None) -> None:
+        """Return when a descriptor can be used without a wait."""
+        if deadline is None:
+            return
+        poll = select.poll()
+        poll.register(descriptor, event)
+        while not poll.poll(1e3 * deadline.pause):
+            deadline.after_pause()
 
 
-def _shared_file() -> int:
-    """The descriptor of a new file without a name, in memory where the system can."""
-    if sys.platform == "linux":
-        return os.memfd_create("qdqtune")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _write(fd: int, parts: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
-    """Write all parts to a file from its start; where each one lies, and its bytes."""
-    places, at = [], 0
-    for part in parts:
-        places.append((at, part.nbytes))
-        written = 0
-        os.lseek(fd, at, os.SEEK_SET)
-        while written < part.nbytes:
-            written += os.write(fd, part[written:])
-        at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    if os.fstat(fd).st_size < at:
-        os.ftruncate(fd, at)
-    return tuple(places)
+class _Values(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if "." not in name and (name in VALUES.get(module, ()) or module in CLASSES):
+            value = super().find_class(module, name)
+            if module in VALUES or (isinstance(value, type) and value.__module__ == module):
+                return value
+        raise pickle.UnpicklingError(f"{module}.{name} is no value")

@@ -29,13 +29,18 @@ class Deadline:
     """The end of a wait, `limit` seconds from now on. A `check` is called every `CHECK_SECONDS`."""
 
     def __init__(self, limit: float, check: Check | None = None) -> None:
-        self._ends, self._check = time.monotonic() + limit, check
+        self.limit, self._check = limit, check
+        self._ends = time.monotonic() + limit
 
     @property
     def pause(self) -> float:
         """How many seconds to wait before `after_pause`; more than 0."""
         left = max(0.001, self._ends - time.monotonic())
         return left if self._check is None else min(CHECK_SECONDS, left)
+
+    def extend(self, seconds: float) -> None:
+        """Let the wait last at least so many seconds from now on."""
+        self._ends = max(self._ends, time.monotonic() + seconds)
 
     def after_pause(self) -> None:
         """Raise what ends the wait, if it is to end.

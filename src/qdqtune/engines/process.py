@@ -1,12 +1,12 @@
-"""Worker processes as their parent sees them: how one starts, answers over a socket, is killed, and is replaced."""
+"""Worker processes as their parent sees them: how one starts, answers over two pipes, is killed, and is replaced."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import socket
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -65,10 +65,91 @@ StartWorker = Callable[[Path, Device, Check | None], Worker]
 what it prints to that file."""
 
 
-class WorkerProcess:
-    """A child process and the socket to it. The child ends when this end of the socket closes.
+class Program:
+    """A running command that answers messages over its standard input and output, in a process group of its own: Ctrl-C
+    in a terminal does not reach it, and one kill ends it with all that it has started. What it prints is appended to a
+    log."""
 
-    The child runs on `device` and holds it until it has ended. Its temporary files are removed when it is killed.
+    def __init__(self, log: Path, **command: Any) -> None:
+        """Start it; `command` are arguments for `subprocess.Popen`.
+
+        Raises:
+            OutputError: the log cannot be written.
+            OSError: the system starts no process.
+        """
+        self._log = log
+        with writing(log):
+            output = log.open("ab")
+        with output:
+            self._log_start = output.tell()
+            streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output, "bufsize": 0}
+            self._process = subprocess.Popen(**command, **streams, process_group=0)
+        self.channel = channel_to(self._process)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def send(self, message: object, limit: float, check: Check | None = None) -> None:
+        """Send a message that has no answer. Raises as `ask`."""
+        self.channel.send(message, Deadline(limit, check))
+
+    def ask(self, message: object, limit: float, check: Check | None = None) -> Any:
+        """Send a message and wait for its answer. What `check` raises ends the wait.
+
+        Raises:
+            TimeoutError: no answer within `limit` seconds.
+            EOFError, OSError: the process has ended.
+        """
+        self.send(message, limit, check)
+        return self.channel.recv(Deadline(limit, check))
+
+    def end(self, seconds: float = 0.0) -> None:
+        """End the process and all that it has started; it may take so long to end by itself, as its input closes. Its
+        log is removed if it is empty."""
+        self.channel.close()
+        if self.exit_code(seconds) is None:
+            end_group(self._process.pid)
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            if self._log.stat().st_size == 0:
+                self._log.unlink()
+
+    def exit_code(self, seconds: float = 0.0) -> int | None:
+        """The exit code, or the negative number of a signal; None if the process has not ended within so long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=seconds)
+        return None
+
+    def exit_reason(self) -> str:
+        """Implements `Worker.exit_reason`."""
+        code = self.exit_code(5.0)
+        if code is None:
+            return "a closed connection"
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def printed(self) -> str:
+        """Implements `Worker.printed`."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+
+def channel_to(process: subprocess.Popen[bytes]) -> Channel:
+    """The channel to a process, over its standard input and output."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()), asks=True)
+    process.stdin.close()
+    process.stdout.close()
+    return channel
+
+
+class WorkerProcess(Program):
+    """A `Worker` on this host.
+
+    It runs on `device` and holds it until it has ended. Its temporary files are removed when it is killed.
     """
 
     location = ""
@@ -80,84 +161,28 @@ class WorkerProcess:
             EngineUnavailable: another process has the device, or the system starts no process.
             OutputError: the log cannot be written.
         """
-        with leased(device) as held, pinned(device.cores):
-            self._launch(log, held, device.environment)
-
-    def _launch(self, log: Path, held: Sequence[int], environment: Mapping[str, str]) -> None:
-        self._log = log
-        with contextlib.ExitStack() as undo, contextlib.ExitStack() as stack:
+        with leased(device) as held, pinned(device.cores), contextlib.ExitStack() as undo:
             with writing(log):
                 self._scratch = Scratch(log.parent, WORKERS)
-                undo.callback(self._scratch.close)
-                output = stack.enter_context(log.open("ab"))
-            self._log_start = output.tell()
+            undo.callback(self._scratch.close)
+            variables = {"TMPDIR": str(self._scratch.path), **device.environment}
             try:
-                ours, theirs = map(undo.enter_context, socket.socketpair())
-                # A process group of its own: Ctrl-C in a terminal does not reach the worker, and one kill ends it with
-                # all that the engine has started.
-                self._process = subprocess.Popen(
-                    **python(
-                        "-m",
-                        "qdqtune.engines.worker",
-                        str(theirs.fileno()),
-                        TMPDIR=str(self._scratch.path),
-                        **environment,
-                    ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    process_group=0,
-                    pass_fds=(theirs.fileno(), *held),
-                )
+                super().__init__(log, **python("-m", "qdqtune.engines.worker", **variables), pass_fds=held)
             except OSError as error:
                 raise EngineUnavailable(f"no process for the engine can be started: {error.strerror}") from error
-            stack.enter_context(theirs)
-            self._channel = Channel(ours.detach())
             undo.pop_all()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process still runs."""
-        return self._process.poll() is None
 
     def request(
         self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
     ) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
-        deadline = Deadline(limit, check)
-        self._channel.send((name, arguments), deadline)
-        answer: tuple[bool, Any] = self._channel.recv(deadline)
+        answer: tuple[bool, Any] = self.ask((name, arguments), limit, check)
         return answer
 
-    def end(self) -> None:
-        """End the process and all that it has started, also while another thread waits for its answer."""
-        if self._process.poll() is None:
-            end_group(self._process.pid)
-
     def kill(self) -> None:
-        """End the process and all that it has started. Its log is removed if it is empty."""
+        """Implements `Worker.kill`."""
         with contextlib.closing(self._scratch):  # also where Ctrl-C comes meanwhile
-            self._channel.close()
             self.end()
-            self._process.wait()
-            with contextlib.suppress(OSError):
-                if self._log.stat().st_size == 0:
-                    self._log.unlink()
-
-    def exit_reason(self) -> str:
-        """Implements `Worker.exit_reason`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
-        code = self._process.poll()
-        if code is None:
-            return "a closed connection"
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-    def printed(self) -> str:
-        """Implements `Worker.printed`."""
-        with self._log.open("rb") as file:
-            file.seek(self._log_start)
-            return file.read().decode(errors="replace")
 
 
 class WorkerConnection(Checked):

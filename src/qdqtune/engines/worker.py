@@ -1,9 +1,9 @@
-"""The worker process, which holds an engine: `python -m qdqtune.engines.worker FD`, started by `WorkerProcess`.
+"""The worker process, which holds an engine: `python -m qdqtune.engines.worker`.
 
-It reads requests `(name of a Session method, arguments)` from socket FD, and answers each with `(True, result)` or
-`(False, QdqtuneError)`. The request "open" opens an engine, in place of an earlier one. Any other exception is a
-defect: it ends the process, with a traceback in its log. Engines may print to standard output. The process ends when
-the other end of the socket closes, however its parent died. This needs POSIX.
+It reads requests `(name of a Session method, arguments)` from its standard input, and answers each with
+`(True, result)` or `(False, QdqtuneError)`. The request "open" opens an engine, in place of an earlier one. Any other
+exception is a defect: it ends the process, with a traceback in its log. Engines may print to standard output. The
+process ends when its input closes, however its parent died. This needs POSIX.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import select
+import shutil
 import signal
-import sys
-import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +32,9 @@ from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.system.interpreter import end_group
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
+
+ENDING_SECONDS = 1.0
+"""How long a worker whose input has ended may take to end by itself. Chosen, not measured."""
 
 PROBES, PROBE_SECONDS = 3, 0.2
 """A model's speed is the best of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""
@@ -260,26 +263,73 @@ def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
     return replace(layers[0], time_ms=float(np.dot(shares, known)), parts=known if len(known) > 1 else ())
 
 
+class Desk:
+    """Answers the requests for one worker: holds the session of the engine that was opened last."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+
+    def answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+        """The answer to one request."""
+        if name == "open":
+            return answer(self._open, *arguments)
+        with _no_collection() if name == "rounds" else nullcontext():
+            return answer(getattr(self._session, name), *arguments)
+
+    def _open(self, spec: EngineSpec) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = Session(spec)
+
+
 def main() -> None:
-    """Answer requests until the parent is gone."""
+    """Answer requests until the input ends."""
+    channel, desk = parent(), Desk()
+    for name, arguments in received(channel):
+        channel.send(desk.answer(name, arguments))
+    end_group(0)  # with what the engine has started
+
+
+def received(channel: Channel) -> Iterator[Any]:
+    """The messages of the parent, until it is gone."""
+    while True:
+        try:
+            message = channel.recv()
+        except (EOFError, OSError):
+            return
+        yield message
+
+
+def parent(folder: Path | None = None) -> Channel:
+    """The channel to the parent over standard input and output. What anything prints must not come between messages,
+    so from now on it goes to standard error. `folder` is removed if this process does not end by itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
-    channel = Channel(int(sys.argv[1]))
-    requests: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
-    threading.Thread(target=_receive, args=(channel, requests), daemon=True).start()
-    session: Session | None = None
-    while True:
-        name, arguments = requests.get()
-        if name == "open":  # the first request, and again where a worker serves several engines in turn
-            if session is not None:
-                session.close()
-            good, result = answer(Session, *arguments)
-            if good:
-                session, result = result, None
-        else:
-            with _no_collection() if name == "rounds" else nullcontext():
-                good, result = answer(getattr(session, name), *arguments)
-        channel.send((good, result))
+    reads, writes = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    _end_with_input(reads, folder)
+    return Channel(reads, writes, asks=False)
+
+
+def _end_with_input(descriptor: int, folder: Path | None) -> None:
+    """Leave a process that ends this one with its group once its input has closed, even if it hangs or is stopped."""
+    worker = os.getpid()
+    with warnings.catch_warnings(action="ignore"):  # of threads: the new process only waits
+        if os.fork():
+            return
+    os.closerange(0, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+    poll = select.poll()
+    poll.register(descriptor, getattr(select, "POLLRDHUP", 0))  # and its end, which is always reported
+    poll.poll()
+    time.sleep(ENDING_SECONDS)
+    os.setpgid(0, 0)  # until now no other group could get that number
+    end_group(worker)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def answer(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
@@ -304,16 +354,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _receive(channel: Channel, requests: SimpleQueue[Any]) -> None:
-    """Receive requests in a thread, which notices that the parent has died even while the engine hangs."""
-    while True:
-        try:
-            requests.put(channel.recv())
-        except (EOFError, OSError):
-            end_group(0)
-            os._exit(1)
 
 
 def _as_array(value: Any) -> Array:

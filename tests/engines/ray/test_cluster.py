@@ -200,7 +200,7 @@ def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: P
     poison(here)
     out, said = tmp_path / "out", tmp_path / "said"
     words = f"tune {write(mixed(), tmp_path)} -o {out} --ray local --workers 1 --engine fake --builds 60"
-    quick = ["--calibration-method", "minmax", "--no-bias-correction", "--engine-option", "build_seconds=0.3", "-q"]
+    quick = ["--calibration-method", "minmax", "--no-bias-correction", "--engine-option", "build_seconds=2", "-q"]
     told = environment() | {"TMPDIR": str(tmp_path)}
     with said.open("wb") as errors:
         run = subprocess.Popen(

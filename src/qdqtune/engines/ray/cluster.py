@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,15 @@ from ray.exceptions import RayActorError, RayError
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.execution import Check, Deadline
-from qdqtune.engines.remote.actor import WorkerActor
-from qdqtune.engines.remote.files import Sender
-from qdqtune.engines.remote.messages import Reply
-from qdqtune.engines.remote.worker import NETWORK_SECONDS, LinkLostError, RemoteWorker
+from qdqtune.engines.process import Program
+from qdqtune.engines.remote.worker import FarWorker, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
-from qdqtune.system.writing import TEMPORARY, Scratch
+from qdqtune.system.interpreter import python
+from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
 from qdqtune.version import __version__
+
+NETWORK_SECONDS = 60.0
+"""How long a message may take on its way to another node and back, beside what it asks for. Chosen, not measured."""
 
 WAIT_SECONDS = 60.0
 """How long a worker may wait for a free device. Chosen, not measured."""
@@ -39,16 +40,78 @@ LONGEST_FOLDER = 20
 """Characters of a folder's path with which the names of Ray's sockets fit into the 107 that Linux allows."""
 
 
+class WorkerActor:
+    """Holds a worker on a node, and passes messages on. The worker ends with the process of the actor."""
+
+    def __init__(self) -> None:
+        self._scratch = temporary_folder()
+        self._program = Program(self._scratch.path / "worker.log", **python("-m", "qdqtune.engines.remote.far"))
+
+    def greeting(self) -> dict[str, Any]:
+        """What the worker says first."""
+        return greeting(self._program, WAIT_SECONDS)
+
+    def send(self, message: object, limit: float) -> None:
+        """Send a message that has no answer. If it does not arrive, nor does the next."""
+        with contextlib.suppress(OSError):
+            self._program.send(message, limit)
+
+    def ask(self, message: object, limit: float) -> Any:
+        """The answer to a message. A worker that has ended says how."""
+        try:
+            return self._program.ask(message, limit)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            raise EOFError(self._program.exit_reason()) from error
+
+    def end(self) -> None:
+        """End the worker, and remove all files."""
+        self._program.end(CLOSING_SECONDS)
+        self._scratch.close()
+
+
+class ActorProgram:
+    """The program of an actor: a `remote.worker.Far`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor, self.alive, self._reason = actor, True, "no reason given"
+
+    def send(self, message: object, limit: float, check: Check | None = None) -> None:
+        self._actor.send.remote(message, limit)
+
+    def ask(self, message: object, limit: float, check: Check | None = None) -> Any:
+        try:
+            return _await_answer(self._actor.ask.remote(message, limit), limit + NETWORK_SECONDS, check)
+        except TimeoutError:
+            raise
+        except RayError as error:
+            self.alive, self._reason = False, _reason(error)
+            raise EOFError from error
+
+    def end(self, seconds: float = 0.0) -> None:
+        """End the actor. If it is idle it removes its files first; otherwise its worker does so when it ends."""
+        self.alive = False
+        with contextlib.suppress(RayError):
+            ray.wait([self._actor.end.remote()], timeout=seconds)
+            ray.kill(self._actor)
+
+    def exit_reason(self) -> str:
+        return self._reason
+
+    def printed(self) -> str:
+        return ""
+
+
 @dataclass
 class Cluster:
     """A cluster that this process is connected to. `start` is the `StartWorker` for runners with workers there."""
 
     spec: EngineSpec
     cores_each: int
-    sender: Sender = field(default_factory=lambda: Sender(lambda _, values: ray.put(values)))
-    started: list[RemoteWorker] = field(default_factory=list)
+    started: list[FarWorker] = field(default_factory=list)
 
-    def start(self, log: Path, device: Device, check: Check | None = None) -> RemoteWorker:
+    def start(self, log: Path, device: Device, check: Check | None = None) -> FarWorker:
         """A worker on any free device of the cluster. What `check` raises ends the wait for one.
 
         Raises:
@@ -56,24 +119,26 @@ class Cluster:
         """
         gpus, cores = 1 if needs_gpu(self.spec) else 0, max(self.cores_each, device.least)
         wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        actor: Any = ray.remote(WorkerActor).options(**wants).remote(self.spec, cores, ray.get, os.getcwd())
+        actor: Any = ray.remote(WorkerActor).options(**wants).remote()
+        program = ActorProgram(actor)
         try:
-            where = _await_answer(actor.start.remote(), WAIT_SECONDS, partial(self._check_start, cores, check))
+            words = _await_answer(actor.greeting.remote(), WAIT_SECONDS, partial(self._check_start, cores, check))
         except TimeoutError:
-            _end_actor(actor)
+            program.end()
             wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
             raise EngineUnavailable(
                 f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer `workers`"
             ) from None
         except RayError as error:
-            _end_actor(actor)
+            program.end()
             raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
-        if where.version != __version__:
-            _end_actor(actor)
+        if words["version"] != __version__:
+            program.end()
             raise EngineUnavailable(
-                f"{where.host} has qdqtune {where.version}, and here is {__version__}: install one version everywhere"
+                f"{words['host']} has qdqtune {words['version']}, and here is {__version__}: install one version "
+                "everywhere"
             )
-        worker = RemoteWorker(ActorLink(actor), where, self.sender)
+        worker = FarWorker(program, words["host"], cores)
         self.started.append(worker)
         return worker
 
@@ -83,31 +148,6 @@ class Cluster:
             check()
         if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
             raise TimeoutError
-
-
-@dataclass(frozen=True)
-class ActorLink:
-    """The `Link` to an actor of Ray."""
-
-    actor: Any
-
-    def ask(self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None) -> Reply:
-        try:
-            asked = self.actor.request.remote(name, arguments, limit)
-            reply: Reply = _await_answer(asked, limit + NETWORK_SECONDS, check)
-        except RayError as error:
-            raise LinkLostError(_reason(error)) from error
-        return reply
-
-    def end(self) -> None:
-        _end_actor(self.actor)
-
-
-def _end_actor(actor: Any) -> None:
-    """End an actor. If it is idle it removes its files first; otherwise its engine process does so when it ends."""
-    with contextlib.suppress(RayError):
-        ray.wait([actor.close.remote()], timeout=CLOSING_SECONDS)
-        ray.kill(actor)
 
 
 def _await_answer(reference: Any, limit: float, check: Check | None) -> Any:
@@ -121,7 +161,7 @@ def _await_answer(reference: Any, limit: float, check: Check | None) -> Any:
 def _reason(error: RayError) -> str:
     """An error of Ray in one line."""
     cause = getattr(error, "cause", None)
-    if isinstance(cause, QdqtuneError):
+    if isinstance(cause, QdqtuneError | EOFError):
         return one_line(cause)
     return "its worker or its node was lost" if isinstance(error, RayActorError) else one_line(error)
 

@@ -1,1 +1,1 @@
-"""Workers on other machines: files by content, requests and answers; over SSH or adb, or on a Ray cluster."""
+"""Workers on other machines: a command with two pipes over SSH or adb, or in an actor of Ray; files go by content."""

@@ -1,91 +1,172 @@
-"""A worker on another machine as its runner sees it: files and arrays go there by content, and outcomes come back."""
+"""A worker on another machine as its runner sees it: model files and large arrays go there by content, each once."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
-from qdqtune.engines.execution import Check
-from qdqtune.engines.remote.files import Sender
-from qdqtune.engines.remote.messages import Reply, WorkerLocation
-from qdqtune.errors import BadOption, EngineUnavailable
+import numpy as np
+import onnx
 
-NETWORK_SECONDS = 60.0
-"""How long messages may take on the way to another host and back, beside what is asked for. Chosen, not measured."""
+from qdqtune.engines.execution import Check, Deadline
+from qdqtune.engines.process import Program
+from qdqtune.engines.remote.far import GREETING
+from qdqtune.errors import BadOption, EngineUnavailable, reading
+from qdqtune.types import Array
 
+STORED_BYTES = 2**16
+"""Size from which an array is sent by content. A smaller one is part of the request. Chosen, not measured."""
 
-class LinkLostError(Exception):
-    """The way to a worker is lost, and with it the worker: says why."""
+LONGEST_WELCOME = 2**16
+"""Bytes that a shell may print before the greeting. Chosen, not measured."""
 
-
-class Link(Protocol):
-    """The way to a `WorkerActor`."""
-
-    def ask(self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None) -> Reply:
-        """`WorkerActor.request`. What `check` raises ends the wait.
-
-        Raises:
-            TimeoutError: no answer within `limit`, or some time after it that the way may take.
-            LinkLostError: see there.
-        """
-
-    def end(self) -> None:
-        """End the actor and its engine process."""
+ENDING_SECONDS = 3.0
+"""How long the other side may take to remove its files before the way to it is cut. Chosen, not measured."""
 
 
-class RemoteWorker:
-    """A `process.Worker`: the engine process of an actor."""
+class Far(Protocol):
+    """A program that runs `remote.far`: a `process.Program`, or an actor that has one."""
 
-    def __init__(self, link: Link, location: WorkerLocation, sender: Sender) -> None:
-        self._link, self._sender = link, sender
-        self._reason = self._printed = ""
-        self._has_ended, self.alive = False, True
-        self.location = str(location)
+    @property
+    def alive(self) -> bool: ...
+
+    def send(self, message: object, limit: float, check: Check | None = None) -> None: ...
+
+    def ask(self, message: object, limit: float, check: Check | None = None) -> Any: ...
+
+    def end(self, seconds: float = 0.0) -> None: ...
+
+    def exit_reason(self) -> str: ...
+
+    def printed(self) -> str: ...
+
+
+class FarWorker:
+    """A `process.Worker` on another machine: on cores of its own, `cores` of them, or with 0 wherever the system there
+    puts it. `host` is how the user knows the machine."""
+
+    def __init__(self, program: Far, host: str, cores: int) -> None:
+        self._program, self._host, self._cores = program, host, cores
+        self.location = host
+
+    @property
+    def alive(self) -> bool:
+        """Implements `Worker.alive`."""
+        return self._program.alive
 
     def request(
         self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
     ) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
-        log = target = None
-        try:
-            if name == "build":
-                number, path, log = arguments
-                arguments = (number, self._sender.model(path), None)
-            elif name == "save":
-                _, target = arguments
-            elif name == "feed":
-                arguments = (tuple(replace(w, inputs=self._sender.arrays(w.inputs)) for w in arguments[0]),)
-            elif name == "run":
-                arguments = (arguments[0], self._sender.arrays(arguments[1]))
-            reply = self._link.ask(name, arguments, limit, check)
-        except LinkLostError as lost:
-            self.alive, self._reason = False, str(lost)
-            raise EOFError from lost
-        if log is not None and reply.text:
-            log.write_text(reply.text, encoding="utf-8", errors="backslashreplace")
-        if reply.kind == "ended":
-            self.alive, self._reason = False, reply.text
-            raise EOFError
-        if reply.kind == "timeout":
-            self._printed = reply.text
-            raise TimeoutError
-        if target is not None and reply.good:
-            target.write_bytes(reply.content)
-        if isinstance(reply.result, EngineUnavailable | BadOption) and self.location not in str(reply.result):
-            return False, type(reply.result)(f"on {self.location}: {reply.result}")
-        return reply.good, reply.result
+        contents: dict[str, Array] = {}
+        if name == "open":
+            sent = *arguments, self._cores, os.getcwd()
+        elif name == "build":
+            number, path, _ = arguments
+            proto, contents = packed(path)
+            sent = number, path.name, proto, tuple(contents)
+        elif name == "save":
+            sent = arguments[:1]
+        else:
+            sent = arguments
+        request = io.BytesIO()
+        _Request(request, contents).dump((name, sent))
+        if contents:
+            for digest in self._program.ask(("missing", list(contents)), limit, check):
+                self._program.send(("put", digest, contents[digest]), limit, check)
+        good, result = self._program.ask(("ask", request.getvalue()), limit, check)
+        if good and name == "build":
+            text, good, result = result
+            if text:
+                arguments[2].write_text(text, encoding="utf-8", errors="backslashreplace")
+        elif good and name == "open":
+            self.location = self._host + result
+        elif good and name == "save":
+            result.tofile(arguments[1])
+        if isinstance(result, EngineUnavailable | BadOption) and self.location not in str(result):
+            result = type(result)(f"on {self.location}: {result}")
+        return good, result
 
     def kill(self) -> None:
         """Implements `Worker.kill`."""
-        self.alive = False
-        if not self._has_ended:
-            self._has_ended = True
-            self._link.end()
+        self._program.end(ENDING_SECONDS)
 
     def exit_reason(self) -> str:
         """Implements `Worker.exit_reason`."""
-        return f"{self._reason or 'no reason given'} on {self.location}"
+        return f"{self._program.exit_reason()} on {self.location}"
 
     def printed(self) -> str:
         """Implements `Worker.printed`."""
-        return self._printed
+        return self._program.printed()
+
+
+def greeting(program: Program, limit: float, check: Check | None = None) -> dict[str, Any]:
+    """What a program says first: its version, its host, and the facts of its machine. Raises as `Program.ask`."""
+    deadline = Deadline(limit, check)
+    program.channel.skip_to(GREETING, LONGEST_WELCOME, deadline)
+    words = program.channel.recv(deadline)
+    if not isinstance(words, dict) or not {"version", "host", "facts"} <= words.keys():
+        raise EOFError("no greeting")
+    return words
+
+
+def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
+    """A model file whose external data lie in files that are named by their content, and the bytes of these.
+
+    Raises:
+        BadOption: a file cannot be read.
+    """
+    contents: dict[str, Array] = {}
+    with reading(path):
+        proto = onnx.load(path, load_external_data=False)
+        for tensor in external(proto.graph):
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            values = _bytes_at(path.parent / entries["location"], int(entries.get("offset", 0)), entries.get("length"))
+            digest = _digest(values)
+            contents[digest] = values
+            del tensor.external_data[:]
+            tensor.external_data.add(key="location", value=digest)
+            tensor.external_data.add(key="length", value=str(values.nbytes))
+    return proto.SerializeToString(), contents
+
+
+def external(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """The tensors of a graph, and of graphs inside its nodes, whose values are in other files."""
+    outside = onnx.TensorProto.EXTERNAL
+    yield from (tensor for tensor in graph.initializer if tensor.data_location == outside)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (t for t in (attribute.t, *attribute.tensors) if t.data_location == outside)
+            for inner in (attribute.g, *attribute.graphs):
+                yield from external(inner)
+
+
+def _bytes_at(path: Path, start: int, length: str | None) -> Array:
+    """The bytes of a part of a file, which are read when they are used."""
+    count = path.stat().st_size - start if length is None else int(length)
+    return np.asarray(np.memmap(path, np.uint8, "r", start, (count,))) if count else np.zeros(0, np.uint8)
+
+
+def _digest(values: Array) -> str:
+    return hashlib.sha256(values.data).hexdigest()[:32]
+
+
+class _Request(pickle.Pickler):
+    """Writes a request; large arrays are put into `contents` instead."""
+
+    def __init__(self, file: io.BytesIO, contents: dict[str, Array]) -> None:
+        super().__init__(file, protocol=5)
+        self._contents = contents
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray) or value.nbytes < STORED_BYTES or value.dtype.kind == "O":
+            return None
+        values = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        digest = _digest(values)
+        self._contents[digest] = values
+        return digest, value.dtype, value.shape
