@@ -204,7 +204,6 @@ TIMED_SECONDS = 0.2
 PRINTED_AFTER = 100_000
 """trtexec prints a mean after so many inferences: too many to be reached, since a file has all times."""
 
-PRINTED_SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
 FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
 EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
 
@@ -382,8 +381,8 @@ class TrtexecModel:
     def _median_seconds(self, inputs: Tensors, runs: int, *flags: str) -> float:
         target, begun = self._file("times.json"), perf_counter()
         asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
-        printed = self._infer(inputs, [*asked, *(QUICK if self._program.version < (BETTER_DEFAULTS, 0) else ())])
-        seconds = _milliseconds(_read_and_delete(target), printed) / 1e3
+        self._infer(inputs, [*asked, *(QUICK if self._program.version < (BETTER_DEFAULTS, 0) else ())])
+        seconds = _milliseconds(_read_and_delete(target)) / 1e3
         self._program.start_seconds = perf_counter() - begun
         return seconds
 
@@ -431,8 +430,7 @@ class TrtexecModel:
             f"--duration={seconds:g}",
         ]
 
-    def _infer(self, inputs: Tensors, flags: Sequence[str]) -> str:
-        """What trtexec prints when it runs a model on these inputs."""
+    def _infer(self, inputs: Tensors, flags: Sequence[str]) -> None:
         arrays = self._signature.checked(inputs)
         plan = self.plan({name: array.shape for name, array in arrays.items()})
         files = {name: self._file(f"{number}.bin") for number, name in enumerate(arrays)}
@@ -444,13 +442,12 @@ class TrtexecModel:
             self._written_inputs = inputs
         sizes = _sizes_text({name: arrays[name].shape for name in self._signature.dynamic})
         loaded = "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items())
-        return self._run_plan(plan, sizes, [loaded, *flags])
+        self._run_plan(plan, sizes, [loaded, *flags])
 
-    def _run_plan(self, plan: Path, sizes: str, flags: Sequence[str]) -> str:
-        """What trtexec prints when it loads and runs a plan."""
+    def _run_plan(self, plan: Path, sizes: str, flags: Sequence[str]) -> None:
         plugins = (flag for flag in self._flags if flag_name(flag) == "staticPlugins")
         shapes = [f"--shapes={sizes}"] if sizes else []
-        return self._program.run([f"--loadEngine={plan}", *plugins, *shapes, *flags], self._log)
+        self._program.run([f"--loadEngine={plan}", *plugins, *shapes, *flags], self._log)
 
 
 @dataclass(frozen=True)
@@ -519,16 +516,12 @@ def _read_and_delete(path: Path) -> str:
     return text
 
 
-def _milliseconds(times: str, printed: str) -> float:
-    """The median of the exported times; if there are none, of the printed summary."""
+def _milliseconds(times: str) -> float:
+    """The median of the exported times."""
     try:
-        samples = [float(entry["computeMs"]) for entry in json.loads(times)] if times else []
-    except (ValueError, KeyError, TypeError):
-        samples = []
-    summary = PRINTED_SUMMARY.search(printed)
-    if not samples and summary is None:
-        raise EngineFailure("trtexec: it has printed no GPU Compute Time")
-    milliseconds = median(samples) if samples else float(summary[1]) if summary else 0.0
+        milliseconds = median(float(entry["computeMs"]) for entry in json.loads(times))
+    except (ValueError, KeyError, TypeError) as error:  # an empty list as well
+        raise EngineFailure("trtexec: it has exported no times of inferences") from error
     if not milliseconds > 0:
         raise EngineFailure(f"trtexec: it gives a latency of {milliseconds} ms")
     return milliseconds
