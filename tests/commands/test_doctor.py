@@ -28,7 +28,6 @@ from qdqtune.commands.doctor import (
     examine,
     examine_elsewhere,
     find_gpus,
-    provider_state,
     this_processor,
 )
 from qdqtune.engines import MODULES, EngineSpec, devices
@@ -176,7 +175,6 @@ def test_building_ahead_of_time_needs_no_cuda(tmp_path, monkeypatch, workers):
 
 def test_every_engine_is_examined(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "engine_state", lambda name, _: EngineState(name, "missing"))
-    monkeypatch.setattr(doctor, "provider_state", lambda table, _: EngineState(table.name, "missing"))
     found = examine(tmp_path)
     assert [e.name for e in (*found.engines, *found.providers)] == list(MODULES)
 
@@ -194,12 +192,12 @@ def test_another_machine_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert provider_state(PROVIDERS["qnn"], tmp_path).reason == "not installed"
+    assert engine_state("qnn", tmp_path).reason == "not installed"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     told = {"version": "1.31", "plugin": "2.7", "device": "an NPU"}
     monkeypatch.setattr(doctor, "_described", lambda spec, folder: told)
     monkeypatch.setattr(doctor, "is_simulated", lambda name: True)
-    assert provider_state(PROVIDERS["qnn"], tmp_path) == EngineState(
+    assert engine_state("qnn", tmp_path) == EngineState(
         "qnn", "simulated", "2.7", "an NPU", takes=PROVIDERS["qnn"].notes
     )
 
@@ -207,7 +205,7 @@ def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):
         raise EngineUnavailable(f"no device: {PROVIDERS['cuda'].install}")
 
     monkeypatch.setattr(doctor, "_described", refused)
-    assert provider_state(PROVIDERS["cuda"], tmp_path).reason == "no device"
+    assert engine_state("cuda", tmp_path).reason == "no device"
 
 
 # The command

@@ -34,7 +34,7 @@ from qdqtune.engines.machine import (
 from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.openvino.options import OpenVinoOptions
 from qdqtune.engines.options import EngineOptions, on_option
-from qdqtune.engines.providers import PROVIDERS, Provider
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import CachedOptions
@@ -192,7 +192,7 @@ def examine(log_dir: Path) -> EnginesState:
     """Open every engine in a process of its own, and read the hardware. Failures are part of the result."""
     gpus, note = find_gpus()
     engines = tuple(engine_state(name, log_dir) for name in MODULES if name not in PROVIDERS)
-    providers = tuple(provider_state(table, log_dir) for table in PROVIDERS.values())
+    providers = tuple(engine_state(name, log_dir) for name in PROVIDERS)
     return EnginesState(engines, this_processor(), gpus, note, providers, engine_options())
 
 
@@ -243,30 +243,25 @@ def _type_in_words(hint: Any) -> str:
     return names[get_origin(one) or one]
 
 
-def provider_state(table: Provider, log_dir: Path) -> EngineState:
-    """Open an execution provider, if its package is here."""
-    missing = partial(EngineState, table.name, "missing", remedy=table.install, takes=table.notes)
-    if table.plugin and importlib.util.find_spec(table.plugin) is None:
-        return missing(reason="not installed")
-    try:
-        told = _described(EngineSpec(table.name), log_dir)
-    except QdqtuneError as error:
-        return missing(reason=one_line(error).removesuffix(f": {table.install}"))
-    return EngineState(
-        table.name, _usable(table.name), told.get("plugin", told["version"]), told["device"], takes=table.notes
-    )
-
-
 def engine_state(name: str, log_dir: Path) -> EngineState:
-    """Open one engine without options; if that fails and the engine can, for a device that is not present."""
+    """Open one engine or execution provider without options; if that fails and the engine can, for a device that is not
+    present."""
+    table = PROVIDERS.get(name)
+    notes = "" if table is None else table.notes
+    packages, command = NEEDS.get(name, ((), ""))
+    if table is not None:
+        packages, command = (table.plugin,) if table.plugin else (), table.install
+    is_complete = all(importlib.util.find_spec(package) for package in packages)
+    if table is not None and not is_complete:
+        return EngineState(name, "missing", reason="not installed", remedy=command, takes=notes)
     try:
         told = _described(EngineSpec(name), log_dir)
-        return EngineState(name, _usable(name), told["version"], told["device"])
+        return EngineState(name, _usable(name), told.get("plugin", told["version"]), told["device"], takes=notes)
     except QdqtuneError as error:
         reason = one_line(error)
-    packages, command = NEEDS.get(name, ((), ""))
-    if not all(importlib.util.find_spec(package) for package in packages):
-        return EngineState(name, "missing", reason=reason.removesuffix(f": {command}"), remedy=command)
+    if table is not None or not is_complete:
+        why = reason.removesuffix(f": {command}")
+        return EngineState(name, "missing", reason=why, remedy=command, takes=notes)
     if name in AHEAD_OF_TIME:
         with contextlib.suppress(QdqtuneError):
             told = _described(EngineSpec(name, AHEAD_OF_TIME[name]), log_dir)
