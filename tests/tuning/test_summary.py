@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qdqtune.errors import BadOption
-from qdqtune.tuning.records import plain
+from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import read_summary
 
 
