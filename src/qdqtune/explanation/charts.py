@@ -47,8 +47,8 @@ class Axis:
 
 def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
     """An axis that holds all values, with a margin."""
-    known = list(values)
-    low, high = min(known), max(known)
+    numbers = list(values)
+    low, high = min(numbers), max(numbers)
     room = pad * (high - low) or 0.05 * abs(high) or 1.0
     return Axis(low - room, high + room)
 
@@ -93,10 +93,10 @@ class Scatter:
 def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) -> Scatter:
     """Axes that hold all points, a speed of 1 and the asked SQNR."""
     x = spanning([1.0, *(v for p in points for v in ends(p.speed))], 0.08)
-    known = [p.sqnr_db for p in points if p.sqnr_db is not None and p.sqnr_db < EQUAL_DB]
-    known += [] if floor_db is None else [floor_db]
-    y = spanning(known or [0.0, 40.0], 0.15)
-    return Scatter(x, Axis(max(y.low, 0.0) if min(known or [0.0]) >= 0 else y.low, y.high), height)
+    levels = [p.sqnr_db for p in points if p.sqnr_db is not None and p.sqnr_db < EQUAL_DB]
+    levels += [] if floor_db is None else [floor_db]
+    y = spanning(levels or [0.0, 40.0], 0.15)
+    return Scatter(x, Axis(max(y.low, 0.0) if min(levels or [0.0]) >= 0 else y.low, y.high), height)
 
 
 @dataclass(frozen=True)

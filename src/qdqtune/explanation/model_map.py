@@ -60,20 +60,20 @@ class Ran:
 def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
     """Pairs of groups, by number, of which the second reads from the first. Nodes outside of groups are ignored."""
     owner = {name: number for number, group in enumerate(groups) for name in group}
-    found = set()
+    pairs = set()
     for node in model.nodes:
         for tensor in (*node.inputs, *node.captures):
             if (maker := model.maker(tensor)) is not None:
-                found.add((owner.get(maker.name), owner.get(node.name)))
-    return tuple(sorted((a, b) for a, b in found if a is not None and b is not None and a != b))
+                pairs.add((owner.get(maker.name), owner.get(node.name)))
+    return tuple(sorted((a, b) for a, b in pairs if a is not None and b is not None and a != b))
 
 
 def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     """The groups in topological order, ties in file order; groups in or behind a cycle come last, in file order."""
-    told = sorted((tuple(g) for g in groups), key=lambda g: max(model.index_of[n] for n in g))
-    waits = [0] * len(told)
-    readers: list[list[int]] = [[] for _ in told]
-    for a, b in flows(model, told):
+    in_file = sorted((tuple(g) for g in groups), key=lambda g: max(model.index_of[n] for n in g))
+    waits = [0] * len(in_file)
+    readers: list[list[int]] = [[] for _ in in_file]
+    for a, b in flows(model, in_file):
         waits[b] += 1
         readers[a].append(b)
     ready = [number for number, count in enumerate(waits) if not count]
@@ -85,7 +85,7 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
             waits[reader] -= 1
             if not waits[reader]:
                 heappush(ready, reader)
-    return [told[n] for n in ordered] + [group for n, group in enumerate(told) if n not in ordered]
+    return [in_file[n] for n in ordered] + [group for n, group in enumerate(in_file) if n not in ordered]
 
 
 def blocks(groups: Sequence[Sequence[str]], operators: Mapping[str, str]) -> tuple[MapBlock, ...]:
@@ -105,12 +105,12 @@ def _divided(
         return ()
     modules = _by_module(scopes, first, last)
     size = max(math.ceil((last - first) / USUAL), LEAST_GROUPS)
-    made = []
+    parts = []
     for a, b in pairwise([*(modules or range(first, last, size)), last]):
         named = [operators[name] for group in groups[a:b] for name in group]
         label = block_label(named, scopes[a:b], is_module=bool(modules))
-        made.append(MapBlock(label, a, b, _divided(groups, operators, scopes, a, b)))
-    return tuple(made)
+        parts.append(MapBlock(label, a, b, _divided(groups, operators, scopes, a, b)))
+    return tuple(parts)
 
 
 def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
@@ -174,14 +174,14 @@ def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str
 
 def _shape_nodes(model: Model) -> frozenset[str]:
     """Nodes that depend on shapes and constants only, and make no graph output."""
-    found, known = set[str](), set(model.constants)
+    nodes, apart = set[str](), set(model.constants)
     for node in model.nodes:
         read = [tensor for tensor in (*node.inputs, *node.captures) if tensor]
-        is_apart = node.op in ASKS_SHAPE or known.issuperset(read)
+        is_apart = node.op in ASKS_SHAPE or apart.issuperset(read)
         if is_apart and set(node.outputs).isdisjoint(model.outputs):
-            found.add(node.name)
-            known.update(node.outputs)
-    return frozenset(found)
+            nodes.add(node.name)
+            apart.update(node.outputs)
+    return frozenset(nodes)
 
 
 def alike(drawn: Map) -> list[list[int]]:
@@ -226,8 +226,8 @@ def draw(
     numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
     nodes = tuple(MapNode(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
     wide = frozenset(edge.node for edge in after.placement.wide) if after is not None else frozenset[str]()
-    told = tuple(_group(model, g, numbers, hidden, before, after, quantized, wide, error_db) for g in ordered)
-    return Map(nodes, told, between, parts, tuned, floats)
+    boxes = tuple(_group(model, g, numbers, hidden, before, after, quantized, wide, error_db) for g in ordered)
+    return Map(nodes, boxes, between, parts, tuned, floats)
 
 
 def _group(
@@ -261,5 +261,5 @@ def _quantized(model: Model, after: Ran | None) -> frozenset[str]:
     if after is None:
         return frozenset()
     fed = {e.node for e in after.placement if e.tensor not in model.constants}
-    told = {name: layer.precision for layer in after.layers for name in layer.nodes}
-    return frozenset(name for name in fed if not is_float(told.get(name, "")))
+    precisions = {name: layer.precision for layer in after.layers for name in layer.nodes}
+    return frozenset(name for name in fed if not is_float(precisions.get(name, "")))

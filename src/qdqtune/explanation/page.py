@@ -113,7 +113,7 @@ def embedded(value: Mapping[str, Any]) -> str:
 
 
 def _environment(flags: Mapping[str, str]) -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(PARTS),
         autoescape=True,
         undefined=StrictUndefined,
@@ -121,8 +121,8 @@ def _environment(flags: Mapping[str, str]) -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: escaped(with_flags(value, flags)) if type(value) is str else value,
     )
-    made.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
-    return made
+    environment.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
+    return environment
 
 
 def _ms(value: float | None) -> str:

@@ -95,14 +95,14 @@ def verdict(run: FinishedRun) -> Headline:
     if not summary.get("timed", True):
         return _verdict_by_rule(run, name)
     if summary["shipped"] == "tuned" and (ratio_to_float := summary["ratio"]) is not None:
-        found = speed(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
+        measured = speed(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
         saved = 1 - ratio_to_float
         meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
         meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
         unchecked = ", accuracy not measured" if summary["unchecked"] else ""
-        headline = f"{name} runs {found.median:.2f} times as fast{unchecked}"
-        return Headline(headline, meaning, not unchecked, found, "the float model")
+        headline = f"{name} runs {measured.median:.2f} times as fast{unchecked}"
+        return Headline(headline, meaning, not unchecked, measured, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if run.keeps_own_pairs:
         times = "" if summary["final_ms"] is None else f", which takes {_own_times(summary)}"
@@ -147,10 +147,10 @@ def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
     if facts.placement:
         return Ran(facts.placement, facts.shipped_layers, facts.spent), OWN if run.keeps_own_pairs else "tuned"
     ratios = ratios_to_float(run.history, run.plan)
-    known = [t for t in run.history if t.layers and t.placement in ratios]
-    if not known:
+    reported = [t for t in run.history if t.layers and t.placement in ratios]
+    if not reported:
         return None
-    best = min(known, key=lambda t: (t.holds is False, ratios[t.placement]))
+    best = min(reported, key=lambda t: (t.holds is False, ratios[t.placement]))
     spent = node_times(facts.model, best.placement, best.layers or (), ratios[best.placement] * facts.float_ms)
     return Ran(best.placement, best.layers or (), spent), f"candidate {best.number}"
 
@@ -218,17 +218,17 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     spent = sum(g.conversion_ms for g in drawn.groups)
     if run.float_ms is None:
         return ""
-    told = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
+    text = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
     if (run.final or run.keeps_own_pairs) and run.here["final_ms"] is not None:
-        told += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
+        text += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
     at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""
-    told += f", as rounds have measured{at}, shared out over layers as the engine told of inferences that it profiled."
+    text += f", as measured in rounds{at}, divided among the layers as the engine reports them of profiled inferences."
     if not drawn.tuned:
-        return told
+        return text
     what = "the tuned model" if run.final else f"{drawn.tuned}, the fastest that was tried, which does not ship"
     what = OWN if run.keeps_own_pairs else what
-    return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
+    return f"{text} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
 
 
 def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
@@ -260,8 +260,8 @@ def _points(run: FinishedRun) -> Iterator[Point]:
         if is_final and proven:
             continue
         ends = Speed(1 / ratios[placement])
-        if is_final and (found := run.summary["ratio"]) is not None:
-            ends = speed(Ratio(found, run.summary["ratio_low"], run.summary["ratio_high"]))
+        if is_final and (final := run.summary["ratio"]) is not None:
+            ends = speed(Ratio(final, run.summary["ratio_low"], run.summary["ratio_high"]))
         name = f"candidate {trial.number}" + (", unbeaten" if placement in best else "")
         yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 

@@ -111,7 +111,7 @@ class _Findings:
     """Finds what the engine did not fuse, and why, given its layers and, if known, its numeric format."""
 
     def __init__(self, model: Model, layers: Sequence[Layer], numbers: NumericFormat | None) -> None:
-        self.model = model
+        self._model = model
         self._layers = layers
         self._home = {name: layer for layer in layers for name in layer.nodes}
         self._numbers = numbers
@@ -133,10 +133,10 @@ class _Findings:
             finding = self._conversion(number, pairs)
             # A compute kernel that names only a Q is the rest of the operator in front of it, and no conversion.
             return None if layer.kind == "compute" and finding.fails else finding
-        return self._in_float(layer, others) if others else self._inserted(number)
+        return self._left_in_float(layer, others) if others else self._inserted(number)
 
     def _nodes_of(self, layer: Layer) -> list[Node]:
-        return [self.model.node(name) for name in layer.nodes if name in self.model.index_of]
+        return [self._model.node(name) for name in layer.nodes if name in self._model.index_of]
 
     def _weights_apart(self, layer: Layer, apart: Sequence[Node]) -> Finding:
         """A finding about weights in a weight format that become floats in a kernel of their own."""
@@ -158,35 +158,35 @@ class _Findings:
 
     def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
         layer = self._layers[number]
-        reasons = [self.of_conversion(node) for node in pairs]
-        known = [r for r in reasons if r.text != UNKNOWN and not r.is_boundary]
+        reasons = [self._of_conversion(node) for node in pairs]
+        certain = [r for r in reasons if r.text != UNKNOWN and not r.is_boundary]
         border = next((r for r in reasons if r.is_boundary), None)
-        if border is not None and not known:
+        if border is not None and not certain:
             return _finding("boundary", layer, pairs, border, fails=False)
         if not pairs:
             text = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
             return _finding("standalone pair", layer, (), _Reason(text))
         unknown = _Reason(f"runs as a kernel of its own {UNKNOWN}")
-        return _finding("standalone pair", layer, pairs, known[0] if known else unknown)
+        return _finding("standalone pair", layer, pairs, certain[0] if certain else unknown)
 
-    def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
+    def _left_in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
         """A finding about a layer that runs in float although nodes in it were meant to run in 8 bits; else None."""
         meant = [n for n in others if self._is_meant_for_8_bits(n)]
         if not meant or not is_float(layer.precision):
             return None
         first = next((n for n in meant if n.op in COMPUTE), meant[0])
         kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
-        return _finding(kind, layer, meant, self.in_float(first))
+        return _finding(kind, layer, meant, self._in_float(first))
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
         """Whether a convolution or product has a pair; or another operator has pairs on all inputs, and one of its
         pairs runs as a layer that need not be there: else it is float arithmetic in a kernel that reads and writes
         8 bits, which costs nothing."""
-        operands = self.operands(node)
+        operands = self._operands(node)
         dqs = [dq for tensor in operands if (dq := self._dq(tensor)) is not None]
         if not dqs or any(dq.name in self._formats for dq in dqs):
             return False  # nothing, or only its weights, is quantized
-        infos = [self.model.tensors.get(output) for output in node.outputs]
+        infos = [self._model.tensors.get(output) for output in node.outputs]
         if not any(info is not None and info.is_float for info in infos):
             return False
         if node.op in COMPUTE:
@@ -197,10 +197,10 @@ class _Findings:
         """Of each DQ in front of a node and each Q behind it, whether it is a layer of its own that need not be
         there."""
         for dq in dqs:
-            yield self.runs_alone(dq) and not self.of_dequantize(dq).is_boundary
+            yield self._runs_alone(dq) and not self._of_dequantize(dq).is_boundary
         for tensor in node.outputs:
-            for reader in self.readers(tensor):
-                yield reader.op == "QuantizeLinear" and self.runs_alone(reader)
+            for reader in self._readers(tensor):
+                yield reader.op == "QuantizeLinear" and self._runs_alone(reader)
 
     def _inserted(self, number: int) -> Finding | None:
         """A finding about a layer that the engine has added beside one in 8 bits to move values."""
@@ -232,27 +232,27 @@ class _Findings:
 
     # ---- reasons
 
-    def runs_in_8_bits(self, node: Node) -> bool:
+    def _runs_in_8_bits(self, node: Node) -> bool:
         layer = self._home.get(node.name)
         return layer is not None and layer.kind not in ("quantize", "folded") and is_low(layer.precision)
 
-    def runs_alone(self, node: Node) -> bool:
+    def _runs_alone(self, node: Node) -> bool:
         layer = self._home.get(node.name)
         return layer is not None and layer.kind == "quantize"
 
-    def of_conversion(self, node: Node) -> _Reason:
-        return self._of_quantize(node) if node.op == "QuantizeLinear" else self.of_dequantize(node)
+    def _of_conversion(self, node: Node) -> _Reason:
+        return self._of_quantize(node) if node.op == "QuantizeLinear" else self._of_dequantize(node)
 
     def _of_quantize(self, q: Node) -> _Reason:
         """Why a Q runs as a kernel: its input is made in float, or another node reads that input as well."""
         tensor = q.inputs[0]
-        maker = self.model.maker(tensor)
-        if tensor in self.model.constants:
+        maker = self._model.maker(tensor)
+        if tensor in self._model.constants:
             return _Reason("it quantizes a constant, which the engine has not done in advance")
         if self._comes_from_input(tensor):
-            dqs = self.readers(q.outputs[0])
-            readers = [n for dq in dqs for n in self.readers(dq.outputs[0])]
-            if not all(map(self.runs_alone, dqs)) or any(map(self.runs_in_8_bits, readers)):
+            dqs = self._readers(q.outputs[0])
+            readers = [n for dq in dqs for n in self._readers(dq.outputs[0])]
+            if not all(map(self._runs_alone, dqs)) or any(map(self._runs_in_8_bits, readers)):
                 return _Reason("first Q behind a float input of the model", is_boundary=True)
             return self._fused_in_float(readers[0]) if readers else _Reason(UNKNOWN)
         if maker is None:
@@ -260,41 +260,41 @@ class _Findings:
         before = self._unmoved(tensor)
         if before is not None and (before.index == maker.index or not self._same_numbers(before, q)):
             return self._twice(before, q)
-        if not self.runs_in_8_bits(maker):
+        if not self._runs_in_8_bits(maker):
             return self._fused_in_float(maker)
-        others = [n for n in self.readers(tensor) if n.op != "QuantizeLinear"]
-        if others or tensor in self.model.outputs:
+        others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
+        if others or tensor in self._model.outputs:
             users = self._users(tensor, others)
             return _Reason(f"the result of {_named(maker)} is read in float as well: {users}", maker.name)
         return _Reason(UNKNOWN) if before is None else self._twice(before, q)
 
-    def of_dequantize(self, dq: Node) -> _Reason:
+    def _of_dequantize(self, dq: Node) -> _Reason:
         """Why a DQ runs as a kernel: a node reads its output in float."""
         tensor = dq.outputs[0]
         if self._ends_at_output(tensor):
             return _Reason("last DQ in front of a float output of the model", is_boundary=True)
-        readers = self.readers(tensor)
+        readers = self._readers(tensor)
         if again := next((n for n in readers if n.op == "QuantizeLinear"), None):
             return self._twice(dq, again)
-        in_float = [n for n in readers if not self.runs_in_8_bits(n)]
+        in_float = [n for n in readers if not self._runs_in_8_bits(n)]
         if not in_float:
-            return _Reason(f"{tensor} is an output of the model as well" if tensor in self.model.outputs else UNKNOWN)
+            return _Reason(f"{tensor} is an output of the model as well" if tensor in self._model.outputs else UNKNOWN)
         first, others = self._fused_in_float(in_float[0]), len(readers) - len(in_float)
         also = f"; {others} of {len(readers)} readers take 8 bits" if others else ""
         return replace(first, text=first.text + also)
 
     def _fused_in_float(self, node: Node) -> _Reason:
         """Why a node, or the one in front of it that engines fuse it with, runs in float."""
-        before = self.model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
-        if before is not None and before.op not in QDQ and not self.runs_in_8_bits(before):
+        before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
+        if before is not None and before.op not in QDQ and not self._runs_in_8_bits(before):
             return self._fused_in_float(before)
-        return self.in_float(node)
+        return self._in_float(node)
 
     def _unmoved(self, tensor: str) -> Node | None:
         """The DQ whose values a tensor holds, perhaps in another shape or order."""
-        maker = self.model.maker(tensor)
+        maker = self._model.maker(tensor)
         while maker is not None and maker.op in KEEPS_VALUES:
-            maker = self.model.maker(maker.inputs[0])
+            maker = self._model.maker(maker.inputs[0])
         return maker if maker is not None and maker.op == "DequantizeLinear" else None
 
     def _twice(self, dq: Node, q: Node) -> _Reason:
@@ -302,13 +302,13 @@ class _Findings:
             return _Reason(f"{q.name} follows {dq.name} with the same scale: one pair is enough")
         return _Reason(f"{q.name} follows {dq.name} with another scale: give both pairs one")
 
-    def in_float(self, node: Node) -> _Reason:
+    def _in_float(self, node: Node) -> _Reason:
         """That an operator runs in float, and why."""
-        return _Reason(f"{_named(node)} runs in float: {self.of_float(node)}", node.name)
+        return _Reason(f"{_named(node)} runs in float: {self._of_float(node)}", node.name)
 
-    def of_float(self, node: Node) -> str:
+    def _of_float(self, node: Node) -> str:
         """Why an operator runs in float, as far as the graph shows."""
-        operands = self.operands(node)
+        operands = self._operands(node)
         bare = [tensor for tensor in operands if self._dq(tensor) is None]
         if len(bare) == len(operands):
             return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
@@ -328,19 +328,19 @@ class _Findings:
         return f"only {paired} of its {len(operands)} inputs carries a pair, {bare[0]} does not"
 
     def _clamp_before(self, node: Node) -> str:
-        q = self._q(self.operands(node)[0])
-        before = None if q is None else self.model.maker(q.inputs[0])
+        q = self._q(self._operands(node)[0])
+        before = None if q is None else self._model.maker(q.inputs[0])
         if node.op in FUSED_BEHIND and before is not None and before.op in COMPUTE:
             return f"a pair stands between {_named(before)} and it, which engines fuse: put the pair behind it instead"
         return ""
 
     def _clamp_behind(self, node: Node) -> str:
         """Why an engine that drops superfluous clamps, but fuses none, cannot drop the one behind a node."""
-        readers = self.readers(node.outputs[0])
+        readers = self._readers(node.outputs[0])
         if self._numbers is None or not self._numbers.drop_clamps or len(readers) != 1 or readers[0].op not in CLAMPS:
             return ""
         clamp = readers[0]
-        for q in self.readers(clamp.outputs[0]):
+        for q in self._readers(clamp.outputs[0]):
             zero = self._constant(q, 2) if q.op == "QuantizeLinear" else None
             if zero is not None and np.any(zero.array() != np.iinfo(zero.array().dtype).min):
                 return f"{_named(clamp)} behind it has to run, since {q.name} keeps values below 0"
@@ -349,7 +349,7 @@ class _Findings:
     def _pairs(self, node: Node) -> str:
         """What engines do not take about the scales of its pairs, else about their types."""
         for look in (self._scale, self._type):
-            for number, tensor in enumerate(self.operands(node)):
+            for number, tensor in enumerate(self._operands(node)):
                 dq = self._dq(tensor)
                 if dq is not None and (text := look(node, number, dq)):
                     return text
@@ -368,7 +368,7 @@ class _Findings:
             return f"{dq.name} has a scale for each channel of an activation, and engines want one for all"
         if self._numbers is not None and not self._numbers.per_channel:
             return f"{dq.name} has a scale for each channel, and this engine wants one for all"
-        info, wanted = self.model.tensors.get(dq.outputs[0]), _channel_axis(node, number)
+        info, wanted = self._model.tensors.get(dq.outputs[0]), _channel_axis(node, number)
         if info is None or info.shape is None or wanted is None:
             return ""
         axis: int = dq.attributes.get("axis", 1) % len(info.shape)
@@ -388,7 +388,7 @@ class _Findings:
         if dtype in (None, ONNX_TYPE[wanted]):
             return ""
         for other in self._like(node):
-            dqs = [self._dq(tensor) for tensor in self.operands(other)[number : number + 1]]
+            dqs = [self._dq(tensor) for tensor in self._operands(other)[number : number + 1]]
             if any(each is not None and self._dtype(each) == dtype for each in dqs):
                 return ""
         return f"{dq.name} takes {TensorProto.DataType.Name(dtype).lower()}, and this engine wants {wanted.value}"
@@ -414,12 +414,12 @@ class _Findings:
     def _output(self, node: Node) -> str:
         """The nodes that read the result in float, behind operators that engines fuse."""
         tensor = node.outputs[0]
-        readers = self.readers(tensor)
+        readers = self._readers(tensor)
         while node.op in COMPUTE | {"Add"} and len(readers) == 1 and readers[0].op in FUSED_BEHIND:
             tensor = readers[0].outputs[0]
-            readers = self.readers(tensor)
+            readers = self._readers(tensor)
         others = [n for n in readers if n.op != "QuantizeLinear"]
-        if not others and tensor not in self.model.outputs:
+        if not others and tensor not in self._model.outputs:
             return ""
         return f"its output carries no pair on the way to {self._users(tensor, others)}"
 
@@ -432,45 +432,45 @@ class _Findings:
             return ""
         if node.op not in COMPUTE or node.op == "ConvTranspose":
             return f"no {node.op} of this model runs in 8 bits: this engine seems to have no such kernel"
-        if node.op == "MatMul" and not any(map(self._is_constant, self.operands(node))):
+        if node.op == "MatMul" and not any(map(self._is_constant, self._operands(node))):
             return "it multiplies two activations, as in attention: not every engine runs these in 8 bits"
         return ""
 
     # ---- the graph
 
-    def operands(self, node: Node) -> list[str]:
+    def _operands(self, node: Node) -> list[str]:
         """The float tensors that the node computes with, without biases."""
         end = 2 if node.op in COMPUTE else SETTINGS_FROM.get(node.op, len(node.inputs))
-        infos = {tensor: self.model.tensors.get(tensor) for tensor in node.inputs[:end] if tensor}
+        infos = {tensor: self._model.tensors.get(tensor) for tensor in node.inputs[:end] if tensor}
         return [t for t, info in infos.items() if self._dq(t) is not None or (info is not None and info.is_float)]
 
     def _dq(self, tensor: str) -> Node | None:
-        maker = self.model.maker(tensor)
+        maker = self._model.maker(tensor)
         return maker if maker is not None and maker.op == "DequantizeLinear" else None
 
     def _q(self, tensor: str) -> Node | None:
         """The Q of the pair that a tensor comes out of; None without a pair, or if it is stored quantized."""
         dq = self._dq(tensor)
-        maker = None if dq is None else self.model.maker(dq.inputs[0])
+        maker = None if dq is None else self._model.maker(dq.inputs[0])
         return maker if maker is not None and maker.op == "QuantizeLinear" else None
 
     def _is_constant(self, tensor: str) -> bool:
         """Whether a tensor is constant in front of its pair."""
         dq, q = self._dq(tensor), self._q(tensor)
         source = tensor if dq is None else dq.inputs[0] if q is None else q.inputs[0]
-        return source in self.model.constants
+        return source in self._model.constants
 
-    def readers(self, tensor: str) -> list[Node]:
+    def _readers(self, tensor: str) -> list[Node]:
         """The nodes that read a tensor's values. Those that ask for its shape do not count."""
-        users = dict.fromkeys(use.node for use in self.model.uses(tensor) if use.node != GRAPH)
-        return [node for i in users if (node := self.model.nodes[i]).op not in ASKS_SHAPE]
+        users = dict.fromkeys(use.node for use in self._model.uses(tensor) if use.node != GRAPH)
+        return [node for i in users if (node := self._model.nodes[i]).op not in ASKS_SHAPE]
 
     def _like(self, node: Node) -> list[Node]:
         """Nodes of the same operator that run in 8 bits: what they have cannot be a reason."""
-        return [n for n in self.model.nodes if n.op == node.op and self.runs_in_8_bits(n)]
+        return [n for n in self._model.nodes if n.op == node.op and self._runs_in_8_bits(n)]
 
     def _dtype(self, dq: Node) -> int | None:
-        info = self.model.tensors.get(dq.inputs[0])
+        info = self._model.tensors.get(dq.inputs[0])
         return None if info is None else info.dtype
 
     def _same_numbers(self, a: Node, b: Node) -> bool:
@@ -483,23 +483,23 @@ class _Findings:
         return True
 
     def _users(self, tensor: str, nodes: Sequence[Node]) -> str:
-        users = [_named(n) for n in nodes] + ["the model's output"] * (tensor in self.model.outputs)
+        users = [_named(n) for n in nodes] + ["the model's output"] * (tensor in self._model.outputs)
         return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")
 
     def _comes_from_input(self, tensor: str) -> bool:
-        while (maker := self.model.maker(tensor)) and maker.op in PASSES and not self.runs_in_8_bits(maker):
+        while (maker := self._model.maker(tensor)) and maker.op in PASSES and not self._runs_in_8_bits(maker):
             tensor = maker.inputs[0]
-        return tensor in self.model.inputs
+        return tensor in self._model.inputs
 
     def _ends_at_output(self, tensor: str) -> bool:
         """Whether a tensor reaches graph outputs only."""
-        outputs = self.model.outputs
-        while len(readers := self.readers(tensor)) == 1 and readers[0].op in PASSES and tensor not in outputs:
+        outputs = self._model.outputs
+        while len(readers := self._readers(tensor)) == 1 and readers[0].op in PASSES and tensor not in outputs:
             tensor = readers[0].outputs[0]
         return not readers and tensor in outputs
 
     def _constant(self, node: Node, slot: int) -> Constant | None:
-        return self.model.constants.get(node.inputs[slot]) if len(node.inputs) > slot else None
+        return self._model.constants.get(node.inputs[slot]) if len(node.inputs) > slot else None
 
 
 def _finding(kind: Symptom, layer: Layer, nodes: Iterable[Node], reason: _Reason, *, fails: bool = True) -> Finding:
