@@ -263,24 +263,6 @@ def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     assert [p.origin for p in replace(search, seeds={}).propose([])] == ["fused units"]  # else nothing has a price
 
 
-@pytest.mark.parametrize(("limit", "third"), [(1.0, "single nodes"), (0.5, "cut")])
-def test_single_nodes_come_last_where_they_miss_the_limit(limit: float, third: str) -> None:
-    bench = Bench(mixed())
-    noise = Noise(bench.model, {}, limit, simulate=lambda p: 0.9 if p.edges == every.placement.edges else 0.1)
-    search = replace(bench.search(), noise=noise)
-    (every,) = search._apart(())
-    history = [bench.measured(1, search.propose([])[0], Placement())]
-    assert not search._apart(history)  # its layers show all fusion groups of the float build whole in 8 bits
-    layers = [replace(lay, nodes=lay.nodes[:1]) for lay in history[0].layers or ()]
-    history = [replace(history[0], layers=tuple(layers))]
-    history.append(bench.measured(2, search.propose(history)[0], Placement()))
-    history[1] = replace(history[1], layers=tuple(layers))
-    assert history[-1].proposal.origin == "cut"
-    assert search.propose(history)[0].origin == third
-    assert every in search._later_proposals(search.costs(history), history)
-    assert search._apart(history)[0] is every  # a division of the graph, which is made once
-
-
 def test_attention_and_convolutions_improve_or_stay_float() -> None:
     for model in (attention(), conv_net()):
         bench = Bench(model)

@@ -27,7 +27,7 @@ TWO = """net (float[8,64] x) => (float[8,128] y) {
     [skip] y = Add(c, b)
 }"""
 
-OF_THE_CUT = {"fused units", "single nodes", "cut", "polish"}
+OF_THE_CUT = {"fused units", "cut", "polish"}
 
 SAME = Measurement((1.0,) * 12, (1.0,) * 12)
 

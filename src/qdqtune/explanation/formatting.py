@@ -77,7 +77,6 @@ ORIGINS: Mapping[str, str] = {
     "front": "the cut at a price on noise",
     "polish": "the cut with its closest decisions made otherwise",
     "fused units": "pairs wherever they can stand, around what the engine fuses",
-    "single nodes": "pairs wherever they can stand, around every node",
     "weights in 4 bits": "weights of products in 4 bits, and no pairs",
     "weights in 8 bits": "weights of products in 8 bits, and no pairs",
     "dynamic quantization": "products with scales found at run time, and no pairs",

@@ -40,7 +40,7 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, products_left_in_float, ratios_to_float
-from qdqtune.search.costs.attribution import CONVERSION, BuildTimes, attribute, group_ms, timed_builds, with_float_times
+from qdqtune.search.costs.attribution import BuildTimes, attribute, group_ms, timed_builds, with_float_times
 from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.prices import Costs, learn
@@ -108,15 +108,11 @@ class CutSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next batch, see `Strategy`. The first batch prices every unit: the seeds, and everything quantized in the
-        groups that the engine fuses in float. After the first cut comes everything quantized in single nodes, which
-        hardly changes the cut (benchmarks/findings.md): last if it may miss the limits, never if the engine fuses in 8
-        bits as in float. Where a build has shown that the engine has no 8-bit kernels, only weight formats are left."""
+        groups that the engine fuses in float. Where a build has shown that the engine has no 8-bit kernels, only weight
+        formats are left."""
         if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
-        has_cut = any(t.proposal.predicted is not None for t in history)
-        apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
-        known = self._hurried_batch if self.is_hurried else (*self._first_batch, *apart)
-        if first := _untried(known, history):
+        if first := _untried(self._hurried_batch if self.is_hurried else self._first_batch, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
@@ -145,7 +141,7 @@ class CutSearch:
         bits = self._weight_placements()
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
         seeds = {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
-        return (*_named(seeds), self._whole(FUSED_UNITS, self.groups), *_named(rest))
+        return (*_named(seeds), self._everything, *_named(rest))
 
     @property
     def _hurried_batch(self) -> tuple[Proposal, ...]:
@@ -175,26 +171,10 @@ class CutSearch:
         costs = replace(costs, prices=floats)
         return costs.partition.placement(cut_within(costs, noise, limit))
 
-    def _apart(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:
-        """Everything quantized in single nodes, where fusion groups that take some time are not fused in 8 bits."""
-        joined: dict[str, list[frozenset[str]]] = {}
-        for nodes in {frozenset(layer.nodes) for trial in history for layer in trial.layers or ()}:
-            if any(map(CONVERSION.match, nodes)):
-                for node in nodes:
-                    joined.setdefault(node, []).append(nodes)
-        able = (group for group, edges, _ in self._members if edges)
-        apart = [group for group in able if not any(j.issuperset(group) for j in joined.get(group[0], ()))]
-        spent = {node: layer.time_ms or 0.0 for layer in self.float_layers for node in layer.nodes}
-        takes_time = sum(spent[group[0]] for group in apart) >= CLOSE_SHARE * self.float_ms
-        return (self._single_nodes,) if takes_time else ()
-
-    @cached_property
-    def _single_nodes(self) -> Proposal:
-        return self._whole("single nodes", [])
-
-    def _whole(self, name: str, groups: Sequence[Group]) -> Proposal:
-        parts = partition(self.model, self.possible, groups)
-        return Proposal(name, parts.placement(everything(parts)), wants_layers=True)
+    @property
+    def _everything(self) -> Proposal:
+        parts = partition(self.model, self.possible, self.groups)
+        return Proposal(FUSED_UNITS, parts.placement(everything(parts)), wants_layers=True)
 
     def _may_hold(self, placement: Placement) -> bool:
         """Whether a placement is expected to hold the limits on noise, before anything is built."""
@@ -215,7 +195,7 @@ class CutSearch:
             optima.append(self._proposal(costs, decision))
             yield optima[-1]
         rest = sorted(self._first_batch, key=lambda p: p.origin in ONLY_PRICES)
-        yield from _untried((*rest, *self._apart(history)), history)
+        yield from _untried(rest, history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
         for proposal in chain(

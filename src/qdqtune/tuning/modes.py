@@ -15,7 +15,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Strategy, TwoStage, best_of
 from qdqtune.search.by_latency import LatencySearch, placement_within
 from qdqtune.search.by_rule import RuleSearch
-from qdqtune.search.costs import decisions
+from qdqtune.search.costs.decisions import rows_of
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.units import weights_by_family
 from qdqtune.search.cut import CutSearch
@@ -124,8 +124,8 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
 
 def _record_units(by_layers: CutSearch, history: Sequence[Trial], proof: Proof) -> ModeResult:
     """What each fusion group costs with pairs and in float, and how it runs in the file that ships."""
-    units = decisions.explain(by_layers.costs(history, proof.in_file), proof.in_file)
-    return ModeResult(units, files={UNITS: {"units": decisions.record(units)}})
+    rows = rows_of(by_layers.costs(history, proof.in_file), proof.in_file)
+    return ModeResult(files={UNITS: {"units": rows}})
 
 
 # ---------------------------------------------------------------- region

@@ -26,7 +26,6 @@ from qdqtune.placement import files
 from qdqtune.placement.possible import conversions, wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import products_left_in_float, ratios_to_float
-from qdqtune.search.costs.decisions import UnitPrice
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
@@ -65,7 +64,7 @@ class ModeResult:
     further keys of summary.json, `files` the JSON content of further files by name.
     """
 
-    rows: Sequence[UnitPrice] | Sequence[GroupOutcome] = ()
+    rows: Sequence[GroupOutcome] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

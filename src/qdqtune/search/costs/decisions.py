@@ -7,7 +7,7 @@ raised until the optimum holds the limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 from typing import TypeVar
@@ -109,73 +109,37 @@ def other(
     return Decision.of(changed, (decision.stored | fresh) - lost, kept.items())
 
 
-@dataclass(frozen=True)
-class UnitPrice:
-    """One unit. All times in ms, as predicted with the final decisions about the units around it.
-
-    `boundary_ms` is the cost of conversions and float outputs at its borders as decided, those shared with neighbours
-    included. `margin_ms` is what flipping the unit between quantized and float would add; None where it can only be
-    float, for the reason `unpriced`.
-    """
-
-    nodes: tuple[str, ...]
-    operators: tuple[str, ...]
-    float_ms: float
-    quantized_ms: float | None
-    quantize_ms: float
-    dequantize_ms: float
-    handing_ms: float
-    boundary_ms: float
-    quantized: bool
-    margin_ms: float | None
-    seen: bool
-    """Whether its quantized time was measured, not guessed."""
-    unpriced: str = ""
-    weight_format: str = ""
-    """The weight format where its weights alone are quantized; `format_ms` has its time in each format."""
-    format_ms: Mapping[str, float] = field(default_factory=dict)
-
-
-def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
-    """A row for every unit, the largest time in float first.
+def rows_of(costs: Costs, placement: Placement) -> list[Mapping[str, object]]:
+    """What each unit costs, for a JSON file, the largest time in float first; all times in ms.
 
     `quantize_ms`, `dequantize_ms` and `handing_ms` are the prices for its outputs: of their Qs if it runs in float, of
-    their DQs in front of float consumers, and of writing floats if it runs quantized.
+    their DQs in front of float consumers, and of writing floats if it runs quantized. `seen` says whether its quantized
+    time was measured, not guessed; that time is None where no pair can stand on its inputs.
     """
     decision, parts = decision_of(costs, placement), costs.partition
-    rows = []
-    for unit in parts.units:
-        price, able = costs.prices[unit.number], bool(unit.inputs)
-        quantized = unit.number in decision.quantized
-        leaving, chosen = [t for t in unit.outputs if t in parts.edges], decision.format_of.get(unit.number)
-        plain = price.as_float if chosen is None else price.by_format[chosen]
-        extra = costs.of_unit(unit, decision) - (price.as_quantized if quantized else plain)
-        around = {*leaving, *(e.tensor for e in unit.inputs)}
-        conversions = sum(costs.of_tensor(t, decision) for t in around)
-        row = UnitPrice(
-            nodes=tuple(parts.model.nodes[n].name for n in unit.nodes),
-            operators=tuple(parts.model.nodes[n].op for n in unit.nodes),
-            float_ms=price.as_float,
-            quantized_ms=price.as_quantized if able else None,
-            quantize_ms=sum(costs.quantize[t] for t in leaving),
-            dequantize_ms=sum(costs.dequantize[t] for t in leaving),
-            handing_ms=price.handing * len(leaving),
-            boundary_ms=extra + conversions,
-            quantized=quantized,
-            margin_ms=margin(costs, decision, unit) if able else None,
-            seen=price.seen,
-            unpriced="" if able else "no pair can stand on its inputs",
-            weight_format="" if chosen is None or quantized else chosen.name,
-            format_ms={weight_format.name: ms for weight_format, ms in price.by_format.items()},
-        )
+    rows: list[Mapping[str, object]] = []
+    for unit in sorted(parts.units, key=lambda unit: (-costs.prices[unit.number].as_float, unit.number)):
+        price, nodes = costs.prices[unit.number], [parts.model.nodes[n] for n in unit.nodes]
+        leaving = [t for t in unit.outputs if t in parts.edges]
+        row: dict[str, object] = {
+            "nodes": [node.name for node in nodes],
+            "operators": [node.op for node in nodes],
+            "float_ms": price.as_float,
+            "quantized_ms": price.as_quantized if unit.inputs else None,
+            "quantize_ms": sum(costs.quantize[t] for t in leaving),
+            "dequantize_ms": sum(costs.dequantize[t] for t in leaving),
+            "handing_ms": price.handing * len(leaving),
+            "behind_float_ms": price.behind_float * len(parts.storable(unit)),
+            "disturbed_ms": price.disturbed,
+            "quantized": unit.number in decision.quantized,
+            "seen": price.seen,
+        }
+        if price.by_format:
+            row["format_ms"] = {weight_format.name: ms for weight_format, ms in price.by_format.items()}
+        if unit.number in decision.format_of and unit.number not in decision.quantized:
+            row["weight_format"] = decision.format_of[unit.number].name
         rows.append(row)
-    return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
-
-
-def record(units: Sequence[UnitPrice]) -> list[Mapping[str, object]]:
-    """The rows for a JSON file."""
-    rows = [asdict(unit) for unit in units]
-    return [{k: v for k, v in row.items() if v or k not in ("weight_format", "format_ms")} for row in rows]
+    return rows
 
 
 BISECTIONS = 20
