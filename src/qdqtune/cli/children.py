@@ -28,6 +28,7 @@ from rich.text import Text
 from qdqtune.cli.command import command_line, is_quiet
 from qdqtune.cli.output import EVENTS, Event, console, parsed_event, say
 from qdqtune.cli.streams import INTERRUPTED, PARENT
+from qdqtune.engines.allocation import NODE_LOST
 from qdqtune.engines.devices import Device, leased, pinned
 from qdqtune.engines.execution import Check, Checked
 from qdqtune.engines.pool import WorkerPool
@@ -45,8 +46,6 @@ DRIVER = "QDQTUNE_RAY_DRIVER"
 
 LOST = 1
 """The exit code of a program that Ray ends because its node is lost; commands of qdqtune use other codes."""
-
-NODE_LOST = "the Ray node that the run was connected through is lost, and the run with it"
 
 
 @contextmanager
@@ -91,8 +90,10 @@ def run_on_ray() -> int:
     if run.returncode != LOST and run.returncode >= 0:
         return run.returncode
     end_group(run.pid)
-    ended = f"{signal.Signals(-run.returncode).name} has ended the run" if run.returncode < 0 else NODE_LOST
-    raise EngineUnavailable(f"{ended}: the same command goes on from what was measured")
+    if run.returncode == LOST:
+        raise EngineUnavailable(NODE_LOST)
+    name = signal.Signals(-run.returncode).name
+    raise EngineUnavailable(f"{name} has ended the run: the same command goes on from what was measured")
 
 
 @dataclass

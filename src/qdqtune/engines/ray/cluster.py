@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.allocation import NODE_LOST
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.execution import Check, Deadline
 from qdqtune.engines.process import Program
@@ -143,9 +144,17 @@ class Cluster:
         return worker
 
     def _check_start(self, cores: int, check: Check | None) -> None:
-        """Stop waiting for a worker that the cluster cannot hold any more as nodes were lost. Call `check`, too."""
+        """Stop waiting for a worker that the cluster cannot hold any more as nodes were lost. Call `check`, too.
+
+        Raises:
+            TimeoutError: it cannot.
+            EngineUnavailable: the node that this process is connected through is lost.
+        """
         if check is not None:
             check()
+        own = ray.get_runtime_context().get_node_id()
+        if not any(node["Alive"] for node in nodes() if node["NodeID"] == own):
+            raise EngineUnavailable(NODE_LOST)
         if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
             raise TimeoutError
 
