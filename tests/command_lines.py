@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from click import Command
-
 from qdqtune.cli import main
+from qdqtune.cli.command import Command
 from runs import contents
 
 COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.commands.items()}

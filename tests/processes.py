@@ -1,16 +1,16 @@
 """What tests that end processes share: waiting, and who is at work."""
 
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from qdqtune.cli import fleet
 
 on_all_cores = pytest.mark.xdist_group("cores")
 """For tests whose workers want a core each: they run one after another, so that none waits for cores of another."""
@@ -47,15 +47,15 @@ def poison(folder: Path) -> None:
             (folder / f"{name}.py").write_text(f"{left}\nraise ImportError")
 
 
-def ran(monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> list[list[str]]:
-    """What is started instead of processes."""
-    started: list[list[str]] = []
+def ran(monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> list[dict[str, Any]]:
+    """The options that children are asked to tune with, in place of processes."""
+    asked: list[dict[str, Any]] = []
 
-    def run(args: list[str], **_: object) -> SimpleNamespace:
-        started.append(args[4:])
-        code = codes[len(started) - 1]
+    def ask(_: object, values: dict[str, Any], *__: object) -> tuple[int, dict[str, Any]]:
+        asked.append(values)
+        code = codes[len(asked) - 1]
         done = {"shipped": "tuned", "baseline_ms": 2.0, "final_ms": 1.0, "ratio": 0.5, "output_sqnr_db": 30.0}
-        return SimpleNamespace(returncode=code, stdout=json.dumps(done) if code in (0, 3) else "")
+        return code, done if code in (0, 3) else {}
 
-    monkeypatch.setattr(subprocess, "run", run)
-    return started
+    monkeypatch.setattr(fleet.Children, "ask", ask)
+    return asked

@@ -14,6 +14,7 @@ import qdqtune
 from models import feeds
 from qdqtune import api
 from qdqtune.cli import main
+from qdqtune.cli.command import Terminal
 from qdqtune.errors import BadOption
 from qdqtune.options import Options, options_of
 from qdqtune.tuning.observer import State
@@ -130,7 +131,7 @@ DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
     "inspect": (api.InspectCall, api.inspect),
     "verify": (api.VerifyCall, api.verify),
 }  # fmt: skip
-ONLY_TYPED = {"junit", "markdown", "as_machine", "dry_run", "pick", "as_layers", "files"}
+ONLY_TYPED = {"junit", "markdown", "dry_run", "pick", "layers", "files", *options_of(Terminal)}
 """Parameters of the command line alone."""
 
 

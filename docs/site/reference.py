@@ -26,7 +26,7 @@ from qdqtune import errors, options
 from qdqtune.api import CallOptions
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
-from qdqtune.cli.command import Parameter
+from qdqtune.cli.command import Command, Parameter
 from qdqtune.cli.output import with_flags
 from qdqtune.commands.compare import CompareOptions
 from qdqtune.commands.doctor import engine_options
@@ -77,7 +77,7 @@ def prose(text: str) -> str:
     return "".join(p if p.startswith("`") else re.sub(r"([*_<>|\[\]])", r"\\\1", p) for p in pieces)
 
 
-def _overview(commands: dict[str, click.Command]) -> str:
+def _overview(commands: dict[str, Command]) -> str:
     rows = [(f"[{code(name)}](commands/{name}.md)", prose(main.app.commands[name].help or "")) for name in commands]
     return (
         "# Reference\n\nThese pages are made from the code when the site is built. In a terminal, `--help` explains a "
@@ -94,7 +94,7 @@ def _overview(commands: dict[str, click.Command]) -> str:
 # Commands
 
 
-def command_page(name: str, command: click.Command) -> str:
+def command_page(name: str, command: Command) -> str:
     """The page of a command: its help, then its options by group. `name` is what is typed."""
     context = click.Context(command, info_name=name)
     with context:
@@ -103,11 +103,9 @@ def command_page(name: str, command: click.Command) -> str:
         parts = [f"# {name}\n", told, f"```text\n{name} {usage}\n```\n"]
         if examples:
             parts.append("Examples:\n\n```text\n" + "\n".join(examples) + "\n```\n")
-        found = [p for p in command.get_params(context) if isinstance(p, click.Option)]
-        for group in get_args(options.Group):
-            if own := [p for p in found if _group(p) == group]:
-                parts.append(f"## {group}\n")
-                parts.append(table(("option", "what it does"), [_option_row(p) for p in own]))
+        for group, found in command.groups():
+            parts.append(f"## {group}\n")
+            parts.append(table(("option", "what it does"), [_option_row(one) for one in found]))
     return "\n".join(parts)
 
 
@@ -118,29 +116,14 @@ def _help(text: str) -> tuple[str, list[str]]:
     return told + "\n", [line for line in after.splitlines() if line.strip()]
 
 
-def _group(option: click.Option) -> str:
-    return option.own.group if isinstance(option, Parameter) else "Output"
-
-
-def _option_row(option: click.Option) -> tuple[str, str]:
-    names = ", ".join(f"{code(name)}{{ .flag }}" for name in (*option.opts, *option.secondary_opts))
-    if not isinstance(option, Parameter):
-        return f"{names} {'' if option.is_flag else _value(option)}".strip(), prose(option.help or "")
+def _option_row(option: Parameter) -> tuple[str, str]:
     own = option.own
-    value = "" if option.is_flag else _value(option)
-    default = "on" if option.default is True else str(option.default).removesuffix(".0")
-    usual = own.default_in_words or ("" if option.default in (None, (), False) else default)
-    told = f"{own.help} Default: {usual}." if usual else own.help
+    names = ", ".join(f"{code(name)}{{ .flag }}" for name in (*option.opts, *option.secondary_opts))
+    value = code(own.metavar) if own.metavar else ""
+    if own.kind.choices and own.metavar == "|".join(own.kind.choices):
+        value = "one of " + ", ".join(map(code, own.kind.choices))
+    told = f"{own.help} Default: {own.usual}." if own.usual else own.help
     return f"{names} {value}".strip(), prose(with_flags(told))
-
-
-def _value(option: click.Option) -> str:
-    kind = option.type
-    if isinstance(kind, click.Choice):
-        return "one of " + ", ".join(code(choice) for choice in kind.choices)
-    if isinstance(kind, click.IntRange | click.FloatRange) and (kind.min is not None or kind.max is not None):
-        return f"a number, {code(kind._describe_range())}"
-    return code(option.metavar or {"integer": "N", "number": "X", "path": "FILE"}.get(kind.name, "TEXT"))
 
 
 # Python

@@ -44,7 +44,7 @@ from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
-from qdqtune.options import REQUIRED, Anything, Option, Options, flags_of, option, options_of
+from qdqtune.options import REQUIRED, Option, Options, anything, flags_of, option, options_of
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State, check_cancel
@@ -128,7 +128,7 @@ class TuneCall(ModelCallOptions, TuneOptions):
     """Keywords of `tune`."""
 
     model: Option[ModelLike | Settings, ModelLike | Settings] = option(  # type: ignore[assignment]
-        Anything(), REQUIRED, "The ONNX file, a folder that holds one, or all settings of the run.", is_positional=True
+        anything(), REQUIRED, "The ONNX file, a folder that holds one, or all settings of the run.", is_positional=True
     )
 
 

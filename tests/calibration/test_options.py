@@ -11,11 +11,13 @@ from qdqtune.errors import BadOption
 
 def test_what_is_given_counts_and_defaults_stand_for_the_rest() -> None:
     assert RangeOptions().calibration == DEFAULT_CALIBRATION
-    given = RangeOptions(calibration_method="percentile", percentile=99.0)
+    given = RangeOptions(calibration_method="percentile:99")
     assert given.calibration == Calibration("percentile", 99.0, DEFAULT_CALIBRATION.bias_correction)
 
 
-@pytest.mark.parametrize("given", [{"percentile": 99.0}, {"bias_correction": False}, {"calibration_method": "mse"}])
+@pytest.mark.parametrize(
+    "given", [{"calibration_method": "percentile:99"}, {"bias_correction": False}, {"calibration_method": "mse"}]
+)
 def test_a_cache_of_scales_excludes_how_ranges_are_found(given: dict[str, object]) -> None:
     cache = CacheOption(calibration_cache=Path("c.cache"))
     check_cache(RangeOptions(), cache)

@@ -6,19 +6,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from command_lines import UNCHECKED
 from processes import family, on_all_cores, until
-from qdqtune.cli import children
-from qdqtune.cli.children import Board, Ended, ModelRow
-from qdqtune.cli.output import Event, parsed_event
+from qdqtune.cli.fleet import Children, Job
+from qdqtune.cli.output import Event, parsed_answer
+from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import devices
-from qdqtune.engines.devices import ANYWHERE
+from qdqtune.engines.devices import Device
 from runs import environment, hopeless, mixed, write
 
 QUICK = ["--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report"]
@@ -59,7 +60,7 @@ def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
             [sys.executable, "-m", "qdqtune", "tune", *map(str, arguments), "-o", str(out), *QUICK, *slow],
             env=told, stdout=subprocess.DEVNULL, stderr=errors,
         )  # fmt: skip
-    until(lambda: any(b'"kind": "trial"' in state.read_bytes() for state in states()) or run.poll())
+    until(lambda: any(b'"key": "trial:' in state.read_bytes() for state in states()) or run.poll())
     assert run.poll() is None, said(out).read_text()
     assert left(out)
     return run
@@ -102,13 +103,13 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 
-    def run(asked: Sequence[str], row: ModelRow, board: Board, place: children._Place) -> Ended:
+    def ask(_: Children, values: dict[str, Any], device: Device, take: Callable[[Event], None]) -> tuple[int, Any]:
         both.wait(timeout=60)
-        met.append((Path(asked[-1]).name, place.device.cores))
-        board.take(row, Event("line", "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float"))
-        return Ended(0, json.dumps({"shipped": "tuned", "ratio": 0.5}))
+        met.append((Path(values["model"]).name, device.cores))
+        take(Event("line", "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float"))
+        return 0, {"shipped": "tuned", "ratio": 0.5}
 
-    monkeypatch.setattr(children, "_run", run)
+    monkeypatch.setattr(Children, "ask", ask)
     asked = ["tune", models, "-o", tmp_path / "out", *QUICK, "--workers", 4, "--cores-per-worker", 2]
     code, out, err = call(*asked, "--json")
     assert code == 0
@@ -124,13 +125,18 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     assert (code, "--workers 4 of 3 cores each want 12 cores" in err) == (2, True)
 
 
-def test_a_row_shows_the_last_event_and_what_candidates_have_found() -> None:
-    row = ModelRow("a.onnx")
-    assert (row.now, row.seconds) == ("waiting", "")
-    row.take(parsed_event("measuring the float model"))
-    assert row.now == "measuring the float model"
+def test_a_job_shows_the_last_event_and_what_candidates_have_measured() -> None:
+    def taken(line: str) -> None:
+        event = parsed_answer(line)
+        assert isinstance(event, Event)
+        job.take(event)
+
+    job = Job(TuneOptions("a.onnx"))
+    assert (job.now, job.seconds) == ("waiting", "")
+    taken("measuring the float model")
+    assert job.now == "measuring the float model"
     trial = Event("line", "  12  13/52 builds  best 1.64x  polish: failed: no", "polish: failed: no", "13/52", "1.64x")
-    row.take(parsed_event(json.dumps(asdict(trial))))
-    row.take(parsed_event('{"kind": "note", "text": "the machine is busy"}'))
-    assert (row.builds, row.best, row.now) == ("13/52", "1.64x", "the machine is busy")
-    assert ANYWHERE.parts == ()
+    taken(json.dumps(asdict(trial)))
+    taken('{"kind": "note", "text": "the machine is busy"}')
+    assert (job.builds, job.best, job.now) == ("13/52", "1.64x", "the machine is busy")
+    assert parsed_answer('{"result": {"shipped": "tuned"}}') == {"shipped": "tuned"}

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import click
 import pytest
 import yaml
 
 from conftest import Call
-from qdqtune.cli.job_files import KNOWN, read_jobs
+from qdqtune.cli.run import KEYS, read_jobs
+from qdqtune.cli.tune import TuneArguments
 from qdqtune.errors import BadOption
+from qdqtune.options import SWITCH, options_of
 from qdqtune.placement import files
 from runs import environment
 
@@ -29,11 +30,23 @@ NEVER = {
 
 BY_KIND = {
     "flag": ["1", "'true'", "text", "[true]", "0.5"],
-    "integer": ["'²'", "'4'", "4.5", "true", ".nan", ".inf", "[4]", "'--help'", "four"],
-    "number": ["'4'", ".nan", ".inf", "-.inf", "true", "four", "'--help'", "1" + "0" * 99],
+    "integer": ["'²'", "4.5", "true", ".nan", ".inf", "[4]", "'--help'", "four"],
     "choice": ["other", "true", "'--help'", "1"],
     "text": ["true", "off", "yes"],
 }
+
+TAKE_MUCH = {
+    "model",
+    "evaluate",
+    "labels",
+    "engine",
+    "calibration_data",
+    "fix_inputs",
+    "engine_options",
+    "input_shapes",
+    "workloads",
+}
+"""Options that take a mapping, or any object."""
 
 STRUCTURES = [
     "", "null", "[]", "5", "text", "- 1", "jobs:", "jobs: null", "jobs: 5", "jobs: {}", "jobs: []", "jobs: [1]", "a: [",
@@ -44,37 +57,41 @@ STRUCTURES = [
     "jobs: [{model: a.onnx, fix_input: a=1, fix-input: b=1}]", "jobs: [{model: a.onnx}]\njobs: [{model: b.onnx}]",
     "jobs: [{model: a.onnx}]\nmore: 1", "jobs: [{model: a.onnx}]\ndefaults: [1]", "jobs: [{model: a.onnx}]\ndefaults:",
     "jobs: [{model: a.onnx}]\ndefaults: {model: b.onnx}", "jobs: [{model: a.onnx}]\n---\njobs: [{model: b.onnx}]",
-    "jobs: [{model: --help}]", "jobs: [{model: -v}]", "jobs: [{model: [a.onnx]}]", "jobs: [{model: 5}]",
+    "jobs: [{model: [a.onnx]}]", "jobs: [{model: 5}]",
     "jobs: [{model: a.onnx, time-budget: soon}]", "jobs: [{model: a.onnx, input-shape: 'x:1xy'}]",
     "jobs: [{model: a.onnx, fix-input: [n]}]", "jobs: [{model: a.onnx, engine-option: [n]}]",
-    "jobs: [{model: a.onnx, node-filter: gone}]", "jobs: [{model: a.onnx, <<: {builds: 3}}]",
+    "jobs: [{model: a.onnx, node-filter: gone}]",
+    "jobs: [{model: a.onnx, <<: {builds: 3}}]",
     "\x00", "\x07jobs: []",
     "%YAML 7.0\n---\njobs: []", "jobs: [{model: a.onnx}]x", "a: " + "x" * (files.MOST_BYTES + 1),
     "{" * 3000, "[" * 100_000, "- " * 100_000, "? " * 100_000, "&a " * 1000, "jobs: " + "[" * 60,
     f"jobs: {[{'model': 'a.onnx'}] * 1001}", f"jobs: [{{model: {'a' * 200_000}}}]", f"jobs: {['a'] * 1_000_001}",
-    f"jobs: [{{model: 1{':1' * 99_999}}}]", f"jobs: [{{model: a.onnx, fix-input: {['a=1'] * 30_000}}}]",
+    f"jobs: [{{model: 1{':1' * 99_999}}}]",
     f"jobs: &a {['a' * 9] * 100_000}\ndefaults: [{'*a,' * 11}]",
     "a: &a [x]\n" + "".join(f"{n}: &{n} [{f'*{p},' * 9}]\n" for p, n in pairwise("abcdefghijkl")) + "jobs: *l",
 ]  # fmt: skip
 
 
-def kind(option: click.Option) -> str:
+OPTIONS = options_of(TuneArguments)
+
+
+def kind(name: str) -> str:
     """Which of `BY_KIND` an option is."""
-    if option.is_flag:
+    own = OPTIONS[name].kind
+    if own is SWITCH:
         return "flag"
-    if isinstance(option.type, click.Choice):
+    if own.choices and name not in ("metric", "calibration_method"):
         return "choice"
-    if isinstance(option.type, click.types.IntParamType):
-        return "integer"
-    return "number" if option.name == "percentile" else "text"
+    return "integer" if own.metavar == "N" else "text"
 
 
 def odd() -> Iterator[str]:
     """Jobs files that are none."""
     yield from STRUCTURES
-    first = {kind(option): name for name, option in reversed(KNOWN.items())}
-    for number, (name, option) in enumerate(KNOWN.items()):
-        values = BY_KIND[kind(option)]
+    keys = {key: kind(name) for key, name in KEYS.items() if name not in TAKE_MUCH}
+    first = {kind: key for key, kind in reversed(keys.items())}
+    for number, (name, kind_of) in enumerate(keys.items()):
+        values = BY_KIND[kind_of]
         others = (NEVER["mapping"], values[number % len(values)])  # the first of a kind is given all
         for value in (*NEVER.values(), *values) if name in first.values() else others:
             yield f"jobs: [{{model: a.onnx}}, {{model: b.onnx, {name}: {value}}}]"
@@ -90,7 +107,7 @@ def test_odd_files_are_refused_in_one_line_and_bounded_memory(tmp_path: Path) ->
     code = """
 import json, re, resource, sys
 from pathlib import Path
-from qdqtune.cli.job_files import read_jobs
+from qdqtune.cli.run import read_jobs
 from qdqtune.errors import BadOption
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 most = pages * resource.getpagesize() + (600 << 20)
@@ -120,13 +137,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr)
 
 
 def test_a_wrong_file_ends_the_command_before_anything_begins(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
     file = tmp_path / "jobs.yaml"
     for text, words in {
-        "jobs: [{model: a.onnx}, {model: b.onnx, builds: '²'}]": "job 2: builds takes a whole number, not '²'",
-        "jobs: [{model: a.onnx, rewrites: off}]": "job 1: rewrites takes text",
-        "jobs: [{model: --help}]": "job 1: model takes the name of a file that does not begin with -",
-        "jobs: [{model: a.onnx, time-budget: 10x}]": "job 1 (a.onnx): Invalid value for '--time-budget': '10x'",
+        "jobs: [{model: a.onnx}, {model: b.onnx, builds: '²'}]": "job 2 (b.onnx): --builds: '²' is no whole number",
+        "jobs: [{model: a.onnx, rewrites: off}]": "job 1 (a.onnx): --rewrites takes a value, not False",
+        "jobs: [{model: 5}]": "job 1 has no model: give the name of a file",
+        "jobs: [{model: a.onnx, time-budget: 10x}]": "job 1 (a.onnx): --time-budget: '10x' is no duration",
         "jobs: [{model: a.onnx}]\ndefaults: {'': 1}": "defaults: there is no option ''",
         "jobs: [{model: a.onnx, builds: 1, builds: 2}]": "line 1: the key 'builds' comes twice",
     }.items():
@@ -139,38 +156,39 @@ def test_a_wrong_file_ends_the_command_before_anything_begins(call, tmp_path, mo
 
 
 def test_every_option_of_tune_is_a_key(tmp_path: Path) -> None:
-    values = {"flag": True, "integer": 12, "number": 99.5, "text": "1"}
-    special = {"input-shape": "x:1x2", "fix-input": "n=1", "engine-option": "a=1", "threads": 1}
-    for name, option in KNOWN.items():
-        value = special.get(name, option.type.choices[0] if isinstance(option.type, click.Choice) else None)
-        value = values[kind(option)] if value is None else value
-        if name == "node-filter":
-            (tmp_path / "names").write_text("*")
-            value = str(tmp_path / "names")
-        (tmp_path / "jobs.yaml").write_text(
-            yaml.safe_dump({"jobs": [{"model": "a.onnx", name.replace("-", "_"): value}]})
-        )
-        (job,) = read_jobs(tmp_path / "jobs.yaml")
-        assert len(job.arguments) == 2 - (name == "output-dir")
+    values = {"flag": True, "integer": 12, "text": "1"}
+    (tmp_path / "names").write_text("*")
+    special = {"input_shapes": "x:1x2", "fix_inputs": "n=1", "engine_options": "a=1", "threads": 1, "metric": "top1",
+               "calibration_method": "mse", "model": "a.onnx", "node_filter": str(tmp_path / "names")}  # fmt: skip
+    for key, name in KEYS.items():
+        own = OPTIONS[name]
+        value = special.get(name, own.kind.choices[-1] if own.kind.choices else values[kind(name)])
+        job = {"model": "a.onnx", key.replace("-", "_"): value}
+        (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"jobs": [job]}))
+        (one,) = read_jobs(tmp_path / "jobs.yaml")
+        assert getattr(one.options, name) is not None
 
 
 def test_jobs_go_before_defaults_and_repeat_what_can_be_repeated(tmp_path: Path) -> None:
     file = tmp_path / "jobs.yaml"
     file.write_text(
         "defaults: &d {engine: fake, threads: 2, report: false, fix_input: [a=1, b=2], restart: true}\n"
-        "jobs: [{model: x/a.onnx, fix-input: c=3, restart: false, no-report: false}, {model: b.onnx, seed: 0x10}]"
+        "jobs: [{model: x/a.onnx, fix-input: c=3, restart: false, report: true}, {model: b.onnx, seed: 0x10}]"
     )
     first, second = read_jobs(file)
-    assert first.arguments == ("--output-dir=a_tuned", "--engine=fake", "--threads=2", "--no-report", "--fix-input=c=3",
-                               "--report")  # fmt: skip
-    assert second.arguments[-4:] == ("--fix-input=a=1", "--fix-input=b=2", "--restart", "--seed=16")
-    assert [job.engine.name for job in (first, second)] == ["fake", "fake"]
+    assert first.options == TuneArguments(
+        model=Path("x/a.onnx"), output_dir="a_tuned", engine="fake", threads=2, fix_inputs={"c": 3}
+    )
+    assert second.options == TuneArguments(
+        model=Path("b.onnx"), output_dir="b_tuned", engine="fake", threads=2, report=False, fix_inputs={"a": 1, "b": 2},
+        restart=True, seed=16,
+    )  # fmt: skip
 
 
 def test_a_job_may_run_on_a_machine_with_more_cores(tmp_path: Path) -> None:
     (tmp_path / "jobs.yaml").write_text("jobs: [{model: a.onnx, threads: 4096}]")
     (job,) = read_jobs(tmp_path / "jobs.yaml")
-    assert job.engine.options == {"threads": 4096}
+    assert job.options.spec().options == {"threads": 4096}
 
 
 def test_devices_folders_and_huge_files_are_not_read(tmp_path: Path) -> None:

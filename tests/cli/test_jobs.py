@@ -1,9 +1,7 @@
 """`qdqtune tune` of several models, and `qdqtune run`, which names them in a YAML file."""
 
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,7 +10,7 @@ from command_lines import UNCHECKED
 from conftest import Call
 from models import normal
 from processes import ran
-from qdqtune.cli.jobs import named
+from qdqtune.cli.fleet import named
 from runs import hopeless, mixed, write
 
 QUICK = ["--engine", "fake", "--builds", 5, "--calibration_method=minmax", "--no-bias-correction", "--no-report", "-q"]
@@ -29,16 +27,17 @@ def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch:
     for name in ("b.onnx", "a.onnx", "notes.txt"):
         (Path("models") / name).write_text("")
     Path("--c.onnx").write_text("")
-    started = ran(monkeypatch, [0, 3, 2])
+    asked = ran(monkeypatch, [0, 3, 2])
     typed = ["--time-budget", "90s", "--fix-input", "n=1", "--fix_input", "m=2", "--no-report", "--restart"]
     code, out, _ = call("tune", "-o", "out", *typed, "--json", "--", "--c.onnx", "models")
     assert code == 2
     assert [row["model"] for row in json.loads(out)] == ["--c.onnx", "models/a.onnx", "models/b.onnx"]
-    for asked, model in zip(started, ("--c", "models/a", "models/b"), strict=True):
-        assert asked == [
-            "tune", "--output-dir", f"out/{Path(model).name}", "--time-budget", "90s", "--fix-input", "n=1",
-            "--fix-input", "m=2", "--no-report", "--restart", "--json", "--", f"{model}.onnx",
-        ]  # fmt: skip
+    for values, model in zip(asked, ("--c", "models/a", "models/b"), strict=True):
+        assert json.loads(json.dumps(values, default=str)) == {
+            "output_dir": f"out/{Path(model).name}", "time_budget": "90s", "fix_inputs": ["n=1", "m=2"],
+            "report": False, "restart": True, "as_machine": True, "quiet": False, "verbose": False,
+            "model": f"{model}.onnx",
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -47,35 +46,27 @@ def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch:
 def test_what_makes_no_sense_is_refused(typed: list[str], said: str, call: Call, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.onnx").write_text("")
-    code, out, err = call("tune", tmp_path / "a.onnx", *typed, tmp_path / "empty")
+    second = tmp_path / ("empty" if not typed else "b.onnx")
+    code, out, err = call("tune", tmp_path / "a.onnx", *typed, second)
     assert (code, out) == (2, "")
     assert said in err
     assert "empty holds no .onnx file" in call("tune", tmp_path / "empty")[2]
 
 
-def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path, monkeypatch):
+def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path):
     models = tmp_path / "models"
     models.mkdir()
     first, second = write(mixed(), models, "fast"), write(hopeless(), models, "slow")
     (models / "broken.onnx").write_bytes(normal(4).tobytes())
     asked = ["tune", models, "-o", tmp_path / "out", *QUICK, *UNCHECKED]
 
-    def here(args: list[str], **_: object) -> SimpleNamespace:
-        """What a process of its own does, without one."""
-        code, out, _ = call(*args[4:])
-        return SimpleNamespace(returncode=code, stdout=out)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", here)
-        code, out, _ = call(*asked, "--json")
+    code, out, _ = call(*asked, "--json")
     rows = {Path(row["model"]).stem: row for row in json.loads(out)}
     assert code == 2
     assert {name: row["exit_code"] for name, row in rows.items()} == {"broken": 2, first.stem: 0, second.stem: 3}
     states = [tmp_path / "out" / name / "autotuner_state.yaml" for name in ("fast", "slow")]
     before = [state.read_bytes() for state in states]
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", here)
-        _, again, _ = call(*asked)
+    _, again, _ = call(*asked)
     assert [state.read_bytes() for state in states] == before
     assert [line.split()[1] for line in again.splitlines() if ".onnx" in line] == ["failed", "tuned", "baseline"]
     assert again.count("not measured") == 2
@@ -86,6 +77,7 @@ def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path
 
 # From a YAML file
 
+TOLD = {"as_machine": True, "quiet": False, "verbose": False}
 JOBS = {
     "defaults": {"engine": "fake", "builds": 7, "output-dir": "out"},
     "jobs": [
@@ -101,15 +93,13 @@ def test_every_job_runs_and_the_worst_decides(
 ) -> None:
     file = tmp_path / "jobs.yaml"
     file.write_text(yaml.safe_dump(JOBS))
-    started = ran(monkeypatch, codes)
+    asked = ran(monkeypatch, codes)
     code, out, _ = call("run", file, "--json")
     assert code == worst
     assert [row["model"] for row in json.loads(out)] == ["a.onnx", "gone.onnx"]
     assert [row["exit_code"] for row in json.loads(out)] == codes
-    assert (started[0][:2], started[0][-2:]) == (["tune", "--output-dir=out"], ["--", "a.onnx"])
-    assert set(started[0][2:-2]) == {"--engine=fake", "--builds=7", "--restart", "--json"}
-    assert [word for word in started[1] if word.startswith("--fix")] == ["--fix-input=sr=16000", "--fix-input=n=1"]
-    assert "--output-dir=b" in started[1]
+    assert asked[0] == {"engine": "fake", "builds": 7, "restart": True, "output_dir": "out", "model": "a.onnx", **TOLD}
+    assert (asked[1]["fix_inputs"], asked[1]["output_dir"]) == (["sr=16000", "n=1"], "b")
 
 
 def test_a_table_ends_it(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

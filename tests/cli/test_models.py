@@ -1,10 +1,10 @@
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from qdqtune.cli import models
+from qdqtune.cli.models import ApplyArguments, InspectArguments
 from qdqtune.commands.apply import Applied, ApplyOptions
-from qdqtune.commands.inspect import Inspection
+from qdqtune.commands.inspect import Inspection, InspectOptions
 from qdqtune.types import Edge, Placement
 
 
@@ -19,30 +19,33 @@ def test_options_of_apply_reach_it(monkeypatch, call, tuned, tmp_path):
     target, placement = tmp_path / "made.onnx", tuned.parent / "out" / "placement.yaml"
     code, out, err = call("apply", tuned, "--placement", placement, "--output", target, "--engine", "onnxruntime",
                           "--calibration_data", "d.npz", "--calibration-samples", 2, "--input-shape", "x:1x2",
-                          "--seed", 3, "--calibration-method", "percentile", "--percentile", 99,
+                          "--seed", 3, "--calibration-method", "percentile:99",
                           "--precision", "fp16")  # fmt: skip
     assert code == 0
-    assert given.options == ApplyOptions(
+    assert given.options == ApplyArguments(
         tuned, output=target, precision="fp16", calibration_data="d.npz", calibration_samples=2,
-        input_shapes={"x": (1, 2)}, seed=3, placement=placement, engine="onnxruntime", calibration_method="percentile",
-        percentile=99,
+        input_shapes={"x": (1, 2)}, seed=3, placement=placement, engine="onnxruntime",
+        calibration_method="percentile:99",
     )  # fmt: skip
     assert out == f"{target}: 0 tensors with a Q/DQ pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
     call("apply", tuned, "--placement", placement)
-    assert given.options == ApplyOptions(tuned, output=tuned.with_suffix(".qdq.onnx"), placement=placement)
+    assert given.options == ApplyArguments(tuned, placement=placement)
 
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
-    given: dict[str, Any] = {}
+    given: list[InspectOptions] = []
     monkeypatch.setattr(Inspection, "lines", lambda _, **shown: ["named" if shown["verbose"] else "shown"])
-    monkeypatch.setattr(models, "inspect", lambda options: given.update(vars(options)) or Inspection({}))
+    monkeypatch.setattr(models, "inspect", lambda options: given.append(options) or Inspection({}))
     code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "named\n")
-    assert given == {"model": Path("m.onnx"), "fix_inputs": {"sr": 1}, "regions": "topology", "max_sequence_size": 4,
-                     "include_all_regions": True, "tree": False, "rewrites": "auto",
-                     "engine": "onnxruntime"}  # fmt: skip
+    assert given == [
+        InspectArguments(
+            Path("m.onnx"), fix_inputs={"sr": 1}, regions="topology", max_sequence_size=4, include_all_regions=True,
+            verbose=True,
+        )
+    ]  # fmt: skip
 
 
 def test_inspect_prints_the_regions(call, tuned):

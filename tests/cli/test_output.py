@@ -75,9 +75,11 @@ def test_json_is_as_it_was(call: Call, model: Path) -> None:
 def test_a_child_reports_its_events_as_lines_of_json(call, model, tmp_path, monkeypatch):
     monkeypatch.setenv("QDQTUNE_EVENTS", "1")
     quick = ("--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report", *UNCHECKED)
-    code, _, err = call("tune", model, "-o", tmp_path / "out", *quick, "--builds", 5)
+    code, out, _ = call("tune", model, "-o", tmp_path / "out", *quick, "--builds", 5, "--json")
     assert code == 0
-    events = [Event(**json.loads(line)) for line in err.splitlines()]
+    *answers, result = [json.loads(line) for line in out.splitlines() if line]
+    assert result["result"]["shipped"] == "tuned"
+    events = [Event(**answer) for answer in answers]
     assert [event.builds for event in events if event.builds][-1].endswith("/5")
     assert any(event.kind == "note" for event in events)
     assert all(event.short in event.text for event in events)

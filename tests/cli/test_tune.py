@@ -16,9 +16,7 @@ from qdqtune.autotune.workflows import OF_SETTINGS
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import main, tune
-from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
-from qdqtune.options import options_of
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.settings import EFFORTS, Settings
 from runs import hopeless, write
@@ -29,8 +27,8 @@ def settings_of(*arguments: object, model: str | Path = "m.onnx") -> Settings:
     with main.app.make_context("qdqtune", ["tune"]) as program:
         words = [str(model), *map(str, arguments)]
         given = tune.tune_command.make_context("tune", words, parent=program).params
-    own = {name: value for name, value in given.items() if name in options_of(TuneOptions)}
-    return TuneOptions(**own).settings(("qdqtune", *map(str, arguments)))
+    settings: Settings = given["options"].settings(("qdqtune", *map(str, arguments)))
+    return settings
 
 
 TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
@@ -43,16 +41,14 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--workers": (["3"], lambda s: s.workers, 3),
     "--ray": (["auto"], lambda s: s.ray, "auto"),
     "--cores-per-worker": (["2"], lambda s: s.cores_per_worker, 2),
-    "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),
     "--engine-option": (["noise=0.5"], lambda s: s.engine.options.get("noise"), 0.5),
     "--time-limit": (["90s"], lambda s: s.time_limit, 90),
     "--calibration-data": (["a:b"], lambda s: s.calibration_data, "a:b"),
     "--calibration-samples": (["7"], lambda s: s.calibration_samples, 7),
     "--input-shape": (["a:b:1x3x224"], lambda s: s.input_shapes, {"a:b": (1, 3, 224)}),
     "--seed": (["5"], lambda s: s.seed, 5),
-    "--calibration-method": (["percentile"], lambda s: s.calibration, Calibration("percentile", 99.99, True)),
+    "--calibration-method": (["percentile:99.5"], lambda s: s.calibration, Calibration("percentile", 99.5, True)),
     "--no-bias-correction": ([], lambda s: s.calibration.bias_correction, False),
-    "--percentile": (["99.5"], lambda s: s.calibration.percentile, 99.5),
     "--rewrites": (["off"], lambda s: s.rewrites, "off"),
     "--formats": (["int8,w4"], lambda s: s.formats, ("int8", "w4")),
     "--calibration-cache": (["c.cache"], lambda s: s.calibration_cache, Path("c.cache")),
@@ -65,7 +61,6 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--from-qdq": ([], lambda s: s.from_qdq, True),
     "--portable": ([], lambda s: s.portable, True),
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
-    "--min-sqnr-worst": (["12"], lambda s: s.min_sqnr_worst, 12.0),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
     "--scores": (["y:1,z"], lambda s: s.scores, ("y:1", "z")),
     "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
@@ -79,7 +74,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
 """Option to values, what to look at in the settings, and what is expected there."""
 
 
-SHOWN = {"--dry-run", "--report", "--pick", "--json", "--on"}
+SHOWN = {"--dry-run", "--report", "--pick", "--json", "--on", "--quiet", "--verbose", "--help-all"}
 """Options of `tune` that change what is shown, or where it is measured. Other tests see to them."""
 
 
@@ -112,11 +107,13 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("names.txt").write_text("/a/*\n")
     usual = settings_of()
-    reached = set()
+    reached = set[str]()
     for option, (values, _, _) in TUNE.items():
         given = settings_of(option, *values)
-        reached |= {name for name, value in vars(given).items() if value != getattr(usual, name)}
-    others = {"model", "accuracy_samples", "on", "machine", *OF_SETTINGS}
+        reached |= {
+            field.name for field in fields(Settings) if getattr(given, field.name) != getattr(usual, field.name)
+        }
+    others = {"model", "accuracy_samples", "min_sqnr_worst", "on", "machine", *OF_SETTINGS}
     assert reached == {field.name for field in fields(Settings)} - others
 
 
@@ -165,7 +162,7 @@ def test_a_state_file_of_other_options(call, tuned):
     [
         (["--engine", "abacus"], 2, "unknown engine 'abacus'; there are "),
         (["--engine-option", "colour=3"], 2, "engine 'onnxruntime' has no option 'colour'"),
-        (["--provider", "NoSuchProvider"], 5, "no provider 'NoSuchProvider'"),
+        (["--engine-option", "provider=NoSuchProvider"], 5, "no provider 'NoSuchProvider'"),
         (["--quant-type", "fp8"], 2, "ONNX Runtime has no FP8 kernels"),
     ],
 )

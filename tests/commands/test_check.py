@@ -115,7 +115,7 @@ def test_an_fp8_report(call, tmp_path):
 
 
 def test_of_a_provider_without_a_table_nobody_looks(call, model, monkeypatch, tmp_path):
-    code, _, err = call("check", model, "--provider", "ROCMExecutionProvider")
+    code, _, err = call("check", model, "--engine-option", "provider=ROCMExecutionProvider")
     assert code == 0
     assert "note: ROCMExecutionProvider has no table in qdqtune: nobody looks at what it leaves to the CPU" in err
 

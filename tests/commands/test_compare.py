@@ -44,7 +44,8 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_p
     monkeypatch.setattr("qdqtune.commands.compare.compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
     code, _, _ = call("compare", path, path, "--engine", "fake", "--engine_option", "noise=0.1", "--time-limit", "3m",
                       "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
-                      "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
+                      "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2,
+                      "--engine-option", "provider=P")  # fmt: skip
     assert code == 0
     compared, _, samples, plan = given.a
     assert (compared, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)

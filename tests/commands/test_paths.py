@@ -6,17 +6,17 @@ command reads. `pytest -rP tests/commands/test_paths.py | grep refused` prints h
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import onnx
 import pytest
 
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
-from qdqtune.options import OfRun, Reads, Writes
+from qdqtune.options import OF_RUN, REQUIRED, SWITCH, Kind, Option, options_of
 from qdqtune.system.checks import HEAD, LIST
 from qdqtune.tuning import folder
 from qdqtune.tuning.loop import tune
@@ -39,23 +39,36 @@ class Case(NamedTuple):
     """An option that names something to write."""
 
     command: str
-    option: click.Option
+    option: Option[Any, Any]
 
     @property
     def flag(self) -> str:
-        return max(self.option.opts, key=len)
+        return self.option.flag
 
     def __str__(self) -> str:
         return f"{self.command} {self.flag}"
 
 
-def cases(kind: type[click.ParamType[Any]]) -> list[Case]:
-    found = [(name, p) for name, command in COMMANDS.items() for p in command.params if isinstance(p.type, kind)]
-    return [Case(name, option) for name, option in found if isinstance(option, click.Option)]
+def own(command: str) -> list[Option[Any, Any]]:
+    return list(options_of(COMMANDS[command].kind).values())
 
 
-def reads(command: str) -> list[click.Parameter]:
-    return [param for param in COMMANDS[command].params if isinstance(param.type, Reads)]
+def cases(has: Callable[[Kind], object]) -> list[Case]:
+    named = [(name, option) for name in COMMANDS for option in own(name) if has(option.kind)]
+    return [Case(name, option) for name, option in named if not option.is_positional]
+
+
+def reads(command: str) -> list[Option[Any, Any]]:
+    return [option for option in own(command) if option.kind.reads is not None]
+
+
+def needed(case: Case, folder: Path) -> list[object]:
+    """Names for other files that the command has to write."""
+    others = [o for o in own(case.command) if o.kind.writes and o.default is REQUIRED and o is not case.option]
+    return [word for option in others for word in (option.flag, folder / "new.onnx")]
+
+
+WRITTEN = cases(lambda kind: kind.writes)
 
 
 def run(capfd: pytest.CaptureFixture[str], name: str, *arguments: object) -> tuple[int, str]:
@@ -119,31 +132,27 @@ def given(command: str, files: dict[str, Path], but: str = "") -> list[object]:
             continue
         path: object = files[param.name]
         path = f"{path}:score" if param.name == "evaluate" else path
-        named += [path] if isinstance(param, click.Argument) else [max(param.opts, key=len), path]
+        named += [path] if param.is_positional else [param.flag, path]
     return named
 
 
 def test_each_option_says_whether_what_it_names_is_read_or_written() -> None:
-    for name, command in COMMANDS.items():
-        for param in command.params:
-            is_plain = not isinstance(param.type, click.Path) or isinstance(param.type, Reads | Writes | OfRun)
-            assert is_plain, f"{name} {param.opts}: a path is of one of the types of cli.paths"
-            told = f"{param.name} {getattr(param, 'metavar', '')}"
+    for name in COMMANDS:
+        for option in own(name):
+            told = f"{option.name} {option.metavar}"
             names_file = any(word in told for word in ("FILE", "file", "path", "cache", "output", "_dir", "html"))
-            if names_file and not getattr(param, "is_flag", False) and not getattr(param, "hidden", False):
-                typed = isinstance(param.type, Reads | Writes | OfRun)
-                assert typed or param.name in TEXTS or param.name == "input_shapes_profile", f"{name} {param.opts}"
+            if names_file and option.kind is not SWITCH:
+                typed = option.kind.reads or option.kind.writes or option.kind is OF_RUN
+                assert typed or option.name in TEXTS, f"{name} {option.flag}"
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("case", cases(Writes), ids=str)
+@pytest.mark.parametrize("case", WRITTEN, ids=str)
 def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
-    assert case.option.name is not None
     others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     if case.command == "report":
         others.remove(tmp_path / "run" / "report.html")  # its own, which it replaces
-    needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
-    more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
+    more = needed(case, tmp_path)
     for victim in others:
         refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, victim)
     link, second, circle = tmp_path / "link", tmp_path / "second", tmp_path / "circle"
@@ -157,17 +166,18 @@ def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_p
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("case", cases(Writes), ids=str)
+@pytest.mark.parametrize("case", WRITTEN, ids=str)
 def test_a_folder_is_called_a_folder(case, files, tmp_path, capfd):
-    needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
-    more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
+    more = needed(case, tmp_path)
     for name in (tmp_path, tmp_path / "run", f"{tmp_path}/run/", f"{tmp_path}/new/"):
         told = refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, name)
         assert told == f"error: cannot write {name}: it is a folder", case
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("case", [case for case in cases(OfRun) if case.command == "autotune"], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in cases(lambda kind: kind is OF_RUN) if case.command == "autotune"], ids=str
+)
 def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
     """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
     under each name of a result."""
@@ -176,11 +186,10 @@ def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path
     circle.symlink_to(circle)
     known: list[tuple[list[object], Path]] = [([], file) for file in sorted(tmp_path.glob("before*"))]
     for param in reads("autotune"):
-        assert param.name is not None
         path = files[param.name]
         named: list[object] = [f"{path}:score" if param.name == "evaluate" else path]
         mode = ["--mode", MODES[param.name]] if param.name in MODES else []
-        known.append(([*mode, *([] if param.name == "model" else [max(param.opts, key=len), *named])], path))
+        known.append(([*mode, *([] if param.name == "model" else [param.flag, *named])], path))
     is_folder = case.option.name == "output_dir"
     for more, victim in known:
         arguments = ["-m", files["model"], *QUICK, *more, case.flag]

@@ -13,7 +13,7 @@ from qdqtune.engines.options import EngineOptions
     [
         ({}, {"threads": 2}),
         ({"threads": 4, "engine_options": ["fuse=false"]}, {"threads": 4, "fuse": False}),
-        ({"engine": "fake", "provider": "P"}, {"provider": "P"}),
+        ({"engine": "fake", "engine_options": {"provider": "P"}}, {"provider": "P"}),
         ({"engine": "trtexec"}, {"opt_shapes": {"x": [1, 3]}}),
         ({"engine": "trtexec", "engine_options": ["opt_shapes=x:2x3,y:4", "plugin_libraries=a.so"]},
          {"opt_shapes": {"x": [2, 3], "y": [4]}, "plugin_libraries": ["a.so"]}),

@@ -45,9 +45,9 @@ def test_what_it_types_is_what_it_runs_and_starts_anew(tmp_path, capsys):
     assert (program, command) == ("qdqtune", "tune")
     assert ran[0][-len(arguments) :] == arguments
     given = tune.tune_command.make_context("tune", arguments).params
-    assert given["time_budget"] <= 120
-    assert given["restart"]
-    with np.load(given["calibration_data"]) as arrays:
+    assert given["options"].time_budget <= 120
+    assert given["options"].restart
+    with np.load(given["options"].calibration_data) as arrays:
         assert arrays[digits.INPUT_NAME].shape == (48, 1, digits.SIZE, digits.SIZE)
 
 

@@ -16,7 +16,9 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,67 +28,123 @@ from qdqtune.autotune.autotuner import default_engine, rounds_for
 from qdqtune.autotune.workflows import AutotuneOptions, RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
-from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose, parameters
-from qdqtune.commands.inputs import MODEL as MODEL_FILE
-from qdqtune.commands.paths import typed
+from qdqtune.cli.command import Command
+from qdqtune.cli.tune import TuneArguments
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import reading
-from qdqtune.options import Reads, options_of
+from qdqtune.options import (
+    COUNT,
+    OF_RUN,
+    REQUIRED,
+    SWITCH,
+    TEXT,
+    File,
+    Flag,
+    MaybeFile,
+    MaybeInt,
+    MaybeText,
+    Names,
+    choice,
+    option,
+    options_of,
+    reads,
+    several,
+)
 from qdqtune.tuning.folder import SUMMARY
+from qdqtune.tuning.options import MODEL
 from qdqtune.tuning.settings import EFFORTS
 
 MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
 """Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
 
-OF_TUNE = options_of(AutotuneOptions)
+
+@dataclass(kw_only=True)
+class Search(AutotuneOptions, TuneArguments):
+    """The options of a search, for `cli.tune.run`."""
 
 
-def option(flags: str, help: str | None, type: click.ParamType[Any] | None = None, **how: Any) -> click.Option:
-    """An option that tells its default. `flags` are its names, and that of its parameter where that is another."""
-    shows = how.pop("show_default", how.get("default") not in (None, ""))
-    return click.Option(flags.split(), help=help, type=type, show_default=shows, **how)
+def _changed(name: str, **attributes: Any) -> Any:
+    """An option of `tune` with some attributes changed."""
+    own = copy(options_of(Search)[name])
+    vars(own).update(attributes)
+    return own
 
 
-def of_tune(name: str, flags: str, **changed: Any) -> click.Option:
-    """An option of `tune` with other flags, and with what else is changed."""
-    own = OF_TUNE[name]
-    how = {"help": own.help, "type": typed(own.kind), "default": own.default, "metavar": own.metavar, **changed}
-    return option(f"{flags} {name}", **how)
+@dataclass(kw_only=True)
+class Arguments(Search):
+    """ModelOpt's flags, and those of `tune`."""
+
+    model: Any = option(MODEL, REQUIRED, "ONNX file.", "Model", flags="-m --onnx-path --model", short="ONNX file")
+    output_dir: File = option(
+        OF_RUN,
+        Path("autotuner_output"),
+        "Where everything goes. The same folder again resumes.",
+        "Output",
+        short="folder of results and for resuming",
+        flags="-o --output-dir --output",
+    )
+    mode: Any = option(
+        several(choice(*MODES, *EFFORTS)),
+        (),
+        "How to search, and how much to spend on it. Give one of either kind, or one.",
+        "Search",
+        short="how to search, and how much to spend",
+        default_in_words="region, default",
+        is_repeated=True,
+    )
+    schemes_per_region: MaybeInt = option(
+        COUNT,
+        None,
+        "Give every pattern N schemes, however long it takes. Without it the preset limits the builds of the whole "
+        "search (24, 52 or 400).",
+        "Search",
+        flags="-s --schemes-per-region",
+    )
+    default_dq_dtype: Any = _changed("default_dq_dtype", default="float32")
+    engine: Any = _changed(
+        "engine",
+        default=None,
+        help="Engine to time on.",
+        default_in_words="tensorrt if it works here, or onnxruntime",
+    )
+    use_trtexec: Flag = option(SWITCH, False, "The same as --engine trtexec.", "Engine")
+    trtexec_args: MaybeText = option(
+        TEXT,
+        None,
+        "trtexec: more arguments, as one string.",
+        "Engine",
+        flags="--trtexec-benchmark-args --trtexec-args",
+    )
+    timing_cache: MaybeFile = option(
+        TIMING_CACHE_FILE,
+        None,
+        "TensorRT: file of kernel times that builds share.",
+        "Engine",
+        default_in_words=TIMING_CACHE,
+    )
+    plugin_libraries: Names = option(
+        several(reads(make=str)),
+        (),
+        "TensorRT: shared library with plug-ins. Repeatable.",
+        "Engine",
+        flags="--plugin-libraries --plugins",
+        is_repeated=True,
+    )
+    timing_runs: MaybeInt = option(
+        COUNT,
+        None,
+        "Least inferences of each model in a comparison that is not decided earlier.",
+        "Search",
+        default_in_words="40 | 96 | 192",
+    )
+    min_sqnr: Any = _changed("min_sqnr", default=None, default_in_words="none")
+    min_agreement: Any = _changed("min_agreement", default=None, default_in_words="none")
 
 
-MODEL = option("-m --onnx-path --model model", "ONNX file.", MODEL_FILE, required=True)
-MODE_HELP = "How to search, and how much to spend on it. Give one of either kind, or one."
-SCHEMES_HELP = (
-    "Give every pattern N schemes, however long it takes. Without it the preset limits the builds of the whole search "
-    "(24, 52 or 400)."
-)
-RUNS_HELP = "Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]"
-ENGINE_HELP = "Engine to time on.  [default: tensorrt if it works here, or onnxruntime]"
-
-OWN = (
-    MODEL,
-    of_tune("output_dir", "-o --output-dir --output", default=Path("autotuner_output")),
-    option("--mode", MODE_HELP, click.Choice([*MODES, *EFFORTS]), default=["region", "default"], multiple=True),
-    option("-s --schemes-per-region", SCHEMES_HELP, click.IntRange(1), metavar="N"),
-    of_tune("default_dq_dtype", "--default-dq-dtype", default="float32"),
-    of_tune("engine", "--engine", default=None, help=ENGINE_HELP),
-    option("--use-trtexec", "The same as --engine trtexec.", is_flag=True),
-    option("--trtexec-benchmark-args --trtexec-args trtexec_args", "trtexec: more arguments, as one string."),
-    option("--timing-cache", f"TensorRT: file of kernel times that builds share.  [default: {TIMING_CACHE}]",
-           TIMING_CACHE_FILE, metavar="PATH"),
-    option("--plugin-libraries --plugins plugin_libraries", "TensorRT: shared library with plug-ins. Repeatable.",
-           Reads(path_type=str), metavar="FILE", multiple=True),
-    option("--timing-runs", RUNS_HELP, click.IntRange(1)),
-    of_tune("min_sqnr", "--min-sqnr", default="none"),
-    of_tune("min_agreement", "--min-agreement", default="none"),
-)  # fmt: skip
-"""Flags that differ from those of `tune`, in name, default or meaning."""
-
-
-def run(**given: Any) -> int:
+def run(options: Arguments) -> int:
     """Find the fastest Q/DQ placement for a model, by the flags of ModelOpt's autotuner.
 
     The exit code is 0 also where nothing faster was found; the files are all there.
@@ -95,30 +153,37 @@ def run(**given: Any) -> int:
     python -m qdqtune.autotune --onnx_path model.onnx --output_dir results
     python -m qdqtune.autotune --model model.onnx --mode subgraph --mode quick
     """
-    if (point := given.pop("pick")) is not None:
-        return tune.ship_point(given["output_dir"], point, as_machine=given["as_machine"])
-    asked = "trtexec" if given.pop("use_trtexec") else given["engine"]
-    given["engine"], why = (asked, "as you asked") if asked else default_engine()
-    _note(f"engine: {given['engine']} ({why})")
-    modes = given["mode"]
-    given["mode"] = next((mode for mode in reversed(modes) if mode in MODES), "region")
-    given["effort"] = next((mode for mode in reversed(modes) if mode in EFFORTS), given["effort"])
+    if options.pick is not None:
+        return tune.run(_search(options))
+    asked = "trtexec" if options.use_trtexec else options.engine
+    engine, why = (asked, "as you asked") if asked else default_engine()
+    _note(f"engine: {engine} ({why})")
+    modes = list(reversed(options.mode))
+    mode = next((mode for mode in modes if mode in MODES), "region")
+    changed = _for_engine(options, engine) | {"mode": mode}
+    changed["effort"] = next((mode for mode in modes if mode in EFFORTS), options.effort)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("qdqtune").setLevel(logging.DEBUG if is_verbose() else logging.WARNING)
-    for name, mode in (("pattern_cache", "region"), ("graph_json", "subgraph")):
-        if given[name] is not None and given["mode"] != mode:
-            _note(f"note: --{name} means something with --mode {mode} only")
-            given[name] = None
-    if given["timing_runs"] is not None:
-        given["timing_runs"] = rounds_for(given["timing_runs"])
-    how = {name: given.pop(name) for name in ("dry_run", "as_machine")}
-    logs = RegionLogs(given["output_dir"]) if given["mode"] == "region" else None
-    code = tune.run(AutotuneOptions(**_for_engine(given)), logs, **how)
+    logging.getLogger("qdqtune").setLevel(logging.DEBUG if options.verbose else logging.WARNING)
+    for name, needed in (("pattern_cache", "region"), ("graph_json", "subgraph")):
+        if getattr(options, name) is not None and mode != needed:
+            _note(f"note: --{name} means something with --mode {needed} only")
+            changed[name] = None
+    if options.timing_runs is not None:
+        changed["timing_runs"] = rounds_for(options.timing_runs)
+    search = _search(options, **changed)
+    logs = RegionLogs(search.output_dir) if mode == "region" else None
+    code = tune.run(search, logs)
     if logs:
         logs.finish()
-    if code in (0, tune.NO_IMPROVEMENT) and not how["dry_run"]:
-        _tell_results(given["output_dir"] / SUMMARY, as_machine=how["as_machine"])
+    if code in (0, tune.NO_IMPROVEMENT) and not options.dry_run:
+        _tell_results(search.output_dir / SUMMARY, as_machine=options.as_machine)
     return 0 if code == tune.NO_IMPROVEMENT else code
+
+
+def _search(options: Arguments, **changed: Any) -> Search:
+    """The options of the search; a `mode` and an `engine` are in `changed`, or not needed."""
+    shared = {name: getattr(options, name) for name in options_of(Search) if name not in ("mode", "engine")}
+    return Search(**(shared | changed))
 
 
 def _tell_results(summary: Path, *, as_machine: bool) -> None:
@@ -134,42 +199,31 @@ def _tell_results(summary: Path, *, as_machine: bool) -> None:
         click.echo(f"Results: {before:.3f} ms -> {after:.3f} ms {speedup}", err=as_machine)
 
 
-def _for_engine(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the search, with those flags that the engine knows as options of the engine."""
-    options = dict(given)
-    engine, arguments = options["engine"], options.pop("trtexec_args")
-    cache, libraries = options.pop("timing_cache"), list(options.pop("plugin_libraries"))
-    own = dict[str, Any]()
+def _for_engine(options: Arguments, engine: str) -> dict[str, Any]:
+    """The engine and its options, among them flags that the engine knows as options of its own."""
+    own: dict[str, Any] = {}
+    changed: dict[str, Any] = {"engine": engine}
+    arguments, libraries = options.trtexec_args, options.plugin_libraries
     if arguments and engine == "trtexec":
         own["trtexec_args"] = arguments
     elif arguments:
         _note(f"note: {engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
         usual = usual_shapes(EngineSpec("trtexec", {"trtexec_args": arguments}), None)
-        options["input_shapes"] = usual | options["input_shapes"]
+        changed["input_shapes"] = {**usual, **options.input_shapes}
     if engine in TENSORRT:
-        own["timing_cache"] = str(cache or TIMING_CACHE)
+        own["timing_cache"] = str(options.timing_cache or TIMING_CACHE)
     if libraries and engine in TENSORRT:
-        own["plugin_libraries"] = libraries
+        own["plugin_libraries"] = list(libraries)
     elif libraries:
         _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
-    return options | {"engine_options": own | dict(options["engine_options"])}
+    return changed | {"engine_options": own | dict(options.engine_options)}
 
 
 def _note(text: str) -> None:
     click.echo(text, err=True)
 
 
-_THEIRS = (*OWN, *tune.tune_command.params)
-_MORE = (one for one in parameters(AutotuneOptions) if one.name not in {own.name for own in _THEIRS} - {"node_filter"})
-_REPLACED = {own.name for own in OWN}
-
-command = Guarded(
-    tune.tune_command.name,
-    context_settings=cli.CONTEXT,
-    callback=run,
-    help=run.__doc__,
-    params=[*OWN, *_MORE, *(p for p in tune.tune_command.params if p.name not in _REPLACED), SILENCE, CHATTER],
-)
+command = Command("autotune", Arguments, run, context_settings=cli.CONTEXT)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

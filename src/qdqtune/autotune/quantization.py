@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -21,12 +21,13 @@ from qdqtune import api
 from qdqtune.autotune.__main__ import add_flag
 from qdqtune.autotune.workflows import escaped
 from qdqtune.cli import main as cli
-from qdqtune.cli.command import Guarded
+from qdqtune.cli.command import Command
 from qdqtune.commands.inputs import SamplesLike
 from qdqtune.engines.tensorrt.options import read_shapes
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.options import Options
 from qdqtune.types import QuantType
 
 log = logging.getLogger("qdqtune.autotune")
@@ -213,8 +214,9 @@ def run(quantize: Callable[..., None], flags: Mapping[str, Any]) -> int:
 def main(arguments: Sequence[str] | None = None, work: Callable[..., None] = quantize) -> NoReturn:
     """Run the program, whose work a function does, and exit, as `qdqtune.cli.main.main` does."""
     flags, words = get_parser().parse_known_args(arguments)
-    callback = partial(run, work, vars(flags) | _other_keywords(words))
-    cli.main([], Guarded("quantization", callback=callback), "python -m qdqtune.autotune.quantization")
+    given = vars(flags) | _other_keywords(words)
+    command = Command("quantization", Options, lambda _: run(work, given))
+    cli.main([], command, "python -m qdqtune.autotune.quantization")
 
 
 if __name__ == "__main__":

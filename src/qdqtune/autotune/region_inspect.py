@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import click
-
-from qdqtune.autotune.__main__ import MODEL, exit_code, option
+from qdqtune.autotune.__main__ import exit_code
 from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
 from qdqtune.cli import main as cli
-from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose
+from qdqtune.cli.command import Command, Terminal
 from qdqtune.cli.output import print_lines, with_flags
 from qdqtune.commands.inspect import InspectOptions, inspect
+from qdqtune.options import COUNT, REQUIRED, SWITCH, File, Flag, Int, option
+from qdqtune.tuning.options import MODEL
 from qdqtune.tuning.subject import tuned_graph
 
 
@@ -42,24 +44,30 @@ def inspect_region_search(
     return [top for top in tops if include_all_regions or has_quantizable_operations(top, graph)]
 
 
-def run(model: Path, max_sequence_size: int, include_all_regions: bool) -> None:
+@dataclass(kw_only=True)
+class Arguments(Terminal):
+    """The flags of this program."""
+
+    model: File = option(MODEL, REQUIRED, "ONNX file.", "Model", flags="-m --onnx-path --model", short="ONNX file")
+    max_sequence_size: Int = option(COUNT, 10, "Largest leaf, in nodes.", "Search")
+    include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
+
+
+def run(options: Arguments) -> None:
     """Show how a model divides into regions, as a run tunes them. `qdqtune inspect` has more options."""
     inspect_region_search(
-        str(model),
-        max_sequence_size=max_sequence_size,
-        include_all_regions=include_all_regions,
+        options.model,
+        options.max_sequence_size,
+        options.include_all_regions,
         rewrites="auto",
-        verbose=is_verbose(),
+        verbose=options.verbose,
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program. Gives 0, or 1 where it fails."""
-    size = option("--max-sequence-size", "Largest leaf, in nodes.", click.IntRange(1), default=10)
-    every = option("--include-all-regions", "Show regions without quantizable operators as well.", is_flag=True)
-    params: list[click.Parameter] = [MODEL, size, every, SILENCE, CHATTER]
-    command = Guarded("region_inspect", cli.CONTEXT, callback=run, params=params, help=run.__doc__)
-    return min(exit_code(lambda: cli.main(arguments, command, "python -m qdqtune.autotune.region_inspect")), 1)
+    command = Command("region_inspect", Arguments, run, context_settings=cli.CONTEXT)
+    return min(exit_code(partial(cli.main, arguments, command, "python -m qdqtune.autotune.region_inspect")), 1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import click
 import onnx
 from onnx.utils import Extractor
 
@@ -30,13 +29,26 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.options import FILE, SWITCH, Flag, MaybeFile, MaybeInt, OfRun, Option, PathLike, choice, option
+from qdqtune.options import (
+    FILE,
+    OF_RUN,
+    SWITCH,
+    Flag,
+    Int,
+    MaybeFile,
+    MaybeInt,
+    Option,
+    PathLike,
+    choice,
+    in_range,
+    option,
+)
 from qdqtune.search import region
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.options import MODEL, Division, FloatType, Wildcards
+from qdqtune.tuning.options import MODEL, WILDCARDS, Division, FloatType
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraphs.groups import borders
 from qdqtune.tuning.subject import tuned_patterns
@@ -85,10 +97,10 @@ class AutotuneOptions(TuneOptions):
         FILE, None, "region: try the schemes in the pattern cache of an earlier run.", "Search"
     )
     state_file: MaybeFile = option(
-        OfRun(), None, "State file of the run.", "Search", default_in_words="OUTPUT_DIR/autotuner_state.yaml"
+        OF_RUN, None, "State file of the run.", "Search", default_in_words="OUTPUT_DIR/autotuner_state.yaml"
     )
     node_filter: Option[PathLike | Sequence[str], tuple[str, ...]] = option(
-        Wildcards(),
+        WILDCARDS,
         (),
         "File of node-name wildcards, one a line: other regions stay in float.",
         "Search",
@@ -96,16 +108,16 @@ class AutotuneOptions(TuneOptions):
         metavar="PATH",
     )
     schemes_per_region: MaybeInt = option(
-        click.IntRange(0),
+        in_range(0, make=int),
         None,
         "region: candidates per pattern; without `builds`, as many builds as they take.",
         "Search",
     )
     timing_runs: MaybeInt = option(
-        click.IntRange(12), None, "Most rounds of one comparison.", "Search", default_in_words="20 | 48 | 96"
+        in_range(12, make=int), None, "Most rounds of one comparison.", "Search", default_in_words="20 | 48 | 96"
     )
-    warmup_runs: Option[int, int] = option(
-        click.IntRange(0),
+    warmup_runs: Int = option(
+        in_range(0, make=int),
         2,
         "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
         "`engine_options` warmup_ms=N changes that.",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
-
-import click
+from typing import Any, cast, get_args
 
 from qdqtune.calibration.samples import files_named
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
@@ -17,19 +15,22 @@ from qdqtune.options import (
     SHAPES,
     SWITCH,
     TEXT,
-    Anything,
-    Assignments,
+    Int,
+    Kind,
     MaybeFile,
     MaybeInt,
-    Number,
+    MaybeText,
     Option,
     Options,
-    Reads,
     ShapesByInput,
     Text,
     ValuesByInput,
+    anything,
+    assignments,
     choice,
+    in_range,
     option,
+    reads,
 )
 
 
@@ -54,8 +55,8 @@ class DataOptions(Options):
         metavar="NAME:1x3x224x224",
         is_repeated=True,
     )
-    seed: Option[int, int] = option(
-        click.IntRange(0),
+    seed: Int = option(
+        in_range(0, make=int),
         0,
         "Seed of everything random: inputs, order of rounds, mutations.",
         "Search",
@@ -64,7 +65,7 @@ class DataOptions(Options):
 
 def samples_option(**how: Any) -> Any:
     return option(
-        Anything(Reads(files_named, path_type=str)),
+        anything(reads(files_named, make=str)),
         None,
         "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, a "
         ".txt with a text a line, or a split of datasets on disk, which preprocessor_config.json or tokenizer.json, "
@@ -76,15 +77,25 @@ def samples_option(**how: Any) -> Any:
     )
 
 
+METHOD = choice(*get_args(Method))
+
+
+def _method(value: Any) -> str:
+    name, colon, share = str(value).partition(":")
+    if colon and name == "percentile":
+        return f"percentile:{in_range(50, 100, is_open=True).convert(share):g}"
+    return str(METHOD.convert(value))
+
+
 @dataclass(kw_only=True)
 class RangeOptions(Options):
     """Options for how ranges are found."""
 
-    calibration_method: Option[Method | None, Method | None] = option(
-        choice(*get_args(Method)),
+    calibration_method: MaybeText = option(
+        Kind(_method, choices=METHOD.choices),
         None,
-        "How ranges are found. minmax: all values; percentile: without outliers; entropy: with the least loss of "
-        "information; mse: with the least squared error.",
+        "How ranges are found. minmax: all values; percentile: without outliers, percentile:99.9 without a thousandth; "
+        "entropy: with the least loss of information; mse: with the least squared error.",
         "Accuracy",
         default_in_words=DEFAULT_CALIBRATION.method,
     )
@@ -96,31 +107,19 @@ class RangeOptions(Options):
         "Accuracy",
         default_in_words="yes",
     )
-    percentile: Option[float | None, float | None] = option(
-        Number(50, 100, min_open=True),
-        None,
-        "Share of values, in %, that percentile keeps.",
-        "Data",
-        default_in_words=f"{DEFAULT_CALIBRATION.percentile}",
-    )
 
     @property
-    def says_how(self) -> bool:
-        return any(value is not None for value in self._given)
+    def has_method(self) -> bool:
+        """Whether an option says how ranges are found."""
+        return self.calibration_method is not None or self.bias_correction is not None
 
     @property
     def calibration(self) -> Calibration:
         """How ranges are found: the given options, and defaults for the others."""
-        usual = (
-            DEFAULT_CALIBRATION.method,
-            DEFAULT_CALIBRATION.percentile,
-            DEFAULT_CALIBRATION.bias_correction,
-        )
-        return Calibration(*(u if given is None else given for given, u in zip(self._given, usual, strict=True)))  # type: ignore[arg-type]
-
-    @property
-    def _given(self) -> tuple[object, ...]:
-        return self.calibration_method, self.percentile, self.bias_correction
+        usual = DEFAULT_CALIBRATION
+        name, _, share = (self.calibration_method or usual.method).partition(":")
+        corrects = usual.bias_correction if self.bias_correction is None else self.bias_correction
+        return Calibration(cast(Method, name), float(share or usual.percentile), corrects)
 
 
 @dataclass(kw_only=True)
@@ -143,9 +142,8 @@ def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
     Raises:
         BadOption: both are given.
     """
-    if cache.calibration_cache is not None and ranges.says_how:
-        names = "`calibration_method`, `bias_correction`, `percentile`"
-        raise BadOption(f"`calibration_cache` brings the scales: leave {names} out")
+    if cache.calibration_cache is not None and ranges.has_method:
+        raise BadOption("`calibration_cache` brings the scales: leave `calibration_method` and `bias_correction` out")
 
 
 @dataclass(kw_only=True)
@@ -167,7 +165,7 @@ class FixOption(Options):
     """The option for inputs that become constants."""
 
     fix_inputs: ValuesByInput = option(
-        Assignments("fixes nothing", numbers_only=True),
+        assignments("fixes nothing", numbers_only=True),
         None,
         "Make an input constant; an If that it decides is folded. Repeatable.",
         "Model",

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy.typing as npt
 
 from qdqtune.calibration.samples import Samples, read_arrays, read_sample
@@ -19,7 +18,7 @@ from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadData, BadOption, reading
 from qdqtune.graph.model import Model
-from qdqtune.options import Option, Reads, Several, option
+from qdqtune.options import Kind, Option, check_name, option, texts_of
 from qdqtune.system.checks import real
 from qdqtune.types import Mix, Sample, Workload
 
@@ -52,49 +51,41 @@ WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float | tuple
 """Workloads as Python users give them: weights by file; or arrays and weights by name; or texts like decode.npz:0.8."""
 
 
-class Workloads(Several):
-    """The type of the option `workloads`: FILE:WEIGHT (1 if left out), or a mapping of weights by file or name."""
+def _weight(value: Any, text: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{text!r} has no weight above zero: give FILE:0.8, its share of the calls")
+    return number
 
-    name = "text"
 
-    def __init__(self) -> None:
-        self.typed = Reads(lambda text: [self._file(text).path], "workload", str)
+def _file(text: str) -> WorkloadFile:
+    file, colon, weight = check_name(text).rpartition(":")
+    if not colon or Path(text).exists():
+        return WorkloadFile(Path(text))
+    return WorkloadFile(Path(file), _weight(weight if file else None, text))
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[WorkloadFile | WorkloadArrays, ...]:
-        """Texts, a mapping or workloads as a tuple of workloads; called by click."""
-        if isinstance(value, Mapping):
-            return tuple(self._named(name, given) for name, given in value.items())
-        given = [value] if isinstance(value, str) else value or ()
-        return tuple(self._file(one) if isinstance(one, str) else one for one in given)
 
-    def _named(self, name: object, given: Any) -> WorkloadFile | WorkloadArrays:
-        if not isinstance(given, tuple):
-            return WorkloadFile(Path(str(name)), self._weight(given, f"{name}:{given}"))
-        if len(given) != 2 or not isinstance(given[0], Mapping):
-            self.fail(f"workload {name!r} is (arrays by name of input, weight)")
-        return WorkloadArrays(str(name), given[0], self._weight(given[1], str(name)))
+def _named(name: object, given: Any) -> WorkloadFile | WorkloadArrays:
+    if not isinstance(given, tuple):
+        return WorkloadFile(Path(str(name)), _weight(given, f"{name}:{given}"))
+    if len(given) != 2 or not isinstance(given[0], Mapping):
+        raise ValueError(f"workload {name!r} is (arrays by name of input, weight)")
+    return WorkloadArrays(str(name), given[0], _weight(given[1], str(name)))
 
-    def _file(self, text: str) -> WorkloadFile:
-        file, colon, weight = text.rpartition(":")
-        if not colon or Path(text).exists():
-            return WorkloadFile(Path(text))
-        return WorkloadFile(Path(file), self._weight(weight if file else None, text))
 
-    def _weight(self, value: Any, text: str) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 < number < math.inf:
-            self.fail(f"{text!r} has no weight above zero: give FILE:0.8, its share of the calls")
-        return number
+def _workloads(value: Any) -> tuple[WorkloadFile | WorkloadArrays, ...]:
+    """Workloads from FILE:WEIGHT (1 if left out), or from a mapping of weights by file or name."""
+    if isinstance(value, Mapping):
+        return tuple(_named(name, given) for name, given in value.items())
+    return tuple(_file(one) if isinstance(one, str) else one for one in texts_of(value))
 
 
 def workloads_option() -> Any:
     return option(
-        Workloads(),
+        Kind(_workloads, takes="several", is_path=True, reads=lambda text: [_file(text).path], what="workload"),
         None,
         "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
         "what counts is the mean time of all calls. Without `calibration_data` these are the samples, too.",

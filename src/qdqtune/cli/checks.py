@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import AS_JSON, command, switch
+from qdqtune.cli.command import Terminal, command
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check_file, layers, time_of
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug, level
@@ -26,28 +26,29 @@ from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
 from qdqtune.explanation.formatting import counted, placed
-from qdqtune.options import REQUIRED, Files, given_in, option
+from qdqtune.options import REQUIRED, SWITCH, Flag, option, several, shared_values
 from qdqtune.system.writing import temporary_folder, write_json
 
 
 @dataclass(kw_only=True)
-class CheckArguments(CheckOptions):
-    """The options of `check`, with one model or several."""
+class CheckArguments(Terminal, CheckOptions):
+    """The options of `check` on the command line: one model or several."""
 
-    model: Any = option(Files(MODEL), REQUIRED, "ONNX files.", is_positional=True, is_repeated=True, metavar="MODEL...")
+    model: Any = option(
+        several(MODEL), REQUIRED, "ONNX files.", is_positional=True, is_repeated=True, metavar="MODEL..."
+    )
+    layers: Flag = option(
+        SWITCH,
+        False,
+        "Show the layers that the engine makes of MODEL instead, the longest first, and the nodes that each covers. "
+        "Times are of profiled inferences: they say where the time goes, and add up to more than the latency.",
+        "Output",
+        short="show the layers that the engine runs",
+    )
 
 
-AS_LAYERS = switch(
-    "as_layers",
-    "--layers",
-    "Show the layers that the engine makes of MODEL instead, the longest first, and the nodes that each covers. Times "
-    "are of profiled inferences: they say where the time goes, and add up to more than the latency.",
-    short="show the layers that the engine runs",
-)
-
-
-@command("check", CheckArguments, AS_LAYERS, AS_JSON)
-def check_command(options: CheckArguments, as_layers: bool, as_machine: bool) -> int:
+@command(CheckArguments)
+def check_command(options: CheckArguments) -> int:
     """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
 
     Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
@@ -63,25 +64,25 @@ def check_command(options: CheckArguments, as_layers: bool, as_machine: bool) ->
     models: tuple[Path, ...] = options.model
     if len(models) > 1 and options.graph_json is not None:
         raise BadOption("`graph_json` is about one model: name that alone")
-    if as_layers:
-        return _show_layers(options, as_machine)
+    if options.layers:
+        return _show_layers(options)
     checked = []
     for model in models:
-        done = check_file(CheckOptions(**given_in(options, CheckOptions) | {"model": model}))
+        done = check_file(CheckOptions(**shared_values(options, CheckOptions) | {"model": model}))
         checked.append(done)
         say_notes(done.notes)
-        if not as_machine:
+        if not options.as_machine:
             if done.findings:
                 show(done.table())
             print_lines(_below(done))
-    if as_machine:
+    if options.as_machine:
         print_json(checked[0].to_dict() if len(models) == 1 else [done.to_dict() for done in checked])
     return 0 if all(done.passes for done in checked) else ConstraintUnmet.exit_code
 
 
-def _show_layers(options: CheckArguments, as_machine: bool) -> int:
-    ran = [layers(LayersOptions(**given_in(options, LayersOptions) | {"model": model})) for model in options.model]
-    if as_machine:
+def _show_layers(options: CheckArguments) -> int:
+    ran = [layers(LayersOptions(**shared_values(options, LayersOptions) | {"model": model})) for model in options.model]
+    if options.as_machine:
         print_json(ran[0].to_dict() if len(ran) == 1 else [done.to_dict() for done in ran])
     else:
         for done in ran:
@@ -108,8 +109,13 @@ def _below(done: Checked) -> Iterator[str]:
         yield f"{accepted}; `qdqtune tune MODEL --from-qdq` measures which pairs pay"
 
 
-@command("debug", DebugOptions, AS_JSON)
-def debug_command(options: DebugOptions, as_machine: bool) -> int:
+@dataclass(kw_only=True)
+class DebugArguments(Terminal, DebugOptions):
+    """The options of `debug` on the command line."""
+
+
+@command(DebugArguments)
+def debug_command(options: DebugArguments) -> int:
     """Find which tensor breaks the outputs of a quantized model.
 
     \b
@@ -128,10 +134,10 @@ def debug_command(options: DebugOptions, as_machine: bool) -> int:
     qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
     qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
     """
-    with progress.shown() as observer:
+    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
         done = with_flags_in_notes(debug(options, observer))
     say_notes(done.notes)
-    if as_machine:
+    if options.as_machine:
         print_json(done.to_dict() | {"flags": _flags(done)})
     else:
         _show(done)
@@ -182,16 +188,23 @@ def _flags(done: Diagnosis) -> str:
 
 SKILL = Path(__file__).parent.parent / "skill" / "SKILL.md"
 """How an agent uses qdqtune, in the form that agents read."""
-AS_SKILL = switch(
-    "as_skill",
-    "--skill",
-    "Print how an agent uses qdqtune, as a SKILL.md: which command when, how to read results, what never to do.",
-    short="print how an agent uses qdqtune",
-)
 
 
-@command("doctor", DoctorOptions, AS_SKILL, AS_JSON)
-def doctor_command(options: DoctorOptions, as_skill: bool, as_machine: bool) -> int:
+@dataclass(kw_only=True)
+class DoctorArguments(Terminal, DoctorOptions):
+    """The options of `doctor` on the command line."""
+
+    skill: Flag = option(
+        SWITCH,
+        False,
+        "Print how an agent uses qdqtune, as a SKILL.md: which command when, how to read results, what never to do.",
+        "Output",
+        short="print how an agent uses qdqtune",
+    )
+
+
+@command(DoctorArguments)
+def doctor_command(options: DoctorArguments) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
     Exit code 5 only if none does. With --on: the same of another machine, or what is missing there. With --ray: on
@@ -204,23 +217,23 @@ def doctor_command(options: DoctorOptions, as_skill: bool, as_machine: bool) -> 
     qdqtune doctor --qualify --engine tensorrt
     qdqtune doctor --skill > .agents/skills/qdqtune/SKILL.md     or .claude/skills/...
     """
-    if as_skill:
+    if options.skill:
         text = SKILL.read_text(encoding="utf-8")
-        if as_machine:
+        if options.as_machine:
             print_json({"text": text})
         else:
             print(text, end="")
         return 0
     if options.qualify:
-        return _qualify(options, as_machine)
+        return _qualify(options)
     if options.output is not None:
         raise BadOption("there is a file to write with `qualify` only")
     with temporary_folder() as folder:
         if options.ray is not None:
             where = options.ray, options.cores_per_worker, folder, execution_of(options)
-            return _show_cluster(examine_cluster(options.spec(), *where), as_machine)
+            return _show_cluster(examine_cluster(options.spec(), *where), options.as_machine)
         found = examine(folder) if options.on is None else examine_elsewhere(options.on)
-    if as_machine:
+    if options.as_machine:
         print_json(asdict(found))
     else:
         for kind, states in (("engine", found.engines), ("provider", found.providers)):
@@ -234,23 +247,21 @@ def doctor_command(options: DoctorOptions, as_skill: bool, as_machine: bool) -> 
     return 0 if found.is_usable else EngineUnavailable.exit_code
 
 
-def _qualify(options: DoctorOptions, as_machine: bool) -> int:
+def _qualify(options: DoctorArguments) -> int:
     """Check the claims about an engine, and write what held to a file. Gives the exit code."""
     from qdqtune.commands.qualification import qualify  # imports most of the package
 
     if options.ray is not None or options.on is not None:
         raise BadOption("`qualify` checks an engine on this machine: leave `on` and `ray` out")
-    with progress.shown() as observer:
+    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
         done = qualify(options, observer)
-    told = done.to_dict()
-    if options.output is not None:
-        write_json(options.output, told, "record")
-    if as_machine:
-        print_json(told)
+    write_json(options.record, done.to_dict(), "record")
+    if options.as_machine:
+        print_json(done.to_dict())
     else:
         show(done.table())
         print_lines(done.notable())
-        print_lines([done.in_words(), f"to send with a report: {options.output}"])
+        print_lines([done.in_words(), f"to send with a report: {options.record}"])
     return 0 if done.holds else ConstraintUnmet.exit_code
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.shell_completion import shell_complete
 
 from qdqtune.cli.output import say, say_error, say_exception
-from qdqtune.cli.streams import INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output
+from qdqtune.cli.streams import INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output, styled
 from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
+
+if TYPE_CHECKING:
+    from qdqtune.cli.command import Command
 
 DEFECT = 70
 
@@ -103,16 +107,31 @@ class Later(click.Command):
         self._module = module
 
     @property
-    def command(self) -> click.Command:
+    def command(self) -> Command:
         """The command itself, such as `tune_command` in `cli.tune`."""
-        command: click.Command = getattr(importlib.import_module(self._module), f"{self.name}_command")
+        command: Command = getattr(importlib.import_module(self._module), f"{self.name}_command")
         return command
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """A context of the command itself, so that click runs it."""
-        return self.command.make_context(info_name, args, parent, **extra)
+        with _starting(is_quiet={"-q", "--quiet"} & set(args)):
+            command = self.command
+        return command.make_context(info_name, args, parent, **extra)
+
+
+@contextmanager
+def _starting(*, is_quiet: object) -> Iterator[None]:
+    """On a terminal, a word while a command is imported, which takes a second."""
+    shows = sys.stderr.isatty() and not is_quiet
+    if shows:
+        print("starting", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shows:
+            styled(sys.stderr).write("\r\x1b[K")
 
 
 @click.group(context_settings=CONTEXT)
@@ -149,7 +168,7 @@ SUMMARIES = {
         "report": "Write the report of a finished run: one HTML file that works offline and makes no request.",
         "verify": "Say whether what a run has proven holds on this machine.",
     },
-    "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
+    "run": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
 }
 """Commands by module, each with the first sentence of its help, so that lists of commands need no import."""
 

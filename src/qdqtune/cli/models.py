@@ -7,59 +7,86 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import AS_JSON, JSON_FOR_TABLE, command, is_verbose
-from qdqtune.cli.gate import JUNIT, MARKDOWN, failing_gate, write_gate
+from qdqtune.cli.command import Terminal, command
 from qdqtune.cli.output import (
     print_json,
     print_lines,
     say_error,
     say_notes,
     show,
+    with_flags,
     with_flags_in_notes,
 )
+from qdqtune.commands import gate
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.build import BuildOptions, build
 from qdqtune.commands.compare import CompareOptions, compare
-from qdqtune.commands.gate import RUNS
+from qdqtune.commands.gate import RUNS, Gated
 from qdqtune.commands.inputs import MODEL, execution_of
 from qdqtune.commands.inspect import InspectOptions, inspect
+from qdqtune.commands.shown import Table
 from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.explanation.formatting import placed
 from qdqtune.numerics.accuracy import closeness_of, concern
-from qdqtune.options import REQUIRED, Files, Option, PathLike, option
+from qdqtune.options import REQUIRED, MaybeFile, Option, PathLike, Values, option, several, writes
+from qdqtune.system.checks import Output, written_as
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning import contexts
 
 
-@command("inspect", InspectOptions, AS_JSON)
-def inspect_command(options: InspectOptions, as_machine: bool) -> None:
+@dataclass(kw_only=True)
+class InspectArguments(Terminal, InspectOptions):
+    """The options of `inspect` on the command line."""
+
+
+@command(InspectArguments)
+def inspect_command(options: InspectArguments) -> None:
     """Show how MODEL divides into regions, and which of them share a pattern.
 
     They are those of the graph that tune works on: without pairs, and with BatchNormalizations folded into layers.
     More patterns mean a longer search: every pattern is tuned once, wherever it occurs. With --tree every region
     is shown, with -v every node and tensor as well.
     """
-    found = inspect(options)
-    if as_machine:
-        print_json(found.to_dict())
+    inspection = inspect(options)
+    if options.as_machine:
+        print_json(inspection.to_dict())
     else:
-        print_lines(found.lines(tree=options.tree, verbose=is_verbose()))
-        if not (options.tree or is_verbose()):
+        print_lines(inspection.lines(tree=options.tree, verbose=options.verbose))
+        if not (options.tree or options.verbose):
             print("Every region: --tree, with the names of nodes and tensors: -v")
 
 
+def _record(path: Path, name: str, _: Values) -> list[Output]:
+    return [Output(path, name, written_as("record"))]
+
+
 @dataclass(kw_only=True)
-class CompareArguments(CompareOptions):
-    """The options of `compare`, and its files."""
+class CompareArguments(Terminal, CompareOptions):
+    """The options of `compare` on the command line."""
 
     files: Option[Sequence[PathLike], tuple[Path, ...]] = option(
-        Files(MODEL), REQUIRED, "Model files.", is_positional=True, is_repeated=True, metavar="FILES..."
+        several(MODEL), REQUIRED, "Model files.", is_positional=True, is_repeated=True, metavar="FILES..."
+    )
+    junit: MaybeFile = option(
+        writes(_record),
+        None,
+        "Write what became of each limit as JUnit XML as well.",
+        "Output",
+        short="limits as JUnit XML",
+    )
+    markdown: MaybeFile = option(
+        writes(_record),
+        None,
+        "Write the table and the limits as Markdown as well.",
+        "Output",
+        short="the same as a comment",
     )
 
 
-@command("compare", CompareArguments, JUNIT, MARKDOWN, JSON_FOR_TABLE)
-def compare_command(options: CompareArguments, junit: Path | None, markdown: Path | None, as_machine: bool) -> int:
+@command(CompareArguments)
+def compare_command(options: CompareArguments) -> int:
     """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
 
     A speedup of 2x means half of the time that the first file takes. The true one lies outside its interval at most
@@ -73,10 +100,14 @@ def compare_command(options: CompareArguments, junit: Path | None, markdown: Pat
     spec = options.spec(options.input_shapes, threads=usual_threads())
     if options.on is None and (busy := contexts.busy(spec)) is not None:
         say_notes([busy])
-    with progress.shown() as observer, failing_gate(str(files[0]), junit, markdown):
-        done = with_flags_in_notes(compare(files, options, observer))
-    write_gate(junit, markdown, done.in_words(), done.table(), done.gated, done.notes)
-    if as_machine:
+    try:
+        with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
+            done = with_flags_in_notes(compare(files, options, observer))
+    except EngineFailure as error:  # the engine does not run the first file
+        _write_gate(options, "nothing could be compared", None, [Gated(str(files[0]), RUNS, "failed", str(error))])
+        raise
+    _write_gate(options, done.in_words(), done.table(), done.gated, done.notes)
+    if options.as_machine:
         print_json(done.to_dict())
     else:
         show(done.table())
@@ -87,14 +118,30 @@ def compare_command(options: CompareArguments, junit: Path | None, markdown: Pat
     return EngineFailure.exit_code if done.refusals else 0 if done.passes else ConstraintUnmet.exit_code
 
 
-@command("apply", ApplyOptions, AS_JSON)
-def apply_command(options: ApplyOptions, as_machine: bool) -> None:
+def _write_gate(
+    options: CompareArguments, words: str, table: Table | None, gated: Sequence[Gated], notes: Sequence[str] = ()
+) -> None:
+    """Write the files for continuous integration that were asked for."""
+    texts = {options.junit: gate.junit(gated), options.markdown: gate.markdown(words, table, gated, notes)}
+    for path, text in texts.items():
+        if path is not None:
+            with atomic_write(path, "record") as fresh:
+                fresh.write_text(with_flags(text), encoding="utf-8")
+
+
+@dataclass(kw_only=True)
+class ApplyArguments(Terminal, ApplyOptions):
+    """The options of `apply` on the command line."""
+
+
+@command(ApplyArguments)
+def apply_command(options: ApplyArguments) -> None:
     """Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.
 
     For a network that was trained again: its placement holds, its scales do not. They are found as that search found
     its own, unless an option about ranges says otherwise.
     """
-    with progress.shown() as observer:
+    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
         done = with_flags_in_notes(apply(options, observer))
     say_notes(done.notes)
     if done.random_data:
@@ -106,7 +153,7 @@ def apply_command(options: ApplyOptions, as_machine: bool) -> None:
         say_notes([f"{len(done.lost)} edges are not in this model{scaled}, the first: {done.lost[0]}"])
     if done.accuracy is not None and (warning := concern(done.accuracy)):
         say_notes([warning])
-    if as_machine:
+    if options.as_machine:
         print_json(done.to_dict())
     else:
         what = "outputs" if done.accuracy is None or done.accuracy.sqnr_db is None else "output SQNR"
@@ -116,8 +163,13 @@ def apply_command(options: ApplyOptions, as_machine: bool) -> None:
             print(done.scores.told)
 
 
-@command("build", BuildOptions, AS_JSON)
-def build_command(options: BuildOptions, as_machine: bool) -> None:
+@dataclass(kw_only=True)
+class BuildArguments(Terminal, BuildOptions):
+    """The options of `build` on the command line."""
+
+
+@command(BuildArguments)
+def build_command(options: BuildArguments) -> None:
     """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
 
     What a Q/DQ model leaves in float runs in float, everything between pairs in 8 bits: a mixed-precision engine.
@@ -126,8 +178,8 @@ def build_command(options: BuildOptions, as_machine: bool) -> None:
     qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
     """
     spec = with_timing_cache(options.spec(), options.output.parent)
-    made = build(Path(str(options.model)), options.output, spec, execution_of(options))
-    if as_machine:
-        print_json(made.to_dict())
+    artifact = build(Path(str(options.model)), options.output, spec, execution_of(options))
+    if options.as_machine:
+        print_json(artifact.to_dict())
     else:
-        print(made.in_words())
+        print(artifact.in_words())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Any")
 
 EVENTS = "QDQTUNE_EVENTS"
-"""The environment variable of a child that reports events as lines of JSON."""
+"""The environment variable of a child, which answers in lines of JSON on standard output (see `cli.child`)."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,24 @@ class Event:
 
 
 def emit(event: Event, show: Callable[[str], None]) -> None:
-    """Show an event to people with `show`; in a child, report it to the parent as a line of JSON."""
+    """Show an event to people with `show`; in a child, answer with it."""
     if EVENTS in os.environ:
-        print(json.dumps(asdict(event)), file=sys.stderr, flush=True)
+        _answer(asdict(event))
     else:
         show(event.text)
 
 
-def parsed_event(line: str) -> Event:
-    """The event in a line that a child wrote; other text, from libraries, becomes a line for people."""
+def _answer(value: object) -> None:
+    print(f"\n{json.dumps(value)}", flush=True)  # libraries may have left a line without an end
+
+
+def parsed_answer(line: str) -> Event | dict[str, Any]:
+    """The event or the result in a line that a child wrote; other text, from libraries, becomes a line for people."""
     try:
-        return Event(**json.loads(line))
-    except (ValueError, TypeError):
+        answer = json.loads(line)
+        result: dict[str, Any] | None = answer.get("result")
+        return Event(**answer) if result is None else result
+    except (ValueError, TypeError, AttributeError):
         return Event("line", line)
 
 
@@ -181,8 +187,11 @@ def print_prose(lines: Iterable[str]) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a result as JSON."""
-    print(json.dumps(value, indent=2))
+    """Print a result as JSON; in a child, answer with it."""
+    if EVENTS in os.environ:
+        _answer({"result": value})
+    else:
+        print(json.dumps(value, indent=2))
 
 
 def to_exclude(nodes: Iterable[str]) -> str:

@@ -16,7 +16,6 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli.command import is_quiet, is_verbose
 from qdqtune.cli.output import EVENTS, Event, console, emit, with_flags
 from qdqtune.explanation.formatting import counted, duration
 from qdqtune.numerics.accuracy import decibels
@@ -36,11 +35,9 @@ LINE_SECONDS = 10.0
 
 def shown(*, quiet: bool = False, verbose: bool = False) -> Live | Plain:
     """An observer that shows progress: a few changing lines on a terminal; plain lines elsewhere, or with `verbose`."""
-    here = console(is_error=True, quiet=quiet or is_quiet())
-    moving = (
-        here.is_terminal and not here.is_dumb_terminal and not (verbose or is_verbose()) and EVENTS not in os.environ
-    )
-    return Live(here) if moving else Plain(here)
+    here = console(is_error=True, quiet=quiet)
+    is_moving = here.is_terminal and not here.is_dumb_terminal and not verbose and EVENTS not in os.environ
+    return Live(here) if is_moving else Plain(here)
 
 
 class _Steps:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import command, switch
+from qdqtune.cli.command import Terminal, command
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
 from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.explanation.formatting import placed, samples
@@ -14,11 +15,14 @@ from qdqtune.graph.saving import nbytes
 from qdqtune.numerics.accuracy import closeness, integers_differ
 from qdqtune.numerics.label_metrics import few_changed, loss_high
 
-AS_JSON = switch("as_machine", "--json", "Print JSON instead of text.", short="print JSON")
+
+@dataclass(kw_only=True)
+class QuantizeArguments(Terminal, QuantizeOptions):
+    """The options of `quantize` on the command line."""
 
 
-@command("quantize", QuantizeOptions, AS_JSON)
-def quantize_command(options: QuantizeOptions, as_machine: bool) -> None:
+@command(QuantizeArguments)
+def quantize_command(options: QuantizeArguments) -> None:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
     The rules say where an engine gains from 8 bits as a rule; tune measures it. Of forty
@@ -31,10 +35,10 @@ def quantize_command(options: QuantizeOptions, as_machine: bool) -> None:
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
-    with progress.shown() as observer:
+    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
         done = with_flags_in_notes(quantize(options, observer))
     say_notes(done.notes)
-    if not as_machine:
+    if not options.as_machine:
         if options.report:
             show(done.table())
             show(done.damage_table())

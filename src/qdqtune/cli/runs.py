@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import AS_JSON, command, switch
+from qdqtune.cli.command import Terminal, command
 from qdqtune.cli.output import flags, print_json, print_lines, print_prose, say_notes, show, with_flags_in_notes
 from qdqtune.commands.explain import ExplainOptions, explain_run
 from qdqtune.commands.verify import VerifyOptions, verify
@@ -15,13 +15,18 @@ from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
 from qdqtune.explanation.units import Explanation
-from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
+from qdqtune.options import REQUIRED, File, MaybeFile, Values, option, reads, writes
 from qdqtune.system.checks import Output, below, in_list, written_as
 from qdqtune.tuning.folder import REPORT
 
 
-@command("explain", ExplainOptions, AS_JSON)
-def explain_command(options: ExplainOptions, as_machine: bool) -> None:
+@dataclass(kw_only=True)
+class ExplainArguments(Terminal, ExplainOptions):
+    """The options of `explain` on the command line."""
+
+
+@command(ExplainArguments)
+def explain_command(options: ExplainArguments) -> None:
     """Explain a finished run: why each node runs in 8 bits or in float, and what it takes.
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
@@ -36,7 +41,7 @@ def explain_command(options: ExplainOptions, as_machine: bool) -> None:
     qdqtune explain qdqtune_output '/layer1/*'
     """
     explained = explain_run(options.folder, options.pattern)
-    if as_machine:
+    if options.as_machine:
         print_json(explained.to_dict())
     elif explained.is_part:
         print_prose(_by_unit(explained.rows))
@@ -58,8 +63,8 @@ def _record(text: str) -> list[Path]:
     return [path for path in below(folder) if path != folder / REPORT]
 
 
-def _report(path: Path, name: str, given: Given) -> list[Output]:
-    folder, is_page = given["directory"], written_as("page")
+def _report(path: Path, name: str, values: Values) -> list[Output]:
+    folder, is_page = values["directory"], written_as("page")
     own = folder / REPORT
     return [Output(path, name, lambda file: is_page(file) or (file == own and in_list(folder)(file)))]
 
@@ -68,8 +73,13 @@ CANNOT_TELL = 3
 """The exit code of `verify` where a measurement decides nothing."""
 
 
-@command("verify", VerifyOptions, AS_JSON)
-def verify_command(options: VerifyOptions, as_machine: bool) -> int:
+@dataclass(kw_only=True)
+class VerifyArguments(Terminal, VerifyOptions):
+    """The options of `verify` on the command line."""
+
+
+@command(VerifyArguments)
+def verify_command(options: VerifyArguments) -> int:
     """Say whether what a run has proven holds on this machine.
 
     FOLDER holds optimized_final.onnx, baseline.onnx and deploy/settings.json, as tune leaves them. The files have to be
@@ -80,9 +90,9 @@ def verify_command(options: VerifyOptions, as_machine: bool) -> int:
     \b
     qdqtune verify qdqtune_output --calibration-data samples.npz
     """
-    with progress.shown() as observer:
+    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
         done = with_flags_in_notes(verify(options, observer))
-    if as_machine:
+    if options.as_machine:
         print_json(done.to_dict())
     else:
         if done.comparison is not None:
@@ -93,14 +103,14 @@ def verify_command(options: VerifyOptions, as_machine: bool) -> int:
 
 
 @dataclass(kw_only=True)
-class ReportOptions(Options):
+class ReportOptions(Terminal):
     """The options of `report`."""
 
     directory: File = option(
-        Reads(_record, "record of the run"), REQUIRED, "The output folder of a finished run.", is_positional=True
+        reads(_record, "record of the run"), REQUIRED, "The output folder of a finished run.", is_positional=True
     )
     output: MaybeFile = option(
-        Writes(_report, lambda given: None if given["as_machine"] else given["directory"] / REPORT),
+        writes(_report, lambda given: None if given["as_machine"] else given["directory"] / REPORT),
         None,
         "File to write.",
         "Output",
@@ -110,23 +120,18 @@ class ReportOptions(Options):
     )
 
 
-JSON_ALONE = switch(
-    "as_machine", "--json", "Print what the report says as JSON, and write nothing.", short="print JSON"
-)
-
-
-@command("report", ReportOptions, JSON_ALONE)
-def report_command(options: ReportOptions, as_machine: bool) -> None:
+@command(ReportOptions)
+def report_command(options: ReportOptions) -> None:
     """Write the report of a finished run: one HTML file that works offline and makes no request.
 
     The run is the one in DIRECTORY. `tune` writes its report by itself; this is for runs with --no-report, and for
-    another place.
+    another place. With --json nothing is written.
 
     \b
     qdqtune report qdqtune_output
     """
     report = report_of_run(options.directory)
-    if as_machine:
+    if options.as_machine:
         print_json(asdict(report))
         return
     target = options.output or options.directory / REPORT

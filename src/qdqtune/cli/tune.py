@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.options import check_cache
-from qdqtune.cli import children, jobs, progress
-from qdqtune.cli.command import Parameter, command, command_line, is_quiet, is_verbose, switch
+from qdqtune.cli import children, fleet, progress
+from qdqtune.cli.command import Terminal, command, command_line
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import Result, TuneOptions, tune
 from qdqtune.commands.tune_tables import front_table, groups_table, met_table, rule_table
 from qdqtune.errors import BadOption, ConstraintUnmet, QdqtuneError
 from qdqtune.explanation.formatting import builds, duration
-from qdqtune.options import REQUIRED, TEXT, Option, option
+from qdqtune.graph.model_folder import graphs_in, without_graph
+from qdqtune.options import REQUIRED, SWITCH, TEXT, Flag, Kind, MaybeText, option, texts_of
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick as pick_point
 from qdqtune.tuning.observer import Observer, Observers
+from qdqtune.tuning.options import MODELS
 from qdqtune.tuning.records import GroupOutcome
 
 CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
@@ -33,41 +35,43 @@ NO_IMPROVEMENT = 3
 """The exit code where nothing faster was found."""
 
 
+def _models(value: Any) -> Path | tuple[Path, ...]:
+    """Model files, and the graphs of folders (see `model_folder`), sorted by name in each: a path, or several."""
+    paths = list[Path]()
+    for path in map(MODELS.convert, texts_of(value)):
+        graphs = graphs_in(path) if path.is_dir() else [path]
+        if not graphs:
+            raise ValueError(without_graph(path))
+        paths += graphs
+    return paths[0] if len(paths) == 1 else tuple(paths)
+
+
 @dataclass(kw_only=True)
-class TuneArguments(TuneOptions):
-    """The options of `tune`, with one model or several."""
+class TuneArguments(Terminal, TuneOptions):
+    """The options of `tune` on the command line."""
 
     model: Any = option(
-        jobs.Models(),
+        Kind(_models, takes="several", is_path=True, reads=MODELS.reads, what=MODELS.what),
         REQUIRED,
         "ONNX files, or folders of them.",
         is_positional=True,
         is_repeated=True,
         metavar="MODEL",
     )
-
-
-PICK = Parameter(
-    Option(
-        TEXT,
-        None,
-        "Ship point NAME of a finished run with --front; measures nothing.",
-        "Search",
-        metavar="NAME",
-        name="pick",
+    pick: MaybeText = option(
+        TEXT, None, "Ship point NAME of a finished run with --front; measures nothing.", "Search", metavar="NAME"
     )
-)
-DRY_RUN = switch(
-    "dry_run",
-    "--dry-run",
-    "Say what would be done, and how long it would take.",
-    short="say what would be done, and how long",
-)
-AS_JSON = switch("as_machine", "--json", "Print summary.json instead of the table.", short="print JSON")
+    dry_run: Flag = option(
+        SWITCH,
+        False,
+        "Say what would be done, and how long it would take.",
+        "Output",
+        short="say what would be done, and how long",
+    )
 
 
-@command("tune", TuneArguments, PICK, DRY_RUN, AS_JSON)
-def tune_command(options: TuneArguments, pick: str | None, dry_run: bool, as_machine: bool) -> int:
+@command(TuneArguments)
+def tune_command(options: TuneArguments) -> int:
     """Find the fastest Q/DQ placement for MODEL.
 
     Builds candidates on the engine, times them against the float model in interleaved rounds, and writes
@@ -80,44 +84,44 @@ def tune_command(options: TuneArguments, pick: str | None, dry_run: bool, as_mac
     """
     check_cache(options, options)
     if isinstance(options.model, tuple):
-        if pick is not None:
+        if options.pick is not None:
             raise BadOption("--pick is for one model: name that alone")
-        return jobs.tune_all(options.model, options, dry_run=dry_run, as_machine=as_machine)
+        code = fleet.run_jobs([*fleet.jobs_of(options.model, options)], options, options)
+        if code in fleet.CODES and not (options.dry_run or options.quiet):
+            say(f"what ships lies in {options.output_dir}/MODEL/optimized_final.onnx, with a report.html beside it")
+        return code
     if options.ray is not None and not children.is_driver():
         return children.run_on_ray()
-    if pick is not None:
-        return ship_point(options.output_dir, pick, as_machine=as_machine)
-    return run(options, dry_run=dry_run, as_machine=as_machine)
+    return run(options)
 
 
-def run(
-    options: TuneOptions, listener: Observer | None = None, *, dry_run: bool = False, as_machine: bool = False
-) -> int:
-    """Tune one model and print the result. Gives the exit code.
+def run(options: TuneArguments, listener: Observer | None = None) -> int:
+    """Tune one model and print the result, or ship another point of its front. Gives the exit code.
 
     `listener` receives the events of the run as well.
 
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`.
     """
-    quiet, verbose = is_quiet(), is_verbose()
+    if options.pick is not None:
+        return ship_point(options.output_dir, options.pick, as_machine=options.as_machine)
     settings = options.settings(command_line())
     try:
-        with progress.shown(quiet=quiet, verbose=verbose) as observer:
+        with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
             heard = observer if listener is None else Observers((observer, listener))
-            found = estimate(settings, heard) if dry_run else tune(settings, heard)
+            result = estimate(settings, heard) if options.dry_run else tune(settings, heard)
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
         kept = f"the same command{without} goes on from what was measured"
-        say("interrupted" if dry_run else f"interrupted: {kept}")
+        say("interrupted" if options.dry_run else f"interrupted: {kept}")
         return INTERRUPTED
-    if isinstance(found, Estimate):
-        _print_estimate(found, as_machine=as_machine)
+    if isinstance(result, Estimate):
+        _print_estimate(result, as_machine=options.as_machine)
         return 0
-    _print_result(found, as_machine=as_machine)
+    _print_result(result, as_machine=options.as_machine)
     if options.report:
-        _write_report(found.folder, quiet=quiet)
-    return 0 if found.improved else ConstraintUnmet.exit_code if found.unmet else NO_IMPROVEMENT
+        _write_report(result.folder, quiet=options.quiet)
+    return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
 
 
 def _print_estimate(expected: Estimate, *, as_machine: bool) -> None:

@@ -138,7 +138,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     if recorded.placement and not existing(ready.shaped, recorded.placement, every_edge(ready.shaped))[0]:
         count = len(recorded.placement) + len(recorded.placement.weight_only)
         raise BadModel(f"{path} has none of the {count} edges of {options.placement}: is it the same network?")
-    how = options.calibration if options.says_how else recorded.calibration
+    how = options.calibration if options.has_method else recorded.calibration
     ranges = ready.ranges(how, numbers, lambda found: replace(known(found)[0], wide=frozenset()), observer)
     placed, lost = known(ranges)
     if recorded.placement and not placed:

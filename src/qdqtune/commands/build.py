@@ -18,7 +18,7 @@ from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import model_outputs
-from qdqtune.options import REQUIRED, File, Given, Writes, option
+from qdqtune.options import REQUIRED, File, Values, option, writes
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 
@@ -39,7 +39,7 @@ ARTIFACT = "build"
 """The kind of files that `build` writes (see `system.checks.written_as`)."""
 
 
-def _outputs(path: Path, name: str, given: Given) -> list[Output]:
+def _outputs(path: Path, name: str, given: Values) -> list[Output]:
     """The files that `build` writes: the artifact, and a timing cache beside it if none is named."""
     engine = given["engine"] if isinstance(given["engine"], EngineSpec) else EngineSpec(given["engine"])
     named = engine.options.get("timing_cache") or (given["engine_options"] or {}).get("timing_cache")
@@ -53,7 +53,7 @@ class BuildOptions(EngineOptions, ModelOption):
     """The options of `build`."""
 
     output: File = option(
-        Writes(_outputs), REQUIRED, "File to write.", "Output", short="file to write", flags="-o --output"
+        writes(_outputs), REQUIRED, "File to write.", "Output", short="file to write", flags="-o --output"
     )
 
 

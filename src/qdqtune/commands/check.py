@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 from onnx import TensorProto
 
@@ -31,7 +30,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.options import FILE, WORDS, MaybeFile, MaybeText, Names, Option, option
+from qdqtune.options import FILE, WORDS, Int, MaybeFile, MaybeText, Names, Option, in_range, option
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
@@ -45,8 +44,8 @@ class ProfileOptions(EngineOptions, DataOptions):
     """Options about the source of layers: an engine that runs the model, or an exported report."""
 
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
-    runs: Option[int, int] = option(
-        click.IntRange(1), 20, "Inferences to take the times of.", "Engine", short="inferences to time"
+    runs: Int = option(
+        in_range(1, make=int), 20, "Inferences to take the times of.", "Engine", short="inferences to time"
     )
     graph_json: MaybeFile = option(
         FILE,

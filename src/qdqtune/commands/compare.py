@@ -11,8 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-import click
-
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.prepare import Prepared
@@ -33,7 +31,7 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy, check_finite, closeness_cell, concern, slice_cell
 from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
-from qdqtune.options import Assignments, MaybeText, Option, ValuesByInput, option
+from qdqtune.options import Int, MaybeText, Option, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning.comparison import Comparer, ComparisonRequest
@@ -55,7 +53,7 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
     workloads: WorkloadsOption = workloads_option()
     fix_inputs: ValuesByInput = option(
-        Assignments("fixes nothing", numbers_only=True),
+        assignments("fixes nothing", numbers_only=True),
         None,
         "An input that tune made constant: files that still have it get this value. Repeatable.",
         "Model",
@@ -63,9 +61,9 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
         metavar="NAME=VALUE",
         is_repeated=True,
     )
-    timing_runs: Option[int, int] = option(click.IntRange(12), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search")
-    warmup_runs: Option[int, int] = option(
-        click.IntRange(0),
+    timing_runs: Int = option(in_range(12, make=int), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search")
+    warmup_runs: Int = option(
+        in_range(0, make=int),
         2,
         "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
         "`engine_options` warmup_ms=N changes that.",

@@ -42,7 +42,7 @@ from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.simulation import Outputs, check_stripped, onnxruntime_session
-from qdqtune.options import Anything, Number, Option, option
+from qdqtune.options import MaybeNumber, Option, anything, in_range, option
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, tables_of, twins_of
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import FilePair, file_pairs, with_file_pairs
@@ -70,10 +70,10 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
     """The options of `debug`."""
 
     quantized: Option[ModelLike | None, ModelLike | None] = option(
-        Anything(MODEL), None, "The quantized model.", is_positional=True, metavar="[QUANTIZED]"
+        anything(MODEL), None, "The quantized model.", is_positional=True, metavar="[QUANTIZED]"
     )
-    min_sqnr: Option[float | None, float | None] = option(
-        Number(),
+    min_sqnr: MaybeNumber = option(
+        in_range(),
         None,
         "Output SQNR from which on the outputs count as healthy, in dB; 20 is an error of a tenth.",
         "Accuracy",

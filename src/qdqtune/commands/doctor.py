@@ -41,18 +41,7 @@ from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
-from qdqtune.options import (
-    COUNT,
-    SWITCH,
-    TEXT,
-    Flag,
-    Given,
-    MaybeFile,
-    MaybeInt,
-    MaybeText,
-    Writes,
-    option,
-)
+from qdqtune.options import COUNT, SWITCH, TEXT, Flag, MaybeFile, MaybeInt, MaybeText, Values, option, writes
 from qdqtune.system.checks import Output, written_as
 
 PRETENDS = "fake"
@@ -85,12 +74,12 @@ ELSEWHERE_SECONDS = 300.0
 """How long `doctor` may take on another machine, where an engine may hang while it opens. Chosen, not measured."""
 
 
-def _records(path: Path, name: str, _: Given) -> list[Output]:
+def _records(path: Path, name: str, _: Values) -> list[Output]:
     return [Output(path, name, written_as("record"))]
 
 
-def _usual_record(given: Given) -> Path | None:
-    return Path(f"qualification_{given['engine']}.json") if given["qualify"] else None
+def _usual_record(values: Values) -> Path | None:
+    return Path(f"qualification_{values['engine']}.json") if values["qualify"] else None
 
 
 @dataclass(kw_only=True)
@@ -106,7 +95,7 @@ class DoctorOptions(EngineOptions):
         short="check what we claim of the engine",
     )
     output: MaybeFile = option(
-        Writes(_records, _usual_record),
+        writes(_records, _usual_record),
         None,
         "With `qualify`: the JSON file of what held, to send with a report.",
         "Output",
@@ -123,6 +112,11 @@ class DoctorOptions(EngineOptions):
         metavar="ADDRESS",
     )
     cores_per_worker: MaybeInt = option(COUNT, None, "Cores of each of them.", "Engine", default_in_words="1")
+
+    @property
+    def record(self) -> Path:
+        """The file of what `qualify` found to hold."""
+        return self.output or Path(f"qualification_{self.engine}.json")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from qdqtune.commands.shown import Table
 from qdqtune.errors import escaped
 from qdqtune.numerics.accuracy import decibels, integers_differ
 from qdqtune.numerics.scores import equal_share
-from qdqtune.options import Number, Option, Options, option
+from qdqtune.options import MaybeNumber, Options, in_range, option
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Accuracy
@@ -23,15 +23,13 @@ Outcome = Literal["holds", "undecided", "missed", "failed"]
 RUNS = "runs"
 """The limit that a file misses which the engine does not run."""
 
-MaybeNumber = Option[float | None, float | None]
-
 
 @dataclass(kw_only=True)
 class GateOptions(Options):
     """Limits on a file that is compared with another."""
 
     fail_below: MaybeNumber = option(
-        Number(0, min_open=True),
+        in_range(0, is_open=True),
         None,
         "Exit code 4 if a file is less than X times as fast: if the whole interval of its speedup lies below X, so "
         "that noise fails nothing. Where X lies in the interval, it is told as undecided, and passes.",
@@ -40,7 +38,7 @@ class GateOptions(Options):
         metavar="X",
     )
     min_sqnr: MaybeNumber = option(
-        Number(),
+        in_range(),
         None,
         "Exit code 4 if the output SQNR is lower, in dB; needs samples.",
         "Accuracy",
@@ -48,7 +46,7 @@ class GateOptions(Options):
         metavar="DB",
     )
     min_agreement: MaybeNumber = option(
-        Number(0, 1),
+        in_range(0, 1),
         None,
         "Exit code 4 if integers in outputs, or best classes, agree in a smaller share; needs samples.",
         "Accuracy",

@@ -32,7 +32,7 @@ from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Check, Execution
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import Predict
-from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
+from qdqtune.options import REQUIRED, Option, Options, anything, option, reads
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Cancel, check_cancel
 from qdqtune.tuning.options import MODEL as MODEL
@@ -51,7 +51,7 @@ SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch
 MetricLike = str | Callable[[Predict], float]
 """A metric: a function, or module:callable."""
 
-METRIC = Reads(files_named, "metric", path_type=str)
+METRIC = reads(files_named, "metric", make=str)
 
 IN_MEMORY = ("model", "quantized", "first", "calibration_data", "workloads", "evaluate", "labels")
 """Options whose value may be a Python object."""
@@ -155,7 +155,7 @@ class ModelOption(Options):
     """The model of a command."""
 
     model: Option[ModelLike, ModelLike] = option(
-        Anything(MODEL), REQUIRED, "The ONNX file, or a folder that holds one.", is_positional=True, metavar="MODEL"
+        anything(MODEL), REQUIRED, "The ONNX file, or a folder that holds one.", is_positional=True, metavar="MODEL"
     )
 
 

@@ -14,7 +14,7 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines.formats import FORMATS
 from qdqtune.explanation.formatting import counted
 from qdqtune.graph.model import Model
-from qdqtune.options import COUNT, SWITCH, Flag, Option, Text, choice, option
+from qdqtune.options import COUNT, SWITCH, Flag, Int, Option, Text, choice, option
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Region, Regions, RegionType
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
@@ -40,9 +40,7 @@ class InspectOptions(RewriteOption, FixOption, ModelOption):
         choice(*sorted(FORMATS)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
     )
     regions: Option[Division, Division] = REGIONS
-    max_sequence_size: Option[int, int] = option(
-        COUNT, 10, "Largest leaf, in nodes.", "Search", short="largest leaf, in nodes"
-    )
+    max_sequence_size: Int = option(COUNT, 10, "Largest leaf, in nodes.", "Search", short="largest leaf, in nodes")
     include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
     tree: Flag = option(
         SWITCH,

@@ -2,74 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import click
 
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines.options import tensorrt_cache
 from qdqtune.engines.tensorrt.options import libraries_in
-from qdqtune.options import Given, Options, Reads, Several, Writes, options_of
+from qdqtune.options import Options, options_of
 from qdqtune.system.checks import Output, check_outputs
-
-Kinds = Mapping[str, click.ParamType[Any]]
-"""Options by name, with the type of a single value."""
-
-Read = tuple[str, Reads, str]
-"""Something to read: its name in messages, the type of the option that names it, and the option's text."""
-
-
-def check_paths(kinds: Kinds, given: Given, read: Iterable[Read]) -> dict[str, Path]:
-    """Check that a command may write the files that its options name. The default paths of options that were not given,
-    by option name.
-
-    Raises:
-        BadOption, OutputError: the command may not write a file.
-    """
-    outputs, usual, inputs = list[Output](), dict[str, Path](), dict[str, list[Path]]()
-    for name, kind in kinds.items():
-        if not isinstance(kind, Writes):
-            continue
-        named = given.get(name)
-        path = named or kind.usual(given)
-        if path is None:
-            continue
-        if not named:
-            usual[name] = path
-        if named or path.parent.is_dir():  # otherwise the input in that folder is missing too
-            outputs += kind.outputs(Path(path), f"`{name}`", given)
-    of_engine = given.get("engine_options") or {}
-    if isinstance(cache := of_engine.get("timing_cache"), str | Path):
-        outputs += tensorrt_cache(Path(cache), "`engine_options` timing_cache", given)
-    inputs["plugin libraries"] = [Path(library) for library in libraries_in(of_engine)]
-    if outputs:
-        for what, kind, text in read:
-            inputs.setdefault(what.replace("_", " "), []).extend(kind.files(text))
-        check_outputs(outputs, inputs)
-    return usual
 
 
 def check_options(options: Options) -> None:
-    """`check_paths` for options of a Python call.
+    """Check that a command may write the files that its options name, or that it writes by default.
 
     Raises:
-        BadOption, OutputError: see `check_paths`.
+        BadOption, OutputError: it may not.
     """
-    known = options_of(type(options))
-    kinds, given = {name: typed(own.kind) for name, own in known.items()}, {n: getattr(options, n) for n in known}
-    check_paths(kinds, given, _read(kinds, given))
-
-
-def typed(kind: click.ParamType[Any]) -> click.ParamType[Any]:
-    """The type of one value on the command line, for an option of type `kind`."""
-    return kind.typed if isinstance(kind, Several) else kind
-
-
-def _read(kinds: Kinds, given: Given) -> Iterator[Read]:
-    for name, kind in kinds.items():
-        value = given[name]
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(kind, Reads) and isinstance(one, str | Path | WorkloadFile):
-                yield kind.what or name, kind, str(one)
+    outputs, values, of_engine = list[Output](), vars(options), getattr(options, "engine_options", None) or {}
+    inputs = {"plugin libraries": [Path(library) for library in libraries_in(of_engine)]}
+    for name, own in options_of(type(options)).items():
+        kind, raw = own.kind, options.raw.get(name)
+        if kind.writes is not None:
+            path = values[name] or kind.usual(values)
+            if path is not None and (values[name] or path.parent.is_dir()):  # otherwise the input there is missing, too
+                outputs += kind.writes(path, f"`{name}`", values)
+        if kind.reads is not None:
+            for one in raw if isinstance(raw, list | tuple | Mapping) else [raw]:
+                if isinstance(one, str | Path | WorkloadFile):
+                    inputs.setdefault((kind.what or name).replace("_", " "), []).extend(kind.reads(str(one)))
+    if isinstance(cache := of_engine.get("timing_cache"), str | Path):
+        outputs += tensorrt_cache(Path(cache), "`engine_options` timing_cache", values)
+    if outputs:
+        check_outputs(outputs, inputs)

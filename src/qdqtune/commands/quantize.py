@@ -65,13 +65,13 @@ from qdqtune.options import (
     SWITCH,
     TEXT,
     WORDS,
-    Anything,
     Duration,
     Flag,
     MaybeText,
     Names,
     Option,
     Text,
+    anything,
     choice,
     option,
 )
@@ -147,7 +147,7 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         "Operators to keep in float. Repeatable.", "OP", short="operators that stay in float"
     )
     evaluate: Option[MetricLike | None, MetricLike | None] = option(
-        Anything(METRIC),
+        anything(METRIC),
         None,
         "Your metric, called with a function that runs the model: before and after.",
         "Accuracy",

@@ -23,7 +23,7 @@ from qdqtune.graph.model_folder import model_in
 from qdqtune.graph.saving import model_outputs
 from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
-from qdqtune.options import Given, MaybeFile, Option, Writes, option
+from qdqtune.options import MaybeFile, Option, Values, option, writes
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.options import precision_option
 from qdqtune.types import Listener, NumericFormat, Placement
@@ -66,7 +66,7 @@ class PreparedModel:
         return fitted(self.prepared, how, numbers, placed, listener=listener, only_placed=True)
 
 
-def _beside(given: Given) -> Path | None:
+def _beside(given: Values) -> Path | None:
     """The default path of the Q/DQ model: beside the float model.
 
     Raises:
@@ -83,7 +83,7 @@ class OutputOption(ModelOption):
     """The Q/DQ model to write."""
 
     output: MaybeFile = option(
-        Writes(lambda path, name, _: model_outputs(path, name), _beside),
+        writes(lambda path, name, _: model_outputs(path, name), _beside),
         None,
         "File to write.",
         "Output",

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import click
-
 from qdqtune.calibration.options import RangeOptions, check_cache
 from qdqtune.calibration.prepare import USUAL_JUDGED
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
@@ -27,7 +25,7 @@ from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.result_rows import is_judged
 from qdqtune.numerics.accuracy import closeness
 from qdqtune.numerics.scores import equal_share
-from qdqtune.options import SWITCH, Anything, Flag, MaybeInt, Option, choice, option
+from qdqtune.options import SWITCH, Flag, MaybeInt, Option, anything, choice, in_range, option
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan, least_rounds, speed
 from qdqtune.tuning import loop, result
@@ -58,7 +56,7 @@ class EffortOptions(SearchOptions):
         "Search",
     )
     builds: MaybeInt = option(
-        click.INT,
+        in_range(make=int),
         None,
         "Engine builds that the search may spend.",
         "Search",
@@ -92,7 +90,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
 
     workloads: WorkloadsOption = workloads_option()
     evaluate: Option[MetricLike | None, MetricLike | None] = option(
-        Anything(METRIC),
+        anything(METRIC),
         None,
         "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
         "{output: array}. Also path/to/file.py:callable. Reported before and after.",

@@ -18,7 +18,18 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import Threads, on_device, on_option, threads_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.options import REQUIRED, Assignments, Duration, File, MaybeText, OfRun, Option, Options, option, options_of
+from qdqtune.options import (
+    OF_RUN,
+    REQUIRED,
+    Duration,
+    File,
+    MaybeText,
+    Option,
+    Options,
+    assignments,
+    option,
+    options_of,
+)
 from qdqtune.timing.ratios import overlap
 from qdqtune.tuning.deploy import DeploySettings, changed_files, of_other_processor, read_settings
 from qdqtune.tuning.finished import data_beside
@@ -32,7 +43,7 @@ class FolderOption(Options):
     """The folder of a run."""
 
     folder: File = option(
-        OfRun(), REQUIRED, "The output folder of a finished run.", is_positional=True, metavar="FOLDER"
+        OF_RUN, REQUIRED, "The output folder of a finished run.", is_positional=True, metavar="FOLDER"
     )
 
 
@@ -42,7 +53,7 @@ class VerifyOptions(MeasureOptions, FolderOption):
 
     threads: Threads = threads_option("those of the proof for which there are cores")
     engine_options: Option[Mapping[str, Any] | None, Mapping[str, Any]] = option(
-        Assignments("sets nothing"),
+        assignments("sets nothing"),
         None,
         "An option of the engine as it is here, such as the path of a program or plug-in. Repeatable.",
         "Engine",

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import click
-
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, normal
 from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.machine import MachineFacts
@@ -19,20 +17,21 @@ from qdqtune.engines.remote.connection import Destination, connected
 from qdqtune.engines.tensorrt.options import as_json, timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.options import (
-    ANYTHING,
     COUNT,
     SECONDS,
     TEXT,
-    Assignments,
     Duration,
-    Given,
+    Kind,
     MaybeInt,
     MaybeText,
     Option,
     Options,
-    Several,
-    Writes,
+    Values,
+    assignments,
+    check_name,
     option,
+    texts_of,
+    writes,
 )
 from qdqtune.system.checks import Output
 
@@ -50,25 +49,25 @@ def time_limit_option() -> Any:
     )  # fmt: skip
 
 
-def tensorrt_cache(path: Path, name: str, _: Given) -> list[Output]:
+def tensorrt_cache(path: Path, name: str, _: Values) -> list[Output]:
     """The timing cache as an output, for the checks on files that a command writes."""
     return [timing_cache(path, name)]
 
 
-class ThreadCounts(Several):
-    """Reads numbers of threads, such as 1,4,16; None if the option is not given."""
+def _engine(value: Any) -> str | EngineSpec:
+    if not isinstance(value, str | EngineSpec):
+        raise ValueError(f"{value!r:.60} is no name of an engine")
+    return check_name(value) if isinstance(value, str) else value
 
-    name = "text"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
-        """Convert numbers, or text with commas between them."""
-        given = [value] if isinstance(value, str | int) else value or ()
-        counts = [count for one in given for count in str(one).replace(" ", "").split(",")]
-        if wrong := [count for count in counts if not re.fullmatch(r"[1-9][0-9]{0,3}", count)]:
-            self.fail(f"{wrong[0]!r} is no number of threads: give 1,4,16", param, ctx)
-        if value is not None and not counts:
-            self.fail("no number of threads is named: give some, such as 1,4,16", param, ctx)
-        return tuple(dict.fromkeys(map(int, counts))) or None
+def _threads(value: Any) -> tuple[int, ...] | None:
+    counts = [count for one in texts_of(value) for count in str(one).replace(" ", "").split(",")]
+    for count in counts:
+        if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
+            raise ValueError(f"{count!r} is no number of threads: give 1,4,16")
+    if value is not None and not counts:
+        raise ValueError("no number of threads is named: give some, such as 1,4,16")
+    return tuple(dict.fromkeys(map(int, counts))) or None
 
 
 Threads = Option[int | str | Sequence[int] | None, tuple[int, ...] | None]
@@ -77,7 +76,7 @@ Threads = Option[int | str | Sequence[int] | None, tuple[int, ...] | None]
 def threads_option(default: str) -> Any:
     """The option `threads`: the numbers of threads that files are timed at, by `default` in words."""
     return option(
-        ThreadCounts(),
+        Kind(_threads, takes="several"),
         None,
         "CPU threads of onnxruntime and openvino. One gives the most stable timing. tune, compare and verify take "
         "several, such as 1,4: what tune ships is slower at none of them and faster at one.",
@@ -89,7 +88,7 @@ def threads_option(default: str) -> Any:
     )
 
 
-TIMING_CACHE_FILE = Writes(tensorrt_cache)
+TIMING_CACHE_FILE = writes(tensorrt_cache)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +99,7 @@ class EngineOptions(Options):
     """Whether the command takes several numbers of `threads`."""
 
     engine: Option[str | EngineSpec, str | EngineSpec] = option(
-        ANYTHING,
+        Kind(_engine, takes="anything"),
         "onnxruntime",
         f"Engine to build and time on: {ENGINE_NAMES}.",
         "Engine",
@@ -110,11 +109,8 @@ class EngineOptions(Options):
     threads: Threads = threads_option(
         "tune and compare: a thread for each physical core, as engines take by themselves; else 1"
     )
-    provider: MaybeText = option(
-        TEXT, None, "onnxruntime: an execution provider, by ONNX Runtime's name for it.", "Engine"
-    )
     engine_options: Option[Mapping[str, Any] | Sequence[str] | None, Mapping[str, Any]] = option(
-        Assignments("sets nothing"),
+        assignments("sets nothing"),
         None,
         "An option of the engine, which doctor lists; VALUE is JSON or text. Repeatable.",
         "Engine",
@@ -129,7 +125,7 @@ class EngineOptions(Options):
         """The name of the engine."""
         if isinstance(self.engine, EngineSpec):
             return normal(self.engine).name
-        return normal(EngineSpec(self.engine, {"provider": self.provider} if self.provider else {})).name
+        return normal(EngineSpec(self.engine, self.engine_options)).name
 
     def spec(
         self, input_shapes: Mapping[str, tuple[int, ...]] | None = None, *, threads: int | None = None
@@ -146,8 +142,7 @@ class EngineOptions(Options):
             raise BadOption("`threads` takes one number here; several are for tune, compare and verify")
         if isinstance(self.engine, EngineSpec):
             return normal(self.engine)
-        named = {"provider": self.provider} if self.provider else {}
-        spec = normal(EngineSpec(self.engine, named | dict(self.engine_options)))
+        spec = normal(EngineSpec(self.engine, self.engine_options))
         chosen = dict(spec.options)
         if spec.name in TENSORRT_FAMILY:
             if input_shapes:
@@ -165,25 +160,15 @@ def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
     return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
 
 
-class RemoteHost(click.ParamType[str]):
-    """Text that names a machine to reach by SSH or adb."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Keep the text.
-
-        Raises:
-            BadOption: it names no machine.
-        """
-        Destination.parsed(str(value))
-        return str(value)
+def _machine(value: Any) -> str:
+    Destination.parsed(str(value))
+    return str(value)
 
 
 def on_option() -> Any:
     """The option `on`: another machine that measures."""
     return option(
-        RemoteHost(),
+        Kind(_machine),
         None,
         "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
         "default python3, is the one there that has qdqtune.",

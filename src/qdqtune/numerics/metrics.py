@@ -31,7 +31,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import click
 import numpy as np
 import numpy.typing as npt
 from onnx.helper import tensor_dtype_to_np_dtype
@@ -46,7 +45,7 @@ from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Fai
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import check_finite
 from qdqtune.numerics.label_metrics import NAMES, Asked, Score, Tally, answer, check_classes, chosen, fits, parsed
-from qdqtune.options import Anything, Names, Option, Options, PathLike, Reads, Text, option
+from qdqtune.options import Kind, Names, Option, Options, PathLike, Text, anything, choice, option, reads
 from qdqtune.types import Array, Sample
 
 Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -294,15 +293,12 @@ LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
 """Labels: a file, or an array or a list with one for each sample."""
 
 
-class MetricName(click.Choice[str]):
-    """The name of a metric, and behind a colon that of the output which it reads."""
+METRIC_NAME = choice("auto", *NAMES)
 
-    def __init__(self) -> None:
-        super().__init__(("auto", *NAMES))
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        name, colon, output = str(value).partition(":")
-        return super().convert(name, param, ctx) + colon + output
+def _metric(value: Any) -> str:
+    name, colon, output = str(value).partition(":")
+    return f"{METRIC_NAME.convert(name)}{colon}{output}"
 
 
 @dataclass(kw_only=True)
@@ -310,7 +306,7 @@ class LabelOptions(Options):
     """A metric over labelled samples."""
 
     labels: Option[LabelsLike | None, LabelsLike | None] = option(
-        Anything(Reads(path_type=str)),
+        anything(reads(make=str)),
         None,
         "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, or vectors, "
         f"in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
@@ -320,7 +316,7 @@ class LabelOptions(Options):
         metavar="FILE",
     )
     metric: Text = option(
-        MetricName(),
+        Kind(_metric, choices=METRIC_NAME.choices),
         "auto",
         "How outputs are compared with `labels`; without labels, with what the float model says: METRIC, or "
         "METRIC:OUTPUT for an output that is not the first that fits. Higher is better. "

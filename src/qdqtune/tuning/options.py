@@ -7,32 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import click
-
 from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, RewriteOption
 from qdqtune.engines.options import WorkerOptions
-from qdqtune.errors import check_file
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model_folder import graphs_in, model_in
-from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
+from qdqtune.numerics.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.numerics.metrics import LabelOptions, ScoreOption
 from qdqtune.options import (
     FILE,
     NAMES,
+    OF_RUN,
     SECONDS,
     SWITCH,
     File,
     Flag,
-    Limit,
+    Kind,
     MaybeDuration,
-    OfRun,
     Option,
     PathLike,
-    Reads,
-    Several,
     choice,
+    limit,
     option,
+    reads,
+    texts_of,
 )
 from qdqtune.types import QuantType
 
@@ -79,44 +77,28 @@ def _model_files(text: str) -> list[Path]:
     return [file for one in files for file in files_of(one)] or [path]
 
 
-class ModelFile(Reads):
-    """The path of a model, or of a folder that holds one (see `model_folder`)."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Make the path of a folder that of its model.
-
-        Raises:
-            BadModel: the folder holds no model, or several.
-        """
-        return model_in(super().convert(value, param, ctx))
-
-
-MODEL = ModelFile(_model_files, "model")
-MODELS = Reads(_model_files, "model")
+MODEL = reads(_model_files, "model", lambda text: model_in(Path(text)))
+"""The path of a model, or of a folder that holds one (see `model_folder`)."""
+MODELS = reads(_model_files, "model")
 """The path of a model or of a folder, which may hold several."""
 
 
-class Wildcards(Several):
-    """Reads wildcards of node names: a sequence of them, or a file with one a line. Empty lines and lines that begin
-    with # are skipped."""
+def _wildcards(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str | Path):
+        return tuple(texts_of(value))
+    try:
+        lines = [line.strip() for line in FILE.convert(value).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ValueError(f"cannot read {value}: {error.strerror}") from error
+    wildcards = tuple(line for line in lines if line and not line.startswith("#"))
+    if not wildcards:
+        raise ValueError(f"{value} holds no wildcard")
+    return wildcards
 
-    name = "path"
-    typed = FILE
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """Read the file, or take a sequence as it is."""
-        if not isinstance(value, str | Path):
-            return tuple(value or ())
-        try:
-            check_file(Path(value))
-            lines = [line.strip() for line in Path(value).read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            self.fail(f"cannot read {value}: {why}", param, ctx)
-        found = tuple(line for line in lines if line and not line.startswith("#"))
-        if not found:
-            self.fail(f"{value} holds no wildcard", param, ctx)
-        return found
+WILDCARDS = Kind(_wildcards, "FILE", "several", is_path=True, reads=FILE.reads)
+"""Wildcards of node names: a sequence of them, or a file with one a line. Empty lines and lines that begin with # are
+skipped."""
 
 
 @dataclass(kw_only=True)
@@ -127,7 +109,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
     """
 
     output_dir: File = option(
-        OfRun(),
+        OF_RUN,
         Path("qdqtune_output"),
         "Where everything goes. The same folder again resumes.",
         "Output",
@@ -158,7 +140,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
     portable: Flag = portable_option()
     precision: Option[Precision | None, Precision | None] = precision_option()
     min_sqnr: Option[Switched, Switched] = option(
-        Limit(),
+        limit(),
         "auto",
         "Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an error of a tenth, "
         "30 of a thirtieth; and what leaves no part of an output without its values. none takes the fastest at any "
@@ -168,16 +150,8 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         default_in_words=f"{FLOOR_DB:g}, or none with a metric",
         metavar="DB",
     )
-    min_sqnr_worst: Option[Switched, Switched] = option(
-        Limit(),
-        "auto",
-        "The same for the worst sample alone: a good mean may hide one that is broken.",
-        "Accuracy",
-        default_in_words=f"{APART_DB:g} dB less than `min_sqnr`",
-        metavar="DB",
-    )
     min_agreement: Option[Switched, Switched] = option(
-        Limit(min=0, max=1),
+        limit(0, 1),
         "auto",
         "Take only what leaves the best class as it is in this share of cases where outputs hold scores of classes, "
         "tokens or pixels, as far as the samples can tell; and this share of integers in outputs; or none.",
@@ -186,7 +160,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         metavar="SHARE",
     )
     max_drop: Option[Switched, Switched] = option(
-        Limit(min=0),
+        limit(0),
         "auto",
         "Take only what keeps your metric within X of the float model's, or none. With `labels` the upper end of the "
         "95 % interval of the loss has to be within X, as far as the samples can tell.",
@@ -210,7 +184,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         short="for the whole run: 90s, 10m, 1h",
     )
     node_filter: Option[PathLike | Sequence[str], tuple[str, ...]] = option(
-        Wildcards(),
+        WILDCARDS,
         (),
         "File of node-name wildcards, one a line: other regions stay in float.",
         "Search",

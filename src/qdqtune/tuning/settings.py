@@ -23,7 +23,7 @@ from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import PAIRS, Plan, least_rounds
 from qdqtune.tuning.contexts import counts_of
-from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions
+from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions, Switched
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
 """Builds of a run for a front (least, usual), the proof of its points included; where none is proven, the usual proof
@@ -100,7 +100,8 @@ class Settings(SearchOptions):
     one comparison, or two for a model that has pairs, for each of at most two candidates, and another if both fail. For
     a `front` it is what search and proof may spend together.
     `evaluate` names the user's metric (see `numerics.metrics`), in place of `labels` and `metric`.
-    `accuracy_samples` is the most samples on which outputs are compared.
+    `accuracy_samples` is the most samples on which outputs are compared, `min_sqnr_worst` the `min_sqnr` of the worst
+    sample alone, since a good mean may hide one that is broken; by default less than that of the mean.
     `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
     `calibration_data`.
     `command` is the command line, for the run log only.
@@ -117,6 +118,7 @@ class Settings(SearchOptions):
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
     calibration_data: str | None = None
     accuracy_samples: int = MOST_JUDGED
+    min_sqnr_worst: Switched = "auto"
     calibration: Calibration = DEFAULT_CALIBRATION
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)

@@ -23,7 +23,6 @@ from functools import cached_property
 from math import inf
 
 import numpy as np
-from scipy.optimize import nnls
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, is_dilated, is_float
@@ -222,6 +221,8 @@ class RuleCosts:
         """
         if len(ratios) < LEAST_BUILDS:
             return self
+        from scipy.optimize import nnls  # slow to import
+
         each = [replace(self, off={}, rates=rates) for rates in (Rates(1, 0, 0), Rates(0, 1, 0), Rates(0, 0, 1))]
         bytes_of = np.array([[costs.total(self.labels(placement)) for costs in each] for placement in ratios])
         bytes_of /= max(bytes_of.max(), 1.0)

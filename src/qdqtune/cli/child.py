@@ -1,0 +1,25 @@
+"""The program that tunes one of several models. It gets options as JSON on standard input, and answers in lines of JSON
+on standard output: its events (see `output.Event`), and its result."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from qdqtune.cli.command import Command
+from qdqtune.cli.main import main
+from qdqtune.cli.tune import TuneArguments, tune_command
+from qdqtune.options import Options
+
+
+def answer(_: Options) -> int | None:
+    """Tune the model that standard input asks for."""
+    request = json.load(sys.stdin)
+    click.get_current_context().obj = tuple(request["command"])
+    return tune_command.body(TuneArguments(**request["options"]))
+
+
+if __name__ == "__main__":
+    main([], Command("tune", Options, answer))
