@@ -57,7 +57,7 @@ def test_a_console_takes_text_as_text() -> None:
     table.add_column(HOSTILE)
     table.add_row(Text(HOSTILE))
     table.add_row("[bold]plain[/bold]")
-    with redirect_stdout(streams.Escaping(written)):
+    with redirect_stdout(streams.SafeStream(written)):
         shown = output.console(width=200)
         shown.print(table)
         shown.print(HOSTILE)

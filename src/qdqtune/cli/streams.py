@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -41,13 +41,14 @@ def escaped_lines(text: str) -> str:
 
 
 class SafeStream(io.TextIOBase):
-    """A text stream that never fails. After an error further text is dropped, and `lost` holds the error.
-
-    A pipe whose reader has gone is no error.
+    """A text stream that never fails, and escapes control characters. After an error further text is dropped, and
+    `lost` holds the error; a pipe whose reader has gone is none. `styled` is the same stream for text that is escaped
+    already and has colours.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, is_styled: bool = False) -> None:
+        self._stream, self._is_styled = stream, is_styled
+        self.styled = self if is_styled else SafeStream(stream, is_styled=True)
         self._is_gone = False
         self.lost: OSError | None = None
 
@@ -72,28 +73,21 @@ class SafeStream(io.TextIOBase):
         """Write text; characters that the encoding lacks become escapes."""
         if not isinstance(text, str):
             raise TypeError(f"text is written here, not {type(text).__name__}")
-        with self._guard():
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError:
-                encoding = self.encoding
-                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        clean = text if self._is_styled else escaped_lines(text)
+        encoding = self.encoding
+        self._safely(self._stream.write, clean.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
         """Flush the underlying stream."""
-        with self._guard():
-            self._stream.flush()
+        self._safely(self._stream.flush)
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        if self._is_gone:
-            with suppress(OSError, ValueError):
-                yield
-            return
+    def _safely(self, call: Callable[..., object], *arguments: str) -> None:
         try:
-            yield
+            call(*arguments)
         except (OSError, ValueError) as error:  # ValueError: it is closed
+            if self._is_gone:
+                return
             self._is_gone = True
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self.lost = error
@@ -101,74 +95,51 @@ class SafeStream(io.TextIOBase):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
-class Escaping(SafeStream):
-    """A stream for `print` that escapes control characters. `styled` is the same stream for text that is escaped
-    already and has colours."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self.styled = SafeStream(stream)
-
-    def write(self, text: str) -> int:
-        """Write text with control characters escaped."""
-        super().write(escaped_lines(text))
-        return len(text)
-
-
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Replace standard output and standard error by safe streams, and restore them at the end."""
+    """Replace standard output and standard error by safe streams, and restore them at the end.
+
+    Standard output is for results only: what libraries write to its descriptor goes to standard error. A stream with
+    another descriptor, as in tests, keeps it.
+    """
     for number in range(3):  # a file that is opened under such a number would get what libraries print
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
-    with open(os.devnull, "w") as nowhere, _results(sys.stdout or nowhere) as results:
-        sys.stdout, sys.stderr = Escaping(results), Escaping(sys.stderr or nowhere)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            sys.stdout, sys.stderr = before
-
-
-@contextmanager
-def _results(stream: TextIO) -> Iterator[TextIO]:
-    """Standard output for results only: what libraries write to its descriptor meanwhile goes to standard error. A
-    stream with another descriptor, as in tests, is yielded unchanged."""
+    nowhere = open(os.devnull, "w")  # noqa: SIM115  (kept for what others write late)
+    results, own = sys.stdout or nowhere, -1
+    with suppress(OSError, ValueError):  # in memory, or closed
+        if results.fileno() == STDOUT:
+            results.flush()
+            own = os.dup(STDOUT)
+            os.dup2(STDERR, STDOUT)
+            results = io.TextIOWrapper(io.FileIO(own, "w", closefd=False), results.encoding, results.errors)
+    sys.stdout, sys.stderr = SafeStream(results), SafeStream(sys.stderr or nowhere)
     try:
-        is_shared = stream.fileno() == STDOUT
-    except (OSError, ValueError):  # in memory, or closed
-        is_shared = False
-    if not is_shared:
-        yield stream
-        return
-    stream.flush()
-    own = os.dup(STDOUT)
-    os.dup2(STDERR, STDOUT)
-    results = io.TextIOWrapper(io.FileIO(own, "w", closefd=False), stream.encoding, stream.errors)
-    try:
-        yield results
+        yield
     finally:
-        for written in (results, stream):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+        if own >= 0:
             with suppress(OSError, ValueError):
-                written.flush()
-        ctypes.CDLL(None).fflush(None)  # what C has printed, and would write at its end
-        os.dup2(own, STDOUT)
-        os.close(own)
+                before[0].flush()
+            ctypes.CDLL(None).fflush(None)  # what C has printed, and would write at its end
+            os.dup2(own, STDOUT)
+            os.close(own)
 
 
 def styled(stream: TextIO) -> TextIO:
     """The stream for text that is escaped already and has colours."""
-    return stream.styled if isinstance(stream, Escaping) else stream  # type: ignore[return-value]
+    return stream.styled if isinstance(stream, SafeStream) else stream  # type: ignore[return-value]
 
 
 def lost_output() -> OSError | None:
     """The error that kept results from standard output; None if there was none."""
     sys.stdout.flush()
-    if not isinstance(sys.stdout, Escaping):
+    if not isinstance(sys.stdout, SafeStream):
         return None
     return sys.stdout.lost or sys.stdout.styled.lost
 
