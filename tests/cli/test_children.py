@@ -20,6 +20,7 @@ from qdqtune.cli.output import Event, parsed_answer
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import devices
 from qdqtune.engines.devices import Device
+from remote_machines import parent_of
 from runs import environment, hopeless, mixed, write
 
 QUICK = ["--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report"]

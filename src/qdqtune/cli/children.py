@@ -12,7 +12,7 @@ from typing import Any
 
 from qdqtune.cli.command import command_line
 from qdqtune.cli.streams import PARENT
-from qdqtune.engines.allocation import NODE_LOST
+from qdqtune.engines.ray import NODE_LOST
 from qdqtune.errors import EngineUnavailable
 from qdqtune.system.interpreter import end_group, python
 

@@ -14,11 +14,6 @@ from qdqtune.engines.process import StartWorker, Worker
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 
-NODE_LOST = (
-    "the Ray node that the run was connected through is lost, and the run with it: the same command goes on from what "
-    "was measured"
-)
-
 INSTALL = "pip install 'qdqtune[ray]'"
 
 

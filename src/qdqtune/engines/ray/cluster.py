@@ -15,10 +15,10 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.allocation import NODE_LOST
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.execution import Check, Deadline
 from qdqtune.engines.process import Program
+from qdqtune.engines.ray import NODE_LOST
 from qdqtune.engines.remote.worker import FarWorker, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.interpreter import python
