@@ -151,25 +151,20 @@ class CutSearch:
         return ships if "static" in self.seeds else self._first_batch
 
     def _weight_placements(self) -> dict[str, Placement]:
-        """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the fastest
-        mixture that holds them, by the times of products alone; if that is 8 bits throughout, the mixture with the
-        fewest bytes: products alone read weights from a nearer cache, so only a build shows what fewer bits save."""
+        """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the mixture
+        with the fewest bytes that holds them: products alone read weights from a nearer cache, so only a build shows
+        what fewer bits save."""
         bits = weights_by_family(self.format_shares)
         held = {name: p for name, p in bits.items() if self._may_hold(p)}
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
-        for shares in (self.format_shares, shares_by_bytes(self.format_shares)):
-            mixed = self._mixed(shares, self.noise, RESERVE * self.noise.limit)
-            if mixed and self._may_hold(mixed) and mixed not in held.values():
-                return {"weights in fewer bits": mixed} | held
+        costs = replace(self, format_shares=shares_by_bytes(self.format_shares)).costs(())
+        floats = tuple(replace(price, as_quantized=inf) for price in costs.prices)
+        decision = cut_within(replace(costs, prices=floats), self.noise, RESERVE * self.noise.limit)
+        mixed = costs.partition.placement(decision)
+        if mixed and self._may_hold(mixed) and mixed not in held.values():
+            return {"weights in fewer bits": mixed} | held
         return held or weights_by_family(self.format_shares, self._may_hold)
-
-    def _mixed(self, shares: FormatShares, noise: Noise, limit: float) -> Placement:
-        """The cheapest weight formats by the given shares within a limit on noise, without pairs."""
-        costs = replace(self, format_shares=shares).costs(())
-        floats = tuple(replace(p, as_quantized=inf) for p in costs.prices)
-        costs = replace(costs, prices=floats)
-        return costs.partition.placement(cut_within(costs, noise, limit))
 
     @property
     def _everything(self) -> Proposal:
@@ -248,7 +243,7 @@ class CutSearch:
 
     def _polish(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
         """The best placement with its closest decisions reversed: a few kinds of units together, so that the build
-        prices each of them anew, and then each kind alone. Prices that builds disagree about come first.
+        prices each of them anew, and then each kind alone.
 
         `stuck`: the prices only lead to builds that fail; then every kind is tried, the closest first.
         """
@@ -284,38 +279,28 @@ class CutSearch:
         predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
-    def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
+    def costs(self, history: Sequence[Trial]) -> Costs:
         """Prices of units: the fusion groups, split as the builds so far ran them fastest. Where builds disagree, later
-        ones take precedence; among those that no prices led to, faster ones. The build of `shipped` takes precedence
-        over all, and its groups become the units."""
-        times = self._times(history, shipped)
-        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.format_shares)
-        return learn(parts, times)
-
-    def _times(self, history: Sequence[Trial], shipped: Placement | None = None) -> list[BuildTimes]:
-        """The times of the builds so far in rising precedence, the float build's first."""
+        ones take precedence; among those that no prices led to, faster ones."""
         floats, *others = timed_builds(history, self.plan, self.float_layers)
         first = {t.placement for t in history if t.proposal.predicted is None}
         unpredicted = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
         rising = (*unpredicted, *(b for b in others if b.placement not in first))
-        ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
-        before, *later = (attribute(self.model, build, self.float_ms) for build in ordered)
-        return [before, *(with_float_times(self.model, build, before) for build in later)]
+        before = attribute(self.model, floats, self.float_ms)
+        times = [before]
+        for build in rising:
+            times.append(with_float_times(self.model, attribute(self.model, build, self.float_ms), before))
+        return learn(partition(self.model, self.possible, self._units(times), self.format_shares), times)
 
     @cached_property
     def _members(self) -> list[tuple[Group, tuple[Edge, ...], str]]:
         """The fusion groups with their inner edges and their kinds."""
         return [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
 
-    def _units(self, times: Sequence[BuildTimes], shipped: Placement | None) -> Iterator[Group]:
-        """The float build's groups, each split as groups of its kind ran fastest in 8 bits. Groups that `shipped` runs
-        in 8 bits are split as in `shipped`."""
-        paired = {e.node for e in shipped.edges} if shipped is not None else set[str]()
+    def _units(self, times: Sequence[BuildTimes]) -> Iterator[Group]:
+        """The float build's groups, each split as groups of its kind ran fastest in 8 bits."""
         divided = self._ms_by_split(times)
         for group, edges, kind in self._members:
-            if shipped is not None and not paired.isdisjoint(group):
-                yield from split(self.model, group, {e for e in edges if e in shipped})
-                continue
             prices = divided.get(kind, {})
             best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})

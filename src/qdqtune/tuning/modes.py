@@ -124,7 +124,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
 
 def _record_units(by_layers: CutSearch, history: Sequence[Trial], proof: Proof) -> ModeResult:
     """What each fusion group costs with pairs and in float, and how it runs in the file that ships."""
-    rows = rows_of(by_layers.costs(history, proof.in_file), proof.in_file)
+    rows = rows_of(by_layers.costs(history), proof.in_file)
     return ModeResult(files={UNITS: {"units": rows}})
 
 

@@ -11,7 +11,7 @@ from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import consistent, possible_edges, weight_role
+from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search.costs.profiles import (  # fmt: skip
     PricedScheme,
     Profile,
@@ -214,12 +214,6 @@ def test_a_small_group_that_passes_values_on_may_follow_its_neighbours() -> None
         PricedScheme("passing", frozenset({(0, 0), (-1, 0)}), 0.1),
     )
     assert passthrough_profile(parts, other, 0.1).options == ()
-
-
-def test_weights_are_known_by_their_role() -> None:
-    parts = parts_of(conv_net())
-    unit = parts.units[parts.owner["stem"]]
-    assert all(weight_role(parts.model, e) is not None for e in unit.weights)
 
 
 def test_weights_in_fewer_bits_are_schemes_of_a_group() -> None:

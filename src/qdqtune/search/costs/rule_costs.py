@@ -111,11 +111,6 @@ class RuleCosts:
         return tuple(self._part(nodes) for nodes in _joined(self.model, self.fullest))
 
     @cached_property
-    def owner(self) -> Mapping[int, int]:
-        """The number of the part of each node, by its index."""
-        return {node: number for number, part in enumerate(self.parts) for node in part.nodes}
-
-    @cached_property
     def maker(self) -> Mapping[str, int]:
         """The number of the part that writes each tensor; absent for inputs of the graph and constants."""
         return {t: number for number, part in enumerate(self.parts) for t in part.writes}
