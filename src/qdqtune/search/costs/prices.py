@@ -242,10 +242,7 @@ def _add_build(observed: Observations, partition: Partition, times: BuildTimes, 
                 by_format.setdefault((unit.kind, chosen.name), []).append(spent + converted)
         elif how in ("quantized", "handing"):
             own = sum(times.quantize.get(t, 0.0) for t in leaving) if how == "quantized" else 0.0
-            equation = Equation(
-                sum(t not in stored for t in leaving) or len(leaving) * (how == "handing"),
-                sum(t not in stored for t in entering),
-            )
+            equation = Equation(sum(t not in stored for t in leaving), sum(t not in stored for t in entering))
             equations.setdefault((unit.kind, equation), []).append(spent + own + paid.get(unit.number, 0.0))
             if how == "handing" and not unit.weights and equation.floats < len(entering):
                 disturbed.setdefault(unit.kind, []).append(spent - before[unit.number])  # as well a float behind DQs
