@@ -30,7 +30,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx
-from scipy.optimize import nnls
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
@@ -329,6 +328,8 @@ def _solved(unit: Unit, equations: Mapping[Equation, float], leaving: int, guess
     them tells it."""
     if not equations:
         return Solution(None, None, None)
+    from scipy.optimize import nnls  # slow to import
+
     handed = [equation.handed / max(1, leaving) for equation in equations]
     floats = [equation.floats for equation in equations]
     rows = [[1 - share, share, behind] for share, behind in zip(handed, floats, strict=True)]
@@ -401,6 +402,8 @@ def _fitted_line(sizes: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(a, b) of the line a + b * bytes that fits the ms of conversions, both at least zero; zeros without data."""
     if not sizes:
         return 0.0, 0.0
+    from scipy.optimize import nnls  # slow to import
+
     points = np.array(sizes)
     fixed, per_byte = nnls(np.column_stack([np.ones(len(points)), points[:, 0]]), points[:, 1])[0]
     return float(fixed), float(per_byte)
