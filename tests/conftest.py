@@ -55,12 +55,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real engines run for a millisecond a turn: what they take means nothing where others share the cores."""
-    rounds = Runner.rounds
+    turns = Runner.turns
 
-    def shortly(*runner_and_builds: Any, turn_seconds: float, **how: Any) -> Any:
-        return rounds(*runner_and_builds, turn_seconds=min(turn_seconds, 0.001), **how)
+    def shortly(runner: Runner, builds: Any, turn_seconds: float) -> Any:
+        return turns(runner, builds, min(turn_seconds, 0.001))
 
-    monkeypatch.setattr(Runner, "rounds", shortly)
+    monkeypatch.setattr(Runner, "turns", shortly)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -343,6 +343,33 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Times:
+    """Times of models that ran in the same rounds, in seconds per inference: `seconds[model][round][call]`. A model
+    that has left the race has fewer rounds than others. `shares` are those of the calls in all, each a workload at a
+    number of threads; they add up to 1.
+    """
+
+    seconds: tuple[tuple[tuple[float, ...], ...], ...]
+    shares: tuple[float, ...] = (1.0,)
+
+    def pair(self, a: int, b: int) -> Measurement:
+        """The rounds in which two of the models ran, by their numbers."""
+        count = min(len(self.seconds[a]), len(self.seconds[b]))
+        both = np.array([self.seconds[a][:count], self.seconds[b][:count]])  # [model, round, call]
+        means = np.tensordot(both, self.shares, axes=([2], [0])).tolist()
+        calls = both.transpose(2, 0, 1).tolist()
+        parts = [Measurement(tuple(of_a), tuple(of_b)) for of_a, of_b in calls]
+        return Measurement(tuple(means[0]), tuple(means[1]), tuple(parts) if len(parts) > 1 else ())
+
+    def extended(self, later: Times, models: Sequence[int]) -> Times:
+        """These times with later rounds, in which only some `models` ran."""
+        seconds = list(self.seconds)
+        for number, rounds in zip(models, later.seconds, strict=True):
+            seconds[number] += rounds
+        return Times(tuple(seconds), self.shares)
+
+
+@dataclass(frozen=True)
 class CostsByRule:
     """What a candidate (`b`) and the placement that it is compared with (`a`) cost by rule (`search.costs.rule_costs`),
     in place of a `Measurement` where an engine's times mean nothing."""
@@ -375,7 +402,7 @@ class Trial:
     """A candidate: the proposal, the placement that it was compared with, and the results.
 
     `result` compares the candidate (side b) with the best placement at that time (side a, `against`), in rounds or by
-    rule. If it is faster, `check` repeats that with second builds of both. `accuracy` is None if the trial failed.
+    rule. `accuracy` is None if the trial failed.
     `metric` is the user's own, measured only for candidates that would be accepted.
     """
 
@@ -383,7 +410,6 @@ class Trial:
     proposal: Proposal
     against: Placement
     result: Measurement | CostsByRule | Failure
-    check: Measurement | Failure | None = None
     accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] | None = None
     metric: float | None = None
@@ -405,11 +431,6 @@ class Trial:
     def placement(self) -> Placement:
         """The placement of the candidate."""
         return self.proposal.placement
-
-    @property
-    def builds(self) -> int:
-        """Engine builds of the trial: one, and two more if it was checked."""
-        return 1 if self.check is None else 3
 
 
 Array = npt.NDArray[Any]
@@ -441,8 +462,8 @@ LONG_INFERENCE = 0.04
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slower of both models. In a round
-    each has `per_round`: two, A B B A, so that drift cancels; one if inferences are long or turns start a process."""
+    """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slowest model. In a round each has
+    `per_round`: two, A B C C B A, so that drift cancels; one if inferences are long or turns start a process."""
 
     runs: int
     per_round: int
@@ -458,8 +479,8 @@ class Turn:
 
     @property
     def round_seconds(self) -> float:
-        """Seconds of a round, if both models take `seconds`."""
-        return 2 * self.per_round * (self.runs * self.seconds + self.start)
+        """Seconds that each model takes in a round, if it takes `seconds`."""
+        return self.per_round * (self.runs * self.seconds + self.start)
 
 
 class Listener(Protocol):

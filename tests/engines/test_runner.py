@@ -57,6 +57,15 @@ def opened(folder: Path, limit: float = 60.0, engine: str = "fake", **options: A
         yield runner
 
 
+def raced(
+    runner: Runner, a: Handle, b: Handle, count: int, *, seed: int, first_round: int, turn_seconds: float, warmup: int
+) -> Measurement:
+    """Rounds of two builds."""
+    turns = runner.turns([a, b], turn_seconds)
+    rounds = range(first_round, first_round + count)
+    return runner.rounds([a, b], rounds, seed=seed, turns=turns, warmup=warmup).pair(0, 1)
+
+
 def failed(ask: Callable[[], object]) -> Failure:
     failure = refusal(ask)
     assert len(failure.reason.splitlines()) == 1
@@ -88,7 +97,7 @@ def test_a_session_from_load_to_unload(tmp_path: Path, files: SimpleNamespace, e
         assert (tmp_path / "logs" / "baseline.log").exists()
         outputs = runner.outputs(plain, [IMAGE, IMAGE])
         np.testing.assert_allclose(outputs[1]["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
-        samples = runner.rounds(plain, large, 4, seed=0, first_round=0, turn_seconds=0.001, warmup=1)
+        samples = raced(runner, plain, large, 4, seed=0, first_round=0, turn_seconds=0.001, warmup=1)
         assert len(samples.a) == len(samples.b) == 4
         runner.unload(plain)
         runner.unload(plain)
@@ -103,7 +112,7 @@ def test_a_file_is_built_once_unless_a_fresh_build_is_asked_for(tmp_path: Path, 
         assert runner.load(files.plain) == first
         second = runner.load(files.plain, fresh=True)
         assert second != first
-        assert runner.rounds(first, second, 2, **ROUNDS).a
+        assert raced(runner, first, second, 2, **ROUNDS).a
         runner.unload(second)
         assert runner.load(files.plain) == first
         runner.unload(first)
@@ -113,7 +122,7 @@ def test_a_file_is_built_once_unless_a_fresh_build_is_asked_for(tmp_path: Path, 
 def test_rounds_give_the_latencies_of_both_sides(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
         a, b = runner.load(files.plain), runner.load(files.large)
-        samples = runner.rounds(a, b, 5, **ROUNDS)
+        samples = raced(runner, a, b, 5, **ROUNDS)
         assert samples == Measurement((latency(conv_model()),) * 5, (latency(conv_model(32)),) * 5)
 
 
@@ -123,7 +132,7 @@ def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: Simp
             a, b = runner.load(files.plain), runner.load(files.large)
             pairs: list[tuple[float, float]] = []
             for count in counts:
-                part = runner.rounds(a, b, count, **ROUNDS | {"first_round": len(pairs), "seed": seed})
+                part = raced(runner, a, b, count, **ROUNDS | {"first_round": len(pairs), "seed": seed})
                 pairs += zip(part.a, part.b, strict=True)
             return pairs
 
@@ -133,7 +142,7 @@ def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: Simp
 
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
-        runner.rounds(runner.load(files.plain), runner.load(files.large), 1, **ROUNDS | {"turn_seconds": 0.01})
+        raced(runner, runner.load(files.plain), runner.load(files.large), 1, **ROUNDS | {"turn_seconds": 0.01})
         ((slot,),) = runner._turns.values()
     assert slot.seconds == latency(conv_model(32))
     assert (slot.runs - 1) * slot.seconds < 0.01 <= slot.runs * slot.seconds
@@ -148,7 +157,7 @@ def test_a_build_that_fails_leaves_the_rest_usable(
 ) -> None:
     with opened(tmp_path, faults={fault: "conv"}) as runner:
         a, b = runner.load(files.plain), runner.load(files.large)
-        before = runner.rounds(a, b, 2, **ROUNDS)
+        before = raced(runner, a, b, 2, **ROUNDS)
         for _ in range(2):
             runner._connection.limit = 1.0 if fault == "hang" else 60.0
             failure = failed(lambda: runner.load(files.quantized, "bad"))
@@ -156,7 +165,7 @@ def test_a_build_that_fails_leaves_the_rest_usable(
             assert failure.stage == stage
             assert words in failure.reason
             assert f"fault: {fault}" in failure.log
-        assert runner.rounds(a, b, 2, **ROUNDS) == before
+        assert raced(runner, a, b, 2, **ROUNDS) == before
 
 
 def test_nan_is_an_output_like_any_other(tmp_path: Path, files: SimpleNamespace) -> None:
@@ -170,18 +179,18 @@ def test_inputs_that_do_not_fit_are_a_failed_run(tmp_path: Path, files: SimpleNa
         plain = runner.load(files.plain)
         assert failed(lambda: runner.outputs(plain, [{"x": np.zeros((1, 3, 8, 8), np.float32)}])).stage == "run"
         runner.feed({"x": np.zeros((1, 3, 8, 8), np.float32)})
-        assert failed(lambda: runner.rounds(plain, plain, 1, **ROUNDS)).stage == "run"
+        assert failed(lambda: raced(runner, plain, plain, 1, **ROUNDS)).stage == "run"
         assert len(runner.outputs(plain, [IMAGE])) == 1
 
 
 def test_a_worker_killed_between_calls_is_replaced(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
         a, b = runner.load(files.plain), runner.load(files.large)
-        before = runner.rounds(a, b, 2, **ROUNDS)
+        before = raced(runner, a, b, 2, **ROUNDS)
         first = pid(runner)
         os.kill(first, signal.SIGKILL)
         assert gone(first)
-        assert runner.rounds(a, b, 2, **ROUNDS) == before
+        assert raced(runner, a, b, 2, **ROUNDS) == before
         assert pid(runner) != first
         os.kill(pid(runner), signal.SIGKILL)
         runner.unload(a)
@@ -352,7 +361,7 @@ def test_timing_needs_a_sample(tmp_path: Path, files: SimpleNamespace) -> None:
     with Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path) as runner:
         plain = runner.load(files.plain)
         with pytest.raises(ValueError, match="feed"):
-            runner.rounds(plain, plain, 1, **ROUNDS)
+            raced(runner, plain, plain, 1, **ROUNDS)
 
 
 def test_a_worker_that_printed_nothing_leaves_no_log(tmp_path: Path) -> None:
@@ -377,7 +386,7 @@ class TestMemoryBudget:
             assert isinstance(runner.outputs(first, [IMAGE]), list)
             third = runner.load(files.large, fresh=True)
             assert held(runner) == {first.build, third.build}
-            runner.rounds(second, third, 2, **ROUNDS)
+            raced(runner, second, third, 2, **ROUNDS)
             assert held(runner) == {second.build, third.build}
             assert [build.path.stem for build in workers.builds] == ["large"] * 4
 
@@ -389,7 +398,7 @@ class TestMemoryBudget:
             self.runner(tmp_path / "other", workers, budget) as other,
         ):
             a, b = runner.load(files.large), runner.load(files.large, fresh=True)
-            runner.rounds(a, b, 2, **ROUNDS)
+            raced(runner, a, b, 2, **ROUNDS)
             assert held(runner) == {a.build, b.build}
             other.load(files.large)
             assert (held(runner), len(held(other))) == (set(), 1)

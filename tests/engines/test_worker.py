@@ -42,7 +42,7 @@ def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, 
 
 def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     session, turns = _scripted()
-    samples = session.rounds(0, 1, 5, range(64), [Turn(7, 2, 0.01)], 3)
+    samples = session.rounds((0, 1), 5, range(64), [Turn(7, 2, 0.01)], 3).pair(0, 1)
     assert turns[:2] == [("A", 3), ("B", 3)]
     assert {runs for _, runs in turns[2:]} == {7}
     orders = ["".join(name for name, _ in turns[i : i + 4]) for i in range(2, len(turns), 4)]
@@ -51,8 +51,18 @@ def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     assert samples.a == samples.b  # a steady drift hits both sides alike
 
     later, later_slots = _scripted()
-    later.rounds(0, 1, 5, range(10, 12), [Turn(7, 2, 0.01)], 0)
+    later.rounds((0, 1), 5, range(10, 12), [Turn(7, 2, 0.01)], 0)
     assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
+
+
+def test_three_models_race_in_all_orders_and_back_again() -> None:
+    session, turns = _scripted()
+    session._models[2] = Model(Path(), Path(), {None: _Scripted("C", 1.0, turns)})  # type: ignore[dict-item]
+    times = session.rounds((0, 1, 2), 5, range(60), [Turn(1, 2, 0.01)], 0)
+    orders = ["".join(name for name, _ in turns[i : i + 6]) for i in range(0, len(turns), 6)]
+    assert all(order[3:] == order[2::-1] for order in orders)
+    assert len({order[:3] for order in orders}) == 6
+    assert times.seconds[0] == times.seconds[1] == times.seconds[2], "a steady drift hits all alike"
 
 
 class Scripted:
@@ -71,10 +81,10 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     a, b = Scripted(0.001), Scripted(0.0005)
     hold(session, a, b)
     session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
-    turns = session.probe(0, 1, 0.02)
+    turns = session.probe((0, 1), 0.02)
     assert turns == [Turn(10, 2, 0.001), Turn(1, 2, 0.01)]
     a.asked.clear()
-    measured = session.rounds(0, 1, 5, range(3), turns, 2)
+    measured = session.rounds((0, 1), 5, range(3), turns, 2).pair(0, 1)
     assert a.asked == [(1.0, 2), (10.0, 2), *([(1.0, 1), (1.0, 10), (1.0, 10), (10.0, 1), (10.0, 1), (10.0, 1)] * 3)]
     assert measured.a == pytest.approx([0.00325] * 3)
     assert [(p.a, p.b) for p in measured.parts] == [((0.001,) * 3, (0.0005,) * 3), ((0.01,) * 3, (0.005,) * 3)]
@@ -85,9 +95,9 @@ def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     a, b = Scripted(0.05), Scripted(0.02)
     hold(session, a, b)
     session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
-    turns = session.probe(0, 1, 0.02)
+    turns = session.probe((0, 1), 0.02)
     a.asked.clear()
-    measured = session.rounds(0, 1, 5, range(8), turns, 2)
+    measured = session.rounds((0, 1), 5, range(8), turns, 2).pair(0, 1)
     assert a.asked == [(1.0, 2), *[(1.0, 1)] * 8]
     assert (measured.a, measured.b) == ((0.05,) * 8, (0.02,) * 8), "whichever comes first"
 

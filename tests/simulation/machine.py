@@ -28,7 +28,7 @@ from qdqtune.engines.execution import Deadline
 from qdqtune.errors import Cancelled, EngineFailure, QdqtuneError
 from qdqtune.system.writing import SCRATCH, TEMPORARY, WORKERS, sweep
 from qdqtune.tuning.settings import STATE
-from qdqtune.types import Measurement
+from qdqtune.types import Times
 from simulation.clock import Clock
 from simulation.disk import Died, Disk
 from simulation.engines import Remembering
@@ -125,12 +125,12 @@ class Process:
             return [self.session.run(number, sample) for sample in samples]
         if name != "rounds" or not self.machine.noise_of:
             return getattr(self.session, name)(*arguments)
-        a, b, seed, numbers, turns, warmup, samples = arguments
-        found: Measurement | None = None
+        models, seed, numbers, turns, warmup, samples = arguments
+        found: Times | None = None
         for number in numbers:
             self.machine.noisy_round = seed, number
-            part = self.session.rounds(a, b, seed, range(number, number + 1), turns, warmup, samples)
-            found = part if found is None else found + part
+            part = self.session.rounds(models, seed, range(number, number + 1), turns, warmup, samples)
+            found = part if found is None else found.extended(part, range(len(models)))
         self.machine.noisy_round = None
         return found
 
@@ -291,7 +291,7 @@ class Machine:
             patch.setattr(process, "end_group", lambda pid: self.processes[pid - 1].end(-9))
             patch.setattr(process, "python", lambda *_, **__: {})
             patch.setattr(worker, "return_free_memory", lambda: None)
-            patch.setattr(worker, "coins_of", coins_of)
+            patch.setattr(worker, "order_of", order_of)
             patch.setattr(os, "getloadavg", lambda: (self.random.random(), 0.0, 0.0))
             patch.setattr(tempfile, "tempdir", str(self.temporary))
             yield
@@ -349,13 +349,9 @@ def _let_go(error: BaseException | None) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _coin(seed: int, number: int) -> bool:
-    return ORIGINAL_COINS(seed, (number,))[0]
+def order_of(seed: int, number: int, models: int) -> list[int]:
+    """As `worker.order_of`, with a memory."""
+    return ORIGINAL_ORDER(seed, number, models)
 
 
-def coins_of(seed: int, numbers: Sequence[int]) -> list[bool]:
-    """As `worker.coins_of`, with a memory."""
-    return [_coin(seed, number) for number in numbers]
-
-
-ORIGINAL_COINS = worker.coins_of
+ORIGINAL_ORDER = worker.order_of

@@ -234,11 +234,10 @@ class TestARunWithALimit:
         assert not log.measured
         assert tune(settings(model, mode=mode)).placement == first.placement
 
-    def test_a_win_that_another_limit_lets_pass_is_checked_then(self, model: Path, mode: str) -> None:
+    def test_a_win_that_another_limit_lets_pass_ships_then(self, model: Path, mode: str) -> None:
         tune(settings(model, mode=mode, min_sqnr=60.0))
         result = tune(settings(model, mode=mode))
         assert result.improved
-        assert all((t.check is not None) == (mode == "region") for t in result.history if t.accepted)
 
     def test_the_metric_is_a_limit_as_well(self, model: Path, metric: Callable[[], int], mode: str) -> None:
         free = tune(evaluated(model, mode=mode, max_drop=None))
@@ -250,7 +249,7 @@ class TestARunWithALimit:
         limited = evaluated(model, mode=mode, max_drop=allowed)
         result = tune(limited)
         assert result.improved
-        assert not result.history[0].holds
+        assert any(t.holds is False for t in result.history)
         assert -allowed <= result.summary["metric_after"] < 0
         assert metric() < 2 + len(result.history)
         asked = metric()
@@ -295,15 +294,14 @@ class TestAMetricThatTheSearchDidNotAskFor:
         assert (result.shipped, result.unmet) == ("baseline", True)
         assert result.summary["front"]
         assert not any(row["holds_limits"] for row in result.summary["front"])
-        of_points = [t for t in result.history if t.proposal.origin == "front"]
-        assert not any(t.holds for t in of_points)
+        assert not any(t.holds for t in result.history)
 
 
 class TestABudgetThatIsLate:
-    def test_a_candidate_that_may_still_be_tried_is_judged_by_the_metric(
+    def test_a_candidate_that_goes_to_the_proof_at_once_is_judged_by_the_metric(
         self, model: Path, metric: Callable[[], int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Budget, "is_late", property(lambda _: True))
+        monkeypatch.setattr(Budget, "room", lambda *_: 0)
         result = tune(evaluated(model, mode="cut", builds=2))
         assert len(result.history) == 1
         assert (result.shipped, result.unmet) == ("baseline", True)

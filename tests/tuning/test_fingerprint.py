@@ -97,5 +97,5 @@ def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes
     model = write(mixed(), tmp_path)
     damaged = tmp_path / "state.yaml"
     damaged.write_bytes(state.replace(b'"origin": "compute"', b'"origin": "other"'))
-    with pytest.raises(BadState, match=r"state\.yaml, line 7 is damaged"):
+    with pytest.raises(BadState, match=r"state\.yaml, line 8 is damaged"):
         tune(settings(model, state_file=damaged))

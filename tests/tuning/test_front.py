@@ -14,7 +14,6 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement
-from qdqtune.timing.ratios import MOST_PAIRS
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from runs import cost, settings
@@ -40,14 +39,15 @@ def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: W
         f"{row['name']}{end}" for row in rows for end in (".onnx", ".yaml")
     }
     built = sum(build.engine == "fake" for build in workers.builds)
-    assert built == result.summary["builds"] + result.summary["proof_builds"] <= 25
+    assert built == result.summary["builds"] + result.summary["proof_builds"]
+    assert result.summary["builds"] <= 25
 
 
 def test_a_run_that_was_cut_off_goes_on_to_the_same_front(model: Path, workers: Workers) -> None:
     first = tune(settings(model, mode="cut", front=True, builds=25))
     state = model.parent / "out" / "autotuner_state.yaml"
     lines = state.read_text().splitlines(keepends=True)
-    points = [i for i, line in enumerate(lines) if '"key": "comparison:front:' in line]
+    points = [i for i, line in enumerate(lines) if '"key": "race:' in line]
     state.write_text("".join(lines[: points[len(points) // 2]]))
     built = len(workers.builds)
     again = tune(settings(model, mode="cut", front=True, builds=25))
@@ -104,7 +104,7 @@ def test_the_same_command_again_measures_nothing(model: Path, workers: Workers) 
 
 def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="no room for a front"):
-        settings(model, mode="cut", front=True, builds=8)
+        settings(model, mode="cut", front=True, builds=7)
     with pytest.raises(BadOption, match="`mode` cut"):
         settings(model, mode="region", front=True, builds=30)
     with pytest.raises(BadOption, match="no finished run"):
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_front_ships_as_small_a_gain_as_the_same_run_without_it(model: Path, workers: Workers) -> None:
-    """Four or eight pairs of builds tell it, within the builds of the front and those of the usual proof."""
+    """Four or eight builds of each file tell it."""
     baseline = cost(model)
 
     def slower(build: Build) -> float:
@@ -125,7 +125,6 @@ def test_a_front_ships_as_small_a_gain_as_the_same_run_without_it(model: Path, w
     front = tune(replace(settings(model, mode="cut", front=True, builds=25), output_dir=model.parent / "front"))
     assert front.shipped == "tuned"
     assert front.summary["ratio"] == pytest.approx(usual.summary["ratio"], abs=0.01)
-    assert front.summary["builds"] + front.summary["proof_builds"] <= 25 + 2 * MOST_PAIRS
 
 
 def test_a_run_without_a_front_leaves_none_of_an_earlier_one(model: Path) -> None:

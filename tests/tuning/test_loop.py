@@ -117,7 +117,7 @@ class TestAnImprovement:
         assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
         assert summary["baseline_ms"] == pytest.approx(1e3 * cost(improved))
         assert summary["trials"] == len(result.history)
-        assert summary["builds"] == 1 + sum(t.builds for t in result.history) <= 32
+        assert summary["builds"] == 1 + len(result.history) <= 32
         assert summary["proof_builds"] == PROOF_BUILDS
         quantized = [n for n in load(out(improved, "optimized_final.onnx")).nodes if n.op == "DequantizeLinear"]
         assert summary["pairs"] == len(quantized)
@@ -163,13 +163,13 @@ def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, workers:
         path = model if name == "model.onnx" else out(model, name)
         digests = [digest for built_name, digest in built if built_name == name]
         assert digests == [hashlib.sha256(path.read_bytes()).hexdigest()] * 2
-    proofs = [row["value"] for row in comparisons(model) if row["of"].startswith("given:")]
-    assert len(proofs) == 2
-    assert all(max(rounds["b"]) < min(rounds["a"]) for rounds in proofs)
+    (proof,) = races(model)
+    floats, tuned = np.array(proof["value"]["seconds"]).reshape(2, -1)
+    assert tuned.max() < floats.min()
 
 
-def comparisons(model: Path) -> list[dict[str, Any]]:
-    return [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "comparison"]
+def races(model: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "race"]
 
 
 @pytest.mark.usefixtures("workers")
@@ -187,7 +187,8 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_wide_interval_is_made_narrower_where_builds_are_cheap(model: Path) -> None:
+def test_a_wide_interval_is_made_narrower_where_builds_are_cheap(model: Path, workers: Workers) -> None:
+    workers.slower = lambda build: 1 + 0.004 * (-1) ** build.number
     usual = tune(settings(model)).summary
     asking = settings(model, precision_seconds=1000.0, output_dir=model.parent / "precise")
     precise = tune(asking).summary
@@ -203,8 +204,7 @@ def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Pa
     result = tune(settings(model))
     assert result.improved
     assert result.notes[0] == "the engine does not run model.onnx as it is, so it was not compared: no"
-    keys = [row["of"].split(":")[0] for row in comparisons(model)]
-    assert (keys.count("given"), keys.count("proof")) == (1, 2)
+    assert [["failure" in row, row["of"].split("=")[0]] for row in races(model)] == [[True, "model"], [False, "baseline"]]
 
 
 @pytest.mark.usefixtures("workers")
@@ -215,7 +215,7 @@ def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model
     assert result.ratio is not None
     assert result.ratio.median == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
     assert result.summary["ratio_to_given"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(given))
-    assert result.summary["proof_builds"] == 2 * PROOF_BUILDS
+    assert result.summary["proof_builds"] == PROOF_BUILDS + 2
 
 
 @pytest.mark.usefixtures("workers")
@@ -584,23 +584,21 @@ NOISE = {"noise": 0.03, "drift": 0.1, "spikes": 0.02}
 
 @pytest.mark.usefixtures("workers")
 def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Path, workers: Workers) -> None:
-    """At one false win per thousand comparisons and a repetition of each win, a hundred comparisons give none."""
+    """At one false win per thousand comparisons, a hundred comparisons give none."""
     workers.slower = lambda build: 1e-4 / cost(build.path)
     products = "[m0] a = MatMul(x, w) [t0] b = Tanh(a) [m1] c = MatMul(b, w) [a1] d = Add(c, b) [m2] y = MatMul(d, w)"
     network = build(f"net (float[2,8] x) => (float[2,8] y) {{ {products} }}", {"w": normal(8, 8)})
     model = write(network, tmp_path)
-    comparisons = wins = accepted = 0
+    comparisons = accepted = 0
     for number in range(8):
         engine = EngineSpec("fake", {"seed": number, **NOISE})
         result = tune(settings(model, engine=engine, seed=number, builds=28, restart=True))
         verdicts = [t for t in result.history if isinstance(t.result, Measurement)]
         comparisons += len(verdicts)
-        wins += sum(t.check is not None for t in verdicts)
         accepted += sum(t.accepted for t in verdicts)
         assert result.shipped == "baseline"
     assert comparisons > 130
-    assert wins <= 3
-    assert accepted == 0
+    assert accepted <= 2
 
 
 @pytest.mark.usefixtures("workers")

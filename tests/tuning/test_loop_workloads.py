@@ -145,7 +145,7 @@ def test_onnxruntime_times_batches_of_one_and_eight_together(tmp_path: Path) -> 
         )
         built = runner.load(file)
         assert isinstance(built, Handle)
-        measured = runner.rounds(built, built, 2, seed=0, first_round=0, turn_seconds=0.001, warmup=1)
+        measured = runner.timed(built, 2, warmup=1).pair(0, 0)
         assert isinstance(measured, Measurement)
         first, second = measured.parts
         assert measured.a == pytest.approx([0.75 * x + 0.25 * y for x, y in zip(first.a, second.a, strict=True)])

@@ -17,7 +17,7 @@ from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import records as kinds
 from qdqtune.tuning.records import Outcome, RangesRecord
 from qdqtune.tuning.store import Line, plain
-from qdqtune.types import Accuracy, Edge, Layer, Measurement, Placement, WeightFormat
+from qdqtune.types import Accuracy, Edge, Layer, Measurement, Placement, Times, WeightFormat
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 seconds = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
@@ -53,9 +53,11 @@ def test_ranges_survive_bit_by_bit(ends: dict[str, list[float]], weights: dict[s
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=50))
 def test_samples_survive_bit_by_bit(rounds: list[tuple[float, float]]) -> None:
-    measured = Measurement(*zip(*rounds, strict=True))
-    found = again(measured)
-    assert [*map(bits, found.a), *map(bits, found.b)] == [*map(bits, measured.a), *map(bits, measured.b)]
+    times = Times(tuple(tuple((seconds,) for seconds in model) for model in zip(*rounds, strict=True)))
+    found = again(times)
+    assert [bits(x) for model in found.seconds for (x,) in model] == [
+        bits(x) for model in times.seconds for (x,) in model
+    ]
 
 
 MEASURED = Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),))
@@ -67,9 +69,8 @@ EVERY: tuple[Any, ...] = (
     Score(0.5, (1.0, 0.0), "top1"),
     RangesRecord(ranges=Ranges({"x": Range(-1e-05, 0.1 + 0.2)}), hurried=("few",)),
     kinds.TrialRecord(
-        origin="cut", against="0", placement=PLACEMENT, result=Outcome(samples=MEASURED),
-        check=Outcome(failure=Failure("build", "no")), layers=LAYERS, predicted=0.5,
-        accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
+        origin="cut", against="0", placement=PLACEMENT, result=Outcome(samples=MEASURED), layers=LAYERS,
+        predicted=0.5, accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
     ),
     kinds.FloatRecord(
         seconds=0.1, turn_seconds=0.2, build_seconds=1.5, start_seconds=0.0, kinds=("f", "i"),
@@ -77,7 +78,7 @@ EVERY: tuple[Any, ...] = (
     ),
     kinds.RewriteRecord(result=Outcome(samples=MEASURED), builds=2),
     kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",)),
-    kinds.PointRecord(accuracy=Accuracy(None, agreement=0.5), layers=LAYERS),
+    Times((((1.0, 2.0),), ((2.0, 1.0),)), (0.5, 0.5)),
     kinds.SchemeRecord(rounds=MEASURED, layers=LAYERS),
     kinds.ConversationRecord(
         baseline_ms=1.0, best=PLACEMENT, best_ms=None, measured={"p": None}, patterns=({"digest": "d", "schemes": []},)

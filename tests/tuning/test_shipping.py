@@ -1,37 +1,28 @@
 """Which trial of a batch is taken, which files are tried, and which of them ships: decided from values alone."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from qdqtune.engines.runner import as_workloads
-from qdqtune.errors import Failure
+from qdqtune.timing.race import Block
 from qdqtune.timing.ratios import Plan, Ratio
+from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import (
     Attempt,
-    AttemptVerdict,
     Compared,
     Finalists,
-    InContext,
-    Terms,
     accepted,
     finalists,
     first_faster,
-    given_to_float,
     is_proven,
-    keeps_given,
-    may_owe_it_to_rewrites,
-    next_finalist,
     notes_of,
     shipped,
     slower_workloads,
     unproven,
-    verdict_of,
-    with_comparison_without_pairs,
-    within_limits,
 )
-from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial, Workload
+from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Times, Trial, Workload
 
 PLAN = Plan((12,), turn_seconds=0.0)
 BEST = Placement.of([Edge("t", "n", 0)])
@@ -80,12 +71,11 @@ def at(ratio: float, threads: int = 1, spread: float = 0.02) -> Compared:
     return Compared(Ratio(ratio, ratio - spread, ratio + spread), 1.0, ratio, threads)
 
 
-def tried(verdict: AttemptVerdict, number: int = 0) -> Attempt:
+def tried(ratio: float, number: int = 1, **how: Any) -> Attempt:
     placement = Placement.of([Edge("t", f"n{number}", 0)]) if number else Placement()
-    return Attempt(placement, (InContext(at(0.5)),), verdict)
+    return Attempt(placement, (at(ratio),), **how)
 
 
-PAIRS = Placement.of([Edge("t", "n1", 0)])
 PLACEMENTS = tuple(Placement.of([Edge("t", f"n{number}", 0)]) for number in range(1, 6))
 
 
@@ -110,137 +100,84 @@ def test_a_file_is_proven_if_it_is_slower_in_no_context_and_faster_in_one(
 
 
 @pytest.mark.parametrize(
-    ("placement", "contexts", "terms", "verdict"),
+    ("to_float", "others", "verdict"),
     [
-        (PAIRS, [InContext(at(0.5))], Terms(), "ships"),
-        (PAIRS, [InContext(at(1.0))], Terms(), "not faster"),
-        (PAIRS, [InContext(at(0.5)), InContext(at(1.5, 4))], Terms(), "slower elsewhere"),
-        (PAIRS, [InContext(at(1.5))], Terms(), "not faster"),
-        (PAIRS, [InContext(at(1.0), at(0.5))], Terms(beats_given=True), "not faster than given"),
-        (PAIRS, [InContext(at(1.0), at(0.5))], Terms(), "ships"),
-        (PAIRS, [InContext(at(0.9), at(0.5))], Terms(beats_given=True), "ships"),
-        (PAIRS, [InContext(at(0.9), at(0.5)), InContext(at(1.2, 4), at(0.5))], Terms(True), "not faster than given"),
-        (PAIRS, [InContext(Failure("build", "no"), at(0.5))], Terms(beats_given=True), "ships"),
-        (Placement(), [InContext(at(0.5))], Terms(), "is float"),
-        (Placement(), [InContext(at(0.5))], Terms(is_rewritten=True), "ships"),
-        (Placement(), [InContext(at(1.0))], Terms(is_rewritten=True), "not faster"),
+        ([at(0.5)], {}, "ships"),
+        ([at(1.0)], {}, "not faster"),
+        ([at(0.5), at(1.5, 4)], {}, "slower elsewhere"),
+        ([at(1.5), at(0.5, 4)], {}, "slower elsewhere"),
+        ([at(1.5)], {}, "not faster"),
+        ([at(0.5)], {"to_given": (at(1.0),), "must_beat_given": True}, "not faster than given"),
+        ([at(0.5)], {"to_given": (at(0.9),), "must_beat_given": True}, "ships"),
+        ([at(0.5), at(0.5, 4)], {"to_given": (at(0.9), at(1.2, 4)), "must_beat_given": True}, "not faster than given"),
+        ([at(0.5)], {"to_given": (at(1.0),)}, "ships"),
+        ([at(0.5)], {"to_rewritten": (at(0.9),)}, "ships"),
+        ([at(0.5)], {"to_rewritten": (at(1.0),)}, "pairs do not pay"),
+        ([at(0.5)], {"missed": "the metric is 0"}, "misses the limits"),
+        ([at(1.0)], {"missed": "the metric is 0"}, "not faster"),
     ],
 )
-def test_the_verdict_on_a_file_that_may_ship(
-    placement: Placement, contexts: list[InContext], terms: Terms, verdict: str
-) -> None:
-    assert verdict_of(placement, contexts, terms) == verdict
-
-
-def test_pairs_are_compared_with_none_only_where_rewrites_may_have_gained_as_much() -> None:
-    attempt = replace(tried("ships", 1), contexts=(InContext(at(0.5)),))
-    assert may_owe_it_to_rewrites(attempt, Terms(is_rewritten=True, rewrites_ratio=0.52))
-    assert not may_owe_it_to_rewrites(attempt, Terms(is_rewritten=True, rewrites_ratio=0.9))
-    assert not may_owe_it_to_rewrites(attempt, Terms(rewrites_ratio=0.52))
-    assert not may_owe_it_to_rewrites(replace(attempt, placement=Placement()), Terms(is_rewritten=True))
-    assert with_comparison_without_pairs(attempt, at(0.9)).verdict == "ships"
-    assert with_comparison_without_pairs(attempt, at(1.0)).verdict == "pairs do not pay"
+def test_the_verdict_on_a_file_that_may_ship(to_float: list[Compared], others: dict[str, Any], verdict: str) -> None:
+    assert Attempt(PLACEMENTS[0], tuple(to_float), **others).verdict == verdict
 
 
 # ---------------------------------------------------------------- which files are tried, and which ships
 
+LATER = Attempt(PLACEMENTS[0], (at(0.5), at(1.5, 4)))
+NO_GAIN, PAIRS_DO_NOT_PAY = tried(1.0), tried(0.5, to_rewritten=(at(1.0),))
+
 
 @pytest.mark.parametrize(
-    ("verdicts", "expected"),
+    ("attempts", "expected"),
     [
-        ([], 1),
-        (["not faster"], 2),
-        (["not faster", "not faster"], 0),
-        (["not faster", "slower elsewhere"], 3),
-        (["slower elsewhere", "not faster", "not faster", "not faster"], 5),
-        (["slower elsewhere"] * 5, 0),
-        (["pairs do not pay"], 0),
-        (["ships"], None),
+        ([], PLACEMENTS[:2]),
+        ([NO_GAIN, NO_GAIN], ()),
+        ([NO_GAIN, LATER], PLACEMENTS[2:3]),
+        ([LATER, NO_GAIN, NO_GAIN, NO_GAIN], PLACEMENTS[4:]),
+        ([LATER] * 5, ()),
+        ([PAIRS_DO_NOT_PAY], ()),
+        ([tried(0.5)], ()),
+        ([tried(1.0), tried(0.5, missed="the metric is 0")], PLACEMENTS[2:3]),
+        ([tried(1.0), LATER, tried(0.5, 0)], PLACEMENTS[2:3]),
     ],
 )
-def test_the_next_file_depends_on_what_became_of_those_before(verdicts: list[Any], expected: int | None) -> None:
-    queue = Finalists(PLACEMENTS, first=2)
-    attempts = [tried(verdict, number) for number, verdict in enumerate(verdicts, 1)]
-    found = next_finalist(queue, attempts, lacks_time=False)
-    assert found == (None if expected is None else PLACEMENTS[expected - 1] if expected else Placement())
-    if expected == 0:  # the float model is tried last, whatever comes of it
-        for verdict in ("is float", "not faster", "slower elsewhere"):
-            assert next_finalist(queue, [*attempts, tried(cast(Any, verdict))], lacks_time=False) is None
-        assert next_finalist(replace(queue, tries_float=False), attempts, lacks_time=False) is None
+def test_the_next_files_depend_on_what_became_of_those_before(attempts: list[Attempt], expected: Any) -> None:
+    assert Finalists(PLACEMENTS, first=2).next(attempts) == expected
 
 
-def test_without_time_only_the_first_file_is_tried() -> None:
-    queue = Finalists(PLACEMENTS, first=2)
-    assert next_finalist(queue, [], lacks_time=True) == PLACEMENTS[0]
-    assert next_finalist(queue, [tried("not faster", 1)], lacks_time=True) is None
-    assert next_finalist(Finalists(), [], lacks_time=True) is None
-
-
-def test_after_a_file_that_misses_the_limits_the_next_one_is_tried() -> None:
-    queue = Finalists(PLACEMENTS, first=1)
-    refused = within_limits(tried("ships", 1), trial(1, 0.5, 30.0, holds=False), "the metric is 0")
-    assert (refused.verdict, refused.missed) == ("misses the limits", "the metric is 0")
-    assert shipped([refused]) is None
-    assert next_finalist(queue, [refused], lacks_time=False) == PLACEMENTS[1]
-    unmeasured = within_limits(tried("ships", 1), trial(1, 0.5, 30.0, holds=None), None)
-    assert unmeasured.verdict == "misses the limits"
-    assert within_limits(tried("ships", 1), trial(1, 0.5, 30.0), None) == tried("ships", 1)
-
-
-def test_finalists_are_what_was_accepted_last_and_then_the_fastest_that_hold_the_limits() -> None:
+def test_finalists_are_the_best_of_the_search_and_then_the_fastest_that_hold_the_limits() -> None:
     def of(number: int, ratio: float, **how: Any) -> Trial:
         return replace(trial(number, ratio, 30.0, **how), against=Placement())
 
     first, second, third = (replace(of(n, r), accepted=True) for n, r in ((1, 0.9), (2, 0.8), (3, 0.7)))
     fast, inaccurate, slow = of(4, 0.5), of(5, 0.4, holds=False), of(6, 0.99)
     history = [first, second, third, fast, inaccurate, slow]
-    found = finalists(history, PLAN, is_bounded=False, tries_float=True)
-    assert (found.placements, found.first) == (tuple(t.placement for t in (third, second, fast, first)), 2)
-    assert finalists(history, PLAN, is_bounded=True, tries_float=True).first == 1
-    assert finalists([], PLAN, is_bounded=True, tries_float=True) == Finalists(tries_float=False)
+    found = finalists(history, PLAN)
+    assert (found.placements, found.first) == (tuple(t.placement for t in (third, fast, second, first)), 2)
+    assert finalists([first, third], PLAN).first == 1, "the other one is clearly slower"
+    assert finalists(history, PLAN, {fast.placement}).placements[1] == second.placement
+    assert finalists([], PLAN) == Finalists()
+
+
+def test_the_fastest_ships_or_the_most_exact_of_those_that_are_equal_to_it() -> None:
+    fast, near, slow = tried(0.5, 1, exactness=21.0), tried(0.504, 2, exactness=30.0), tried(0.7, 3, exactness=50.0)
+    assert shipped([slow, fast]) == fast
+    assert shipped([fast, near, slow]) == near
+    assert shipped([fast, replace(near, missed="too few dB")]) == fast
+    assert shipped([NO_GAIN, LATER]) is None
 
 
 def test_pairs_that_do_not_pay_ship_where_the_rewritten_float_model_did_not_prove_itself() -> None:
-    even = tried("pairs do not pay", 1)
-    assert shipped([even, tried("not faster")]) == even
-    assert shipped([even, tried("ships")]) == tried("ships")
-    assert shipped([tried("not faster", 1), tried("is float")]) is None
-
-
-@pytest.mark.parametrize(
-    ("ratio", "terms", "from_qdq", "pairs_hold", "expected"),
-    [
-        (1.0, Terms(), False, False, False),
-        (1.1, Terms(), False, False, True),
-        (1.0, Terms(is_rewritten=True), False, False, True),
-        (1.1, Terms(), True, False, False),
-        (1.0, Terms(), True, True, True),
-    ],
-)
-def test_the_users_file_is_kept_where_nothing_is_proven(
-    ratio: float, terms: Terms, from_qdq: bool, pairs_hold: bool, expected: bool
-) -> None:
-    attempts = [replace(tried("is float"), contexts=(InContext(at(ratio)),))]
-    assert keeps_given(attempts, terms, from_qdq=from_qdq, pairs_hold=pairs_hold) == expected
-    assert keeps_given([], terms, from_qdq=from_qdq, pairs_hold=pairs_hold) == (pairs_hold or terms.is_rewritten)
-
-
-def test_the_time_of_the_users_file_follows_from_a_file_that_was_compared_with_both() -> None:
-    refused = InContext(Failure("build", "no"), at(0.5))
-    both = InContext(at(0.8), at(0.6))  # 0.8 of the user's time, 0.6 of the float model's
-    attempts = [
-        replace(tried("not faster", number), contexts=(context,)) for number, context in ((1, both), (2, refused))
-    ]
-    assert given_to_float(attempts) == pytest.approx(0.75)
-    assert given_to_float([tried("is float")]) == 1.0  # the user's file is the float model
-    assert given_to_float(attempts[1:]) is None
-    assert given_to_float([]) is None
+    rewritten = tried(0.5, 0)
+    assert shipped([PAIRS_DO_NOT_PAY, tried(1.0, 0)]) == PAIRS_DO_NOT_PAY
+    assert shipped([PAIRS_DO_NOT_PAY, rewritten]) == rewritten
+    assert shipped([tried(0.6), rewritten]) == tried(0.6)
 
 
 def test_times_agree_with_the_ratio_where_the_machine_drifts() -> None:
     """Both models take ten times as long in the last round, and b runs in it twice: the medians alone would mislead."""
-    rounds = Measurement((1.0, 1.0, 10.0, 10.0), (0.9, 9.0, 9.0, 9.0))
-    found = Compared.of([rounds, rounds], Plan((2,)))
+    rounds = Times((((1.0,), (1.0,), (10.0,), (10.0,)), ((0.9,), (9.0,), (9.0,), (9.0,))))
+    found = Compared.of([Block(rounds), Block(rounds)], 0, 1, Plan((2,)), View(None, (1.0,)))
     assert found.b_seconds / found.a_seconds == pytest.approx(found.ratio.median)
 
 
@@ -249,31 +186,25 @@ IT = "a candidate of 1 edges"
 
 
 @pytest.mark.parametrize(
-    ("verdict", "note"),
+    ("to_float", "others", "note"),
     [
-        ("ships", None),
-        ("is float", None),
-        ("pairs do not pay", f"{IT} did not prove more than its rewrites: 0.50x [0.40x, 0.62x] the speed without"),
+        ([FAST], {}, None),
+        ([FAST], {"to_rewritten": (SLOW,)}, f"{IT} did not prove more than its rewrites: 0.50x [0.40x, 0.62x] the spe"),
         (
-            "slower elsewhere",
+            [FAST, SLOW],
+            {},
             f"{IT} is no gain where it may run: 2.00x [1.60x, 2.50x] the speed of float at 1 thread, but 0.50x "
             "[0.40x, 0.62x] at 4 threads",
         ),
-        ("not faster than given", f"{IT} did not prove faster than m.onnx: 0.50x"),
-        ("not faster", f"{IT} did not prove faster on fresh builds: 2.00x [1.60x, 2.50x] the speed of float"),
+        ([FAST], {"to_given": (SLOW,), "must_beat_given": True}, f"{IT} did not prove faster than m.onnx: 0.50x"),
+        ([FAST], {"missed": "the metric is 0"}, f"{IT} proved faster, and was not taken: the metric is 0"),
+        ([SLOW], {}, f"{IT} did not prove faster on fresh builds: 0.50x [0.40x, 0.62x] the speed of float"),
     ],
 )
-def test_why_a_file_did_not_ship(verdict: AttemptVerdict, note: str | None) -> None:
-    contexts = InContext(FAST), InContext(SLOW)
-    notes = list(notes_of(Attempt(Placement.of([Edge("t", "n", 0)]), contexts, verdict, SLOW), "m.onnx", ""))
+def test_why_a_file_did_not_ship(to_float: list[Compared], others: dict[str, Any], note: str | None) -> None:
+    notes = list(notes_of(Attempt(PLACEMENTS[0], tuple(to_float), **others), "m.onnx", ""))
     assert len(notes) == (note is not None)
     assert note is None or notes[0].startswith(note)
-
-
-def test_a_users_file_that_the_engine_does_not_run_is_told() -> None:
-    attempt = Attempt(Placement(), (InContext(Failure("build", "no kernel"), FAST),), "ships")
-    (note,) = notes_of(attempt, "m.onnx", "")
-    assert note == "the engine does not run m.onnx as it is, so it was not compared: no kernel"
 
 
 def test_a_workload_that_got_slower_is_noted() -> None:

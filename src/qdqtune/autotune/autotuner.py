@@ -70,8 +70,8 @@ from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern, tunable
 from qdqtune.system.checks import Output, check_outputs, written_as
 from qdqtune.system.writing import atomic_write, temporary_folder
-from qdqtune.timing.pairing import rounds_of
-from qdqtune.timing.ratios import Plan, compare, ratio
+from qdqtune.timing.pairing import compare_builds
+from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.folder import pattern_cache_of
 from qdqtune.tuning.records import ConversationRecord
 from qdqtune.tuning.result import Result
@@ -207,8 +207,7 @@ class Benchmark:
         handle = self._runner.load(path, log_name, fresh=True)
         first, rounds = self._first or handle, None
         try:
-            taken = rounds_of(self._runner, first, handle, self.plan, seed=0)
-            rounds = compare(taken, self.plan, decided=lambda _: False)
+            rounds = compare_builds(self._runner, first, handle, self.plan, 0, lambda _: False)
         finally:
             if rounds is None or self._first is not None:
                 self._runner.unload(handle)

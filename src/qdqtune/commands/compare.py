@@ -24,19 +24,19 @@ from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.runner import Runner, temporary_runner
-from qdqtune.errors import BadOption, EngineRefused, Failure, rewording
+from qdqtune.errors import BadOption, EngineFailure, EngineRefused
 from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import Model
-from qdqtune.numerics.accuracy import accuracy, check_finite, closeness_cell, concern, slice_cell
+from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, closeness_cell, concern, is_finite, slice_cell
 from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.options import Int, MaybeText, Option, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
-from qdqtune.tuning.comparison import Comparer, ComparisonRequest
-from qdqtune.tuning.contexts import Context, at_each, busy, counts_of
+from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
 from qdqtune.tuning.deploy import tuned_elsewhere
+from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.shipping import Compared
@@ -306,16 +306,16 @@ def compare_files(
     *,
     has_real_samples: bool = True,
     mix: Mix | None = None,
-    builds: int | None = None,
+    counts: Sequence[int | None] = (None,),
     seed: int = 0,
     observer: Observer | None = None,
     asked: Sequence[str] = (),
     reference_from: Runner | None = None,
 ) -> list[Row]:
-    """Compare each other file with the first, on `builds` fresh builds of both (None: as many as a verdict needs). They
-    are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on `judging` if
-    `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`. With `reference_from` the
-    outputs of the first file come from there, and nothing is timed.
+    """Compare each other file with the first, at each number of threads in `counts`: all race on as many fresh builds
+    as a verdict needs. They are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on
+    `judging` if `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`. With
+    `reference_from` the outputs of the first file come from there, and nothing is timed.
 
     Raises:
         BadOption: an output that is asked for holds no scores.
@@ -324,49 +324,91 @@ def compare_files(
     observer, first = observer or Silent(), files[0]
     observer.stage(f"running {first.name}")
     timed = mix or (Workload(judging[0]),)
-    runner.feed(timed)
+    runner.feed(at_each(timed, counts))
     is_timed = reference_from is None
-    with rewording(f"{first} does not run, so there is nothing to compare with"):
+    try:
         reference = _outputs(first, reference_from or runner, judging)
+    except EngineRefused as refused:
+        reason = refused.failure.reason
+        raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reason}") from refused
     scores = scores_of(reference.values, asked) if has_real_samples else None
-    seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
-    told = f": {seconds:.0f} s, more where that does not decide" if is_timed and seconds >= LONG_COMPARISON else ""
-    pair = 2 * reference.build_seconds + seconds / PAIRS
-    comparer = Comparer(plan, seed, observer, precise_pairs=int(EFFORTS["default"].precision_seconds / pair))
-    context, rows = Context(None, runner, timed), list[Row]()
+    rows = []
     for file in files[1:]:
-        observer.stage(f"{'timing' if is_timed else 'running'} {file.name} against {first.name}{told}")
-        request = ComparisonRequest("", first, file, context)
-        try:
-            compared = comparer.compare(request, pairs=builds) if is_timed else None
-        except EngineRefused as refused:
-            rows.append(Row(str(file), reason=str(refused)))
-            continue
-        judged, unlike = None, ""
-        if scores is not None:
-            try:
-                judged = _accuracy(file, runner, judging, reference.values, scores)
-            except EngineRefused as refused:
-                unlike = str(refused)
-        row = Row(
-            str(file),
-            sqnr_db=None if judged is None else judged.sqnr_db,
-            accuracy=judged,
-            unlike=unlike,
-            is_same=content_digest(files_of(first)) == content_digest(files_of(file)),
-            scores=scores,
-        )
-        rows.append(row if compared is None else _with_times(row, compared, timed))
-    return rows
+        observer.stage(f"running {file.name}")
+        rows.append(_judged_row(first, file, runner, judging, reference.values, scores))
+    racing = [row for row in rows if not row.reason]
+    compared: dict[str, tuple[Compared, ...] | str] = {}
+    if is_timed and racing:
+        calls = len(timed) * len(counts)
+        each = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * calls / 2
+        seconds = each * (1 + len(racing))
+        told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
+        names = ", ".join(Path(row.file).name for row in racing)
+        observer.stage(f"timing {names} against {first.name}{told}")
+        precision = EFFORTS["default"].precision_seconds
+        racer = Racer(runner, plan, seed, views_of(timed, counts), observer, precision_seconds=precision)
+        compared = _raced(racer, first, [Path(row.file) for row in racing])
+    return [
+        replace(_with_times(row, compared.get(row.file), at, timed), threads=count if len(counts) > 1 else None)
+        for at, count in enumerate(counts)
+        for row in rows
+    ]
 
 
-def _with_times(row: Row, compared: Compared, timed: Mix) -> Row:
+def _judged_row(
+    first: Path,
+    file: Path,
+    runner: Runner,
+    judging: Sequence[Sample],
+    reference: list[dict[str, Array]],
+    scores: Scores | None,
+) -> Row:
+    """The row of a file before it is timed: how close its outputs are to those of the first one."""
+    row = Row(str(file), is_same=content_digest(files_of(first)) == content_digest(files_of(file)), scores=scores)
+    try:
+        outputs = _outputs(file, runner, judging if scores is not None else judging[:1]).values
+    except EngineRefused as refused:
+        return Row(str(file), reason=refused.failure.reason)
+    if scores is None:
+        return row
+    if outputs[0].keys() != reference[0].keys():
+        return replace(row, unlike="they have other names")
+    if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
+        return replace(row, unlike="they have other shapes")
+    if not is_finite([*reference, *outputs]):
+        return replace(row, unlike=NOT_FINITE.reason)
+    exact = accuracy(reference, outputs, scores)
+    return replace(row, sqnr_db=exact.sqnr_db, accuracy=exact)
+
+
+def _raced(racer: Racer, first: Path, others: Sequence[Path]) -> dict[str, tuple[Compared, ...] | str]:
+    """What became of each file against the first, in each context, or why the engine failed on it. Where it fails in
+    the race of several, each races alone: one of them is to blame."""
+    try:
+        race = racer.race([first, *others], [(0, 1 + at) for at in range(len(others))], "compare")
+    except EngineRefused as refused:
+        if len(others) == 1:
+            return {str(others[0]): refused.failure.reason}
+        found: dict[str, tuple[Compared, ...] | str] = {}
+        for other in others:
+            found |= _raced(racer, first, [other])
+        return found
+    return {str(other): race.compared(0, 1 + at) for at, other in enumerate(others)}
+
+
+def _with_times(row: Row, compared: tuple[Compared, ...] | str | None, at: int, timed: Mix) -> Row:
+    """The row with what the race has shown in context number `at`."""
+    if compared is None:
+        return row
+    if isinstance(compared, str):
+        return Row(row.file, reason=compared)
+    one = compared[at]
     parts = tuple(
         Part(workload.name, workload.share, *_median_ms(part), part.ratio)
-        for workload, part in zip(timed, compared.by_workload, strict=False)
+        for workload, part in zip(timed, one.by_workload, strict=False)
     )
-    first_ms, ms = _median_ms(compared)
-    return replace(row, first_ms=first_ms, ms=ms, ratio=compared.ratio, rounds=compared.measured, workloads=parts)
+    first_ms, ms = _median_ms(one)
+    return replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, rounds=one.measured, workloads=parts)
 
 
 def _median_ms(compared: Compared) -> tuple[float, float]:
@@ -394,21 +436,26 @@ def compare_at(
         EngineFailure: see `compare_files`.
         EngineUnavailable: there is no such engine here.
     """
-    rows: list[Row] = []
-    told: dict[str, Any] = {"seed": seed, "observer": observer, "has_real_samples": prepared.has_real_samples}
-    told["asked"] = asked
     judging = [{**sample, **given} for sample in prepared.judging]
     with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
+        cpu: Runner | None = None
         if not is_timed:
             runner.describe()  # the engine may not be here, and without samples nothing else asks it
-            cpu = temporary_runner(EngineSpec("onnxruntime"), prepared.execution)
-            told["reference_from"] = stack.enter_context(cpu)
-        for count in counts or (None,):
-            whole = (replace(one, inputs={**one.inputs, **given}) for one in prepared.mix)
-            mix = at_each(tuple(whole) or (Workload(judging[0]),), [count])
-            found = compare_files(files, runner, judging, plan, mix=mix, **told)
-            rows += [replace(row, threads=count) for row in found]
-    return rows
+            cpu = stack.enter_context(temporary_runner(EngineSpec("onnxruntime"), prepared.execution))
+        whole = tuple(replace(one, inputs={**one.inputs, **given}) for one in prepared.mix)
+        return compare_files(
+            files,
+            runner,
+            judging,
+            plan,
+            has_real_samples=prepared.has_real_samples,
+            mix=whole or (Workload(judging[0]),),
+            counts=counts or (None,),
+            seed=seed,
+            observer=observer,
+            asked=asked,
+            reference_from=cpu,
+        )
 
 
 class _Ran(NamedTuple):
@@ -416,7 +463,6 @@ class _Ran(NamedTuple):
 
     values: list[dict[str, Array]]
     seconds: float
-    build_seconds: float
 
 
 def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran:
@@ -424,23 +470,6 @@ def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran:
     try:
         begun = time.monotonic()
         outputs = runner.outputs(handle, samples)
-        return _Ran(outputs, time.monotonic() - begun, handle.build_seconds)
+        return _Ran(outputs, time.monotonic() - begun)
     finally:
         runner.unload(handle)
-
-
-def _accuracy(
-    file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]], scores: Scores
-) -> Accuracy:
-    """The accuracy of a file's outputs against those of the first file.
-
-    Raises:
-        EngineRefused: they cannot be compared.
-    """
-    outputs = _outputs(file, runner, samples).values
-    if outputs[0].keys() != reference[0].keys():
-        raise EngineRefused(Failure("output", "they have other names"))
-    if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
-        raise EngineRefused(Failure("output", "they have other shapes"))
-    check_finite([*reference, *outputs])
-    return accuracy(reference, outputs, scores)

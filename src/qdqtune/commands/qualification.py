@@ -35,8 +35,8 @@ from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
 from qdqtune.numerics.simulation import Outputs, Session, onnxruntime_session, with_integer_softmax
 from qdqtune.system.writing import temporary_folder
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.comparison import Comparer, ComparisonRequest
-from qdqtune.tuning.contexts import Context
+from qdqtune.tuning.contexts import views_of
+from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Mode
 from qdqtune.types import EQUAL_DB, Layer, Sample
@@ -318,10 +318,13 @@ def _tells_apart(engine: EngineAtHand, subject: str) -> str:
     plain, other = engine.plain(PLAIN), engine.folder / "deeper.onnx"
     onnx.save(graphs.convolutions(depth=16), other)
     plan = Plan((LAUNCHED_ROUNDS if engine.spec.name in LAUNCHED else ROUNDS,))
-    context = Context(None, engine.runner, as_workloads(engine.samples(PLAIN)[0]))
-    request = ComparisonRequest("", plain, plain if subject == ITSELF else other, context)
+    mix = as_workloads(engine.samples(PLAIN)[0])
+    engine.runner.feed(mix)
+    racer = Racer(engine.runner, plan, 0, views_of(mix, (None,)))
     with rewording("the files cannot be timed"):
-        ratio = Comparer(plan, 0).compare(request).ratio
+        race = racer.race([plain, plain if subject == ITSELF else other], [(0, 1)], "apart")
+    (compared,) = race.compared(0, 1)
+    ratio = compared.ratio
     told = f"the second file is {ratio.verdict}, {ratio.speedup}"
     if ratio.verdict != ("undecided" if subject == ITSELF else "slower"):
         raise BrokenError(told)

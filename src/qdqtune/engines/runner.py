@@ -27,7 +27,7 @@ from qdqtune.engines.process import (
 from qdqtune.errors import EngineRefused, EngineUnavailable, rewording, writing
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
+from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
@@ -83,7 +83,6 @@ class Runner:
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()  # builds that the worker holds; others are built again when they are needed
-        self._turns: dict[tuple[frozenset[Handle], float], list[Turn]] = {}
         self._connection = WorkerConnection(
             spec,
             execution,
@@ -158,7 +157,6 @@ class Runner:
     def feed(self, given: Tensors | Mix) -> None:
         """Set the inputs of `rounds` and `layers`: one sample, or several workloads."""
         self._mix = as_workloads(given)
-        self._turns.clear()
         if self._connection.worker is not None:
             self._ask("feed", self._mix)
 
@@ -192,7 +190,6 @@ class Runner:
     def unload(self, handle: Handle) -> None:
         """Free one build, if the worker holds it."""
         self._logs.pop(handle, None)
-        self._turns = {key: turn for key, turn in self._turns.items() if handle not in key[0]}
         if handle.build in self._present:
             self._free(handle.build)
 
@@ -246,41 +243,55 @@ class Runner:
         finally:
             self.unload(handle)
 
-    def rounds(
-        self,
-        a: Handle,
-        b: Handle,
-        count: int,
-        *,
-        seed: int,
-        first_round: int,
-        turn_seconds: float,
-        warmup: int,
-        samples: Sequence[Tensors] = (),
-    ) -> Measurement:
-        """Time two models against each other on the inputs of `feed`, in one exchange with the worker.
-
-        Round r runs A B B A or B A A B, drawn with seed (seed, r); with long inferences A B or B A. Its times are the
-        means over each side's turns, in seconds per inference. Both sides and all rounds of a pair have the same
-        `Turn`. Several workloads follow each other in each round, and share `turn_seconds`. `warmup` inferences of each
-        model come before the first round.
-
-        Where each turn starts a process, a round is A B or B A, without warm-up. Round r then runs `samples[r]`, if it
-        exists and has the shapes of the only workload, and keeps the outputs of b for a later call of `outputs`.
-        """
+    def turns(self, handles: Sequence[Handle], turn_seconds: float) -> list[Turn]:
+        """The turns of models in rounds, for each workload of `feed`: all models have the same, in which the slowest
+        runs for an equal part of `turn_seconds`."""
         if not self._mix:
             raise ValueError("rounds need a sample: call feed first")
-        what = f"timing {a.path.name} against {b.path.name}"
-        key = frozenset({a, b}), turn_seconds
-        if key not in self._turns:
-            self._turns[key] = self._ask_of([a, b], "probe", a.build, b.build, turn_seconds, what=what)
-        turns = self._turns[key]
-        numbers = range(first_round, first_round + count)
-        these = samples[first_round : first_round + count] if self._spec.name in LAUNCHED else ()
-        timed = a.build, b.build, seed, numbers, turns, warmup, these
-        extra = SLACK * sum(2 * (warmup + count) * turn.seconds + count * turn.round_seconds for turn in turns)
-        result: Measurement = self._ask_of([a, b], "rounds", *timed, what=what, extra=extra)
-        return result
+        builds = tuple(handle.build for handle in handles)
+        turns: list[Turn] = self._ask_of(handles, "probe", builds, turn_seconds, what=f"timing {_names(handles)}")
+        return turns
+
+    def rounds(
+        self,
+        handles: Sequence[Handle],
+        numbers: range,
+        *,
+        seed: int,
+        turns: Sequence[Turn],
+        warmup: int,
+        samples: Sequence[Tensors] = (),
+    ) -> Times:
+        """Time models against each other on the inputs of `feed`, in one exchange with the worker.
+
+        Round r runs the models in an order drawn with seed (seed, r), and with short inferences back again, as in
+        A B C C B A. Its times are the means over each model's turns, in seconds per inference. Several workloads follow
+        each other in each round. `warmup` inferences of each model come before the first round.
+
+        Where each turn starts a process, there is no warm-up. Round r then runs `samples[r]`, if it exists and has the
+        shapes of the only workload, and keeps the outputs of all models but the first for a later call of `outputs`.
+        """
+        these = samples[numbers.start : numbers.stop] if self._spec.name in LAUNCHED else ()
+        builds = tuple(handle.build for handle in handles)
+        each = sum(warmup * turn.seconds + len(numbers) * turn.round_seconds for turn in turns)
+        times: Times = self._ask_of(
+            handles,
+            "rounds",
+            builds,
+            seed,
+            numbers,
+            turns,
+            warmup,
+            these,
+            what=f"timing {_names(handles)}",
+            extra=SLACK * len(handles) * each,
+        )
+        return times
+
+    def timed(self, handle: Handle, count: int, warmup: int = 0) -> Times:
+        """The times of one model alone in so many short rounds."""
+        turns = self.turns([handle], 0.0)
+        return self.rounds([handle], range(count), seed=0, turns=turns, warmup=warmup)
 
     # Requests to the worker
 
@@ -302,7 +313,7 @@ class Runner:
         with rewording(f"engine {self._spec.name!r} does not work here", EngineUnavailable):
             return twice(lambda: self._connection.ask(name, *arguments, what="answering"))
 
-    def _ask_of(self, handles: list[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
+    def _ask_of(self, handles: Sequence[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
         """The answer to a request that needs loaded builds."""
 
         def ask() -> Any:
@@ -311,7 +322,7 @@ class Runner:
 
         return twice(ask)
 
-    def _rebuild(self, handles: list[Handle]) -> None:
+    def _rebuild(self, handles: Sequence[Handle]) -> None:
         """Build again those of `handles` that were lost with a worker, or freed for other builds."""
         self._connection.open()
         needed = frozenset(handle.build for handle in handles)
@@ -349,6 +360,10 @@ class Runner:
     def _forget_all(self) -> None:
         for number in list(self._present):
             self._forget(number)
+
+
+def _names(handles: Sequence[Handle]) -> str:
+    return " against ".join(dict.fromkeys(handle.path.name for handle in reversed(handles)))
 
 
 def as_workloads(given: Tensors | Mix) -> Mix:

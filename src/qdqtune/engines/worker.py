@@ -31,7 +31,7 @@ from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.system.interpreter import end_group
-from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Turn, Workload
+from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 
 ENDING_SECONDS = 1.0
 """How long a worker whose input has ended may take to end by itself. Chosen, not measured."""
@@ -148,67 +148,62 @@ class Session:
         """`Launched.start_seconds`; 0 for models that stay loaded."""
         return cast(Launched, self._built(number)).start_seconds if self._is_launched else 0.0
 
-    def probe(self, a: int, b: int, turn_seconds: float) -> list[Turn]:
-        """The `Turn` of each workload, in which the slower model runs for an equal part of `turn_seconds`."""
+    def probe(self, numbers: Sequence[int], turn_seconds: float) -> list[Turn]:
+        """The `Turn` of each workload, in which the slowest of these models runs for an equal part of
+        `turn_seconds`."""
         part = turn_seconds / len(self._mix)
-        if start := max(self.start_seconds(a), self.start_seconds(b)):
+        if start := max(self.start_seconds(number) for number in numbers):
             return [Turn.of(0.0, part, start)] * len(self._mix)  # the process chooses how often it runs the model
-        slower = [max(_quickest(self._built(n, w.threads), w.inputs) for n in dict.fromkeys((a, b))) for w in self._mix]
-        return [Turn.of(seconds, part) for seconds in slower]
+        slowest = [max(_quickest(self._built(n, w.threads), w.inputs) for n in set(numbers)) for w in self._mix]
+        return [Turn.of(seconds, part) for seconds in slowest]
 
     def rounds(
         self,
-        a: int,
-        b: int,
+        numbers: Sequence[int],
         seed: int,
-        numbers: range,
+        rounds: range,
         turns: Sequence[Turn],
         warmup: int,
         samples: Sequence[Tensors] = (),
-    ) -> Measurement:
-        """Paired rounds of the models `a` and `b`, each of all workloads in their turns: see `Runner.rounds`."""
+    ) -> Times:
+        """Rounds of models, each of all workloads in their turns: see `Runner.rounds`."""
+        orders = [order_of(seed, number, len(numbers)) for number in rounds]
+        seconds: list[list[tuple[float, ...]]] = [[] for _ in numbers]
+        shares = tuple(workload.share for workload in self._mix)
         if self._is_launched:
-            both = self._built(a), cast(Launched, self._built(b))
-            return self._launched_rounds(*both, coins_of(seed, numbers), samples)
-        coins = coins_of(seed, numbers)
-        pairs = [(self._built(a, workload.threads), self._built(b, workload.threads)) for workload in self._mix]
+            launched = [cast(Launched, self._built(number)) for number in numbers]
+            for at, order in enumerate(orders):
+                sample = samples[at] if at < len(samples) else None
+                calls = [_launched_turns(launched, order, workload, sample, self._mix) for workload in self._mix]
+                for own, times in zip(seconds, zip(*calls, strict=True), strict=True):
+                    own.append(times)
+            return Times(tuple(map(tuple, seconds)), shares)
+        builds = [[self._built(number, workload.threads) for number in numbers] for workload in self._mix]
         if warmup:
-            for workload, pair in zip(self._mix, pairs, strict=True):
-                for built in pair:
+            for workload, together in zip(self._mix, builds, strict=True):
+                for built in together:
                     built.time(workload.inputs, warmup)
-        rounds: list[list[tuple[float, float]]] = []
-        for coin in coins:
-            rounds.append([])
-            for workload, pair, turn in zip(self._mix, pairs, turns, strict=True):
-                if len(self._mix) > builds_for(self._mix):  # untimed: engines prepare for other shapes
-                    for built in pair:
+        changes_shapes = len(self._mix) > builds_for(self._mix)
+        for order in orders:
+            calls = []
+            for workload, together, turn in zip(self._mix, builds, turns, strict=True):
+                if changes_shapes:  # untimed: engines prepare for other shapes
+                    for built in together:
                         built.time(workload.inputs, 1)
-                rounds[-1].append(_round(*pair, workload.inputs, turn, a_is_first=coin))
-        return measurement(self._mix, rounds)
-
-    def _launched_rounds(self, a: Built, b: Launched, coins: Sequence[bool], samples: Sequence[Tensors]) -> Measurement:
-        """Rounds of models that start a process for each turn, which warms up by itself. The first rounds run `samples`
-        in place of a workload of the same shapes, and keep the outputs of b."""
-        rounds: list[list[tuple[float, float]]] = []
-        for number, a_is_first in enumerate(coins):
-            rounds.append([])
-            for workload in self._mix:
-                inputs, time_b = workload.inputs, b.time
-                if number < len(samples) and [_sizes(samples[number])] == [_sizes(w.inputs) for w in self._mix]:
-                    inputs, time_b = samples[number], b.time_and_keep
-                seconds_a = a.time(inputs, 1) if a_is_first else None
-                seconds_b = time_b(inputs, 1)
-                rounds[-1].append((a.time(inputs, 1) if seconds_a is None else seconds_a, seconds_b))
-        return measurement(self._mix, rounds)
+                calls.append(_turns(together, order, workload.inputs, turn))
+            for own, times in zip(seconds, zip(*calls, strict=True), strict=True):
+                own.append(times)
+        return Times(tuple(map(tuple, seconds)), shares)
 
 
 def _sizes(inputs: Tensors) -> dict[str, tuple[int, ...]]:
     return {name: np.shape(array) for name, array in inputs.items()}
 
 
-def coins_of(seed: int, numbers: Sequence[int]) -> list[bool]:
-    """For each round, whether it begins with model a."""
-    return [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
+def order_of(seed: int, number: int, models: int) -> list[int]:
+    """The order of so many models in a round, by their places."""
+    order: list[int] = np.random.default_rng((seed, number)).permutation(models).tolist()
+    return order
 
 
 def _quickest(model: Built, inputs: Tensors) -> float:
@@ -220,20 +215,27 @@ def _quickest(model: Built, inputs: Tensors) -> float:
     return min(samples)
 
 
-def _round(a: Built, b: Built, inputs: Tensors, turn: Turn, *, a_is_first: bool) -> tuple[float, float]:
-    """Seconds per inference of both models in one round: A B B A or B A A B; with one turn, A B or B A."""
-    first, second = (a, b) if a_is_first else (b, a)
-    seconds = [model.time(inputs, turn.runs) for model in (first, second, second, first)[: 2 * turn.per_round]]
-    outside, inside = (sum(seconds[0::3]) / turn.per_round, sum(seconds[1:3]) / turn.per_round)
-    return (outside, inside) if a_is_first else (inside, outside)
+def _turns(builds: Sequence[Built], order: Sequence[int], inputs: Tensors, turn: Turn) -> list[float]:
+    """Seconds per inference of each model in one round: in `order` and, with two turns, back again."""
+    seconds = [0.0] * len(builds)
+    for place in [*order, *reversed(order)][: turn.per_round * len(order)]:
+        seconds[place] += builds[place].time(inputs, turn.runs) / turn.per_round
+    return seconds
 
 
-def measurement(mix: Mix, rounds: Sequence[Sequence[tuple[float, float]]]) -> Measurement:
-    """The measurement of rounds. A round holds for each workload the seconds of both sides, (a, b)."""
-    times = np.array(rounds)  # [rounds, workloads, sides]
-    a, b = np.tensordot(times, [workload.share for workload in mix], axes=([1], [0])).T.tolist()
-    parts = [Measurement(tuple(x), tuple(y)) for x, y in times.transpose(1, 2, 0).tolist()]
-    return Measurement(tuple(a), tuple(b), tuple(parts) if len(parts) > 1 else ())
+def _launched_turns(
+    builds: Sequence[Launched], order: Sequence[int], workload: Workload, sample: Tensors | None, mix: Mix
+) -> list[float]:
+    """The same for models that start a process for each turn, which warms up by itself. A `sample` of the shapes of the
+    only workload runs in its place, and all but the first model keep the outputs."""
+    seconds = [0.0] * len(builds)
+    takes_sample = sample is not None and [_sizes(sample)] == [_sizes(w.inputs) for w in mix]
+    for place in order:
+        inputs = sample if takes_sample and sample is not None else workload.inputs
+        is_kept = takes_sample and place > 0
+        time_of = builds[place].time_and_keep if is_kept else builds[place].time
+        seconds[place] = time_of(inputs, 1)
+    return seconds
 
 
 def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Layer, ...]:

@@ -288,7 +288,6 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
             speed=None if shown is None or trial.placement not in ratios else 1 / ratios[trial.placement],
             sqnr_db=trial.sqnr_db,
             tensors=count_pairs(trial.placement),
-            builds=trial.builds,
             seconds=seconds.get(job_of(trial.placement.digest, trial.against.digest)),
             ships=trial is shipped,
         )
@@ -301,10 +300,9 @@ def _came(trial: Trial, run: FinishedRun) -> tuple[Came, str]:
     """What became of a candidate, in one word and in a sentence."""
     other = "the best before it" if trial.against else "the float model"
     is_by_rule = isinstance(trial.result, CostsByRule)
-    failures = [part for part in (trial.result, trial.check) if isinstance(part, Failure)]
-    if failures:
-        refused = "the engine refused it: " if failures[0].stage == "build" else ""
-        return "failed", f"{refused}{failures[0].reason}"
+    if isinstance(trial.result, Failure):
+        refused = "the engine refused it: " if trial.result.stage == "build" else ""
+        return "failed", f"{refused}{trial.result.reason}"
     if trial.accepted:
         text = f"faster than {other} beyond noise, and exact enough: the new best"
         return "accepted", "cheaper by rule than all before it" if is_by_rule else text

@@ -112,7 +112,6 @@ class Candidate:
     speed: float | None
     sqnr_db: float | None
     tensors: int
-    builds: int
     seconds: float | None
     ships: bool = False
 

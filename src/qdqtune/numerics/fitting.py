@@ -61,14 +61,14 @@ def fitted(
     placed: Callable[[Ranges], Placement],
     listener: Listener | None = None,
     *,
-    bias_samples: int = BIAS_SAMPLES,
+    bias_samples: Callable[[], int] = lambda: BIAS_SAMPLES,
     only_placed: bool = False,
 ) -> Ranges:
     """Ranges by `how`, with corrected biases where these bring the outputs closer to the float model's.
 
     `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` no
-    other tensors need have ranges, which saves time. `bias_samples` at most correct biases. The `listener` is told
-    stages and progress.
+    other tensors need have ranges, which saves time. `bias_samples` is asked after calibration how many samples may
+    correct biases: with 0, none are corrected. The `listener` is told stages and progress.
 
     Raises:
         BadData: no sample.
@@ -89,10 +89,11 @@ def fitted(
             ranges = prepared.ranges(how, numbers)  # rules may place others in their stead
         ranges = with_known_ranges(model, ranges, numbers)
         placement = placed(ranges)
-        if not how.bias_correction or not placement.edges:
+        most = bias_samples() if how.bias_correction and placement.edges else 0
+        if not most:
             return ranges
         listener.stage("correcting biases")
-        return _with_biases(prepared, numbers, ranges, placement, listener, bias_samples)
+        return _with_biases(prepared, numbers, ranges, placement, listener, most)
 
 
 def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:

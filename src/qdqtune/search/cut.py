@@ -112,7 +112,16 @@ class CutSearch:
         formats are left."""
         if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
+<<<<<<< HEAD
         if first := _untried(self._hurried_batch if self.is_hurried else self._first_batch, history):
+=======
+        if self.noise is not None and not any(trial.holds is False for trial in history):
+            return self._without_limits.propose(history)
+        has_cut = any(t.proposal.predicted is not None for t in history)
+        apart = [p for p in self._apart(history) if self._may_hold(p.placement)] if has_cut else []
+        known = self._hurried_batch if self.is_hurried else (*self._first_batch, *apart)
+        if first := _untried(known, history):
+>>>>>>> d3c4acb1 (All timings of files go through one race)
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
@@ -122,6 +131,12 @@ class CutSearch:
             if len(fresh) == self.width:
                 break
         return tuple(fresh.values())
+
+    @cached_property
+    def _without_limits(self) -> CutSearch:
+        """This search as long as no candidate has missed a limit: what single tensors do to the outputs is not asked
+        before."""
+        return replace(self, noise=None)
 
     @cached_property
     def float_ms(self) -> float:
@@ -175,11 +190,6 @@ class CutSearch:
         """Whether a placement is expected to hold the limits on noise, before anything is built."""
         return self.noise is None or self.noise.fits(placement, ())
 
-    @property
-    def _is_free(self) -> bool:
-        """Whether no limit on noise can be missed."""
-        return self.noise is None or self.noise.is_harmless
-
     def _later_proposals(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """After the first batch: the optimum of the prices (built already if they are at a fixed point), placements
         near the best one, and the fallbacks."""
@@ -196,7 +206,7 @@ class CutSearch:
         for proposal in chain(
             self._polish(costs, history, stuck=stuck), self._promising_fallbacks(costs, history, stuck=stuck)
         ):
-            if self.noise is None or self._is_free or self.noise.fits(proposal.placement, history):
+            if self.noise is None or self.noise.fits(proposal.placement, history):
                 yield proposal
 
     def _is_worth(self, costs: Costs, decision: Decision, best: Placement) -> bool:
@@ -233,7 +243,7 @@ class CutSearch:
     def _optima_of(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
         """The optimum of prices, within the limits on noise if there are any: by expected noise, or at several guesses
         of the sum of noise that holds them."""
-        if self.noise is None or self._is_free:
+        if self.noise is None:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
             yield cut_holding(costs, self.noise.corrected(history), bound)
@@ -333,7 +343,7 @@ def _trial_at(shares: Sequence[float], trial: Trial) -> Trial:
     result, layers = trial.result, None if trial.layers is None else _layers_at(shares, trial.layers)
     if not isinstance(result, Measurement) or not result.parts:
         return replace(trial, layers=layers)
-    return replace(trial, result=result.mean(shares), check=None, layers=layers)
+    return replace(trial, result=result.mean(shares), layers=layers)
 
 
 def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:

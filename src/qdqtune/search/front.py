@@ -9,13 +9,13 @@ points get no build in the search, since the proof builds and measures every poi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.decisions import cut, decision_of, other
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs
@@ -30,14 +30,8 @@ MAX_POINTS = 8
 TARGET_POINTS = 6
 """How many points a front should have. Chosen, not measured."""
 
-SPARE_BUILDS = 2
-"""Builds that are kept to replace points that do not prove to be faster than float."""
-
-MIN_SEARCH_BUILDS = 6
-"""Builds that the search has in any case: the float model's, those that price every unit, and the optimum."""
-
-USUAL_SEARCH_BUILDS = 8
-"""Builds of a search without a front: where fewer have found nothing to ship, the search goes on to this number."""
+CUT_BUILDS = 8
+"""Candidates that are proposed as without a front, before points are predicted: they price every unit."""
 
 NOISE_PRICES = np.logspace(-3, 8, 45)
 """Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
@@ -70,9 +64,6 @@ STRETCHES = 6
 FLIPPED_UNITS = 16
 """How many units are flipped between quantized and float in each optimum, one at a time. Chosen, not measured."""
 
-MAX_CANDIDATES = 24
-"""How many predicted points are returned at once. Chosen, not measured."""
-
 SIMILAR_SUMS = 2
 """The sum of noise of a placement is corrected by so many placements with known SQNR: those with the nearest sums."""
 
@@ -104,8 +95,6 @@ class PredictedPoint:
 
     placement: Placement
     tradeoff: Tradeoff
-    is_simulated: bool = False
-    """Whether its noise was simulated, rather than summed over values."""
 
     @property
     def noise(self) -> float:
@@ -189,42 +178,25 @@ def named(points: Sequence[M]) -> dict[str, M]:
 
 @dataclass(frozen=True)
 class FrontSearch:
-    """Front search (see the module). `by_cut` knows the noise of every value; `builds` is what search and proof may
-    spend together. A build is compared at all numbers of threads, and counts once."""
+    """Front search (see the module). `by_cut` knows the noise of every value."""
 
     by_cut: CutSearch
     noise: Noise
-    builds: int
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next batch, see `Strategy`: proposals of the cut, until only the builds that the proof takes are left."""
-        points = TARGET_POINTS if self.builds < 2 * (2 + 2 * MAX_POINTS) else MAX_POINTS
-        proof = 2 * (1 + points) + SPARE_BUILDS
-        least = MIN_SEARCH_BUILDS if best_of(history) else min(USUAL_SEARCH_BUILDS, self.builds)
-        most = max(least, self.builds - proof)
-        left = most - 1 - sum(t.builds for t in history)
-        return self.by_cut.propose(history)[: max(0, left)]
-
-    def candidates(
-        self,
-        predicted_ratios: Sequence[tuple[Placement, float]],
-        history: Sequence[Trial],
-        simulated_db: Mapping[Placement, float],
-    ) -> tuple[PredictedPoint, ...]:
-        """The placements of `predicted_ratios` that may be points of the front, far from each other, at most
-        `MAX_CANDIDATES`. `simulated_db` has the SQNR of those that were simulated; that of others is estimated from the
-        noise of their values."""
-        chosen = list[PredictedPoint]()
-        best = unbeaten(self._within_noise(predicted_ratios, history, simulated_db))
-        while len(chosen) < MAX_CANDIDATES and (found := farthest(best, [o.tradeoff for o in chosen])) is not None:
-            chosen.append(found)
-        return tuple(chosen)
-
-    def simulated(self, point: PredictedPoint) -> PredictedPoint:
-        """The point with the SQNR of its simulated noise."""
-        return replace(
-            point, tradeoff=Tradeoff(point.tradeoff.ratio, _db(self.noise.expected(point.placement))), is_simulated=True
-        )
+        """The next batch, see `Strategy`: proposals of the cut, then the predicted points."""
+        if len(history) < CUT_BUILDS and (proposals := self.by_cut.propose(history)):
+            return proposals[: CUT_BUILDS - len(history)]
+        measured = undominated(history, self.by_cut.plan)
+        taken = [point.tradeoff for point in measured]
+        near = NEAR if len(measured) >= TARGET_POINTS else NEAREST
+        able = self._within_noise(self.predicted_ratios(history), history)
+        found = list[PredictedPoint]()
+        points = [p for p in unbeaten(able) if not any(tradeoff.beats(p.tradeoff) for tradeoff in taken)]
+        while len(found) < self.by_cut.width and (point := farthest(points, taken, near)) is not None:
+            found.append(point)
+            taken.append(point.tradeoff)
+        return [Proposal("front", p.placement, predicted=p.tradeoff.ratio, wants_layers=True) for p in found]
 
     def predicted_ratios(self, history: Sequence[Trial]) -> tuple[tuple[Placement, float], ...]:
         """Placements without a build that are predicted to be fast enough to be worth one, with their predicted ratio
@@ -239,19 +211,12 @@ class FrontSearch:
         return tuple((placement, ratio) for placement, ratio in worth if placement not in tried)
 
     def _within_noise(
-        self,
-        predicted_ratios: Sequence[tuple[Placement, float]],
-        history: Sequence[Trial],
-        simulated_db: Mapping[Placement, float],
+        self, predicted_ratios: Sequence[tuple[Placement, float]], history: Sequence[Trial]
     ) -> Iterator[PredictedPoint]:
         """The predicted points that are not too noisy."""
-        known = {t.placement: t.exactness for t in history if t.sqnr_db is not None}
-        summed_db = self._summed_db({**simulated_db, **known})
+        summed_db = self._summed_db({t.placement: t.exactness for t in history if t.sqnr_db is not None})
         for placement, ratio in predicted_ratios:
-            db = simulated_db.get(placement)
-            point = PredictedPoint(
-                placement, Tradeoff(ratio, summed_db(placement) if db is None else db), db is not None
-            )
+            point = PredictedPoint(placement, Tradeoff(ratio, summed_db(placement)))
             if not is_too_noisy(point.noise, self.noise.limit):
                 yield point
 

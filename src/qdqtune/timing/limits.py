@@ -154,8 +154,7 @@ def wins(trial: Trial, plan: Plan) -> bool:
 
 
 def failure(trial: Trial) -> Failure | None:
-    """The failure of a candidate or of its check; None if neither failed."""
-    return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
+    return trial.result if isinstance(trial.result, Failure) else None
 
 
 def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:

@@ -15,9 +15,9 @@ comparison has stopped, for whatever reason: stopping where nothing is decided c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from math import comb
 from statistics import NormalDist
@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from qdqtune.errors import Failure
-from qdqtune.types import CostsByRule, Deaf, Listener, Measurement, Trial, Turn
+from qdqtune.types import CostsByRule, Measurement, Trial, Turn
 
 Verdict = Literal["faster", "slower", "undecided"]
 
@@ -52,14 +52,14 @@ class Plan:
             raise ValueError("error lies in (0, 0.5)")
 
     def round_seconds(self, inference: float, start: float = 0.0) -> float:
-        """The seconds of a round of two models whose inferences take so many seconds. Where each turn of a model starts
-        a process, `start` is what that takes."""
+        """The seconds that a model takes in a round if its inferences take so many. Where each of its turns starts a
+        process, `start` is what that takes."""
         return Turn.of(inference, self.turn_seconds, start).round_seconds
 
     def warmup_seconds(self, inference: float, start: float = 0.0) -> float:
-        """The seconds before the first round: either model is warmed up, and timed twice to find how many inferences
-        fill a turn. Processes need neither."""
-        return 0.0 if start else 2 * (self.warmup + 2) * inference
+        """The seconds before a model's first round: it is warmed up, and timed twice to find how many inferences fill a
+        turn. Processes need neither."""
+        return 0.0 if start else (self.warmup + 2) * inference
 
 
 def least_rounds(error: float, looks: int) -> int:
@@ -167,22 +167,14 @@ def settled(measured: Ratio) -> bool:
 
 
 def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
-    """Whether a comparison ended earlier than this plan would have ended it: for want of time, or by another plan."""
+    """Whether a candidate left a race earlier than by this plan: for want of time, or by another plan."""
     rounds = len(measurement.a)
     return rounds < plan.looks[0] or (rounds < plan.looks[-1] and not settled(ratio(measurement, plan)))
 
 
-def envelope(ratios: Sequence[Ratio]) -> Ratio:
-    """One ratio for several that have to agree: the mean of the medians, and the widest interval."""
-    lows, highs = [r.low for r in ratios], [r.high for r in ratios]
-    low = min(x for x in lows if x is not None) if None not in lows else None
-    high = max(x for x in highs if x is not None) if None not in highs else None
-    return Ratio(float(np.exp(np.mean([np.log(r.median) for r in ratios]))), low, high)
-
-
 PAIRS, MOST_PAIRS = 2, 8
 BUILD_LOOKS = (PAIRS, 4, MOST_PAIRS)
-"""After how many pairs of builds a comparison of files is judged, unless those before have decided it."""
+"""After how many builds of each file a race of files is judged, unless those before have decided it."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +189,6 @@ class Spread:
         return Spread(self.squares + other.squares, self.free + other.free)
 
 
-UNSEEN = Spread(0.0, 0)
-"""Nothing is known of how builds differ, but for the pairs that are judged."""
-
 MOST_SPREAD = 0.2
 """The standard deviation of the logarithm of a ratio, from pair to pair of builds, that two pairs are judged by. Equal
 files had 0.3 to 2.4 % on ONNX Runtime at one thread and up to 17 % at eight (benchmarks/same.py)."""
@@ -207,23 +196,6 @@ files had 0.3 to 2.4 % on ONNX Runtime at one thread and up to 17 % at eight (be
 DEVIATIONS = 8.0
 """How many times their own deviation two pairs have to lie from 1, besides the least distance. Chosen: with more,
 steady builds decide smaller differences, and restless ones need larger ones."""
-
-
-def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
-    """The spread of several files that were compared with the same builds of the user's: a row for each file, with a
-    ratio to each of these builds.
-
-    A slow or fast build of the user's file shifts its whole column. So the squares of these shifts and those of the
-    residuals are counted apart (two-way analysis of variance, either file with half of the variance of a ratio).
-    """
-    logs = np.log([[r.median for r in row] for row in pairs])
-    if logs.ndim < 2 or logs.shape[1] < 2:
-        return UNSEEN
-    files, builds = logs.shape
-    shifts = logs.mean(axis=0) - logs.mean()
-    rest = logs - logs.mean(axis=1, keepdims=True) - shifts
-    squares = 2 * np.sum(rest**2) + 2 * np.sum(shifts**2) * files / (files + 1)
-    return Spread(float(squares), files * (builds - 1))
 
 
 def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
@@ -240,29 +212,7 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
     return Ratio(float(np.exp(np.mean(logs))), end([r.low for r in ratios]), end([r.high for r in ratios]))
 
 
-def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = UNSEEN, looks: int = len(BUILD_LOOKS)) -> Ratio:
-    """The ratio that other builds of the two files would have, estimated from some pairs of builds.
-
-    Two builds of one file differ for good, for example by memory layout, so that each pair has a median of its own. The
-    interval of their mean is that of Student's t, for deviations of these pairs and those seen elsewhere (`seen`),
-    widened by the uncertainty of the rounds. Each of so many looks spends an equal share of the error. The ends are
-    None where one pair is all that was seen.
-    """
-    these, logs = on_these_builds(ratios), np.log([r.median for r in ratios])
-    known = seen + Spread(float(np.sum((logs - np.mean(logs)) ** 2)), len(ratios) - 1)
-    if not known.free:
-        return Ratio(these.median, None, None)
-    builds = _build_margin(known, len(ratios), plan.error / looks)
-
-    def wider(end: float | None, side: int) -> float | None:
-        return (
-            None if end is None else these.median * float(np.exp(side * np.hypot(builds, np.log(end / these.median))))
-        )
-
-    return Ratio(these.median, wider(these.low, -1), wider(these.high, 1))
-
-
-def _build_margin(known: Spread, pairs: int, error: float) -> float:
+def build_margin(known: Spread, pairs: int, error: float) -> float:
     """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
 
     One degree of freedom says next to nothing about a deviation: Student's t would ask for 675 times the one that two
@@ -312,14 +262,6 @@ def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
     return bool(abs(np.log(found.median)) + moves < width * np.sqrt(share))
 
 
-def wants_builds(ratios: Sequence[Ratio], plan: Plan) -> bool:
-    """Whether more pairs of builds might decide: those so far show a difference worth having, but one that may come
-    from differences between builds."""
-    these = on_these_builds(ratios)
-    is_worth_it = these.verdict != "undecided" and abs(np.log(these.median)) > EQUAL
-    return len(ratios) < MOST_PAIRS and bool(is_worth_it) and across_builds(ratios, plan).verdict == "undecided"
-
-
 def is_wide(found: Ratio) -> bool:
     """Whether the interval reaches further than `WIDE` to either side, on average."""
     return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * WIDE)
@@ -332,78 +274,9 @@ def overlap(a: Ratio, b: Ratio) -> bool:
 
 def judge(trial: Trial, plan: Plan) -> Ratio | None:
     """The ratio of a candidate to what it was compared with, of times or else of costs by rule; None if it failed."""
-    if isinstance(trial.result, Failure) or isinstance(trial.check, Failure):
+    if isinstance(trial.result, Failure):
         return None
     if isinstance(trial.result, CostsByRule):
-        return Ratio(*(trial.result.b / trial.result.a,) * 3)
-    first = ratio(trial.result, plan)
-    return first if trial.check is None else envelope([first, ratio(trial.check, plan)])
-
-
-Rounds = Callable[[int, int], Measurement]
-"""(first round, number of rounds) -> samples."""
-
-
-def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | None = None) -> Measurement:
-    """Take rounds until a look decides, or all rounds of the plan are taken. All samples are kept.
-
-    `decided` says when to stop; by default as soon as the interval lies on one side of 1, be it faster or slower.
-    """
-    done = decided or (lambda r: r.verdict != "undecided")
-    total: Measurement | None = None
-    for look in plan.looks:
-        first = len(total.a) if total else 0
-        part = rounds(first, look - first)
-        total = total + part if total else part
-        if done(ratio(total, plan)):
-            break
-    assert total is not None  # a plan has at least one look
-    return total
-
-
-def compare_pairs(
-    pairs: Sequence[Rounds],
-    plan: Plan,
-    *,
-    is_late: Callable[[], bool] = lambda: False,
-    listener: Listener | None = None,
-) -> list[Measurement]:
-    """Take rounds of several pairs of builds of the same two models in turns, look by look, until each pair is decided.
-
-    All end together where more rounds change nothing: if two pairs disagree, the files count as equal, further
-    rounds are unlikely to decide, or it `is_late`. `listener` is told of each turn.
-    """
-    totals: dict[int, Measurement] = {}
-    listener = listener or Deaf()
-    for turn, look in enumerate(plan.looks):
-        for number, rounds in enumerate(pairs):
-            listener.progress(turn * len(pairs) + number, len(plan.looks) * len(pairs))
-            known = totals.get(number)
-            if known is not None and ratio(known, plan).verdict != "undecided":
-                continue
-            first = 0 if known is None else len(known.a)
-            part = rounds(first, look - first)
-            totals[number] = part if known is None else known + part
-        found = [ratio(total, plan) for total in totals.values()]
-        verdicts = {r.verdict for r in found}
-        if verdicts in ({"faster"}, {"slower"}) or verdicts >= {"faster", "slower"} or envelope(found).is_close:
-            break
-        if is_late() or is_futile(on_these_builds(found), look, plan):
-            break
-    return [totals[number] for number in range(len(pairs))]
-
-
-def as_many_pairs_as_needed(
-    measure: Callable[[Sequence[int]], list[Measurement]],
-    plan: Plan,
-    wants_more: Callable[[Sequence[Ratio]], bool] | None = None,
-) -> list[Measurement]:
-    """Measure pairs of builds, given by their numbers, as long as more are wanted: by default until they decide or more
-    would not help."""
-    measured: list[Measurement] = []
-    wants_more = wants_more or partial(wants_builds, plan=plan)
-    for pairs in BUILD_LOOKS:
-        measured += measure(range(len(measured), pairs))
-        if not wants_more([ratio(m, plan) for m in measured]):
-            break
-    return measured
+        ratio_of_costs = trial.result.b / trial.result.a
+        return Ratio(ratio_of_costs, ratio_of_costs, ratio_of_costs)
+    return ratio(trial.result, plan)

@@ -27,7 +27,7 @@ from qdqtune.tuning.records import (
 )
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import (
-    BRIEF_ROUNDS,
+    BRIEF_LOOKS,
     Batch,
     Conditions,
     Loaded,
@@ -43,7 +43,7 @@ FLOAT = Placement()
 CANNOT_RUN = "the engine cannot run the float model", BaselineFailed
 
 REPEATED = 2
-"""Samples on which the float model is run again if each run starts a process. Chosen, not measured."""
+"""Samples on which the float model is run again. Chosen, not measured."""
 
 
 class Bench:
@@ -58,23 +58,25 @@ class Bench:
 
     @property
     def trial_seconds(self) -> float:
-        """The least seconds that a candidate takes if it is as fast as the float model. With limits on accuracy,
-        samples count twice: outputs are also simulated."""
+        """The least seconds that a candidate takes if it is as fast as the float model."""
         return self._trial_seconds(self._conditions.plan, profiled_runs(self.floats.seconds))
 
     @property
-    def brief_trial_seconds(self) -> float:
+    def brief_seconds(self) -> float:
         """The same for a candidate that is timed in few rounds, without a layer report."""
-        return self._trial_seconds(replace(self._conditions.plan, looks=(BRIEF_ROUNDS,)), 0)
+        return self._trial_seconds(replace(self._conditions.plan, looks=BRIEF_LOOKS), 0)
 
     def _trial_seconds(self, plan: Plan, profiled: int) -> float:
-        floats, judged = self.floats, len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
+        floats, judged = self.floats, len(self._conditions.samples)
         parts = floats.build_seconds, floats.seconds, floats.turn_seconds, judged, floats.start_seconds
         return trial_seconds(plan, *parts, profiled)
 
-    def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
-        """Time candidates against another placement, on several devices side by side. Gives the trials in the order of
-        the proposals, numbered from `number`, each with whether its result was in the store.
+    def measured(
+        self, number: int, proposals: Sequence[Proposal], against: Placement, *, is_brief: bool = False
+    ) -> Generator[tuple[Trial, bool]]:
+        """Race candidates against another placement, in as many races side by side as there are devices. Gives the
+        trials in the order of the proposals, numbered from `number`, each with whether its result was in the store.
+        `is_brief`: there is time for a few rounds only.
 
         Results are stored at once. Closing the iterator ends the measurements that are running.
 
@@ -86,11 +88,11 @@ class Bench:
         jobs: list[TrialJob] = []
         for place, proposal in enumerate(proposals):
             known = self._known(number + place, proposal, against)
-            if known is not None and not self._conditions.needs_check(known):
+            if known is not None:
                 done[place] = known, True
             else:
-                jobs.append(TrialJob(number + place, proposal, against, known))
-        with closing(self._answers(jobs)) as results:
+                jobs.append(TrialJob(number + place, proposal, against))
+        with closing(self._answers(jobs, is_brief=is_brief)) as results:
             # The user's metric runs on the first device after each trial: measure the whole batch before.
             is_gathered = len(self._pool) > 1 and self._conditions.evaluation is not None
             fresh = iter(list(results)) if is_gathered else results
@@ -100,16 +102,17 @@ class Bench:
                     done[trial.number - number] = trial, False
                 yield done.pop(place)
 
-    def _answers(self, jobs: Sequence[TrialJob]) -> Generator[Trial]:
+    def _answers(self, jobs: Sequence[TrialJob], *, is_brief: bool) -> Generator[Trial]:
         if not jobs:
             return
-        reference = self.reference
-        batch = Batch(reference, self.scores, self.deadline)
-        ask = [partial(TrialWorker.trial, job=job, batch=batch) for job in jobs]
+        batch = Batch(self.reference, self.scores, self.deadline, is_brief)
+        races = [jobs[first :: len(self._pool)] for first in range(min(len(jobs), len(self._pool)))]
+        ask = [partial(TrialWorker.trials, jobs=race, batch=batch) for race in races]
         with closing(self._pool.results(ask)) as results:
-            for _, trial in results:
-                self.keep(trial)
-                yield trial
+            for _, trials in results:
+                for trial in trials:
+                    self._keep(trial)
+                yield from trials
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
         record = self._store.get(_key(proposal.placement, against), TrialRecord)
@@ -118,7 +121,7 @@ class Bench:
         if record.accuracy.at_most_db is not None and not self._conditions.limits.is_surely_missed(record.accuracy):
             return None  # or its outputs were not compared any further, as they missed a limit that was higher
         rounds = record.result.samples
-        if record.check is None and rounds is not None and is_cut_short(rounds, self._conditions.plan):
+        if rounds is not None and is_cut_short(rounds, self._conditions.plan):
             return None  # or by one that had less time, or whose plan was content with fewer rounds
         return remembered(number, proposal, against, record)
 
@@ -135,13 +138,12 @@ class Bench:
                 worker.runner.close()
         self._is_alone = True
 
-    def keep(self, trial: Trial) -> None:
-        """Store a trial that was measured elsewhere, in place of what an earlier run has stored of it."""
+    def _keep(self, trial: Trial) -> None:
+        """Store a trial, in place of what an earlier run has stored of it."""
         key, record = _key(trial.placement, trial.against), _record(trial)
-        if self._store.get(key, TrialRecord) != record:
-            failed = failure(trial)
-            is_lost = failed is not None and failed.is_transient
-            self._store.put(key, record, on_disk=not is_lost, order="deterministic")
+        failed = failure(trial)
+        is_lost = failed is not None and failed.is_transient
+        self._store.put(key, record, on_disk=not is_lost, order="deterministic")
 
     def metric(self, placement: Placement) -> Score:
         """The user's metric of a placement, on the engine.
@@ -226,7 +228,7 @@ class Bench:
         """The float model's outputs against those of the same build run again: no candidate can be more exact."""
 
         def again() -> Accuracy:
-            samples = self._conditions.samples[: REPEATED if self.floats.start_seconds else None]
+            samples = self._conditions.samples[:REPEATED]
             with rewording("the engine cannot run the float model again", BaselineFailed):
                 outputs = self._runner.outputs(self._loaded.load(Placement(), "baseline"), samples)
             reference, scores = self.reference[: len(samples)], self.scores.first(len(samples))
@@ -268,9 +270,10 @@ class Bench:
             with rewording(*CANNOT_RUN):
                 handle = self._loaded.load(FLOAT, "baseline")
             with rewording("the engine cannot time the float model", BaselineFailed):
-                timed = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
-            untimed = 1.5 if len(timed.parts) > builds_for(self._runner.mix) else 1.0
-            seconds, turn = timed.a[0], untimed * sum(part.a[0] for part in timed.parts) or timed.a[0]
+                calls = self._runner.timed(handle, 1).seconds[0][0]
+            mix = self._runner.mix
+            untimed = 1.5 if len(mix) > builds_for(mix) else 1.0
+            seconds, turn = sum(w.share * each for w, each in zip(mix, calls, strict=True)), untimed * sum(calls)
             build, start = handle.build_seconds, self._runner.start_seconds(handle)
         return FloatRecord(
             seconds=seconds,
@@ -315,16 +318,14 @@ def _record(trial: Trial) -> TrialRecord:
         placement=trial.placement,
         accuracy=trial.accuracy or Accuracy(),
         result=Outcome.of(trial.result),
-        check=None if trial.check is None else Outcome.of(trial.check),
         layers=trial.layers,
     )
 
 
 def remembered(number: int, proposal: Proposal, against: Placement, record: TrialRecord) -> Trial:
     """Make a trial of its proposal and its record."""
-    check = None if record.check is None else record.check.samples or record.check.failure
     known = record.accuracy if record.result.failure is None else None
-    return Trial(number, proposal, against, record.result.result, check, known, record.layers)
+    return Trial(number, proposal, against, record.result.result, known, record.layers)
 
 
 def trial_of(number: int, record: TrialRecord, against: Placement) -> Trial:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,13 @@ CLEARLY_LESS = 0.9
 
 
 @dataclass(frozen=True)
-class Context:
-    """Where files are compared: by `runner`, on the workloads `mix`, all at one number of threads (None for an engine
-    that has none)."""
+class View:
+    """A context in which a result has to hold: a number of threads (None for an engine that has none). `shares` are
+    those of all calls of a race in this context, and `alone` those of each of several workloads in it."""
 
     threads: int | None
-    runner: Runner
-    mix: Mix
-
-    @property
-    def suffix(self) -> str:
-        """Ends the keys of this context's records."""
-        return "" if self.threads is None else f":{self.threads}t"
-
-    @property
-    def log_suffix(self) -> str:
-        """Ends the names of build logs."""
-        return self.suffix.replace(":", "_")
+    shares: tuple[float, ...]
+    alone: tuple[tuple[float, ...], ...] = ()
 
 
 def counts_of(
@@ -93,14 +82,14 @@ def glance_at_one_thread(runner: Runner, file: Path, mix: Mix, count: int) -> st
     try:
         handle = runner.load(file, "glance")
         try:
-            measured = runner.rounds(handle, handle, GLANCE_ROUNDS, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
+            rounds = np.array(runner.timed(handle, GLANCE_ROUNDS, warmup=1).seconds[0])  # [round, call]
         finally:
             runner.unload(handle)
     except EngineRefused:
         return None
     finally:
         runner.feed(before)
-    usual, one = (1e3 * float(np.median(part.a + part.b)) for part in measured_at(measured, mix, counts))
+    usual, one = (1e3 * float(np.median(rounds @ view.shares)) for view in views_of(mix, counts))
     if one > CLEARLY_LESS * usual:
         return None
     return f"the float model takes {one:.3g} ms at one thread and {usual:.3g} ms at {count}: `threads` 1 tunes for one"
@@ -112,24 +101,23 @@ def at_each(mix: Mix, counts: Sequence[int | None]) -> Mix:
     return as_workloads(tuple(replace(w, threads=count, share=w.share * (count or 1)) for count in counts for w in mix))
 
 
-@contextmanager
-def open_contexts(counts: Sequence[int | None], runner: Runner, mix: Mix) -> Iterator[tuple[Context, ...]]:
-    """A context for each of these numbers of threads, in this order. Afterwards the runner has its inputs again."""
-    before = runner.mix
-    try:
-        yield tuple(Context(count, runner, at_each(mix, [count])) for count in counts)
-    finally:
-        runner.feed(before)
+def views_of(mix: Mix, counts: Sequence[int | None]) -> tuple[View, ...]:
+    """The contexts of a race on the calls of `at_each`, in the order of the numbers of threads."""
+    calls = at_each(mix, counts)
+    views = []
+    for at, count in enumerate(counts):
+        own = range(at * len(mix), (at + 1) * len(mix))
+        total = sum(calls[place].share for place in own)
+        shares = tuple(w.share / total if place in own else 0.0 for place, w in enumerate(calls))
+        alone = tuple(tuple(float(n == place) for n in range(len(calls))) for place in own) if len(mix) > 1 else ()
+        views.append(View(count, shares, alone))
+    return tuple(views)
 
 
 def shares_at(mix: Mix, counts: Sequence[int | None]) -> tuple[tuple[float, ...], ...]:
     """For each number of threads, the share of each part of a measurement in the times at that number; empty if there
     is one number."""
-    every = at_each(mix, counts)
-    if len(counts) == 1:
-        return ()
-    totals = {count: sum(w.share for w in every if w.threads == count) for count in counts}
-    return tuple(tuple(w.share / totals[count] * (w.threads == count) for w in every) for count in counts)
+    return tuple(view.shares for view in views_of(mix, counts)) if len(counts) > 1 else ()
 
 
 def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) -> dict[Placement, tuple[float, ...]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.observe import bytes_of, outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
@@ -17,18 +19,18 @@ from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.numerics.fitting import inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import REPEATED
-from qdqtune.tuning.budget import PAIRED, pace, sample_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_journal
-from qdqtune.tuning.subject import open_subject
+from qdqtune.tuning.subject import PAIRED, open_subject
 from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds
 
-NOISE_INFERENCES = 50
-"""Inferences presumed for measuring the noise of single tensors: none if all pairs hold the limits, else up to 256."""
+REDUCED_BYTES, COUNTED_BYTES = 1e9, 4e8
+"""Bytes of values a second whose ends ONNX Runtime finds, and that are counted in histograms. On two cores, seven
+networks: 0.7 to 2 GB/s, and 0.2 to 0.9."""
 
 FITTED_BUILDS = 3
 """Builds that fitting takes: of the model without pairs, with pairs, and with what biases lack."""
@@ -72,11 +74,11 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         observer.stage("measuring the float model")
         with rewording("the engine cannot run the float model", BaselineFailed):
             handle = runner.load(settings.model, "estimate")
-            measured = runner.rounds(handle, handle, 2, seed=0, first_round=0, turn_seconds=0.0, warmup=1)
+            rounds = runner.timed(handle, 2, warmup=1)
         launch = runner.start_seconds(handle)
         observer.stage("timing what calibration takes")
         start, each = pace(subject.prepared)
-    latency = float(np.median(measured.a))
+    latency = float(np.median(np.array(rounds.seconds[0]) @ rounds.shares))
     schemes = len(subject.tuned) * settings.config.schemes_per_region
     ranges = Ranges(dict.fromkeys(candidate_tensors(subject.shaped), Range(0.0, 1.0)))
     everywhere = replace(subject, possible=possible_edges(subject.shaped, ranges))
@@ -85,18 +87,17 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     calibrating = 0.0
     if settings.calibration_cache is None:
         calibrating = calibration_seconds(subject.prepared, settings.calibration, start, each)
-    plan, each_round = settings.plan, settings.plan.round_seconds(latency, launch)
+    plan, each_round = settings.plan, 2 * settings.plan.round_seconds(latency, launch)
     per_trial = trial_seconds(plan, build, latency, latency, judged, launch, profiled_runs(latency))
     counts = len(settings.thread_counts)
     proof = counts * 2 * (2 * build + each_round * settings.proof[0]) if trials else 0.0
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))
     float_runs = judged + REPEATED * settings.limits.are_set + 2 + 1  # outputs, rounds, and a layer report
     float_model += float_runs * launch
-    predicting = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
     rewrite_builds = most_builds(settings, subject)
     rewriting = rewrite_builds * (build + each_round / 2 * plan.looks[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
-    seconds = calibrating + float_model + predicting + rewriting + trials * per_trial + proof
+    seconds = calibrating + float_model + rewriting + trials * per_trial + proof
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
     return Estimate(
@@ -108,6 +109,30 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         notes=subject.notes,
         rewrite_builds=rewrite_builds,
     )
+
+
+def pace(prepared: Prepared) -> tuple[float, float]:
+    """Seconds of the first inference of the float model in ONNX Runtime, loading included; and of the second.
+
+    Raises:
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    begun, took = time.monotonic(), []
+    for _ in outputs_on(prepared.shaped, prepared.calibration.first(2), execution=prepared.execution):
+        took.append(time.monotonic() - begun)
+        begun = time.monotonic()
+    return took[0], took[-1]
+
+
+def sample_seconds(prepared: Prepared, how: Calibration, seconds: float) -> float:
+    """The time of calibrating on one sample, if an inference takes so many `seconds`: each pass runs what its tensors
+    need, half of the model on average; and their values are read."""
+    tensors = candidate_tensors(prepared.shaped)
+    values = bytes_of(prepared.shaped, tensors, prepared.calibration, prepared.execution)
+    if how.method == "minmax":
+        return seconds + values / REDUCED_BYTES
+    count = max(1, passes(prepared.shaped, tensors, prepared.calibration, prepared.execution))
+    return seconds * (1 + count) / 2 + values / COUNTED_BYTES
 
 
 def calibration_seconds(prepared: Prepared, how: Calibration, start: float, each: float) -> float:

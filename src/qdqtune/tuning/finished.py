@@ -16,7 +16,7 @@ from qdqtune.errors import BadOption, BadState, InputError
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.placement.files import read_placement_file
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.folder import (
@@ -26,6 +26,7 @@ from qdqtune.tuning.folder import (
 )
 from qdqtune.tuning.records import (
     TrialRecord,
+    proof_key,
 )
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, read_journal
@@ -140,17 +141,10 @@ class FinishedRun:
 
     @property
     def proof(self) -> tuple[Measurement, ...]:
-        """Rounds of the float (a) and the shipped model (b) for each pair of builds; empty if nothing is proven."""
+        """Rounds of the float (a) and the shipped model (b) for each block of builds; empty if nothing is proven."""
         if self.summary["shipped"] != "tuned":
             return ()
-        kinds = ("proof", "given") if self.summary["ratio_to_given"] is not None else ("given", "proof", "front")
-        for kind in kinds:
-            rounds = self.records.values(f"comparison:{kind}:{self.final.digest}:", Measurement)
-            by_number = {key.partition(" ")[0]: value for key, value in rounds.items()}
-            measured = tuple(by_number[n] for n in map(str, range(MOST_PAIRS)) if n in by_number)
-            if len(measured) >= (1 if kind == "front" else PAIRS):  # for a point of a front one pair may be enough
-                return measured
-        return ()
+        return self.records.get(proof_key(self.final), tuple[Measurement, ...]) or ()
 
     @property
     def alone(self) -> Mapping[str, float]:

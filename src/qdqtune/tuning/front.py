@@ -6,22 +6,29 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qdqtune.engines.acceptance import check_loads
-from qdqtune.errors import BadOption, EngineRefused, Failure, writing
+from qdqtune.errors import BadOption, EngineRefused, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import TARGET_POINTS, WORTHWHILE_RATIO, FrontSearch, Tradeoff, named, unbeaten
+from qdqtune.search.front import (
+    TARGET_POINTS,
+    MeasuredPoint,
+    Tradeoff,
+    is_too_noisy,
+    named,
+    spread,
+    unbeaten,
+    undominated,
+)
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
-from qdqtune.timing.ratios import PAIRS, Ratio
-from qdqtune.tuning.contexts import measured_at
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.deploy import renew_kit
 from qdqtune.tuning.folder import (
     BASELINE,
@@ -34,8 +41,7 @@ from qdqtune.tuning.folder import (
     alone,
     check_names,
 )
-from qdqtune.tuning.front_candidates import FrontCandidate, FrontCandidates, compare_candidates
-from qdqtune.tuning.proof import Proof, copy_model, prove
+from qdqtune.tuning.proof import Proof, copy_model, keep_rounds, prove
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import (
@@ -43,7 +49,6 @@ from qdqtune.tuning.shipping import (
     first_faster,
     is_alike,
     is_proven,
-    judged_together,
     rows_by_threads,
     rows_by_workload,
 )
@@ -57,13 +62,11 @@ PROVEN_APART = "what ships is no point of the front: it was proven as without `f
 
 @dataclass(frozen=True)
 class ProvenPoint:
-    """A point of the front: a file that was compared with the user's in each of `contexts`, on so many `pairs` of
-    builds. `metric` is the user's own, `holds` whether it holds the limits on accuracy, `content` a
-    digest of the file."""
+    """A point of the front: a file that was raced against the user's in each of `contexts`. `metric` is the user's own,
+    `holds` whether it holds the limits on accuracy, `content` a digest of the file."""
 
     trial: Trial
     contexts: tuple[Compared, ...]
-    pairs: int
     holds: bool
     metric: float | None = None
     name: str = ""
@@ -86,21 +89,19 @@ class ProvenPoint:
 
 
 def shipped_point(front: Sequence[ProvenPoint]) -> ProvenPoint | None:
-    """The point that ships: the fastest that holds the limits, on two pairs of builds at least, or the most exact of
-    those that are equal to it. None if no point may."""
-    holding = [p for p in front if p.holds and p.pairs >= PAIRS]
+    """The point that ships: the fastest that holds the limits, or the most exact of those that are equal to it. None if
+    no point may."""
+    holding = [p for p in front if p.holds]
     alike = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]
     return max(alike, key=lambda p: (round(p.trial.exactness), -p.ratio.median), default=None)
 
 
 @dataclass(frozen=True)
 class Front:
-    """What ships; the points that no other one beats, the fastest first; and the trials of candidates that the search
-    had not built."""
+    """What ships, and the points that no other one beats, the fastest first."""
 
     proof: Proof
     points: tuple[ProvenPoint, ...]
-    trials: tuple[Trial, ...] = ()
 
     def rows(self, run: Run) -> list[dict[str, Any]]:
         """The rows `front` of summary.json."""
@@ -140,29 +141,25 @@ def _row(point: ProvenPoint, mix: Mix) -> dict[str, Any]:
     }
 
 
-def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> Front:
-    """Write a file for each candidate of the front and compare it with the user's own. Candidates that do not prove
+def prove_front(history: Sequence[Trial], run: Run) -> Front:
+    """Write a file for each point of the front and race all of them against the user's own. Those that do not prove
     faster, or that others beat, are deleted. If no point may ship, `proof.prove` decides what ships."""
     folder = run.output.clear(FRONT)
     with writing(folder):
         folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
-    compared = compare_candidates(history, run, search)
-    proven = _proven(compared.promising, run)
-    held = [point for point in proven if is_proven(point.contexts)]
-    points = _named(unbeaten(held), compared.files, run)
+    trials = [point.trial for point in _promising(history, run)]
+    files = {trial.placement: _written(trial.placement, run) for trial in trials}
+    held, builds = _proven(trials, files, run)
+    points = _named(unbeaten(held), files, run)
     if not points:
         run.output.clear(FRONT)
-    builds = compared.builds - len(compared.trials)
-    notes = () if len(points) >= TARGET_POINTS else (_short_front(compared, len(points), run),)
+    notes = () if len(points) >= TARGET_POINTS else (_short_front(len(points), len(trials), run),)
     if (best := shipped_point(points)) is None:
-        again = best_of(history)  # tried as without a front, unless it is known to be slower
-        candidates = compared.by_placement.values()
-        tried = {c.placement for c in candidates if c.placement != again or c.is_slower}
-        usual = prove([t for t in history if t.placement not in tried], run)
+        usual = prove(history, run)
         apart = (PROVEN_APART,) if usual.shipped == "tuned" else ()
         proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes, *apart))
-        return Front(proof, tuple(points), compared.trials)
+        return Front(proof, tuple(points))
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
     proof = Proof(
@@ -177,18 +174,64 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
         in_file=best.trial.placement,
         trial=best.trial,
     )
-    return Front(proof, tuple(points), compared.trials)
+    return Front(proof, tuple(points))
 
 
-def _short_front(compared: FrontCandidates, points: int, run: Run) -> str:
-    """Whether more builds or time would give a front more points."""
-    settings, is_late = run.settings, run.budget.is_late
-    count = len(compared.by_placement)
-    told = f"the front has {points} point{'s' * (points != 1)} of {count} candidate{'s' * (count != 1)}"
-    if not is_late and not compared.has_more():
-        return f"{told}: no others are predicted that differ and take at most {WORTHWHILE_RATIO:.1%} of float's time"
-    is_timed = settings.time_budget is not None and (is_late or compared.has_builds)
-    return f"{told}: {'`time_budget`' if is_timed else f'`builds` {settings.builds}'} has no room for others: give more"
+def _promising(history: Sequence[Trial], run: Run) -> list[MeasuredPoint]:
+    """The points of the search that may become points of the front, as many as there is room for, the best one among
+    them."""
+    most = run.limits.max_noise
+    able = [p for p in undominated(history, run.settings.plan) if not is_too_noisy(_noise(p.trial), most)]
+    best = [p for p in able if p.placement == best_of(history)]
+    others = [p for p in able if p.placement != best_of(history)]
+    return [*best, *spread(others, run.budget.points - len(best))]
+
+
+def _noise(trial: Trial) -> float:
+    return 0.0 if trial.accuracy is None else trial.accuracy.noise
+
+
+def _written(placement: Placement, run: Run) -> Path:
+    """The file of a placement, named by its digest until the points get names."""
+    file = run.output.claim(run.settings.output_dir / FRONT / f"{placement.digest}.onnx")
+    run.output.claim(data_of(file))
+    run.candidates.write_whole(placement, file)
+    return file
+
+
+def _proven(trials: Sequence[Trial], files: Mapping[Placement, Path], run: Run) -> tuple[list[ProvenPoint], int]:
+    """The candidates that proved faster than the user's file, with the user's metric; and the builds that this took.
+    Where the engine fails on the user's file, the float model as we write it takes its place."""
+    if not trials:
+        return [], 0
+    others = [files[trial.placement] for trial in trials]
+    comparisons = [(0, at) for at in range(1, len(files) + 1)]
+    try:
+        race = run.racer.race([run.settings.model, *others], comparisons, "front")
+    except EngineRefused:
+        race = run.racer.race([run.settings.output_dir / BASELINE, *others], comparisons, "front")
+    proven = []
+    for at, trial in enumerate(trials, 1):
+        contexts = race.compared(0, at)
+        if is_proven(contexts):
+            judged = run.limits.with_metric(trial, run.bench.metric)
+            value, holds = None, judged.holds is True
+            if run.settings.has_metric:
+                try:
+                    value = run.bench.metric(trial.placement).value
+                except EngineRefused:
+                    holds = False
+            keep_rounds(trial.placement, first_faster(contexts), run.store)
+            proven.append(ProvenPoint(judged, contexts, holds, value))
+    return proven, race.builds
+
+
+def _short_front(points: int, candidates: int, run: Run) -> str:
+    """What gives a front more points."""
+    told = f"the front has {points} point{'s' * (points != 1)} of {candidates} candidate{'s' * (candidates != 1)}"
+    if run.budget.is_late:
+        return f"{told}: `time_budget` has no room for others: give more"
+    return f"{told}: `builds` {run.settings.builds} has no room for others: give more"
 
 
 def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:
@@ -208,32 +251,6 @@ def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: 
     for file in files.values():
         for part in (file, data_of(file)):
             part.unlink(missing_ok=True)
-    return found
-
-
-def _proven(candidates: Sequence[FrontCandidate], run: Run) -> list[ProvenPoint]:
-    """The candidates, each judged by all its pairs of builds and by the user's metric; without those on whose files the
-    engine failed."""
-    found, counts, plan = [], run.settings.thread_counts, run.settings.proof_plan
-    at = partial(measured_at, mix=run.subject.mix, counts=counts)
-    at_counts = [
-        judged_together(
-            [[m if isinstance(m, Failure) else at(m)[n] for m in c.measured] for c in candidates], plan, count
-        )
-        for n, count in enumerate(counts)
-    ]
-    for candidate, contexts in zip(candidates, zip(*at_counts, strict=True), strict=True):
-        compared = tuple(one for one in contexts if one is not None)
-        if len(compared) < len(contexts):
-            continue
-        trial = run.limits.with_metric(candidate.trial, run.bench.metric)
-        holds, value = trial.holds is True, None
-        if run.settings.has_metric:
-            try:
-                value = run.bench.metric(trial.placement).value
-            except EngineRefused:
-                holds = False
-        found.append(ProvenPoint(trial, compared, len(candidate.measured), holds, value))
     return found
 
 

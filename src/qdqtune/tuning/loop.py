@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from qdqtune.engines.execution import Check
 from qdqtune.search import Strategy, best_of, products_left_in_float
-from qdqtune.search.front import FrontSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.deploy import tuned_elsewhere
@@ -54,39 +53,38 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
 
 def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     settings, budget = run.settings, run.budget
-    if not budget.is_late:
+    if budget.room(()):
         run.bench.layers()  # while the float build is loaded; kept in the state file for the report
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
-    history = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
-    shortfall = budget.shortfall(history) or mode.shortfall
+    history, shortfall = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
     run.bench.stand_alone()
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")
     if not settings.front:
         run.output.clear(FRONT)  # that of an earlier run would lie beside another result
-    by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
-    front = prove_front(history, run, by_points) if settings.front else None
+    front = prove_front(history, run) if settings.front else None
     proof = front.proof if front else prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
-    history = [*history, *front.trials] if front else history
     for at, trial in enumerate(history):
         if run.bench.asked_metric(trial.placement):  # the proof may have asked for it after the search
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     recorded = mode.record(history, proof)
     rows = front.rows(run) if front else None
-    return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall, log=log)
+    return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall or mode.shortfall, log=log)
 
 
-def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
-    """The trials of a search, which ends when the strategy proposes nothing more or the budget is spent. No more pairs
-    are tried once a trial has shown that the engine runs none of them in 8 bits."""
+def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial], str | None]:
+    """The trials of a search, which ends when the strategy proposes nothing more or the budget is spent; and what to
+    tell the user if time has ended it. No more pairs are tried once a trial has shown that the engine runs none of them
+    in 8 bits."""
     plan, budget, started = run.settings.plan, run.budget, time.monotonic()
     history: list[Trial] = []
+    pace: float | None = None
 
     def is_useless(trial: Trial) -> bool:
         return products_left_in_float(trial, run.subject.shaped, plan) > 0
 
-    while not budget.is_spent(history):
+    while room := budget.room(history, pace) or int(budget.is_brief(history)):
         batch = strategy.propose(history)
         if any(map(is_useless, history)):
             batch = [p for p in batch if not p.placement.edges]
@@ -94,9 +92,12 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
             break
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
-        batch = batch[: budget.room(history)]
-        with closing(run.bench.measured(len(history) + 1, batch, best_of(history))) as measured:
+        begun, measured_count = time.monotonic(), 0
+        is_brief = not budget.room(history, pace)
+        measured = run.bench.measured(len(history) + 1, batch[:room], best_of(history), is_brief=is_brief)
+        with closing(measured):
             for trial, replayed in measured:
+                measured_count += not replayed
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
@@ -107,8 +108,8 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> list[Trial]:
                     judged=run.settings.has_samples,
                 )
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
-                if budget.is_spent([*history, *trials]) or is_useless(trials[-1]):
-                    break
+        if measured_count:
+            pace = (time.monotonic() - begun) / measured_count
         history += accepted(trials, plan, best, run.slower([*history, *trials]))
         run.bench.keep_only(best_of(history))
-    return history
+    return history, budget.shortfall(history, pace)

@@ -66,10 +66,9 @@ def cut(run: Run) -> Mode:
         record = partial(_record_units, by_layers)
         if not run.settings.front or noise is None:
             return Mode(by_layers, record)
-        builds = run.settings.builds - run.found.builds
-        return Mode(FrontSearch(by_layers, noise, builds), record)
+        return Mode(FrontSearch(by_layers, noise), record)
     suggestions = subject.suggestions()
-    if noise is not None and not noise.is_harmless:
+    if (noise := binding_noise_of(run)) is not None:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
     seeds = {**subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.errors import BaselineFailed, EngineRefused, Failure, rewording, writing
+from qdqtune.errors import BaselineFailed, EngineRefused, Failure, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.label_metrics import Score
@@ -20,22 +19,12 @@ from qdqtune.search import best_of
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import shipping
-from qdqtune.tuning.comparison import Comparer, ComparisonRequest
-from qdqtune.tuning.contexts import Context, open_contexts
 from qdqtune.tuning.folder import BASELINE, FINAL
-from qdqtune.tuning.records import Shipped
+from qdqtune.tuning.records import Shipped, proof_key
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import (
-    CHANGES_ALONE,
-    Attempt,
-    Compared,
-    InContext,
-    Terms,
-    first_faster,
-    is_slower,
-    notes_of,
-)
-from qdqtune.types import Placement, Proposal, Trial
+from qdqtune.tuning.shipping import CHANGES_ALONE, Attempt, Compared, first_faster, notes_of
+from qdqtune.tuning.store import Store
+from qdqtune.types import Measurement, Placement, Proposal, Trial
 
 
 @dataclass(frozen=True)
@@ -94,55 +83,74 @@ def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:
-    """Write the files that may ship, and compare them as they lie on disk, until one proves itself.
+    """Write the files that may ship, and race them against the user's own as they lie on disk, until one proves itself.
 
-    First come the placements of the search, then the float model as we write it, which can prove itself only where it
-    was rewritten. If no file does, that float model ships anyway, or the user's file where that is faster."""
+    First come the placements of the search; where the float model was rewritten, it races along without pairs and may
+    ship as well. If none proves itself, the user's file ships, or the float model where pairs of the user's own do not
+    hold the limits."""
     settings, folder = run.settings, run.settings.output_dir
     run.candidates.write_whole(Placement(), folder / BASELINE)
     given, metric = _given_file(run)
     pairs_hold = given is not None and given.holds is True
-    is_rewritten = bool(run.subject.changes)
-    terms = Terms(pairs_hold or _is_folded(run), is_rewritten, run.found.ratio)
-    is_bounded = settings.time_budget is not None
-    slower, tries_float = run.slower(history), not _is_folded(run)
-    queue = shipping.finalists(history, settings.plan, is_bounded=is_bounded, tries_float=tries_float, slower=slower)
+    queue = shipping.finalists(history, settings.plan, run.slower(history))
+    may_rewrite = bool(run.subject.changes)
     if settings.withholds_pairs:  # rewrites are exact, and so is what the user asks for by name; half precision is not
-        is_exact = run.subject.precision in ("fp32", settings.precision)
-        queue = shipping.Finalists(tries_float=tries_float and is_exact)
-    if run.budget.lacks_proof(history, settings.plan):
-        queue = shipping.Finalists(tries_float=False)
+        queue = shipping.Finalists()
+        may_rewrite = may_rewrite and run.subject.precision in ("fp32", settings.precision)
+    field = Field.of(run, beats_given=pairs_hold or _is_folded(run), may_rewrite=may_rewrite)
     attempts: list[Attempt] = []
-    with open_contexts(settings.thread_counts, run.runner, run.subject.mix) as contexts:
-        while True:
-            lacks_time = run.budget.lacks(attempts[-1].seconds if attempts else 0.0)
-            if (placement := shipping.next_finalist(queue, attempts, lacks_time=lacks_time)) is None:
-                break
-            attempts.append(_within_limits(_attempt(placement, contexts, run, terms), history, run))
-            if attempts[-1].verdict not in ("ships", "pairs do not pay"):
-                shutil.rmtree(_unproven(placement, run).parent)  # a whole model, which is not needed any more
+    notes: list[str] = []
+    builds, given_to_float, is_known = 0, None, not (field.is_rewritten or field.has_other_float)
+    while True:
+        placements = queue.next(attempts)
+        placements = placements[: run.budget.provable(len(placements))]
+        races_alone = not is_known and field.given is not None and run.budget.provable(1)
+        if not (placements or races_alone):
+            break
+        try:
+            raced = _raced(placements, field, run)
+        except EngineRefused as refused:
+            run.given.check()
+            if field.given is None or refused.failure.is_transient:
+                raise BaselineFailed(f"the engine failed on the finished files: {refused}") from refused
+            notes.append(f"the engine does not run {settings.model.name} as it is, so it was not compared: {refused}")
+            field = replace(field, given=None)
+            continue
+        run.given.check()
+        is_known = True
+        builds, given_to_float = builds + raced.builds, raced.given_to_float or given_to_float
+        attempts += [_within_limits(attempt, history, run) for attempt in raced.attempts]
     told = settings.model.name, run.subject.changes
-    notes = list(dict.fromkeys(note for attempt in attempts for note in notes_of(attempt, *told)))
+    notes = list(dict.fromkeys([*notes, *(note for attempt in attempts for note in notes_of(attempt, *told))]))
     if given is not None and given.accuracy is not None and not pairs_hold:
         notes.append(f"{settings.model.name} does not hold the limits on accuracy: {run.limits.why_refused(given)}")
-    builds = sum(attempt.builds for attempt in attempts)
-    if (won := shipping.shipped(attempts)) is not None:
-        _move(_unproven(won.placement, run), folder / FINAL)
-        notes += [] if won.placement else [CHANGES_ALONE.format(run.subject.changes)]
-        trial = _trial_of(won.placement, history)
-        return _proof(won, trial, tuple(notes), builds, has_given=settings.from_qdq or _is_folded(run))
-    is_given = shipping.keeps_given(attempts, terms, from_qdq=settings.from_qdq, pairs_hold=pairs_hold)
+    won = shipping.shipped(attempts)
+    for attempt in attempts:
+        if attempt.placement and attempt is not won:
+            shutil.rmtree(_unproven(attempt.placement, run).parent)  # a whole model, which is not needed any more
+    if won is not None:
+        if won.placement:
+            _move(_unproven(won.placement, run), folder / FINAL)
+        else:
+            copy_model(folder / BASELINE, folder / FINAL)
+            notes.append(CHANGES_ALONE.format(run.subject.changes))
+        return _proof(won, _trial_of(won.placement, history), tuple(notes), builds, run.store)
+    if settings.from_qdq:
+        is_given = pairs_hold
+    elif _is_folded(run):
+        is_given = given_to_float is not None and given_to_float.ratio.verdict == "faster"
+    else:
+        is_given = field.given is not None
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
-    seconds = attempts[-1].to_float[0].a_seconds if attempts else run.bench.floats.seconds
-    unproven = Proof("given" if is_given else "baseline", Placement(), notes=tuple(notes), builds=builds)
-    if not is_given:
+    is_other = is_given and (field.has_other_float or bool(run.subject.changes))
+    unproven = Proof("given" if is_other else "baseline", Placement(), notes=tuple(notes), builds=builds)
+    if attempts:
+        seconds = attempts[-1].to_float[0].a_seconds
+    else:  # the float build is that of the rewritten model
+        seconds = run.bench.floats.seconds / (run.found.ratio if is_other and not settings.from_qdq else 1.0)
+    if given is None or not is_other:
         return replace(unproven, float_seconds=seconds, final_seconds=seconds)
-    ratio = shipping.given_to_float(attempts)
-    if given is None:
-        if not attempts:  # the float build is that of the rewritten model
-            seconds /= run.found.ratio
-        return replace(unproven, float_seconds=seconds, final_seconds=seconds * (ratio or 1.0))
-    own_seconds = None if ratio is None else ratio * seconds
+    own_seconds = None if given_to_float is None else given_to_float.ratio.median * seconds
     return replace(
         unproven,
         float_seconds=seconds,
@@ -151,6 +159,76 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         trial=given,
         metric=metric,
     )
+
+
+@dataclass(frozen=True)
+class Field:
+    """The files that finalists race against: the user's file (`given`, None if the engine does not run it) and
+    `baseline`, the float model as we write it.
+
+    `has_other_float`: the float model is not the user's file, which has pairs or other inputs. `beats_given`: a
+    finalist has to be faster than the user's file, too. `is_rewritten`: the float model was rewritten, or is in another
+    precision, and may ship without pairs.
+    """
+
+    given: Path | None
+    baseline: Path
+    has_other_float: bool
+    beats_given: bool
+    is_rewritten: bool
+
+    @staticmethod
+    def of(run: Run, *, beats_given: bool, may_rewrite: bool) -> Field:
+        settings = run.settings
+        has_other_float = settings.from_qdq or _is_folded(run)
+        return Field(settings.model, settings.output_dir / BASELINE, has_other_float, beats_given, may_rewrite)
+
+
+@dataclass(frozen=True)
+class Raced:
+    """What one race of finalists has shown, and the builds that it took. `given_to_float` compares the user's file with
+    the float model where that is another."""
+
+    attempts: tuple[Attempt, ...]
+    builds: int
+    given_to_float: Compared | None = None
+
+
+def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
+    """Race the files of placements against the user's file and, where that is another, the float model.
+
+    Raises:
+        EngineRefused: the engine fails on one of the files.
+    """
+    needs_baseline = field.given is None or field.has_other_float or field.is_rewritten
+    files = [*filter(None, [field.given]), *([field.baseline] if needs_baseline else [])]
+    given, baseline = 0, len(files) - 1
+    floats = baseline if field.given is None or field.has_other_float else given
+    finalists = range(len(files), len(files) + len(placements))
+    files += [_unproven(placement, run) for placement in placements]
+    against = {floats}
+    if field.given is not None:
+        against.add(given)
+    if field.is_rewritten:
+        against.add(baseline)
+    comparisons = [(a, finalist) for finalist in finalists for a in sorted(against)]
+    if given != baseline:
+        comparisons.append((given, baseline))
+    race = run.racer.race(files, comparisons, "final")
+    attempts = [
+        Attempt(
+            placement,
+            race.compared(floats, finalist),
+            to_given=race.compared(given, finalist) if given in against and given != floats else (),
+            must_beat_given=field.beats_given,
+            to_rewritten=race.compared(baseline, finalist) if field.is_rewritten and baseline != floats else (),
+        )
+        for placement, finalist in zip(placements, finalists, strict=True)
+    ]
+    if field.is_rewritten and floats != baseline:
+        attempts.append(Attempt(Placement(), race.compared(floats, baseline)))
+    given_to_float = race.compared(baseline, given)[0] if given != baseline else None
+    return Raced(tuple(attempts), race.builds, given_to_float)
 
 
 def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
@@ -172,26 +250,30 @@ def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
 
 def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Attempt:
     """The attempt, refused if it might ship and misses the limits: the search computes the user's metric only of
-    candidates that were faster there."""
-    trial = _trial_of(attempt.placement, history)
-    if trial is None or attempt.verdict not in ("ships", "pairs do not pay"):
+    candidates that were faster there. What was not measured on this very file does not ship."""
+    if not attempt.placement or attempt.verdict not in ("ships", "pairs do not pay"):
         return attempt
+    trial = _trial_of(attempt.placement, history)
+    if trial is None:
+        return replace(attempt, missed="its accuracy was not measured")
     trial = run.limits.with_metric(trial, run.bench.metric)
-    return shipping.within_limits(attempt, trial, run.limits.why_refused(trial))
+    if trial.holds:
+        return replace(attempt, exactness=trial.exactness)
+    return replace(attempt, missed=run.limits.why_refused(trial) or "")
 
 
 def _trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
     return next((t for t in history if t.placement == placement and t.accuracy is not None), None)
 
 
-def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: int, *, has_given: bool) -> Proof:
-    """The proof of what ships; `has_given` if its ratio to the user's file is another one than that to float."""
+def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: int, store: Store) -> Proof:
     best = first_faster(won.to_float)
+    keep_rounds(won.placement, best, store)
     return Proof(
         shipped="tuned",
         placement=won.placement,
         ratio=best.ratio,
-        to_given=won.contexts[won.to_float.index(best)].to_given if has_given else None,
+        to_given=won.to_given[won.to_float.index(best)].ratio if won.to_given else None,
         float_seconds=best.a_seconds,
         final_seconds=best.b_seconds,
         notes=notes,
@@ -202,51 +284,10 @@ def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: in
     )
 
 
-def _attempt(placement: Placement, contexts: Sequence[Context], run: Run, terms: Terms) -> Attempt:
-    """Compare the file of a placement in one context after the other, until it is slower in one, or there is no time
-    for another one in which it might win. A float model that is the user's is compared in the first only."""
-    begun, found = time.monotonic(), list[InContext]()
-    _unproven(placement, run)
-    for number, context in enumerate(contexts if placement or terms.is_rewritten else contexts[:1]):
-        is_won = any(one.to_float.ratio.verdict == "faster" for one in found)
-        if number and not is_won and run.budget.lacks((time.monotonic() - begun) / number):
-            break
-        found.append(_compared(placement, run, context, is_won=is_won))
-        if is_slower(found[-1].to_float):
-            break
-    seconds = time.monotonic() - begun
-    run.given.check()
-    verdict = shipping.verdict_of(placement, found, terms)
-    attempt = Attempt(placement, tuple(found), verdict, seconds=seconds)
-    if not shipping.may_owe_it_to_rewrites(attempt, terms) or run.budget.lacks(seconds):
-        return attempt
-    context = contexts[attempt.to_float.index(first_faster(attempt.to_float))]
-    files = run.settings.output_dir / BASELINE, _unproven(placement, run)
-    with rewording(*FAILED):
-        alone = Comparer.of(run).compare(ComparisonRequest(f"alone:{placement.digest}", *files, context))
-    return shipping.with_comparison_without_pairs(attempt, alone)
-
-
-def _compared(placement: Placement, run: Run, context: Context, *, is_won: bool) -> InContext:
-    """Compare the file of a placement with the user's own; and with the float model as we write it where the user's is
-    another: it has pairs, its inputs were not fixed, or the engine does not run it. `is_won`: in another context it was
-    faster, and here it need only be not slower."""
-    settings, final, comparer = run.settings, _unproven(placement, run), Comparer.of(run)
-    asked = ComparisonRequest(f"given:{placement.digest}", settings.model, final, context)
-    given: Compared | Failure
-    try:
-        given = comparer.compare(asked, only_not_slower=is_won)
-    except EngineRefused as refused:
-        given = refused.failure
-    else:
-        if not settings.from_qdq and not _is_folded(run):
-            return InContext(given)
-    asked = replace(asked, key=f"proof:{placement.digest}", a=settings.output_dir / BASELINE)
-    with rewording(*FAILED):
-        return InContext(given, comparer.compare(asked, only_not_slower=is_won))
-
-
-FAILED = "the engine failed on the finished files", BaselineFailed
+def keep_rounds(placement: Placement, best: Compared, store: Store) -> None:
+    """Store the rounds that prove a placement, for the report."""
+    if store.get(proof_key(placement), tuple[Measurement, ...]) != best.measured:
+        store.put(proof_key(placement), best.measured)
 
 
 def _is_folded(run: Run) -> bool:

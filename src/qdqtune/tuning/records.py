@@ -64,6 +64,11 @@ def job_of(placement: str, against: str) -> str:
     return hashlib.sha256(f"{placement}:{against}".encode()).hexdigest()[:16]
 
 
+def proof_key(placement: Placement) -> str:
+    """The key of the rounds that prove a placement."""
+    return f"proof:{placement.digest}"
+
+
 class TrialRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A candidate compared with another placement, whose digest is `against`; see `Trial`."""
 
@@ -74,7 +79,6 @@ class TrialRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pattern: str = ""
     predicted: float | None = None
     accuracy: Accuracy = Accuracy()
-    check: Outcome | None = None
     layers: tuple[Layer, ...] | None = None
 
 
@@ -143,13 +147,6 @@ class TriedRewrites:
 
 
 NO_REWRITES = TriedRewrites()
-
-
-class PointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The accuracy and the layers of a build that the search had not made, for the front."""
-
-    accuracy: Accuracy
-    layers: tuple[Layer, ...] = ()
 
 
 class SchemeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

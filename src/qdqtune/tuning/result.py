@@ -212,7 +212,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
         "by_threads": rows_by_threads(proof.contexts),
         **({"workloads": rows_by_workload(proof.contexts, subject.mix)} if len(subject.mix) > 1 else {}),
-        "builds": 1 + run.found.builds + sum(t.builds for t in history),
+        "builds": 1 + run.found.builds + len(history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,
         "trials": len(history),

@@ -28,7 +28,7 @@ from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.pairing import compare_builds
-from qdqtune.timing.ratios import Plan, Ratio, is_cut_short, ratio, settled
+from qdqtune.timing.ratios import Plan, is_cut_short, ratio
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
@@ -216,10 +216,7 @@ def _measured(form: Form, kept: _FloatModel, rewritten: _FloatModel, key: str, b
     if b is None:
         return None
 
-    def is_decided(found: Ratio) -> bool:
-        return settled(found) or builder.is_late()
-
-    result = compare_builds(runner, a, b, settings.plan, settings.seed, is_decided)
+    result = compare_builds(runner, a, b, settings.plan, settings.seed, is_late=builder.is_late)
     if ratio(result, settings.plan).verdict == "faster":
         _check_same(kept, rewritten, builder)
     return result

@@ -92,8 +92,22 @@ def binding_noise_of(run: Run) -> Noise | None:
 
     For searches that need noise at once.
     """
-    noise = noise_of(run)
-    return None if noise is None or noise.is_harmless else noise
+    limits, shares = run.limits, run.format_shares
+    if (noise := noise_of(run)) is None or run.settings.front or limits.max_drop is not None:
+        return noise
+    run.observer.stage("predicting what rounding does to the outputs")
+    dynamic = ((edge, s) for edge, of_edge in shares.items() for s in of_edge if s.dynamic)
+    coarsest = ((edge, _coarsest(of_edge)) for edge, of_edge in shares.items())
+    fullest = Placement(run.subject.possible), Placement.of((), coarsest), Placement.of((), dynamic)
+    accuracies = (predicted_accuracy(run, p) for p in fullest if p)
+    is_harmless = all(f is not None and limits.is_exact_enough(f) for f in accuracies)
+    run.observer.stage(SEARCHING)
+    return None if is_harmless else noise
+
+
+def _coarsest(shares: Iterable[WeightFormat]) -> WeightFormat:
+    """The format that keeps least of a weight."""
+    return min(shares, key=lambda s: (s.bytes_per_weight, s.name))
 
 
 MISSED = 1.1
@@ -109,9 +123,7 @@ def noise_of(run: Run) -> Noise | None:
     time is left, all tensors count the same.
     """
     subject, limits = run.subject, run.limits
-    coarsest = {
-        edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.format_shares.items()
-    }
+    coarsest = {edge: _coarsest(shares) for edge, shares in run.format_shares.items()}
     is_front = run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
@@ -124,17 +136,6 @@ def noise_of(run: Run) -> Noise | None:
         accuracy = predicted_accuracy(run, placement)
         return accuracy.noise if accuracy is not None and is_front else _counted(run, accuracy)
 
-    def is_harmless() -> bool:
-        if is_front or limits.max_drop is not None or run.budget.is_late:
-            return False
-        run.observer.stage("predicting what rounding does to the outputs")
-        dynamic = ((e, s) for e, shares in run.format_shares.items() for s in shares if s.dynamic)
-        fullest = Placement(subject.possible), Placement.of((), coarsest.items()), Placement.of((), dynamic)
-        accuracies = (predicted_accuracy(run, p) for p in fullest if p)
-        holds = all(f is not None and limits.is_exact_enough(f) for f in accuracies)
-        run.observer.stage(SEARCHING)
-        return holds
-
     def tensor_noise() -> Mapping[str, float]:
         return dict.fromkeys(tensors, 1.0) if run.budget.is_late else _tensor_noise(run, tensors, floor, share)
 
@@ -146,9 +147,7 @@ def noise_of(run: Run) -> Noise | None:
     if is_front:  # its search needs all values from the start
         return Noise(subject.shaped, tensor_noise(), limits.max_noise, simulate=noise_at, weight_noise=weight_noise())
     alone, of_formats = LazyMapping(tensors, tensor_noise), LazyMapping(weights, weight_noise)
-    return Noise(
-        subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats, check_harmless=is_harmless
-    )
+    return Noise(subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats)
 
 
 def _counted(run: Run, accuracy: Accuracy | None) -> float | None:

@@ -34,7 +34,8 @@ from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget
-from qdqtune.tuning.contexts import GLANCE_ROUNDS, at_each, glance_at_one_thread, ratios_at
+from qdqtune.tuning.contexts import GLANCE_ROUNDS, at_each, glance_at_one_thread, ratios_at, views_of
+from qdqtune.tuning.file_race import MOST_TRIES, Racer
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
@@ -112,6 +113,7 @@ class Run(Ready):
     simulation: Simulation
     limits: Limits
     budget: Budget
+    racer: Racer
     width: int = 1
     learning_width: int = 1
 
@@ -230,7 +232,6 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             seed=settings.seed,
             limits=settings.limits,
             evaluation=ready.evaluation,
-            check_wins=settings.checks_wins,
             scores=settings.scores,
             by_rule=None if settings.is_timed else ByRule(rule_costs(settings, subject), lambda: simulation.reference),
         )
@@ -244,6 +245,17 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         width, learning_width = _widths(ready)
+        racer = Racer(
+            runner,
+            settings.proof_plan,
+            settings.seed,
+            views_of(subject.mix, settings.thread_counts),
+            observer,
+            store,
+            budget.lacks,
+            MOST_TRIES,
+            settings.precision_seconds,
+        )
         yield Run(
             **{**vars(ready), "settings": settings, "subject": subject, "notes": notes},
             candidates=candidates,
@@ -251,6 +263,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             simulation=simulation,
             limits=limits,
             budget=budget,
+            racer=racer,
             width=width,
             learning_width=learning_width,
         )
@@ -264,7 +277,7 @@ def _at_one_thread(ready: Ready, bench: Bench, constants: ConstantFile) -> str |
     if count in (None, 1) or not is_usual or runner.memory is not None:
         return None
     floats = bench.floats
-    takes = 2 * floats.build_seconds + 4 * GLANCE_ROUNDS * (1 + count) * floats.seconds
+    takes = 2 * floats.build_seconds + 2 * GLANCE_ROUNDS * (1 + count) * floats.seconds
     if ready.ends is not None and takes > GLANCE_SHARE * (ready.ends - time.monotonic()):
         return None
     file = constants.write(ready.subject.model, "glance")
@@ -305,7 +318,8 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
         observer.note(f"no output holds integers, and {bench.floats.scores.told}. `min_agreement` has no effect")
     if not budget.is_late and settings.is_timed:  # a simulator computes the same again, and floats slowly
         _check_repeatability(limits, bench)
-    if evaluation is None or (budget.is_spent(()) and not settings.from_qdq):  # no candidate follows that may ship
+    has_room = budget.room(()) or budget.is_brief(())
+    if evaluation is None or not (has_room or settings.from_qdq):  # no candidate follows that may ship
         return limits
     observer.stage(f"evaluating the float model with {evaluation.source}")
     try:

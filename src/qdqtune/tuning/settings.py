@@ -25,9 +25,8 @@ from qdqtune.timing.ratios import PAIRS, Plan, least_rounds
 from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions, Switched
 
-FRONT_LEAST, FRONT_BUILDS = 12, 25
-"""Builds of a run for a front (least, usual), the proof of its points included; where none is proven, the usual proof
-comes on top. Chosen, not measured."""
+FRONT_LEAST, FRONT_BUILDS = 8, 18
+"""Builds of a run for a front (least, usual); the proof of its points comes on top. Chosen, not measured."""
 
 SEED_BUILDS = 12
 """Builds that cut mode has at the beginning of region mode: the same in every budget, so that a run with a larger
@@ -141,7 +140,7 @@ class Settings(SearchOptions):
     state_file: Path | None = None
 
     def __post_init__(self) -> None:
-        least = 1 + self.trial_builds
+        least = 2
         if self.builds < least:
             raise BadOption(f"`builds` {self.builds} leaves no candidate: give at least {least}")
         if isinstance(self.min_sqnr, float | int) and not abs(self.min_sqnr) <= MOST_DB:
@@ -257,16 +256,6 @@ class Settings(SearchOptions):
         error, rest = min(self.plan.error, Plan.error) / len(self.thread_counts), self.proof[1:]
         first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
         return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
-
-    @property
-    def checks_wins(self) -> bool:
-        """Whether a win is repeated on a second build: among hundreds of candidates, some win by luck."""
-        return self.mode == "region"
-
-    @property
-    def trial_builds(self) -> int:
-        """Builds that one candidate may take at most."""
-        return 3 if self.checks_wins else 1
 
     @property
     def seed_builds(self) -> int:

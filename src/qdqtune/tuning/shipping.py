@@ -5,30 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, Self
 
 import numpy as np
 
-from qdqtune.errors import Failure
 from qdqtune.search import ratios_to_float
-from qdqtune.timing.ratios import (
-    BUILD_LOOKS,
-    PAIRS,
-    UNSEEN,
-    Plan,
-    Ratio,
-    Spread,
-    across_builds,
-    judge,
-    overlap,
-    ratio,
-    spread_of,
-)
+from qdqtune.timing.race import Block, between_files
+from qdqtune.timing.ratios import Plan, Ratio, judge, overlap
+from qdqtune.tuning.contexts import View
 from qdqtune.types import Measurement, Mix, Placement, Trial
-
-LOOKS = (1, *BUILD_LOOKS)
-"""After how many pairs of builds the files of a front are judged. One pair can decide there if other files have two,
-which show how much builds differ."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +23,7 @@ class Compared:
 
     `ratio` is the time of b to that of a. `a_seconds` is the median per inference, `b_seconds` that times the ratio:
     the machine drifts while both are timed, so two medians may contradict the ratio, which rounds give. `threads` is
-    the context's number, None where the engine has none; `measured` are the rounds of each pair of builds.
+    the context's number, None where the engine has none; `measured` are the rounds of each block of `builds` in all.
     `by_workload` has a comparison for each of several workloads alone, in the order of the mix.
     """
 
@@ -47,28 +33,18 @@ class Compared:
     threads: int | None = None
     measured: tuple[Measurement, ...] = ()
     by_workload: tuple[Compared, ...] = ()
+    builds: int = 0
 
     @classmethod
-    def of(
-        cls,
-        measured: Sequence[Measurement],
-        plan: Plan,
-        threads: int | None = None,
-        *,
-        seen: Spread = UNSEEN,
-        looks: int = len(BUILD_LOOKS),
-    ) -> Self:
-        """Judge pairs of builds at one of so many looks; `seen` is how much builds are known to differ."""
-        both = across_builds([ratio(m, plan) for m in measured], plan, seen, looks)
+    def of(cls, blocks: Sequence[Block], a: int, b: int, plan: Plan, view: View) -> Self:
+        """Judge the blocks of a race of files."""
+        seen = [block.at(view.shares) for block in blocks]
+        found = between_files(seen, a, b, plan)
+        measured = tuple(block.pair(a, b) for block in seen)
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
-        workloads = zip(*(m.parts for m in measured), strict=True)
-        parts = tuple(cls.of(same, plan, threads, seen=seen, looks=looks) for same in workloads)
-        return cls(both, a_seconds, a_seconds * both.median, threads, tuple(measured), parts)
-
-    @property
-    def builds(self) -> int:
-        """The number of builds: for each pair, one of each file."""
-        return 2 * len(self.measured)
+        by_workload = tuple(cls.of(blocks, a, b, plan, View(view.threads, shares)) for shares in view.alone)
+        builds = 2 * sum(block.builds for block in blocks)
+        return cls(found, a_seconds, a_seconds * found.median, view.threads, measured, by_workload, builds)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -81,22 +57,6 @@ class Compared:
             "baseline_ms": 1e3 * self.a_seconds,
             "final_ms": 1e3 * self.b_seconds,
         }
-
-
-def judged_together(
-    measured: Sequence[Sequence[Measurement | Failure]], plan: Plan, threads: int | None = None
-) -> list[Compared | None]:
-    """Judge several files that were compared with the same builds of one file, a row of pairs for each; None where a
-    pair failed. How much builds differ is learned from the rows of the other files."""
-    parts = [[m for m in row if isinstance(m, Measurement)] for row in measured]
-    rows = [[ratio(m, plan) for m in row[:PAIRS]] for row in parts]
-    found = list[Compared | None]()
-    for at, (row, known) in enumerate(zip(parts, measured, strict=True)):
-        others = [other for number, other in enumerate(rows) if number != at and len(other) == PAIRS]
-        is_whole = 0 < len(row) == len(known)
-        seen = spread_of(others)
-        found.append(Compared.of(row, plan, threads, seen=seen, looks=len(LOOKS)) if is_whole else None)
-    return found
 
 
 def first_faster(contexts: Sequence[Compared]) -> Compared:
@@ -124,12 +84,15 @@ SLOWER = 1.01
 """A median above this counts as slower in a context, even if the rounds have not decided it. Chosen, not measured."""
 
 CLEARLY_FASTER = 0.95
-"""A file that takes less than this share of the time of another is clearly faster: a placement is then worth a proof,
-and one with rewrites need not be compared with these alone. Chosen, not measured."""
+"""A placement that takes less than this share of float's time in the search is worth a proof. Chosen, not measured."""
 
 FINALISTS, MOST_FINALISTS = 2, 5
-"""How many placements are tried for shipping whatever the results of those before; and how many in all if one was
-faster in one context but slower in another. Chosen, not measured."""
+"""How many placements race together in the proof; and how many are tried in all if one was faster in one context but
+slower in another. Chosen, not measured."""
+
+NEAR_BEST = 1.05
+"""A placement that took at most so many times as long as the best in the search races with it in the proof. Chosen, not
+measured."""
 
 
 # ---------------------------------------------------------------- which candidate of a batch is the best so far
@@ -176,33 +139,8 @@ def is_proven(contexts: Sequence[Compared]) -> bool:
     return not any(map(is_slower, contexts)) and first_faster(contexts).ratio.verdict == "faster"
 
 
-@dataclass(frozen=True)
-class InContext:
-    """A file that may ship, compared in one context with the user's own file (`given`; a failure if the engine does not
-    run that), and with `baseline`, the float model as we write it, unless the user's file is the float model."""
-
-    given: Compared | Failure
-    baseline: Compared | None = None
-
-    @property
-    def to_float(self) -> Compared:
-        found = self.baseline or self.given
-        assert isinstance(found, Compared)  # one of both was run
-        return found
-
-    @property
-    def to_given(self) -> Ratio | None:
-        """The ratio of the file to the user's file; None if the engine does not run that."""
-        return None if isinstance(self.given, Failure) else self.given.ratio
-
-    @property
-    def builds(self) -> int:
-        return sum(one.builds for one in (self.given, self.baseline) if isinstance(one, Compared))
-
-
 AttemptVerdict = Literal[
     "ships",
-    "is float",
     "pairs do not pay",
     "slower elsewhere",
     "not faster than given",
@@ -213,83 +151,49 @@ AttemptVerdict = Literal[
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a run demands of a file that ships.
+class Attempt:
+    """A placement whose file was raced against the float model in every context; the empty placement is the rewritten
+    float model without pairs.
 
-    `beats_given`: it has to be faster than the user's file, too, because that has pairs or other inputs.
-    `is_rewritten`: the float model is not the user's but rewritten, or in another precision; rewrites take the share
-    `rewrites_ratio` of its time. It may ship without pairs.
+    `to_given` compares it with the user's own file where that is another: it has pairs, or other inputs. The file
+    `must_beat_given` if these pairs hold the limits, or if inputs were fixed. `to_rewritten` compares it with the float
+    model without pairs where that was rewritten. `missed` is the limit on accuracy that it
+    misses, in words; `exactness` is its output SQNR in dB.
     """
 
-    beats_given: bool = False
-    is_rewritten: bool = False
-    rewrites_ratio: float = 1.0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A placement that was tried for shipping: its file was compared in one context after the other until it was slower
-    in one, which took `seconds`; and where needed with the rewritten float model (`without_pairs`). `missed` is the
-    limit on accuracy that it misses, in words."""
-
     placement: Placement
-    contexts: tuple[InContext, ...]
-    verdict: AttemptVerdict
-    without_pairs: Compared | None = None
-    seconds: float = 0.0
-    missed: str = ""
+    to_float: tuple[Compared, ...]
+    to_given: tuple[Compared, ...] = ()
+    must_beat_given: bool = False
+    to_rewritten: tuple[Compared, ...] = ()
+    missed: str | None = None
+    exactness: float = 0.0
 
     @property
-    def to_float(self) -> tuple[Compared, ...]:
-        """The file against the float model in each context."""
-        return tuple(one.to_float for one in self.contexts)
+    def ratio(self) -> Ratio:
+        """The ratio to float in the context that is shown."""
+        return first_faster(self.to_float).ratio
 
     @property
-    def to_given(self) -> tuple[Ratio, ...]:
-        """Its ratio to the user's file in each context in which that runs."""
-        return tuple(one.to_given for one in self.contexts if one.to_given is not None)
-
-    @property
-    def builds(self) -> int:
-        return sum(one.builds for one in self.contexts) + (self.without_pairs.builds if self.without_pairs else 0)
-
-
-def verdict_of(placement: Placement, contexts: Sequence[InContext], terms: Terms) -> AttemptVerdict:
-    """Whether the file of a placement may ship, before its pairs are compared with none."""
-    to_float = [one.to_float for one in contexts]
-    to_given = [one.to_given for one in contexts if one.to_given is not None]
-    if not placement and not terms.is_rewritten:
-        return "is float"
-    if is_proven(to_float):
-        return "ships" if not terms.beats_given or _beats(to_given) else "not faster than given"
-    first = first_faster(to_float)
-    is_elsewhere = first is not to_float[-1] and first.ratio.verdict == "faster" and is_slower(to_float[-1])
-    return "slower elsewhere" if is_elsewhere else "not faster"
+    def verdict(self) -> AttemptVerdict:
+        """Whether it may ship. Of a file with pairs and rewrites, the pairs must gain as well: they cost accuracy."""
+        if not is_proven(self.to_float):
+            first, last = first_faster(self.to_float), max(self.to_float, key=lambda one: one.ratio.median)
+            is_elsewhere = first.ratio.verdict == "faster" and is_slower(last)
+            return "slower elsewhere" if is_elsewhere else "not faster"
+        if self.must_beat_given and self.to_given and not _beats(self.to_given):
+            return "not faster than given"
+        if self.missed is not None:
+            return "misses the limits"
+        if self.to_rewritten and not any(one.ratio.verdict == "faster" for one in self.to_rewritten):
+            return "pairs do not pay"
+        return "ships"
 
 
-def _beats(ratios: Sequence[Ratio]) -> bool:
-    """Whether a file is faster than the user's in some context and slower in none; True if that ran in none."""
-    verdicts = {ratio.verdict for ratio in ratios}
-    return not ratios or ("faster" in verdicts and "slower" not in verdicts)
-
-
-def may_owe_it_to_rewrites(attempt: Attempt, terms: Terms) -> bool:
-    """Whether a file with pairs may be no faster than the rewritten model without any. Then both are compared: pairs
-    cost accuracy, and must not ship for a gain that rewrites alone give."""
-    if attempt.verdict != "ships" or not attempt.placement or not terms.is_rewritten:
-        return False
-    return first_faster(attempt.to_float).ratio.median > CLEARLY_FASTER * terms.rewrites_ratio
-
-
-def within_limits(attempt: Attempt, trial: Trial, missed: str | None) -> Attempt:
-    """The attempt, refused if the judged trial of its placement does not hold the limits: it `missed` one."""
-    return attempt if trial.holds else replace(attempt, verdict="misses the limits", missed=missed or "")
-
-
-def with_comparison_without_pairs(attempt: Attempt, without_pairs: Compared) -> Attempt:
-    """The attempt, judged by the comparison with the rewritten model, too."""
-    verdict: AttemptVerdict = "ships" if without_pairs.ratio.verdict == "faster" else "pairs do not pay"
-    return replace(attempt, without_pairs=without_pairs, verdict=verdict)
+def _beats(contexts: Sequence[Compared]) -> bool:
+    """Whether a file is faster than the user's in some context and slower in none."""
+    verdicts = {one.ratio.verdict for one in contexts}
+    return "faster" in verdicts and "slower" not in verdicts
 
 
 # ---------------------------------------------------------------- which files are tried, and which ships
@@ -298,75 +202,47 @@ def with_comparison_without_pairs(attempt: Attempt, without_pairs: Compared) -> 
 @dataclass(frozen=True)
 class Finalists:
     """Placements that may ship, in the order of trying: the `first` of them until one ships, the others after one that
-    is slower in another context or misses the limits. The float model is tried last, if `tries_float`."""
+    is slower in another context or misses the limits."""
 
     placements: tuple[Placement, ...] = ()
     first: int = 0
-    tries_float: bool = True
+
+    def next(self, attempts: Sequence[Attempt]) -> tuple[Placement, ...]:
+        """The placements to race next, all together; empty if there is none."""
+        tried = [attempt for attempt in attempts if attempt.placement]
+        verdicts = {attempt.verdict for attempt in tried}
+        if verdicts & {"ships", "pairs do not pay"}:
+            return ()
+        if len(tried) < self.first:
+            return self.placements[len(tried) : self.first]
+        if verdicts & {"slower elsewhere", "misses the limits"}:
+            return self.placements[len(tried) : len(tried) + 1]
+        return ()
 
 
-def finalists(
-    history: Sequence[Trial],
-    plan: Plan,
-    *,
-    is_bounded: bool,
-    tries_float: bool,
-    slower: Collection[Placement] = (),
-) -> Finalists:
-    """The placements that the search accepted, the last one first (only that one if the run's time `is_bounded`); then
-    those that were clearly faster than float, the fastest first, without those that miss the limits or were `slower`
-    in a context. If none was accepted, the rounds may have been too few: the fastest is tried. A metric that was not
-    computed is computed before one ships."""
-    if is_bounded and not history:
-        return Finalists(tries_float=False)
-    first = [t.placement for t in reversed(history) if t.accepted][: 1 if is_bounded else FINALISTS]
+def finalists(history: Sequence[Trial], plan: Plan, slower: Collection[Placement] = ()) -> Finalists:
+    """The placement that the search accepted last, and those that were clearly faster than float, the fastest first;
+    without those that miss the limits or were `slower` in a context. Those that took about as long as the first race
+    together with it. A metric that was not computed is computed before one ships."""
     ratios = ratios_to_float(history, plan)
     able = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
-    able = {p: ratio for p, ratio in able.items() if p not in slower}
-    others = [p for p in sorted(able, key=able.__getitem__) if p and able[p] < CLEARLY_FASTER]
-    tried_first = len(first) or len(others[:1])
-    return Finalists(tuple(dict.fromkeys([*first, *others]))[:MOST_FINALISTS], tried_first, tries_float)
-
-
-def next_finalist(finalists: Finalists, attempts: Sequence[Attempt], *, lacks_time: bool) -> Placement | None:
-    """The placement to try next, the empty one for the float model; None if there is none, or no time for it."""
-    tried = 0
-    for number in range(len(finalists.placements)):
-        verdicts = {attempt.verdict for attempt in attempts[:number]}
-        is_wanted = number < finalists.first or verdicts & {"slower elsewhere", "misses the limits"}
-        if not is_wanted or verdicts & {"pairs do not pay", "ships"}:
-            break
-        if number == len(attempts):
-            return None if number and lacks_time else finalists.placements[number]
-        tried = number + 1
-    if len(attempts) > tried or any(attempt.verdict == "ships" for attempt in attempts):
-        return None
-    return Placement() if finalists.tries_float and not lacks_time else None
+    able = {p: ratio for p, ratio in able.items() if p and p not in slower}
+    accepted_last = [t.placement for t in reversed(history) if t.accepted and t.placement in able][:1]
+    others = [p for p in sorted(able, key=able.__getitem__) if able[p] < CLEARLY_FASTER]
+    ordered = tuple(dict.fromkeys([*accepted_last, *others]))[:MOST_FINALISTS]
+    near = [p for p in ordered if able[p] <= NEAR_BEST * able[ordered[0]]]
+    return Finalists(ordered, min(len(near), FINALISTS))
 
 
 def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
-    """The attempt that ships: the first with verdict "ships"; else the first whose pairs do not pay, as then the
-    rewritten float model did not prove faster either. None if there is neither."""
-    for verdict in ("ships", "pairs do not pay"):
-        if (found := next((a for a in attempts if a.verdict == verdict), None)) is not None:
-            return found
-    return None
-
-
-def given_to_float(attempts: Sequence[Attempt]) -> float | None:
-    """The time of the user's file over that of the float model, as a file tells that was compared with both; None if
-    there is none."""
-    first = [attempt.contexts[0] for attempt in reversed(attempts)]
-    return next((one.to_float.ratio.median / one.to_given.median for one in first if one.to_given is not None), None)
-
-
-def keeps_given(attempts: Sequence[Attempt], terms: Terms, *, from_qdq: bool, pairs_hold: bool) -> bool:
-    """If nothing is proven: whether the user's file ships, and not the float model as we write it, because that is
-    slower or rewritten. A model that came with pairs (`from_qdq`) ships as it is if its pairs hold the limits."""
-    if from_qdq:
-        return pairs_hold
-    to_given = attempts[-1].contexts[0].to_given if attempts else None
-    return terms.is_rewritten or (to_given is not None and to_given.verdict == "slower")
+    """The attempt that ships: the fastest of those that may, or the most exact of those that are equal to it; else the
+    rewritten float model, if it may; else the first whose pairs do not pay. None if there is none."""
+    able = [a for a in attempts if a.verdict == "ships"]
+    with_pairs = sorted((a for a in able if a.placement), key=lambda a: a.ratio.median)
+    if with_pairs:
+        alike = [a for a in with_pairs if is_alike(a.ratio, with_pairs[0].ratio)]
+        return max(alike, key=lambda a: (round(a.exactness), -a.ratio.median))
+    return next(chain(able, (a for a in attempts if a.verdict == "pairs do not pay")), None)
 
 
 # ---------------------------------------------------------------- what users read about it
@@ -377,22 +253,20 @@ TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), 
 
 
 def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
-    """Why a file did not ship, and whether the user's file, named `model`, could not be compared with it. `changes` is
-    what was done to that without pairs, see `Subject.changes`."""
-    for one in attempt.contexts:
-        if isinstance(one.given, Failure):
-            yield f"the engine does not run {model} as it is, so it was not compared: {one.given.reason}"
+    """Why a file did not ship. `model` names the user's file, `changes` is what was done to that without pairs, see
+    `Subject.changes`."""
     edges = f"a candidate of {len(attempt.placement)} edges" if attempt.placement else f"the float model {changes}"
-    first, last = first_faster(attempt.to_float), attempt.to_float[-1]
+    first = first_faster(attempt.to_float)
+    last = max(attempt.to_float, key=lambda one: one.ratio.median)
     match attempt.verdict:
-        case "pairs do not pay" if attempt.without_pairs is not None:
-            speedup = attempt.without_pairs.ratio.speedup
+        case "pairs do not pay":
+            speedup = first_faster(attempt.to_rewritten).ratio.speedup
             yield f"{edges} did not prove more than its rewrites: {speedup} the speed without its pairs"
         case "slower elsewhere":
             here = f"{first.ratio.speedup} the speed of float{at_threads(first.threads)}"
             yield f"{edges} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last.threads)}"
         case "not faster than given":
-            slowest = max(attempt.to_given, key=lambda ratio: ratio.median)
+            slowest = max((one.ratio for one in attempt.to_given), key=lambda ratio: ratio.median)
             yield f"{edges} did not prove faster than {model}: {unproven(slowest, model)}"
         case "misses the limits":
             yield f"{edges} proved faster, and was not taken: {attempt.missed}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +15,13 @@ from typing import Any
 import onnx
 
 from qdqtune.calibration.caches import from_file
+from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.inputs import fixed_inputs
+from qdqtune.calibration.observe import passes
 from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.scales import Calibration, Ranges
+from qdqtune.calibration.user_code import TooSlow
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
@@ -29,7 +34,7 @@ from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
-from qdqtune.numerics.fitting import fitted, with_wide
+from qdqtune.numerics.fitting import BIAS_RUNS, BIAS_SAMPLES, LEAST_SAMPLES, fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
 from qdqtune.numerics.simulation import check_stripped, onnxruntime_session
 from qdqtune.placement import engine_rules, start_placements
@@ -38,7 +43,7 @@ from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.tuning.budget import affordable_calibration
+from qdqtune.tuning.budget import CALIBRATION_SHARE
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
 from qdqtune.tuning.records import RangesRecord
@@ -48,8 +53,12 @@ from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
 FOREMOST = ("imported", "rules", "static", "compute")
-"""Origins of suggestions that cut and subgraph mode always build: the user's pairs, those of TensorRT's rules, those
-of a usual static quantizer, and the fewest pairs, with which every compute operator gives floats."""
+"""Origins of suggestions that cut and subgraph mode always build: the user's pairs; those of the engine's rules, as
+`quantize` ships them; those of a usual static quantizer; and the fewest pairs, with which every compute operator gives
+floats."""
+
+PAIRED = 2.0
+"""The time of an inference with pairs that nothing fuses, in plain inferences. Estimated, not measured."""
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
@@ -259,12 +268,12 @@ def calibrated(
             hurried.append(note)
             observer.note(note)
 
-        affordable = affordable_calibration(subject.prepared, settings.calibration, ends, note_hurry)
-        samples = _counted(affordable.prepared.calibration, observer)
-        prepared = replace(affordable.prepared, calibration=samples)
+        in_time = SamplesInTime.of(subject.prepared, settings.calibration, ends, note_hurry)
+        produced = replace(subject.prepared.calibration, produce=in_time)
+        prepared = replace(subject.prepared, calibration=_counted(produced, observer))
         placed = partial(_placement_by_rules, subject, settings)
         found = fitted(
-            prepared, affordable.how, subject.numbers, placed, observer, bias_samples=affordable.bias_samples
+            prepared, settings.calibration, subject.numbers, placed, observer, bias_samples=in_time.bias_samples
         )
         whole = with_wide(prepared, found, subject.numbers)
         record = store.put("ranges", RangesRecord(ranges=whole, hurried=tuple(hurried)))
@@ -281,10 +290,69 @@ def calibrated(
         hidden = hidden_work(subject.shaped, subject.prepared.samples)
         reason = f": {hidden}" if hidden else ""
         raise BadModel(f"{settings.model} has no tensor that could be quantized{reason}")
-    by_rules, engine = Placement(), settings.engine.name
-    if engine in TENSORRT_FAMILY:
-        by_rules = engine_rules.place(subject.shaped, possible, engine, settings.quant_type).placement
+    by_rules = engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
     return replace(subject, ranges=ranges, hurried=record.hurried, possible=possible, rules_placement=by_rules)
+
+
+@dataclass
+class SamplesInTime:
+    """Iterates over the samples of calibration, and over fewer of them, but for the `LEAST_SAMPLES`, once a pass takes
+    longer than `seconds`; later passes then take as few. `note` tells the user once. `each` is the seconds of a sample
+    in the passes so far."""
+
+    samples: Samples
+    seconds: float
+    note: Callable[[str], None]
+    most: float = inf
+    each: float = 0.0
+
+    @staticmethod
+    def of(prepared: Prepared, how: Calibration, ends: float | None, note: Callable[[str], None]) -> SamplesInTime:
+        """The samples of a calibration in a run that has to end at `ends`, if at all: the time is divided among the
+        passes and the correction of biases."""
+        if ends is None:
+            return SamplesInTime(prepared.calibration, inf, note)
+        left = CALIBRATION_SHARE * max(0.0, ends - time.monotonic())
+        count = 1
+        if how.method != "minmax":
+            tensors = candidate_tensors(prepared.shaped)
+            count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
+        return SamplesInTime(prepared.calibration, left / (max(1, count) + how.bias_correction), note)
+
+    def __call__(self) -> Iterator[Sample]:
+        started = time.monotonic()
+        for number, sample in enumerate(_until_too_slow(self.samples)):
+            if number >= LEAST_SAMPLES and time.monotonic() - started > self.seconds:
+                self.most = min(self.most, number)
+            if number:
+                self.each = (time.monotonic() - started) / number
+            if number >= self.most:
+                return
+            yield sample
+
+    def bias_samples(self) -> int:
+        """How many samples may correct biases; 0 if there is no time for `LEAST_SAMPLES`. The user is told what time
+        has no room for."""
+        if self.most < inf:
+            self.note(f"`time_budget` has no room for all calibration samples: it takes {self.most:.0f}")
+        cost = BIAS_RUNS * PAIRED * self.each
+        count = BIAS_SAMPLES if BIAS_SAMPLES * cost <= self.seconds else int(self.seconds / cost)
+        if count >= LEAST_SAMPLES:
+            return count
+        self.note("`time_budget` has no room to correct biases: outputs come less close to the float model's")
+        return 0
+
+
+def _until_too_slow(samples: Samples) -> Iterator[Sample]:
+    """The samples that can be read before the run has to end, at least one."""
+    has_one = False
+    try:
+        for sample in samples:
+            yield sample
+            has_one = True
+    except TooSlow:
+        if not has_one:
+            raise
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:

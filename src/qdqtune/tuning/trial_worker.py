@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -16,16 +16,27 @@ import numpy as np
 from qdqtune.engines.execution import Check
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineRefused, Failure, rewording
-from qdqtune.graph.saving import ConstantFile, save
+from qdqtune.graph.saving import ConstantFile, nbytes, save
 from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
 from qdqtune.numerics.metrics import Metric
 from qdqtune.numerics.scores import Scores
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.pairing import compare_builds, fresh_builds, rounds_of
-from qdqtune.timing.ratios import Plan, compare, judge, settled
-from qdqtune.types import Array, CostsByRule, Layer, Measurement, Placement, Proposal, Sample, Trial
+from qdqtune.timing.pairing import taking_rounds
+from qdqtune.timing.race import decided_candidates, race
+from qdqtune.timing.ratios import Plan, judge
+from qdqtune.types import (
+    Array,
+    CostsByRule,
+    Layer,
+    Measurement,
+    Placement,
+    Proposal,
+    Sample,
+    Times,
+    Trial,
+)
 
 
 class Candidates:
@@ -97,9 +108,11 @@ class Loaded:
 
 NO_NODES = Failure("build", "the provider runs no node of the model: do its options name a chip that it knows?")
 
-BRIEF_ROUNDS = 2
-"""Rounds of a candidate for which time is short from the start: they say whether a proof is worth its time. Chosen, not
-measured."""
+BRIEF_LOOKS = (2,)
+"""Looks at a candidate that goes to the proof at once: whether that is worth its time. Chosen, not measured."""
+
+TOGETHER = 2 * 2**30
+"""Bytes of the model files whose builds race together, at most; at least one candidate races. Chosen, not measured."""
 
 PROFILED = (4, 12, 400)
 """Inferences behind a layer report: the least, the usual number, and the most. Chosen, not measured."""
@@ -121,8 +134,7 @@ class ByRule:
 class Conditions:
     """How candidates are measured: by which plan, on which samples, and by which metric of the user's.
 
-    With `check_wins` a win that holds the `limits` is repeated. `scores` are the outputs that the user names as such.
-    With `by_rule` nothing is timed.
+    `scores` are the outputs that the user names as such. With `by_rule` nothing is timed.
     """
 
     plan: Plan
@@ -130,15 +142,8 @@ class Conditions:
     seed: int
     limits: Limits = field(default_factory=Limits)
     evaluation: Metric | None = None
-    check_wins: bool = True
     scores: Sequence[str] = ()
     by_rule: ByRule | None = None
-
-    def won(self, trial: Trial) -> bool:
-        """Whether a trial is faster and holds the limits, as far as it was measured."""
-        measured = judge(trial, self.plan)
-        is_faster = measured is not None and measured.verdict == "faster"
-        return is_faster and self.limits.is_exact_enough(trial.accuracy)
 
     def may_be_taken(self, trial: Trial) -> bool:
         """Whether a candidate may be accepted, so that its build is kept until the batch is judged."""
@@ -146,32 +151,37 @@ class Conditions:
         is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
         return not is_slower and self.limits.is_exact_enough(trial.accuracy)
 
-    def needs_check(self, trial: Trial) -> bool:
-        """Whether a win is to be repeated on second builds. Not in a search that learns from layers: it makes too few
-        candidates to win by luck."""
-        is_one_of_many = self.check_wins and not trial.proposal.wants_layers
-        return is_one_of_many and trial.check is None and self.won(trial)
-
 
 @dataclass(frozen=True)
 class TrialJob:
-    """One candidate, and the placement that it is timed `against`. `known` is its trial of an earlier run, if only the
-    check of its win is missing."""
+    """One candidate, and the placement that it is timed `against`."""
 
     number: int
     proposal: Proposal
     against: Placement
-    known: Trial | None = None
+
+    def failed(self, failure: Failure) -> Trial:
+        return Trial(self.number, self.proposal, self.against, failure)
 
 
 @dataclass(frozen=True)
 class Batch:
     """What the trials of a batch share: the outputs of the float model as `reference`, the `scores` of classes in them,
-    and the time of `time.monotonic` at which comparisons end with the rounds that they have."""
+    and the time of `time.monotonic` at which comparisons end with the rounds that they have; few if they are brief."""
 
     reference: Sequence[dict[str, Array]]
     scores: Scores
     deadline: float | None = None
+    is_brief: bool = False
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A candidate that was built, with its outputs on the samples; None if rounds give the outputs."""
+
+    job: TrialJob
+    build: Handle
+    outputs: list[dict[str, Array]] | None
 
 
 class TrialWorker:
@@ -184,66 +194,101 @@ class TrialWorker:
         self.runner = runner
         self.loaded = Loaded(runner, candidates)
         self._mark = f"-{number + 1}" if number else ""
-        self._candidates, self._conditions = candidates, conditions
+        self._conditions = conditions
         self._costs: dict[Placement, float] = {}
 
     def checking(self, check: Check) -> AbstractContextManager[None]:
         return self.runner.checking(check)
 
-    def trial(self, job: TrialJob, batch: Batch) -> Trial:
-        """Time a candidate.
-
-        A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
-        layout, and stays so in every round.
+    def trials(self, jobs: Sequence[TrialJob], batch: Batch) -> list[Trial]:
+        """Measure candidates that are compared with the same placement, all in the same rounds.
 
         Raises:
             EngineFailure: the engine refuses the other placement, which it has built before.
         """
-        trial = job.known or self._fresh(job, batch)
-        if self._conditions.needs_check(trial):
-            try:
-                trial = replace(trial, check=self._checked(trial))
-            except EngineRefused as refused:
-                trial = replace(trial, check=refused.failure)
-        if not self._conditions.may_be_taken(trial):
-            self.loaded.drop(trial.placement)
-        return trial
-
-    def _fresh(self, job: TrialJob, batch: Batch) -> Trial:
+        trials = dict[int, Trial]()
+        entrants = list[Entrant]()
         by_rule = self._conditions.by_rule
-        try:
-            return self._measured(job, batch) if by_rule is None else self._ruled(job, batch, by_rule)
-        except EngineRefused as refused:
-            return Trial(job.number, job.proposal, job.against, refused.failure)
+        if by_rule is None:
+            self._opponent(jobs[0])
+        for job in jobs:
+            try:
+                if by_rule is None:
+                    entrants.append(self._entrant(job))
+                else:
+                    trials[job.number] = self._ruled(job, batch, by_rule)
+            except EngineRefused as refused:
+                trials[job.number] = job.failed(refused.failure)
+        for together in self._together(entrants):
+            for trial in self._raced(together, batch):
+                trials[trial.number] = trial
+                if not self._conditions.may_be_taken(trial):
+                    self.loaded.drop(trial.placement)
+        return [trials[job.number] for job in jobs]
 
-    def _measured(self, job: TrialJob, batch: Batch) -> Trial:
-        conditions = self._conditions
-        with rewording("the engine does not build the best model so far again"):  # it has built it before
-            opponent = self._opponent(job)
-        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
-        outputs: list[dict[str, Array]] = []
-        if not self.runner.start_seconds(candidate):  # else rounds give outputs, too
-            outputs = self.runner.outputs(candidate, conditions.samples)
-            check_finite(outputs)
-        samples = () if outputs else conditions.samples
-        rounds = rounds_of(self.runner, opponent, candidate, conditions.plan, conditions.seed, samples)
-        begun = time.monotonic()
-        is_brief = batch.deadline is not None and begun > batch.deadline
-        plan = replace(conditions.plan, looks=(BRIEF_ROUNDS,)) if is_brief else conditions.plan
-        result = compare(rounds, plan, decided=lambda r: settled(r) or _is_late(begun, batch.deadline))
-        if not outputs:
-            outputs = self.runner.outputs(candidate, conditions.samples)
+    def _together(self, entrants: Sequence[Entrant]) -> Iterator[Sequence[Entrant]]:
+        """The candidates in groups whose builds fit into memory beside each other."""
+        if self.runner.memory is not None:
+            size = 1
+        else:
+            largest = max((nbytes(entrant.build.path) for entrant in entrants), default=1)
+            size = max(1, TOGETHER // max(1, largest) - 1)
+        for first in range(0, len(entrants), size):
+            yield entrants[first : first + size]
+
+    def _entrant(self, job: TrialJob) -> Entrant:
+        build = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        if self.runner.start_seconds(build):
+            return Entrant(job, build, None)
+        outputs = self.runner.outputs(build, self._conditions.samples)
+        check_finite(outputs)
+        return Entrant(job, build, outputs)
+
+    def _raced(self, entrants: Sequence[Entrant], batch: Batch) -> list[Trial]:
+        """The trials of candidates that race together. Where the engine fails in the race of several, each races
+        alone: one of them is to blame."""
+        try:
+            times = self._times(entrants, batch)
+        except EngineRefused as refused:
+            if len(entrants) > 1:
+                return [trial for entrant in entrants for trial in self._raced([entrant], batch)]
+            return [entrant.job.failed(refused.failure) for entrant in entrants]
+        trials = []
+        for place, entrant in enumerate(entrants, 1):
+            try:
+                trials.append(self._trial(entrant, times.pair(0, place), batch))
+            except EngineRefused as refused:
+                trials.append(entrant.job.failed(refused.failure))
+        return trials
+
+    def _times(self, entrants: Sequence[Entrant], batch: Batch) -> Times:
+        conditions, begun = self._conditions, time.monotonic()
+        handles = [self._opponent(entrants[0].job), *(entrant.build for entrant in entrants)]
+        samples = conditions.samples if entrants[0].outputs is None else ()
+        plan = replace(conditions.plan, looks=BRIEF_LOOKS) if batch.is_brief else conditions.plan
+        take = taking_rounds(self.runner, handles, plan, conditions.seed, samples)
+
+        def is_late() -> bool:
+            now = time.monotonic()  # the next look takes about as long as all before
+            return batch.deadline is not None and now + (now - begun) > batch.deadline
+
+        return race(take, len(handles), plan, decided_candidates(plan), is_late)
+
+    def _trial(self, entrant: Entrant, result: Measurement, batch: Batch) -> Trial:
+        job, outputs = entrant.job, entrant.outputs
+        if outputs is None:
+            outputs = self.runner.outputs(entrant.build, self._conditions.samples)
             check_finite(outputs)
         layers: tuple[Layer, ...] | None = None
-        if job.proposal.wants_layers:
+        if job.proposal.wants_layers and not batch.is_brief:
             try:
-                layers = self.runner.layers(candidate, profiled_runs(float(np.median(result.b))))
+                layers = self.runner.layers(entrant.build, profiled_runs(float(np.median(result.b))))
             except EngineRefused as refused:
                 if refused.is_transient:
                     raise
                 layers = ()
-        exactness = accuracy(batch.reference, outputs, batch.scores)
-        return Trial(job.number, job.proposal, job.against, result, accuracy=exactness, layers=layers)
+        closeness = accuracy(batch.reference, outputs, batch.scores)
+        return Trial(job.number, job.proposal, job.against, result, accuracy=closeness, layers=layers)
 
     def _ruled(self, job: TrialJob, batch: Batch, by_rule: ByRule) -> Trial:
         """A candidate with its outputs, its layers, and its costs by rule; nothing is timed."""
@@ -255,7 +300,7 @@ class TrialWorker:
         if computed and left_nodes(layers).issuperset(computed):
             raise EngineRefused(NO_NODES)
         self._costs[job.proposal.placement] = cost = by_rule.costs.cost(job.proposal.placement, layers)
-        result = CostsByRule(self._cost_of(job.against, job, by_rule), cost)
+        result = CostsByRule(self._cost_of(job.against, by_rule), cost)
         exactness = accuracy(batch.reference, outputs, batch.scores)
         return Trial(job.number, job.proposal, job.against, result, accuracy=exactness, layers=layers)
 
@@ -270,25 +315,20 @@ class TrialWorker:
                 break
         return outputs
 
-    def _cost_of(self, placement: Placement, job: TrialJob, by_rule: ByRule) -> float:
+    def _cost_of(self, placement: Placement, by_rule: ByRule) -> float:
         """The cost of the placement that a candidate is compared with, once its layers are known. Where the engine does
         not run it, which is possible for the float model only, each of its nodes counts as one that runs elsewhere."""
         if placement not in self._costs:
             try:
-                layers = self.runner.layers(self._opponent(job), 1)
+                layers = self.runner.layers(self.loaded.load(placement, f"best{self._mark}"), 1)
             except EngineRefused:
                 layers = ()
             self._costs[placement] = by_rule.costs.cost(placement, layers)
         return self._costs[placement]
 
-    def _checked(self, trial: Trial) -> Measurement:
-        files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
-        with fresh_builds(self.runner, *files, f"trial_{trial.number:03}{self._mark}") as pair:
-            plan, seed = self._conditions.plan, self._conditions.seed + 1
-            return compare_builds(self.runner, *pair, plan, seed, settled)
-
     def _opponent(self, job: TrialJob) -> Handle:
-        return self.loaded.load(job.against, f"best{self._mark}")
+        with rewording("the engine does not build the best model so far again"):  # it has built it before
+            return self.loaded.load(job.against, f"best{self._mark}")
 
 
 def trial_seconds(
@@ -299,7 +339,7 @@ def trial_seconds(
     model takes `build` seconds, an inference `seconds`, and its part in a round `turn`. With `start` (see
     `Plan.round_seconds`), rounds give outputs.
     """
-    comparison = plan.warmup_seconds(turn, start) + plan.round_seconds(turn, start) * plan.looks[0]
+    comparison = 2 * (plan.warmup_seconds(turn, start) + plan.round_seconds(turn, start) * plan.looks[0])
     return build + judged * seconds + profiled * turn + start + comparison
 
 
@@ -309,9 +349,3 @@ def profiled_runs(seconds: float) -> int:
     if seconds * most <= short:
         return most
     return max(ceil(short / seconds), min(enough, max(least, ceil(long / seconds))))
-
-
-def _is_late(begun: float, deadline: float | None) -> bool:
-    """Whether the next look of a comparison would end too late: it takes about as long as all before."""
-    now = time.monotonic()
-    return deadline is not None and now + (now - begun) > deadline

@@ -53,8 +53,7 @@ class Noise:
     tensor and name of the weight format, `wide_noise` that of a value in 16 bits. `limit` is the most noise that the
     limit on the output SQNR allows; None if
     only the user's metric counts, and then trials tell how much noise it takes. `simulate` gives the noise of a whole
-    placement without a build, or None where it cannot. `check_harmless` tells whether everything that may be placed
-    holds the limits, so that noise need not be considered. `pair_factor` and `weight_factor` correct the noise of pairs
+    placement without a build, or None where it cannot. `pair_factor` and `weight_factor` correct the noise of pairs
     and of weight formats.
     """
 
@@ -64,15 +63,13 @@ class Noise:
     _: KW_ONLY
     simulate: Callable[[Placement], float | None] | None = field(default=None, compare=False)
     weight_noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
+<<<<<<< HEAD
     wide_noise: Mapping[str, float] = field(default_factory=dict)
     check_harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
+=======
+>>>>>>> d3c4acb1 (All timings of files go through one race)
     pair_factor: float = 1.0
     weight_factor: float = 1.0
-
-    @cached_property
-    def is_harmless(self) -> bool:
-        """Whether everything that may be placed holds the limits, computed once."""
-        return self.check_harmless()
 
     def value(self, tensor: str) -> str:
         """The first tensor that holds the values of `tensor`."""

@@ -31,8 +31,8 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Profile, SchemeResult, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.system.writing import atomic_write
-from qdqtune.timing.pairing import rounds_of
-from qdqtune.timing.ratios import Plan, compare
+from qdqtune.timing.pairing import compare_builds
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.records import SchemeRecord
@@ -340,9 +340,10 @@ class Profiler:
             known = profile_of(part.model, floats, [SchemeResult(scheme, part.schemes[scheme], None, layers)])
             if self._timed and all(option.ms >= HOPELESS_SHARE * known.float_ms for option in known.options):
                 return SchemeRecord(layers=layers)
-            rounds = rounds_of(runner, float_form, handle, GROUP_ROUNDS, self._seed)
-            taken = compare(rounds, GROUP_ROUNDS, decided=lambda r: abs(r.median - 1) > DECISIVE)
-            return SchemeRecord(rounds=taken, layers=layers)
+            rounds = compare_builds(
+                runner, float_form, handle, GROUP_ROUNDS, self._seed, lambda r: abs(r.median - 1) > DECISIVE
+            )
+            return SchemeRecord(rounds=rounds, layers=layers)
         finally:
             if handle is not None:
                 runner.unload(handle)

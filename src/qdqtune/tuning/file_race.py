@@ -1,0 +1,142 @@
+"""Races of model files as they lie on disk: each is built anew, several times, and all builds are timed in the same
+rounds, until it is decided which file is faster. The proof of a run, fronts and `qdqtune compare` use this."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import EngineRefused
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.saving import nbytes
+from qdqtune.system.checks import content_digest
+from qdqtune.timing.pairing import taking_rounds
+from qdqtune.timing.race import (
+    Block,
+    Comparisons,
+    decided_files,
+    is_imprecise,
+    race,
+    wants_more_builds,
+)
+from qdqtune.timing.ratios import BUILD_LOOKS, Plan
+from qdqtune.tuning.contexts import View
+from qdqtune.tuning.shipping import Compared
+from qdqtune.tuning.store import Store
+from qdqtune.types import Deaf, Listener, Times
+
+SIDE_BY_SIDE = 512 * 2**20
+"""If two builds of each file take more bytes, one of each is held at a time. Chosen, not measured."""
+
+MOST_TRIES = 3
+"""How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
+
+
+@dataclass(frozen=True)
+class FileRace:
+    """Blocks of rounds of fresh builds of files, and the contexts in which files are compared."""
+
+    blocks: tuple[Block, ...]
+    plan: Plan
+    views: tuple[View, ...]
+
+    @property
+    def builds(self) -> int:
+        """The builds of all files."""
+        return sum(len(block.times.seconds) for block in self.blocks)
+
+    def compared(self, a: int, b: int) -> tuple[Compared, ...]:
+        """File number b against number a, in each context."""
+        return tuple(Compared.of(self.blocks, a, b, self.plan, view) for view in self.views)
+
+
+@dataclass(frozen=True)
+class Racer:
+    """Races files on a runner that was fed with the calls of the `views`. Build number n has the seed `seed` + n.
+
+    `store` keeps blocks by the content of the files, and is asked first. `lacks` tells whether work of so many seconds
+    would end too late. After a transient failure a block is tried again, up to `tries` times in all. Intervals that are
+    wide are made narrower with more builds as long as these end within `precision_seconds`.
+    """
+
+    runner: Runner
+    plan: Plan
+    seed: int
+    views: tuple[View, ...]
+    listener: Listener = field(default_factory=Deaf)
+    store: Store | None = None
+    lacks: Callable[[float], bool] = lambda _: False
+    tries: int = 1
+    precision_seconds: float = 0.0
+    most_builds: int = BUILD_LOOKS[-1]
+
+    def race(self, files: Sequence[Path], comparisons: Comparisons, name: str) -> FileRace:
+        """Race files until each of the comparisons (a, b) is decided, or more builds would not decide it. Logs of the
+        builds begin with `name`.
+
+        Raises:
+            EngineRefused: the engine fails on one of the files.
+        """
+        is_large = self.runner.memory is not None or 2 * sum(map(nbytes, files)) > SIDE_BY_SIDE
+        builds, begun = 1 if is_large else 2, time.monotonic()
+        blocks: list[Block] = []
+        for look in BUILD_LOOKS:
+            if look > self.most_builds:
+                break
+            while builds * len(blocks) < look:
+                self.listener.progress(builds * len(blocks), look)
+                blocks.append(self._block(files, comparisons, builds, len(blocks), name))
+                if builds * len(blocks) < look and self._lacks_another(blocks, begun):
+                    return FileRace(tuple(blocks), self.plan, self.views)
+            if self._lacks_another(blocks, begun) or not self._wants_more(blocks, comparisons, begun):
+                break
+        return FileRace(tuple(blocks), self.plan, self.views)
+
+    def _lacks_another(self, blocks: Sequence[Block], begun: float) -> bool:
+        return self.lacks((time.monotonic() - begun) / len(blocks))
+
+    def _wants_more(self, blocks: Sequence[Block], comparisons: Comparisons, begun: float) -> bool:
+        of_views = [[block.at(view.shares) for block in blocks] for view in self.views]
+        if any(wants_more_builds(seen, comparisons, self.plan) for seen in of_views):
+            return True
+        twice = 2 * (time.monotonic() - begun)  # the next look takes about as long as all before
+        return twice <= self.precision_seconds and any(is_imprecise(s, comparisons, self.plan) for s in of_views)
+
+    def _block(self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str) -> Block:
+        measure = partial(self._fresh, files, comparisons, builds, number, name)
+        if self.store is None:
+            return Block(self._repeated(measure), builds)
+        contents = ":".join(f"{file.stem}={content_digest(files_of(file))}" for file in files)
+        key = f"race:{contents}:{builds}:{number}"
+        return Block(self.store.memo(key, Times, partial(self._repeated, measure)), builds)
+
+    def _repeated(self, measure: Callable[[], Times]) -> Times:
+        for _ in range(self.tries - 1):
+            try:
+                return measure()
+            except EngineRefused as refused:
+                if not refused.is_transient or self.lacks(0.0):
+                    raise
+        return measure()
+
+    def _fresh(self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str) -> Times:
+        """Rounds of fresh builds. The files are built in reverse: the float model, which comes first, is the largest,
+        and memory to read the others is free again by then."""
+        begun, runner = time.monotonic(), self.runner
+        stems = [file.stem for file in files]
+        names = [stem if stems.count(stem) == 1 else f"{stem}_{at}" for at, stem in enumerate(stems)]
+        with ExitStack() as stack:
+            handles = list[Handle]()
+            for place in reversed(range(len(files) * builds)):
+                file, copy = files[place // builds], number * builds + place % builds
+                handle = runner.load(file, f"{name}_{copy}_{names[place // builds]}", fresh=True)
+                stack.callback(runner.unload, handle)
+                handles.insert(0, handle)
+            take = taking_rounds(runner, handles, self.plan, self.seed + number)
+            leave = decided_files(comparisons, builds, self.plan, [view.shares for view in self.views])
+            return race(take, len(handles), self.plan, leave, lambda: self.lacks(time.monotonic() - begun))
