@@ -186,7 +186,7 @@ def row(name: str, folder: Path) -> list[str]:
 def _bench(
     runner: Runner, candidates: Candidates, plan: Plan, samples: Sequence[Sample], store: Store
 ) -> tuple[Bench, TrialWorker]:
-    conditions = Conditions(plan, samples, seed=0, check_wins=False)
+    conditions = Conditions(plan, samples, seed=0)
     worker = TrialWorker(runner, candidates, conditions)
     return Bench(WorkerPool([worker]), store, conditions), worker
 

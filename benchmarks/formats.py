@@ -121,17 +121,17 @@ def run(job: Job, results: Queue[tuple[Job, dict[str, Row], str]]) -> None:
             every, pairs = job.settings(None), job.settings(None, ("int8",))
             told = [tuned(every), tuned(pairs)]
             files = [path, every.output_dir / FINAL, pairs.output_dir / FINAL]
-            known = dict(zip(("all", "pairs"), compare_files(files, runner, judged, plan, builds=1), strict=True))
-            known["all / pairs"] = compare_files(files[:0:-1], runner, judged, plan, builds=1)[0]
+            known = dict(zip(("all", "pairs"), compare_files(files, runner, judged, plan), strict=True))
+            known["all / pairs"] = compare_files(files[:0:-1], runner, judged, plan)[0]
             results.put((job, known, "; ".join(told)))
             return
         made = peers(job.entry, job.folder, job.engine)
-        known = dict(zip(made, compare_files([path, *made.values()], runner, judged, plan, builds=1), strict=True))
+        known = dict(zip(made, compare_files([path, *made.values()], runner, judged, plan), strict=True))
         reached = known["int4"].sqnr_db
         floor = FLOOR_DB if reached is None else np.ceil(10 * reached) / 10
         settings = job.settings(float(floor))
         shipped = tuned(settings)
-        known["tune"] = compare_files([path, settings.output_dir / FINAL], runner, judged, plan, builds=1)[0]
+        known["tune"] = compare_files([path, settings.output_dir / FINAL], runner, judged, plan)[0]
     results.put((job, known, shipped))
 
 

@@ -54,7 +54,7 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
         quantize(QuantizeOptions(entry.path, output=ours, calibration_data=str(data), fix_inputs=entry.fixed))
         exact, *found = (outputs(file, runner, samples) for file in files)
         ratios.append([sqnr_db(exact, rounded) or np.nan for rounded in found])
-    by_theirs, by_ours = compare_files(files, runner, samples[:1], Plan((12,), 0.01), builds=1)
+    by_theirs, by_ours = compare_files(files, runner, samples[:1], Plan((12,), 0.01))
     parity = compare_files([theirs, ours], runner, samples[:1], Plan((given.rounds,), 0.01))[0]
     if parity.ratio is None or by_theirs.ms is None or by_ours.ms is None or by_ours.first_ms is None:
         return [entry.name, by_theirs.reason or by_ours.reason or parity.reason, *[""] * 8]

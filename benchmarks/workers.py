@@ -144,7 +144,9 @@ def candidates(entry: Entry, on: str) -> None:
                 built = time.perf_counter()
                 runner.outputs(handle, samples)
                 ran = time.perf_counter()
-                runner.rounds(handle, handle, ROUNDS, seed=0, first_round=0, turn_seconds=0.0, warmup=0)
+                handles = [handle, handle]
+                turns = runner.turns(handles, 0.0)
+                runner.rounds(handles, range(ROUNDS), seed=0, turns=turns, warmup=0)
                 took.append([built - begun, ran - built, time.perf_counter() - ran])
                 runner.unload(handle)
         first, *others = took

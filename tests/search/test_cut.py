@@ -22,7 +22,7 @@ from qdqtune.search.costs.table import solve
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Layer, Measurement, Placement, Trial, WeightFormat
+from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import mixed
 from weight_only_nets import MODEL, SHARES, W4, W8
 
@@ -279,6 +279,12 @@ def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
     assert [p.origin for p in replace(search, format_shares={}).propose([])] == ["fused units"]
 
 
+def missed(placement: Placement) -> Trial:
+    """A candidate that missed a limit: only then does a search ask what single tensors do to the outputs."""
+    same = Measurement((1.0,) * 12, (1.0,) * 12)
+    return Trial(1, Proposal("rules", placement), Placement(), same, holds=False)
+
+
 def test_dynamic_quantization_is_taken_where_it_pays_within_the_limit() -> None:
     """The product whose activation it rounds too coarsely keeps floats or gets pairs."""
     dynamic = WeightFormat(8, dynamic=True)
@@ -295,7 +301,7 @@ def test_dynamic_quantization_is_taken_where_it_pays_within_the_limit() -> None:
     first = {p.origin: p.placement for p in search.propose([])}
     assert first["dynamic quantization"] == Placement.of((), dict.fromkeys(SHARES, dynamic).items())
     limited = replace(search, noise=replace(noise, simulate=noise.summed))
-    chosen = limited.propose([])[0].placement
+    chosen = limited.propose([missed(first["dynamic quantization"])])[0].placement
     assert [chosen.weight_formats.get(edge) for edge in SHARES] == [dynamic, None, dynamic]
     assert not chosen.edges
 
@@ -306,17 +312,18 @@ def test_where_4_bits_miss_the_limits_the_noisiest_weights_have_8() -> None:
     noise = Noise(MODEL, {}, 0.01, weight_noise=stored)
     noise = replace(noise, simulate=noise.summed)
     search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES, noise=noise)
-    first = {p.origin: p.placement for p in search.propose([])}
+    history = [missed(Placement.of((), dict.fromkeys(SHARES, W4).items()))]
+    first = {p.origin: p.placement for p in search.propose(history)}
     assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]
     assert [first["weights in fewer bits"].weight_formats[edge] for edge in SHARES] == [W4, W8, W4]
     alone = {edge: {W4: 0.5, W8: 0.45} for edge in SHARES}  # where 8 bits are as fast in a product alone
-    assert _named(replace(search, format_shares=alone)) == {
+    assert _named(replace(search, format_shares=alone), history) == {
         name: first[name] for name in first if name.startswith("weights")
     }
 
 
-def _named(search: CutSearch) -> dict[str, Placement]:
-    return {p.origin: p.placement for p in search.propose([]) if p.origin.startswith("weights")}
+def _named(search: CutSearch, history: Sequence[Trial]) -> dict[str, Placement]:
+    return {p.origin: p.placement for p in search.propose(history) if p.origin.startswith("weights")}
 
 
 def test_an_optimum_that_is_slower_in_no_context_comes_before_that_of_all_calls() -> None:

@@ -76,8 +76,8 @@ class Told(Silent):
         self.trials: list[str] = []
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        is_kept = not any(isinstance(one, Failure) and one.is_transient for one in (trial.result, trial.check))
-        if is_kept:
+        is_lost = isinstance(trial.result, Failure) and trial.result.is_transient
+        if not is_lost:
             self.trials.append(job_of(trial.placement.digest, trial.against.digest))
 
 

@@ -1,7 +1,7 @@
 """Candidates, bench and proof against an engine whose every build and round is scripted."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +23,12 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
-from qdqtune.timing.ratios import Plan, judge, ratio
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker, profiled_runs
-from qdqtune.types import Edge, Measurement, Mix, Placement, Proposal
+from qdqtune.types import Edge, Measurement, Mix, Placement, Proposal, Times, Turn
 from refusals import or_raise
 from runs import mixed, room_for
 
@@ -48,6 +48,7 @@ class Script:
     present: set[Handle] = field(default_factory=set)
     timed: int = 0
     check = None
+    memory = None
     mix: Mix = ()
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle:
@@ -74,10 +75,14 @@ class Script:
     def start_seconds(self, handle: Handle) -> float:
         return 0.0
 
-    def rounds(self, a: Handle, b: Handle, count: int, **_: Any) -> Measurement:
-        assert {a, b} <= self.present
-        self.timed += count
-        return Measurement((self.speed(a.path, a.build),) * count, (self.speed(b.path, b.build),) * count)
+    def turns(self, handles: Sequence[Handle], _: float) -> list[Turn]:
+        assert set(handles) <= self.present
+        return [Turn(1, 1, 1.0)]
+
+    def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
+        assert set(handles) <= self.present
+        self.timed += len(numbers)
+        return Times(tuple(((self.speed(one.path, one.build),),) * len(numbers) for one in handles))
 
 
 @dataclass
@@ -130,7 +135,7 @@ def test_a_trial_holds_what_was_compared_and_is_stored(opened: Open) -> None:
     assert (trial.number, trial.placement, trial.against, was_known) == (3, candidate, FLOAT, False)
     assert trial.result == Measurement((1.0,) * 12, (1.0,) * 12)
     assert trial.sqnr_db == pytest.approx(40)
-    assert (trial.check, trial.accepted, trial.builds) == (None, False, 1)
+    assert not trial.accepted
     again, was_known = setup.measure(3, candidate)
     assert (again, was_known) == (trial, True)
     assert setup.runner.timed == 12  # one look
@@ -164,29 +169,18 @@ def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:
     assert not was_known
 
 
-def test_a_win_is_repeated_on_second_builds_of_both_and_kept_loaded(opened: Open) -> None:
+def test_a_winner_is_built_once_and_kept_loaded(opened: Open) -> None:
     setup = opened()
     winner = setup.placements[0]
     setup = opened(speed=by_digest({winner.digest: 0.5}))
-    trial, _ = setup.measure(1, winner)
-    assert trial.check == trial.result
-    assert trial.builds == 3
-    assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest, winner.digest, FLOAT.digest]
+    setup.measure(1, winner)
+    assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest]
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, winner.digest}
     setup.bench.keep_only(winner)
     assert {h.path.stem for h in setup.runner.present} == {winner.digest}
     before = len(setup.runner.builds)
     setup.measure(2, setup.placements[1], winner)
     assert len(setup.runner.builds) == before + 1
-
-
-def test_one_lucky_build_does_not_win(opened: Open) -> None:
-    setup = opened(speed=lambda _path, build: 0.5 if build == 1 else 1.0)
-    trial, _ = setup.measure(1, setup.placements[0])
-    found = judge(trial, Plan())
-    assert ratio(cast(Measurement, trial.result), Plan()).verdict == "faster"
-    assert found is not None
-    assert found.verdict == "undecided"
 
 
 def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
@@ -230,19 +224,6 @@ def test_a_transient_failure_holds_for_this_run_and_is_tried_again_by_the_next(o
     assert not was_known
 
 
-def test_a_failure_while_a_win_is_repeated_is_no_win(opened: Open) -> None:
-    setup = opened()
-    winner = setup.placements[0].digest
-    setup = opened(
-        speed=by_digest({winner: 0.5}),
-        refused=lambda _path, build: Failure("build", "out of memory") if build == 3 else None,
-    )
-    trial, _ = setup.measure(1, setup.placements[0])
-    assert isinstance(trial.check, Failure)
-    assert judge(trial, Plan()) is None
-    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
-
-
 def test_a_candidate_is_not_blamed_when_its_opponent_fails(opened: Open) -> None:
     setup = opened()
     best, candidate = setup.placements[:2]
@@ -281,14 +262,47 @@ def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> No
     setup.measure(1, slower)
     assert setup.runner.timed == 12
 
-    def wavering(a: Handle, b: Handle, count: int, *, first_round: int, **_: Any) -> Measurement:
-        setup.runner.timed += count
-        return Measurement((1.0,) * count, tuple((0.9, 1.05)[(first_round + k) % 2] for k in range(count)))
+    def wavering(_: Sequence[Handle], numbers: range, **__: Any) -> Times:
+        setup.runner.timed += len(numbers)
+        return Times((((1.0,),) * len(numbers), tuple(((0.9, 1.05)[number % 2],) for number in numbers)))
 
     setup.runner.rounds = wavering  # type: ignore[method-assign]
     setup.runner.timed = 0
     setup.measure(2, close)
     assert setup.runner.timed == 48
+
+
+def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) -> None:
+    setup = opened()
+    slower, faster, refused = setup.placements[:3]
+    setup = opened(
+        speed=by_digest({slower.digest: 1.1, faster.digest: 0.9}),
+        refused=lambda path, _build: Failure("build", "no kernel") if path.stem == refused.digest else None,
+    )
+    assert setup.bench.floats
+    setup.runner.timed = 0
+    proposals = [Proposal("test", placement) for placement in (slower, refused, faster)]
+    trials = [trial for trial, _ in setup.bench.measured(1, proposals, FLOAT)]
+    assert [trial.number for trial in trials] == [1, 2, 3]
+    assert [isinstance(trial.result, Failure) for trial in trials] == [False, True, False]
+    assert [trial.result.b[0] for trial in trials if isinstance(trial.result, Measurement)] == [1.1, 0.9]
+    assert setup.runner.timed == 12, "one look at all of them"
+    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, faster.digest}
+
+
+def test_where_a_race_fails_each_candidate_races_alone(opened: Open) -> None:
+    setup = opened()
+    good, bad = setup.placements[:2]
+    rounds = setup.runner.rounds
+
+    def failing(handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
+        or_raise(Failure("run", "bad") if bad.digest in {one.path.stem for one in handles} else None)
+        return rounds(handles, numbers)
+
+    setup.runner.rounds = failing  # type: ignore[method-assign]
+    proposals = [Proposal("test", placement) for placement in (good, bad)]
+    trials = [trial for trial, _ in setup.bench.measured(1, proposals, FLOAT)]
+    assert [isinstance(trial.result, Failure) for trial in trials] == [False, True]
 
 
 def test_a_full_disk_is_an_output_error(opened: Open) -> None:

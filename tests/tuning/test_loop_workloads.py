@@ -19,7 +19,7 @@ from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.types import Measurement, Workload
+from qdqtune.types import Workload
 from runs import rows
 from workers import Workers
 

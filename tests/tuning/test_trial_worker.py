@@ -45,7 +45,7 @@ def test_three_workers_find_the_same_twice_and_what_one_finds(model: Path, mode:
     assert len({device.name for device in many_cores.devices}) >= 3
     assert cost(asked.output_dir / "optimized_final.onnx") <= 1.02 * cost(model.parent / "out" / "optimized_final.onnx")
     assert [t.number for t in side_by_side.history] == list(range(1, len(side_by_side.history) + 1))
-    assert sum(t.builds for t in side_by_side.history) < asked.builds
+    assert len(side_by_side.history) < asked.builds
     again = tune(replace(asked, output_dir=model.parent / "again"))
     assert again.history == side_by_side.history
     if mode in ("region", "subgraph"):  # whose batches do not hang on how many there are

@@ -112,16 +112,9 @@ class CutSearch:
         formats are left."""
         if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
-<<<<<<< HEAD
-        if first := _untried(self._hurried_batch if self.is_hurried else self._first_batch, history):
-=======
         if self.noise is not None and not any(trial.holds is False for trial in history):
             return self._without_limits.propose(history)
-        has_cut = any(t.proposal.predicted is not None for t in history)
-        apart = [p for p in self._apart(history) if self._may_hold(p.placement)] if has_cut else []
-        known = self._hurried_batch if self.is_hurried else (*self._first_batch, *apart)
-        if first := _untried(known, history):
->>>>>>> d3c4acb1 (All timings of files go through one race)
+        if first := _untried(self._hurried_batch if self.is_hurried else self._first_batch, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -398,10 +399,11 @@ def test_paired_rounds_through_the_runner(tmp_path: Path, quantized: Path, worke
         a, b = runner.load(tmp_path / "m.onnx"), runner.load(quantized)
         samples = [{"x": IMAGE["x"] + shift} for shift in range(3)]
         expected, before = runner.outputs(b, samples), len(calls(tmp_path))
-        rounds = {"seed": 1, "turn_seconds": 1e-4, "warmup": 1, "samples": samples}
-        measured = runner.rounds(a, b, 2, first_round=0, **rounds)
+        turns = runner.turns([a, b], 1e-4)
+        take = partial(runner.rounds, [a, b], seed=1, turns=turns, warmup=1, samples=samples)
+        measured = take(range(2)).pair(0, 1)
         assert np.median(measured.b) != np.median(measured.a)
-        runner.rounds(a, b, 3, first_round=2, **rounds)
+        take(range(2, 5))
         assert len(calls(tmp_path)) == before + 2 * 5, "one process for each side of a round, and no other"
         kept = runner.outputs(b, samples)
         assert len(calls(tmp_path)) == before + 2 * 5, "the rounds have given the outputs, too"

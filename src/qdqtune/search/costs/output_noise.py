@@ -63,11 +63,7 @@ class Noise:
     _: KW_ONLY
     simulate: Callable[[Placement], float | None] | None = field(default=None, compare=False)
     weight_noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
-<<<<<<< HEAD
     wide_noise: Mapping[str, float] = field(default_factory=dict)
-    check_harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
-=======
->>>>>>> d3c4acb1 (All timings of files go through one race)
     pair_factor: float = 1.0
     weight_factor: float = 1.0
 
