@@ -1,6 +1,6 @@
 """The cut search on the fake engine, whose cost model is exact, against all placements."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 

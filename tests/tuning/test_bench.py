@@ -28,7 +28,7 @@ from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker, profiled_runs
-from qdqtune.types import Edge, Measurement, Mix, Placement, Proposal, Times, Turn
+from qdqtune.types import Edge, Measurement, Mix, Placement, Proposal, Times, Turn, Workload
 from refusals import or_raise
 from runs import mixed, room_for
 
@@ -46,10 +46,10 @@ class Script:
     builds: list[Path] = field(default_factory=list)
     contents: dict[Path, bytes] = field(default_factory=dict)
     present: set[Handle] = field(default_factory=set)
-    timed: int = 0
+    rounds_taken: int = 0
     check = None
     memory = None
-    mix: Mix = ()
+    mix: Mix = (Workload({}),)
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle:
         kept = [h for h in self.present if h.path == path]
@@ -81,8 +81,11 @@ class Script:
 
     def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
         assert set(handles) <= self.present
-        self.timed += len(numbers)
+        self.rounds_taken += len(numbers)
         return Times(tuple(((self.speed(one.path, one.build),),) * len(numbers) for one in handles))
+
+    def timed(self, handle: Handle, count: int) -> Times:
+        return self.rounds([handle], range(count))
 
 
 @dataclass
@@ -138,7 +141,7 @@ def test_a_trial_holds_what_was_compared_and_is_stored(opened: Open) -> None:
     assert not trial.accepted
     again, was_known = setup.measure(3, candidate)
     assert (again, was_known) == (trial, True)
-    assert setup.runner.timed == 12  # one look
+    assert setup.runner.rounds_taken == 12  # one look
 
 
 def test_a_stored_trial_is_never_measured_again(opened: Open) -> None:
@@ -258,18 +261,18 @@ def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> No
     slower, close = setup.placements[:2]
     setup = opened(speed=by_digest({slower.digest: 1.001}))
     assert setup.bench.floats
-    setup.runner.timed = 0
+    setup.runner.rounds_taken = 0
     setup.measure(1, slower)
-    assert setup.runner.timed == 12
+    assert setup.runner.rounds_taken == 12
 
     def wavering(_: Sequence[Handle], numbers: range, **__: Any) -> Times:
-        setup.runner.timed += len(numbers)
+        setup.runner.rounds_taken += len(numbers)
         return Times((((1.0,),) * len(numbers), tuple(((0.9, 1.05)[number % 2],) for number in numbers)))
 
     setup.runner.rounds = wavering  # type: ignore[method-assign]
-    setup.runner.timed = 0
+    setup.runner.rounds_taken = 0
     setup.measure(2, close)
-    assert setup.runner.timed == 48
+    assert setup.runner.rounds_taken == 48
 
 
 def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) -> None:
@@ -280,13 +283,13 @@ def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) 
         refused=lambda path, _build: Failure("build", "no kernel") if path.stem == refused.digest else None,
     )
     assert setup.bench.floats
-    setup.runner.timed = 0
+    setup.runner.rounds_taken = 0
     proposals = [Proposal("test", placement) for placement in (slower, refused, faster)]
     trials = [trial for trial, _ in setup.bench.measured(1, proposals, FLOAT)]
     assert [trial.number for trial in trials] == [1, 2, 3]
     assert [isinstance(trial.result, Failure) for trial in trials] == [False, True, False]
     assert [trial.result.b[0] for trial in trials if isinstance(trial.result, Measurement)] == [1.1, 0.9]
-    assert setup.runner.timed == 12, "one look at all of them"
+    assert setup.runner.rounds_taken == 12, "one look at all of them"
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, faster.digest}
 
 

@@ -219,6 +219,7 @@ class TrialWorker:
                     trials[job.number] = self._ruled(job, batch, by_rule)
             except EngineRefused as refused:
                 trials[job.number] = job.failed(refused.failure)
+                self.loaded.drop(job.proposal.placement)
         for together in self._together(entrants):
             for trial in self._raced(together, batch):
                 trials[trial.number] = trial

@@ -42,9 +42,9 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
     assert result.summary["mode"] == "subgraph"
     assert cost(out / "optimized_final.onnx") < cost(out / "baseline.onnx")
     assert cost(out / "optimized_raw.onnx") == pytest.approx(cost(out / "optimized_final.onnx"))
-    assert result.summary["builds"] == 6  # the float model, all groups together, what is tried besides, and the cut
+    assert result.summary["builds"] == 6  # the float model, and these:
     cache = json.loads((out / "autotune_cache.json").read_text())
-    assert [t["origin"] for t in cache["validation"]] == ["all groups", "static", "compute", "cut"]
+    assert [t["origin"] for t in cache["validation"]] == ["all groups", "rules", "static", "compute", "cut"]
     assert all(group["schemes_ms"] for group in cache["profiling"])
     assert not list(out.glob("*.new"))
     log = (out / "logs" / "subgraphs.log").read_text()
