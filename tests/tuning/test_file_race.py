@@ -1,0 +1,145 @@
+"""Races of files against an engine whose builds and rounds are scripted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import EngineRefused, Failure
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning import file_race
+from qdqtune.tuning.contexts import View
+from qdqtune.tuning.file_race import Racer
+from qdqtune.tuning.store import Store
+from qdqtune.types import Times, Turn
+from refusals import or_raise
+from runs import hopeless, mixed, write
+
+PLAN = Plan((12, 20))
+FIRST_AGAINST_SECOND = [(0, 1)]
+
+
+@dataclass
+class Script:
+    """Stands in for the runner. `speed(file, build)` is what one build of a file takes, in seconds; `failures` are what
+    calls of `rounds` fail with, one after the other."""
+
+    speed: Callable[[str, int], float]
+    failures: list[Failure | None] = field(default_factory=list)
+    logs: list[str] = field(default_factory=list)
+    present: set[Handle] = field(default_factory=set)
+    held: list[int] = field(default_factory=list)
+    memory: Any = None
+
+    def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle:
+        assert fresh
+        handle = Handle(path, len(self.logs), 0.0)
+        self.logs.append(log_name)
+        self.present.add(handle)
+        return handle
+
+    def unload(self, handle: Handle) -> None:
+        self.present.remove(handle)
+
+    def turns(self, *_: Any) -> list[Turn]:
+        return [Turn(1, 1, 1.0)]
+
+    def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
+        self.held.append(len(handles))
+        or_raise(self.failures.pop(0) if self.failures else None)
+        return Times(tuple(((self.speed(one.path.stem, one.build),),) * len(numbers) for one in handles))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    return [write(hopeless(), tmp_path, "slow"), write(mixed(), tmp_path, "fast")]
+
+
+def racer(runner: Script, **more: Any) -> Racer:
+    return Racer(cast(Runner, runner), PLAN, 7, (View(None, (1.0,)),), **more)
+
+
+def twice_as_fast(file: str, _: int) -> float:
+    return 2.0 if file.startswith("slow") else 1.0
+
+
+def test_two_builds_of_each_file_race_and_are_freed(files: list[Path]) -> None:
+    runner = Script(twice_as_fast)
+    race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert race.builds == 4
+    assert sorted(runner.logs) == ["proof_0_fast", "proof_0_slow", "proof_1_fast", "proof_1_slow"]
+    assert runner.held == [4], "one look at all of them side by side"
+    assert not runner.present
+    (compared,) = race.compared(0, 1)
+    assert (compared.ratio.verdict, compared.ratio.median) == ("faster", pytest.approx(0.5))
+
+
+def test_a_file_against_itself_is_never_faster(files: list[Path]) -> None:
+    runner = Script(lambda _file, _build: 1.0)
+    (compared,) = racer(runner).race([files[0], files[0]], FIRST_AGAINST_SECOND, "same").compared(0, 1)
+    assert compared.ratio.verdict == "undecided"
+    assert set(runner.logs) == {"same_0_slow_0", "same_1_slow_0", "same_0_slow_1", "same_1_slow_1"}
+
+
+def test_builds_that_differ_as_much_as_the_files_are_followed_by_more(files: list[Path]) -> None:
+    def uneven(file: str, build: int) -> float:
+        return twice_as_fast(file, build) * (0.6 if build % 3 else 1.4)
+
+    runner = Script(uneven)
+    race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert race.builds > 4
+    assert {log.split("_")[1] for log in runner.logs} >= {"0", "1", "2", "3"}
+    assert race.builds == 2 * racer(runner).most_builds or race.compared(0, 1)[0].ratio.verdict != "undecided"
+    few = racer(Script(uneven), most_builds=2).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert few.builds == 4
+
+
+def test_it_ends_where_time_lacks(files: list[Path]) -> None:
+    runner = Script(lambda file, build: twice_as_fast(file, build) * (0.6 if build % 3 else 1.4))
+    assert racer(runner, lacks=lambda _: True).race(files, FIRST_AGAINST_SECOND, "proof").builds == 4
+
+
+def test_large_files_have_one_build_at_a_time(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_race, "SIDE_BY_SIDE", 1)
+    runner = Script(twice_as_fast)
+    race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert runner.held == [2, 2]
+    assert (len(race.blocks), race.builds) == (2, 4)
+    assert race.compared(0, 1)[0].ratio.verdict == "faster"
+
+
+def test_blocks_are_kept_by_the_content_of_the_files(files: list[Path], tmp_path: Path) -> None:
+    with Store(tmp_path / "state.yaml", {"model": "m"}) as store:
+        first = racer(Script(twice_as_fast), store=store).race(files, FIRST_AGAINST_SECOND, "proof")
+        renamed = [path.rename(path.with_stem(f"{path.stem}_again")) for path in files]
+        silent = Script(twice_as_fast)
+        assert racer(silent, store=store).race(renamed, FIRST_AGAINST_SECOND, "proof") == first
+        assert not silent.logs
+        changed = [renamed[0], write(mixed(seed=1), tmp_path, "other")]
+        other = Script(lambda *_: 1.0)
+        racer(other, store=store).race(changed, FIRST_AGAINST_SECOND, "proof")
+        assert len(other.logs) == 4
+
+
+@pytest.mark.parametrize(("stage", "tries", "passes"), [("crash", 3, True), ("crash", 1, False), ("build", 3, False)])
+def test_only_a_transient_failure_is_tried_again(files: list[Path], stage: Any, tries: int, *, passes: bool) -> None:
+    runner = Script(twice_as_fast, failures=[Failure(stage, "gone")] * 2)
+    race = racer(runner, tries=tries)
+    if passes:
+        assert race.race(files, FIRST_AGAINST_SECOND, "proof").builds == 4
+        assert len(runner.held) == 3
+    else:
+        with pytest.raises(EngineRefused, match="gone"):
+            race.race(files, FIRST_AGAINST_SECOND, "proof")
+        assert len(runner.held) == 1
+    assert not runner.present
+
+
+def test_a_failure_is_not_tried_again_where_time_lacks(files: list[Path]) -> None:
+    runner = Script(twice_as_fast, failures=[Failure("crash", "gone")])
+    with pytest.raises(EngineRefused, match="gone"):
+        replace(racer(runner, tries=3), lacks=lambda _: True).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert len(runner.held) == 1
