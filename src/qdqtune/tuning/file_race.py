@@ -111,7 +111,7 @@ class Racer:
         measure = partial(self._fresh, files, comparisons, builds, number, name)
         if self.store is None:
             return Block(self._repeated(measure), builds)
-        contents = ":".join(f"{file.stem}={content_digest(files_of(file))}" for file in files)
+        contents = ":".join(content_digest(files_of(file)) for file in files)
         key = f"race:{contents}:{builds}:{number}"
         return Block(self.store.memo(key, Times, partial(self._repeated, measure)), builds)
 
