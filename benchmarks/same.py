@@ -26,10 +26,10 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
-from qdqtune.timing.pairing import fresh_pairs
-from qdqtune.timing.ratios import MOST_PAIRS, Plan, across_builds, as_many_pairs_as_needed, ratio
+from qdqtune.timing.ratios import MOST_PAIRS, Plan
+from qdqtune.tuning.contexts import View
+from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.settings import EFFORTS
-from qdqtune.types import Measurement
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,6 @@ class Seen:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Builds:
-    """Pairs of builds of one file by number, in rounds."""
-
-    runner: Runner
-    file: Path
-    plan: Plan
-    seed: int
-
-    def __call__(self, numbers: Sequence[int]) -> list[Measurement]:
-        """The rounds of these pairs."""
-        seeds = [self.seed + number for number in numbers]
-        names = [f"same_{seed}" for seed in seeds]
-        return fresh_pairs(self.runner, self.file, self.file, self.plan, seeds, names)
-
-
 def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> list[Seen]:
     """Comparisons of a file with itself, one for each seed, as long as there is time."""
     model = load(entry.path, fix_inputs=entry.fixed)
@@ -83,14 +67,16 @@ def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> 
                 break
             begun = time.monotonic()
             try:
-                found = as_many_pairs_as_needed(_Builds(runner, entry.path, plan, MOST_PAIRS * seed), plan)
+                racer = Racer(runner, plan, MOST_PAIRS * seed, (View(None, (1.0,)),))
+                race = racer.race([entry.path, entry.path], [(0, 1)], f"same_{seed}")
             except EngineRefused as refused:
                 raise SystemExit(f"{entry.name} does not run: {refused}") from refused
-            logs = [np.log(np.asarray(m.b) / np.asarray(m.a)) for m in found]
+            (found,) = race.compared(0, 1)
+            pairs = [block.times.pair(n, block.builds + n) for block in race.blocks for n in range(block.builds)]
+            logs = [np.log(np.asarray(pair.b) / np.asarray(pair.a)) for pair in pairs]
             medians = tuple(float(np.median(x)) for x in logs)
             within = float(np.median([1.4826 * np.median(np.abs(x - np.median(x))) for x in logs]))
-            verdict = across_builds([ratio(m, plan) for m in found], plan).verdict
-            seen.append(Seen(verdict, medians, within, time.monotonic() - begun))
+            seen.append(Seen(found.ratio.verdict, medians, within, time.monotonic() - begun))
     return seen
 
 

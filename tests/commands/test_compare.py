@@ -67,8 +67,9 @@ def test_compare_prints_a_table(call, tuned):
     assert re.search(rf"^ {final} .* \d\.\d\dx \[\d\.\d\dx, \d\.\d\dx\] +faster +[\d.]+ *$", out, re.MULTILINE)
     assert err.splitlines() == [
         "running model.onnx",
-        "timing model.onnx against model.onnx",
-        "timing optimized_final.onnx against model.onnx",
+        "running model.onnx",
+        "running optimized_final.onnx",
+        "timing model.onnx, optimized_final.onnx against model.onnx",
         f"note: no --calibration-data: the inputs are those of the run beside it, {tuned.with_suffix('.npz')}",
     ]
 
