@@ -60,7 +60,7 @@ class EffortOptions(SearchOptions):
         None,
         "Engine builds that the search may spend.",
         "Search",
-        default_in_words=f"by `effort`: {usual_builds()}",
+        default_in_words=f"by `effort`: {usual_builds()}; with `time_budget` as in extensive",
     )
 
 
@@ -120,7 +120,9 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         check_cache(self, self)
         machine = None if self.on is None else facts_of(self.on)
         effort = EFFORTS[self.effort]
-        builds = FRONT_BUILDS if self.front else effort.builds[self.mode]
+        # With a time budget it is time that ends the search, while there is something left to try.
+        bound = effort if self.time_budget is None else EFFORTS["extensive"]
+        builds = FRONT_BUILDS if self.front else bound.builds[self.mode]
         builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, machine) else builds
         files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
         data = None if self.calibration_data is None else str(self.calibration_data)

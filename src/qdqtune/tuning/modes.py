@@ -31,6 +31,7 @@ from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.result import ModeResult, summary_by_rule
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, rule_costs
+from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
 from qdqtune.types import Placement, Trial
 
@@ -104,7 +105,8 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     if not any(layer.time_ms for layer in layers):
         return None
     first, left = subject.foremost(), run.budget.seconds_left
-    needed = UNHURRIED * run.budget.builds * run.bench.trial_seconds / run.learning_width
+    usual = min(run.budget.builds, EFFORTS["default"].builds["cut"])
+    needed = UNHURRIED * usual * run.bench.trial_seconds / run.learning_width
     fallbacks = {name: p for name, p in subject.suggestions().items() if name not in first}
     return CutSearch(
         model=subject.shaped,
