@@ -335,9 +335,9 @@ def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) 
         yield Observers(observers, cancel)
 
 
-def _display() -> lines.Live | lines.Plain:
+def _display() -> lines.Progress:
     """A display of changing lines on a terminal, and in a notebook with ipywidgets; plain lines elsewhere."""
     console = Console(stderr=True)
     if console.is_jupyter:
-        return lines.Live(console) if importlib.util.find_spec("ipywidgets") else lines.Plain(console)
+        return lines.Progress(console, is_moving=importlib.util.find_spec("ipywidgets") is not None)
     return lines.shown()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 
 from command_lines import UNCHECKED
 from processes import family, on_all_cores, until
-from qdqtune.cli.fleet import Children, Job
-from qdqtune.cli.output import Event, parsed_answer
-from qdqtune.commands.tune import TuneOptions
+from qdqtune.cli.fleet import Children
+from qdqtune.cli.output import parsed_answer
 from qdqtune.engines import devices
 from qdqtune.engines.devices import Device
 from remote_machines import parent_of
@@ -105,10 +103,10 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 
-    def ask(_: Children, values: dict[str, Any], device: Device, take: Callable[[Event], None]) -> tuple[int, Any]:
+    def ask(_: Children, values: dict[str, Any], device: Device, take: Callable[[str], None]) -> tuple[int, Any]:
         both.wait(timeout=60)
         met.append((Path(values["model"]).name, device.cores))
-        take(Event("line", "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float"))
+        take("   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float")
         return 0, {"shipped": "tuned", "ratio": 0.5}
 
     monkeypatch.setattr(Children, "ask", ask)
@@ -127,18 +125,7 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     assert (code, "--workers 4 of 3 cores each want 12 cores" in err) == (2, True)
 
 
-def test_a_job_shows_the_last_event_and_what_candidates_have_measured() -> None:
-    def taken(line: str) -> None:
-        event = parsed_answer(line)
-        assert isinstance(event, Event)
-        job.take(event)
-
-    job = Job(TuneOptions("a.onnx"))
-    assert (job.now, job.seconds) == ("waiting", "")
-    taken("measuring the float model")
-    assert job.now == "measuring the float model"
-    trial = Event("line", "  12  13/52 builds  best 1.64x  polish: failed: no", "polish: failed: no", "13/52", "1.64x")
-    taken(json.dumps(asdict(trial)))
-    taken('{"kind": "note", "text": "the machine is busy"}')
-    assert (job.builds, job.best, job.now) == ("13/52", "1.64x", "the machine is busy")
+def test_what_a_child_writes_is_its_result_or_a_line_for_people() -> None:
     assert parsed_answer('{"result": {"shipped": "tuned"}}') == {"shipped": "tuned"}
+    assert parsed_answer('{"line": "note: the machine is busy"}') == "note: the machine is busy"
+    assert [parsed_answer(line) for line in ("a library's line", "7", "{}")] == ["a library's line", "7", "{}"]

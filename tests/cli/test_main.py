@@ -319,11 +319,10 @@ def test_on_a_terminal_the_picture_of_a_dry_run_is_gone_before_its_result(model,
 def test_on_a_terminal_a_picture_follows_the_run(model, tmp_path):
     shown = on_a_terminal("tune", model, *SLOW, "-o", tmp_path / "out")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert re.search(r"searching  \S+  \d+ of 12 builds  \d+ s  about \d+ s left", text)
-    assert re.search(r"best so far: 2\.00x the speed of float \(cut\)", text)
-    assert re.search(r"last: \w[^\n]*: \d\.\d\dx \[\d\.\d\dx, \d\.\d\dx\], \w+ \w+ [^\n]*float", text)
+    assert re.search(r"searching  \d+ of 12 builds  \d+ s  about \d+ s left", text)
+    assert "best 2.00x  cut: 2.00x [" in text
     assert "proving the result on fresh builds" in text
-    assert b"\x1b[1A" in shown  # the picture is drawn in place
+    assert b"\x1b[2K" in shown  # the picture is drawn in place
     last = text.replace("\r", "").rstrip("\n").splitlines()
     assert last[-1].endswith("is the tuned model; nobody has checked its accuracy")
 

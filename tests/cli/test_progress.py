@@ -33,7 +33,7 @@ def told(outcome: str, ratio: Ratio | None, *, best: Placement, best_ratio: floa
 
 def test_a_note_above_the_picture_breaks_between_words() -> None:
     screen = StringIO()
-    with progress.Live(Console(file=screen, force_terminal=True, width=40)) as live:
+    with progress.Progress(Console(file=screen, force_terminal=True, width=40), is_moving=True) as live:
         live.note("the machine is busy, so that intervals will be wide")
     assert "note: the machine is busy, so that \nintervals will be wide\n" in screen.getvalue()
 

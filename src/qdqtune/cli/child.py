@@ -1,5 +1,5 @@
 """The program that tunes one of several models. It gets options as JSON on standard input, and answers in lines of JSON
-on standard output: its events (see `output.Event`), and its result."""
+on standard output: lines about its progress, and its result."""
 
 from __future__ import annotations
 

@@ -16,17 +16,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import geometric_mean
 from threading import Lock
-from types import TracebackType
-from typing import Any, Self
-
-from rich import box
-from rich.live import Live
-from rich.table import Table as Picture
-from rich.text import Text
+from typing import Any
 
 from qdqtune.cli.children import DRIVER, LOST, started
 from qdqtune.cli.command import Terminal, command_line
-from qdqtune.cli.output import EVENTS, Event, console, parsed_answer, print_json, print_lines, say, show
+from qdqtune.cli.output import EVENTS, parsed_answer, print_json, print_lines, say, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.shown import Table
 from qdqtune.commands.tune import TuneOptions
@@ -55,16 +49,10 @@ FLEET = tuple(WorkerOptions.__annotations__)
 
 @dataclass
 class Job:
-    """One model to tune: the options of `tune`, and how far it is. A thread that reads the child's answers writes that,
-    the board reads it."""
+    """One model to tune: the options of `tune`, and how it ended."""
 
     options: TuneOptions
     name: str = ""
-    builds: str = ""
-    best: str = ""
-    now: str = "waiting"
-    begun: float | None = None
-    ended: float | None = None
     code: int = 0
     result: dict[str, Any] = field(default_factory=dict)
 
@@ -72,18 +60,6 @@ class Job:
     def model(self) -> Path:
         """The file of the model."""
         return Path(str(self.options.model))
-
-    def take(self, event: Event) -> None:
-        """Update the progress by an event of the child."""
-        self.builds, self.best = event.builds or self.builds, event.best or self.best
-        self.now = event.short or event.text
-
-    @property
-    def seconds(self) -> str:
-        """How long the child has been running, in words; empty before it starts."""
-        if self.begun is None:
-            return ""
-        return duration((self.ended or time.monotonic()) - self.begun)
 
     def row(self) -> dict[str, Any]:
         """What became of the model, as `--json` prints it; of a dry run, the estimate."""
@@ -105,8 +81,7 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, terminal: Terminal) ->
     alike = Counter(job.model.name for job in jobs)
     for job in jobs:
         job.name = job.model.name if alike[job.model.name] == 1 else f"{job.model.parent.name}/{job.model.name}"
-    with Board(jobs, terminal) as board:
-        Children(devices).run(jobs, board, shown | more)
+    Children(devices).run(jobs, shown | more)
     rows = [job.row() for job in jobs]
     if terminal.as_machine:
         print_json(rows)
@@ -143,18 +118,21 @@ class Children:
         self._running = list[subprocess.Popen[str]]()
         self._is_ending, self._command = False, command_line()
 
-    def run(self, jobs: Sequence[Job], board: Board, more: dict[str, Any]) -> None:
-        """Run all jobs, with `more` options; when one is interrupted, all are."""
+    def run(self, jobs: Sequence[Job], more: dict[str, Any]) -> None:
+        """Run all jobs, with `more` options; when one is interrupted, all are. Lines begin with the model's name."""
         free = SimpleQueue[Device]()
         for device in self._devices:
             free.put(device)
 
         def run(job: Job) -> None:
-            device, job.begun = free.get(), time.monotonic()
+            device = free.get()
             values = {name: value for name, value in job.options.raw.items() if name not in FLEET} | more
-            job.code, job.result = self.ask(values, device, lambda event: board.take(job, event))
-            job.ended = time.monotonic()
-            job.now = f"ended with exit code {job.code}" if job.code else "done"
+
+            def take(text: str) -> None:
+                if not more["quiet"]:
+                    say(f"{job.name}: {text.strip()}")
+
+            job.code, job.result = self.ask(values, device, take)
             free.put(device)
             if job.code == INTERRUPTED:
                 raise KeyboardInterrupt
@@ -168,8 +146,8 @@ class Children:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._end()
 
-    def ask(self, values: dict[str, Any], device: Device, take: Callable[[Event], None]) -> tuple[int, dict[str, Any]]:
-        """Have a child tune with these options on a device. `take` gets its events. Gives exit code and result."""
+    def ask(self, values: dict[str, Any], device: Device, take: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+        """Have a child tune with these options on a device. `take` gets its lines. Gives exit code and result."""
         result: dict[str, Any] = {}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         variables = device.environment | {EVENTS: "1", DRIVER: "1"}
@@ -188,14 +166,14 @@ class Children:
                 json.dump({"options": values, "command": self._command}, child.stdin, default=str)
             for line in filter(str.strip, child.stdout):
                 answer = parsed_answer(line.rstrip("\n"))
-                if isinstance(answer, Event):
+                if isinstance(answer, str):
                     take(answer)
                 else:
                     result = answer
             code = child.wait()
         if code != LOST or "ray" not in values:
             return code, result
-        take(Event("error", f"error: {NODE_LOST}"))
+        take(f"error: {NODE_LOST}")
         return EngineUnavailable.exit_code, {}
 
     def _end(self) -> None:
@@ -211,46 +189,6 @@ class Children:
                 child.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 end_group(child.pid)
-
-
-class Board:
-    """Progress of several models: a table on a terminal; elsewhere lines that begin with the name of the model."""
-
-    def __init__(self, jobs: Sequence[Job], terminal: Terminal) -> None:
-        self._jobs, self._is_quiet = jobs, terminal.quiet
-        here = console(is_error=True, quiet=terminal.quiet)
-        self._display = Live(
-            get_renderable=self._picture, console=here, refresh_per_second=4, transient=True, redirect_stdout=False
-        )
-        self._console = here if here.is_terminal and not here.is_dumb_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._console is not None:
-            self._display.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._console is not None:
-            self._display.stop()
-
-    def take(self, job: Job, event: Event) -> None:
-        """Show an event of a model; notes and errors stay on the screen."""
-        job.take(event)
-        if self._console is None:
-            if not self._is_quiet:
-                say(f"{job.name}: {event.text.strip()}")
-        elif event.kind in ("note", "error"):
-            self._console.print(f"{job.name}: {event.text}", highlight=False, markup=False, soft_wrap=True)
-
-    def _picture(self) -> Picture:
-        table = Picture(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
-        table.add_column("model", no_wrap=True)
-        for column in ("builds", "best", "time"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
-        for job in self._jobs:
-            table.add_row(*map(Text, (job.name, job.builds, job.best, job.seconds, job.now)))
-        return table
 
 
 def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:

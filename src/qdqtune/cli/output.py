@@ -9,8 +9,8 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -31,38 +31,30 @@ EVENTS = "QDQTUNE_EVENTS"
 """The environment variable of a child, which answers in lines of JSON on standard output (see `cli.child`)."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """A message about the progress of a command. `text` is a line for people. Messages about a candidate have more:
-    `short`, its result; `builds` spent and allowed; and the speed of the `best` so far."""
-
-    kind: Literal["line", "note", "error"]
-    text: str
-    short: str = ""
-    builds: str = ""
-    best: str = ""
+def is_child() -> bool:
+    """Whether this process tunes one of several models for another one."""
+    return EVENTS in os.environ
 
 
-def emit(event: Event, show: Callable[[str], None]) -> None:
-    """Show an event to people with `show`; in a child, answer with it."""
-    if EVENTS in os.environ:
-        _answer(asdict(event))
+def emit(text: str, show: Callable[[str], None]) -> None:
+    """Show a line about progress to people with `show`; in a child, answer with it."""
+    if is_child():
+        _answer({"line": text})
     else:
-        show(event.text)
+        show(text)
 
 
 def _answer(value: object) -> None:
     print(f"\n{json.dumps(value)}", flush=True)  # libraries may have left a line without an end
 
 
-def parsed_answer(line: str) -> Event | dict[str, Any]:
-    """The event or the result in a line that a child wrote; other text, from libraries, becomes a line for people."""
+def parsed_answer(line: str) -> str | dict[str, Any]:
+    """The line for people or the result in what a child wrote; text of libraries is a line as well."""
     try:
         answer = json.loads(line)
-        result: dict[str, Any] | None = answer.get("result")
-        return Event(**answer) if result is None else result
-    except (ValueError, TypeError, AttributeError):
-        return Event("line", line)
+        return str(answer["line"]) if "line" in answer else dict(answer["result"])
+    except (ValueError, TypeError, KeyError):
+        return line
 
 
 def flags() -> dict[str, str]:
@@ -90,25 +82,25 @@ def with_flags_in_notes(done: R) -> R:
     return replace(done, notes=tuple(map(with_flags, done.notes)))
 
 
-def say(text: str, style: str = "", kind: Literal["line", "note", "error"] = "line") -> None:
+def say(text: str, style: str = "") -> None:
     """Write one line for people to standard error. On a terminal it is broken between words."""
 
     def show(text: str) -> None:
         here = console(is_error=True)
         here.print(escaped(text), style=style, soft_wrap=not here.is_terminal)
 
-    emit(Event(kind, " ".join(with_flags(text).splitlines())), show)
+    emit(" ".join(with_flags(text).splitlines()), show)
 
 
 def say_error(text: str) -> None:
     """Print what went wrong on standard error, in one line."""
-    say(f"error: {text}", "red", "error")
+    say(f"error: {text}", "red")
 
 
 def say_notes(notes: Iterable[str]) -> None:
     """Print notes to the user on standard error, a line each."""
     for note in notes:
-        say(f"note: {note}", kind="note")
+        say(f"note: {note}")
 
 
 def say_exception() -> None:
@@ -188,7 +180,7 @@ def print_prose(lines: Iterable[str]) -> None:
 
 def print_json(value: object) -> None:
     """Print a result as JSON; in a child, answer with it."""
-    if EVENTS in os.environ:
+    if is_child():
         _answer({"result": value})
     else:
         print(json.dumps(value, indent=2))
