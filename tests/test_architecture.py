@@ -24,7 +24,6 @@ OTHER_EXTRAS = {
     "onnxscript": "qdqtune.commands.torch_export",
     "PIL": "qdqtune.calibration.pictures",
     "tokenizers": "qdqtune.calibration.raw_data",
-    "pyarrow": "qdqtune.calibration.raw_data",
 }
 """Libraries of extras that are no engines, and the module that imports each of them."""
 GRAPH_TOOLS = {"onnxruntime.transformers"}

@@ -43,7 +43,7 @@ def scale(found: Range) -> float:
 
 def test_a_cache_of_tensorrt_keeps_every_bit_and_tells_what_it_cannot_use(tmp_path: Path) -> None:
     cache = read_cache(written(tmp_path, REAL))
-    assert cache.source == "TensorRT 8.5.10, EntropyCalibration2"
+    assert cache.source == "TRT-8510-EntropyCalibration2"
     digits = {name: f"{struct.unpack('>I', struct.pack('>f', scale(r)))[0]:08x}" for name, r in cache.ranges.items()}
     assert digits == {"x": "4000890a", "/conv1/Conv_output_0": "3f9db09c", "a name: with colons/Relu:0": "3fb6163c",
                       "(Unnamed Layer* 8) [Constant]_output": "39137939"}  # fmt: skip
@@ -59,17 +59,10 @@ def test_every_scale_comes_back_exactly(digits: int) -> None:
     assert got.tobytes() == np.float32(wanted).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("head", "source"),
-    [
-        ("TRT-7202-MinMaxCalibration", "TensorRT 7.2.2, MinMaxCalibration"),
-        ("TRT-101600-LegacyCalibration", "TensorRT 10.16.0, LegacyCalibration"),
-        ("TRT-8XXX-EntropyCalibration", "TensorRT 8XXX, EntropyCalibration"),
-    ],
-)
-def test_algorithms_and_versions_are_read_from_the_head(head: str, source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["TRT-7202-MinMaxCalibration", "TRT-8XXX-EntropyCalibration"])
+def test_caches_of_every_algorithm_and_version(head: str, tmp_path: Path) -> None:
     cache = read_cache(written(tmp_path, f"\ufeff{head}\r\nx: 0x3F800000\r\n\r\n"))
-    assert (cache.source, dict(cache.ranges)) == (source, {"x": Range(-127.0, 127.0)})
+    assert (cache.source, dict(cache.ranges)) == (head, {"x": Range(-127.0, 127.0)})
 
 
 def test_what_stands_there_twice_counts_only_if_it_agrees(tmp_path: Path) -> None:
@@ -78,16 +71,14 @@ def test_what_stands_there_twice_counts_only_if_it_agrees(tmp_path: Path) -> Non
     assert "twice" in cache.unusable["b"]
 
 
-def test_tables_of_onnxruntime_in_all_their_forms(tmp_path: Path) -> None:
+def test_a_table_of_onnxruntime(tmp_path: Path) -> None:
     tensors = {"x": (-1.5, 2.25), "z 0:0": (0.0, 0.1), "low": (-3.0, -1.0), "none": (0.0, 0.0)}
     data = {n: TensorData(lowest=np.array(a, "f"), highest=np.array(b, "f")) for n, (a, b) in tensors.items()}
     write_calibration_table(data, str(tmp_path))
     ends = read_cache(tmp_path / "calibration.json")
     tenth = float(np.float32(0.1))
     assert ends.ranges == {"x": Range(-1.5, 2.25), "z 0:0": Range(0.0, tenth), "low": Range(-3.0, -1.0)}
-    largest = read_cache(tmp_path / "calibration.cache")
-    assert dict(largest.ranges) == {"x": Range(-2.25, 2.25), "z 0:0": Range(-tenth, tenth)}
-    assert {n: w.split(":")[0] for n, w in largest.unusable.items()} == {"low": "negative", "none": "zero"}
+    assert {n: w.split(":")[0] for n, w in ends.unusable.items()} == {"none": "zero"}
     with pytest.raises(BadData, match=r"calibration\.json"):
         read_cache(tmp_path / "calibration.flatbuffers")
     assert read_cache(written(tmp_path, '{"x": [-1, 2]}')).ranges == {"x": Range(-1.0, 2.0)}
@@ -95,28 +86,22 @@ def test_tables_of_onnxruntime_in_all_their_forms(tmp_path: Path) -> None:
     assert read_cache(written(tmp_path, json.dumps(whole))).ranges == {"x": Range(-1.0, 2.0)}
 
 
-def test_json_of_tao_holds_largest_values(tmp_path: Path) -> None:
-    cache = read_cache(written(tmp_path, '{"tensor_scales": {"x": 2.0, "y": NaN}}'))
-    assert (cache.source, dict(cache.ranges), list(cache.unusable)) == ("TAO", {"x": Range(-2.0, 2.0)}, ["y"])
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "neither|names no tensor"),
+        ("", "neither TensorRT's header"),
         ("TRT-8510-EntropyCalibration2\n", "names no tensor"),
         ("TRT-8510-EntropyCalibration2\nconv1 3c60dd38\n", "line 2 is 'conv1 3c60dd38'"),
         ("TRT-8510-EntropyCalibration2\nconv1: 3c60dd38ff\n", "line 2"),
-        ("some text\nof somebody\n", "neither TensorRT's header TRT-VERSION-ALGORITHM nor a name with a number"),
+        ("some text\nof somebody\n", "neither TensorRT's header TRT-VERSION-ALGORITHM nor a JSON object"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a": ' * 100_000, "nested too deeply"),
         ("[1]", "JSON of something else"),
-        ('{"x": 0.1}', "neither the lowest nor the highest"),
-        ('{"x": [1, "a"]}', "no number for 'x'"),
-        ('{"x": [0, 1], "x": [0, 2]}', "twice"),
+        ('{"x": 0.1}', "no lowest and highest value of 'x'"),
+        ('{"x": [1, "a"]}', "no lowest and highest value of 'x'"),
         ('{"x": [0, 1]', "no calibration cache, or damaged"),
         (b"\x00" * 4096, "it is no text"),
-        (b"\xff" * 64, "it is no text .ONNX Runtime writes its table as calibration.json"),
+        (b"\xff" * 64, "it is no text .of ONNX Runtime's tables calibration.json"),
     ],
 )
 def test_what_is_no_cache_is_refused_in_one_line(content: str | bytes, words: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures, texts and datasets as samples: the numbers that reach the model, and one line for what is missing."""
+"""Pictures and texts as samples: the numbers that reach the model, and one line for what is missing."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ from sample_files import lists, model, one_line
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 tokenizers = pytest.importorskip("tokenizers", reason="texts need tokenizers")
-pyarrow = pytest.importorskip("pyarrow", reason="datasets need pyarrow")
 
 PIXELS = "float[N,3,H,W] pixel_values"
 PLAIN = {"do_rescale": False, "do_normalize": False}
@@ -58,15 +57,10 @@ def test_pictures_are_scaled_and_normalized_as_the_file_says(tmp_path: Path) -> 
         ({"size": {"height": 8, "width": 5}}, (8, 5)),
         ({"size": {"shortest_edge": 8}}, (8, 12)),
         ({"size": {"shortest_edge": 8, "longest_edge": 9}}, (6, 9)),
-        ({"size": {"longest_edge": 3}}, (2, 3)),
         ({"size": {"shortest_edge": 8}, "crop_size": 6}, (6, 6)),
         ({"size": {"shortest_edge": 8}, "crop_size": {"height": 4, "width": 16}, "do_center_crop": True}, (4, 16)),
         ({"size": {"shortest_edge": 8}, "crop_size": 6, "do_center_crop": False}, (8, 12)),
-        ({"size": {"shortest_edge": 7}, "crop_pct": 0.875}, (7, 7)),
-        ({"size": {"shortest_edge": 384}, "crop_pct": 1.0}, (384, 384)),
         ({"size": {"height": 8, "width": 5}, "do_resize": False}, (4, 6)),
-        ({"do_pad": True, "pad_size": {"height": 9, "width": 9}}, (9, 9)),
-        ({"size": {"shortest_edge": 35}, "image_processor_type": "YolosImageProcessor"}, (32, 48)),
     ],
 )
 def test_sizes_are_those_of_transformers(tmp_path: Path, asked: dict[str, Any], shape: tuple[int, int]) -> None:
@@ -112,9 +106,9 @@ def test_settings_beside_the_pictures_come_before_those_of_the_model(tmp_path: P
         ({}, PIXELS, 'lacks image_mean or image_std: give both, or "do_normalize": false'),
         ({"image_mean": 0.5}, PIXELS, "lacks image_mean or image_std"),
         (PLAIN | {"size": 8}, PIXELS, 'write {"height": 8, "width": 8} or {"shortest_edge": 8}'),
-        (PLAIN | {"size": {"edge": 8}}, PIXELS, "is none of height and width, shortest_edge, longest_edge"),
+        (PLAIN | {"size": {"edge": 8}}, PIXELS, "is neither height and width nor shortest_edge"),
         (PLAIN | {"do_thumbnail": True}, PIXELS, "asks for do_thumbnail, which is not done here"),
-        (PLAIN | {"size_divisor": 32}, PIXELS, "asks for size_divisor"),
+        (PLAIN | {"crop_pct": 0.875}, PIXELS, "asks for crop_pct"),
         (PLAIN | {"resample": "best"}, PIXELS, "Expected 'int | null', got 'str'"),
         ({"image_mean": [0.5, 0.5], "image_std": [1, 1]}, PIXELS, "do not fit 3 channels"),
         (PLAIN, "float[N,3] x", "holds pictures, which fit an input of rank 4"),
@@ -219,64 +213,3 @@ def test_a_tokenizer_that_is_missing_or_damaged(tmp_path: Path) -> None:
     source.write_bytes(b"\xff\xfe")
     with pytest.raises(BadData, match="is no text in UTF-8"):
         first(source, TEXTS)
-
-
-# Datasets
-
-
-def dataset(folder: Path, features: dict[str, Any], *tables: dict[str, list[Any]]) -> Path:
-    """What Dataset.save_to_disk writes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [f"data-{number:05}-of-{len(tables):05}.arrow" for number in range(len(tables))]
-    for name, columns in zip(names, tables, strict=True):
-        table = pyarrow.table(columns)
-        with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
-    settings(folder, {"_data_files": [{"filename": name} for name in names]}, "state.json")
-    return settings(folder, {"features": features}, "dataset_info.json")
-
-
-STRING = {"dtype": "string", "_type": "Value"}
-
-
-def test_a_dataset_of_pictures(tmp_path: Path) -> None:
-    content = [picture(tmp_path / f"{n}.png", value=(n, 0, 0)).read_bytes() for n in range(3)]
-    rows = [{"image": [{"bytes": one, "path": None}], "label": [0]} for one in content]
-    split = dataset(tmp_path / "split", {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel"}}, *rows)
-    settings(split, PLAIN)
-    assert [s["pixel_values"].flat[0] for s in open_samples(str(split), model(PIXELS))] == [0, 1, 2]
-
-
-def test_a_dataset_of_texts(tmp_path: Path) -> None:
-    rows = {"sentence": ["one", "two"], "author": ["x", "y"]}
-    split = dataset(tmp_path / "split", dict.fromkeys(rows, STRING), rows)
-    tokenizer(split)
-    assert [s["input_ids"][0, 1] for s in open_samples(str(split), model(TEXTS))] == [4, 5]
-    other = dataset(tmp_path / "other", {"title": STRING, "body": STRING}, {"title": ["a"], "body": ["b"]})
-    with pytest.raises(BadData, match=r"several columns of texts \(title, body\): keep one with dataset\."):
-        open_samples(str(other), model(TEXTS))
-
-
-def test_a_dataset_whose_columns_are_the_inputs(tmp_path: Path) -> None:
-    rows = {"input_ids": [[1, 2], [3]], "attention_mask": [[1, 1], [1]], "token_type_ids": [[0, 0], [0]]}
-    split = dataset(tmp_path, {name: {"_type": "List"} for name in rows}, rows)
-    found = list(open_samples(str(split), model(TEXTS)))
-    assert [s["input_ids"].tolist() for s in found] == [[[1, 2]], [[3]]]
-    assert found[0]["input_ids"].dtype == np.int64
-
-
-def test_datasets_that_cannot_be_used(tmp_path: Path) -> None:
-    settings(tmp_path / "several", {"splits": ["train", "test"]}, "dataset_dict.json")
-    split = dataset(tmp_path / "split", {"label": {"_type": "ClassLabel"}}, {"label": [1]})
-    damaged = dataset(tmp_path / "damaged", {"text": STRING}, {"text": ["one"]})
-    tokenizer(damaged)
-    (damaged / "data-00000-of-00001.arrow").write_bytes(b"damaged")
-    for folder, message in (
-        (tmp_path / "several", f"holds the splits train, test: name one, such as {tmp_path / 'several' / 'train'}"),
-        (split, "has the columns label, the model has input_ids"),
-        (damaged, "cannot read"),
-    ):
-        with pytest.raises(BadData) as error:
-            open_samples(str(folder), model(TEXTS)).first(1)
-        assert message in str(error.value)
-        one_line(error)

@@ -1,21 +1,18 @@
 """Calibration caches of other tools: their ranges by tensor name, and which tensors of a model these are.
 
-Files are the text of TensorRT's calibrators (of every algorithm and version; Polygraphy and trtexec write it too), the
-tables of ONNX Runtime (JSON and text), and the JSON of TAO. Formats as in the readers and writers of
-TensorRT and ONNX Runtime.
+Files are the text of TensorRT's calibrators (of every algorithm and version; Polygraphy, trtexec and ModelOpt write it
+too), and ONNX Runtime's calibration.json. Formats as in the readers and writers of TensorRT and ONNX Runtime.
 
-Most entries have the names of tensors in the ONNX file. Others have names that TensorRT gives to tensors with the same
-values (`_renamed`). A tensor without an entry takes the range of a neighbour that has the same values (`_passed_on`).
+Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape after the node
+(`_renamed`). A tensor without an entry takes the range of a neighbour that has the same values (`_passed_on`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import struct
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -47,30 +44,27 @@ LEAST_SCALE = 1e-20
 CACHE_STEPS = 127
 """The largest absolute value in steps of TensorRT's scale."""
 
-TENSORRT_HEADER = re.compile(r"TRT-([^-]*)-(\S+)")
-NAMED_NUMBER = re.compile(r"(\S.*) ([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|-?inf)")
+TENSORRT_HEADER = re.compile(r"TRT-[^-]*-\S+")
 DIGITS = re.compile(r"(?:0x)?[0-9a-fA-F]{1,8}")
+
+Ends = tuple[float, float]
+"""The lowest and the highest value of a tensor, as a file has them."""
 
 
 @dataclass(frozen=True)
 class Cache:
     """The ranges in a file by tensor name, in its order. A scale s is the range [-127 s, 127 s], which has that scale.
 
-    `unusable` has the reason for each entry without a range. `source` names the kind of file, `digest` its content.
+    `unusable` has the reason for each entry without a range. `source` names the kind of file.
     """
 
     source: str
     ranges: Mapping[str, Range]
     unusable: Mapping[str, str]
-    digest: str
-
-
-Value = Range | str
-"""A range, or the reason why there is none."""
 
 
 def read_cache(path: Path) -> Cache:
-    """The ranges in a file of any known format.
+    """The ranges in a file of a known format.
 
     Raises:
         BadData: the file is missing, too large, damaged, empty, or of no known format.
@@ -85,160 +79,77 @@ def read_cache(path: Path) -> Cache:
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadData(f"{path} is no calibration cache, or damaged: {why}") from error
-    ranges, unusable = _without_contradictions(entries)
+    ranges: dict[str, Range] = {}
+    unusable: dict[str, str] = {}
+    values: dict[str, Ends] = {}
+    for name, ends in entries:
+        why_not = _problem(*ends)
+        if values.setdefault(name, ends) != ends and not math.isnan(sum(ends)):
+            why_not = "the file has it twice, with different values"
+        if why_not is None and name not in unusable:
+            ranges[name] = Range(*ends)
+        elif why_not is not None:
+            unusable[name] = why_not
+            ranges.pop(name, None)
     if not ranges and not unusable:
         raise BadData(f"{path} is no calibration cache, or damaged: it names no tensor")
-    return Cache(source, ranges, unusable, hashlib.sha256(data).hexdigest()[:16])
+    return Cache(source, ranges, unusable)
 
 
-def _without_contradictions(entries: Iterable[tuple[str, Value]]) -> tuple[dict[str, Range], dict[str, str]]:
-    """Ranges and reasons by name. A name with two different values has no range."""
-    values: dict[str, Value] = {}
-    for name, value in entries:
-        if values.get(name, value) != value:
-            value = "the file has it twice, with different values"
-        values[name] = value
-    ranges = {name: value for name, value in values.items() if isinstance(value, Range)}
-    return ranges, {name: value for name, value in values.items() if isinstance(value, str)}
+def _problem(low: float, high: float) -> str | None:
+    """Why a tensor with these ends has no range; None if it has."""
+    scale = max(abs(low), abs(high)) / CACHE_STEPS
+    if math.isnan(low) or math.isnan(high):
+        return "nan: calibration saw no value of it"
+    if not math.isfinite(scale):
+        return "infinite"
+    if low > high:
+        return "negative: its highest value lies below the lowest"
+    if scale == 0:
+        return "zero: calibration saw nothing but zeros"
+    if scale < LEAST_SCALE:
+        return f"{scale:.2g}: too small for a scale, perhaps a line that is cut short"
+    return None
 
 
-def _parsed(data: bytes) -> tuple[str, list[tuple[str, Value]]]:
+def _parsed(data: bytes) -> tuple[str, Iterable[tuple[str, Ends]]]:
     """The kind of file and its entries. Raises ValueError or RecursionError if it is damaged."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise ValueError("it is no text (ONNX Runtime writes its table as calibration.json as well)")
+        raise ValueError("it is no text (of ONNX Runtime's tables calibration.json is read)")
     if text.lstrip()[:1] in ("{", "["):
-        return _json(text)
-    lines = [line.rstrip("\r") for line in text.split("\n")]
-    head = TENSORRT_HEADER.fullmatch(lines[0].strip())
-    if head is not None:
-        return f"TensorRT {_version(head[1])}, {head[2]}", _lines(lines[1:], 2, _tensorrt_line)
-    return "ONNX Runtime's table", _lines(lines, 1, _onnxruntime_line)
+        return "ONNX Runtime's table", list(_of_json(text))
+    lines = [line.strip() for line in text.split("\n")]
+    if not TENSORRT_HEADER.fullmatch(lines[0]):
+        raise ValueError("it begins with neither TensorRT's header TRT-VERSION-ALGORITHM nor a JSON object")
+    return lines[0], [_of_line(line, number) for number, line in enumerate(lines[1:], 2) if line]
 
 
-def _version(digits: str) -> str:
-    """A version as TensorRT numbers itself: 8510 is 8.5.10, 101600 is 10.16.0."""
-    if not digits.isdecimal() or not 4 <= len(digits) <= 6:
-        return digits
-    major, rest = divmod(int(digits), 1000 if len(digits) == 4 else 10000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
-# ---- lines of text
-
-
-def _lines(lines: list[str], first: int, parse: Callable[[str], tuple[str, Value]]) -> list[tuple[str, Value]]:
-    entries = []
-    for number, line in enumerate(lines, first):
-        if line.strip():
-            try:
-                entries.append(parse(line))
-            except ValueError as error:
-                raise ValueError(f"line {number} is {_shown(line)}, {error}") from error
-    return entries
-
-
-def _tensorrt_line(line: str) -> tuple[str, Value]:
+def _of_line(line: str, number: int) -> tuple[str, Ends]:
     """`name: digits`. The name may have colons and blanks; leading zeros of the digits may be missing."""
     name, _, digits = line.rpartition(":")
     if not name or not DIGITS.fullmatch(digits.strip()):
-        raise ValueError("not a name with a scale of up to eight hexadecimal digits")
+        raise ValueError(f"line {number} is {line[:60]!r}, not a name with a scale of up to eight hexadecimal digits")
     (scale,) = struct.unpack(">f", bytes.fromhex(digits.strip().removeprefix("0x").zfill(8)))
-    return name, _of_scale(scale)
+    return name, (-CACHE_STEPS * scale, CACHE_STEPS * scale)
 
 
-def _onnxruntime_line(line: str) -> tuple[str, Value]:
-    """`name value`, where value is the largest one of the tensor."""
-    match = NAMED_NUMBER.fullmatch(line.strip())
-    if match is None:
-        raise ValueError("neither TensorRT's header TRT-VERSION-ALGORITHM nor a name with a number")
-    return match[1], _symmetric(float(match[2]))
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
-
-
-# ---- values
-
-
-def _of_scale(scale: float) -> Value:
-    if math.isnan(scale):
-        return "nan: calibration saw no value of it"
-    if not math.isfinite(scale):
-        return "infinite"
-    if scale == 0:
-        return "zero: calibration saw nothing but zeros"
-    if scale < 0:
-        return "negative: no scale is"
-    if scale < LEAST_SCALE:
-        return f"{scale:.2g}: too small for a scale, perhaps a line that is cut short"
-    return Range(-CACHE_STEPS * scale, CACHE_STEPS * scale)
-
-
-def _symmetric(largest: float) -> Value:
-    """The range of a largest absolute value, rounded to float32 as ONNX Runtime reads it."""
-    with np.errstate(over="ignore"):
-        largest = float(np.float32(largest))
-    found = _of_scale(largest / CACHE_STEPS)
-    return Range(-largest, largest) if isinstance(found, Range) else found
-
-
-def _of_ends(low: float, high: float) -> Value:
-    if math.isnan(low) or math.isnan(high):
-        return "nan: calibration saw no value of it"
-    if low > high:
-        return f"the lowest value {low:g} lies above the highest {high:g}"
-    found = _of_scale(max(abs(low), abs(high)) / CACHE_STEPS)
-    return Range(low, high) if isinstance(found, Range) else found
-
-
-# ---- JSON
-
-
-def _json(text: str) -> tuple[str, list[tuple[str, Value]]]:
-    content = parsed_json(text, object_pairs_hook=_unique, parse_constant=float)
+def _of_json(text: str) -> Iterator[tuple[str, Ends]]:
+    content = parsed_json(text, parse_constant=float)
     if not isinstance(content, dict):
         raise ValueError("it is JSON of something else")
-    if isinstance(scales := content.get("tensor_scales"), dict):  # TAO writes largest values
-        return "TAO", [(name, _symmetric(_number(value, name))) for name, value in scales.items()]
     if content.get("CLS") == "TensorsData" and isinstance(content.get("data"), dict):
         content = content["data"]
-    return "ONNX Runtime's table", [(name, _of_ends(*_ends(value, name))) for name, value in content.items()]
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{_shown(name)} is there twice")
-    return content
-
-
-def _ends(value: object, name: str) -> tuple[float, float]:
-    """Lowest and highest value, from a list of both or from ONNX Runtime's `TensorData`."""
-    if isinstance(value, dict) and "lowest" in value and "highest" in value:
-        return _number(value["lowest"], name), _number(value["highest"], name)
-    if isinstance(value, list) and len(value) == 2:
-        return _number(value[0], name), _number(value[1], name)
-    raise ValueError(f"it says of {_shown(name)} neither the lowest nor the highest value")
-
-
-def _number(value: object, name: str) -> float:
-    """A number, alone or as ONNX Runtime's array of one."""
-    if isinstance(value, dict):
-        value = value.get("data")
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"it has no number for {_shown(name)}")
-    try:
-        return float(np.float64(value))
-    except OverflowError:
-        return math.inf
+    for name, value in content.items():
+        ends = [value["lowest"], value["highest"]] if isinstance(value, dict) and "highest" in value else value
+        try:
+            low, high = (float(np.asarray(end["data"] if isinstance(end, dict) else end).item()) for end in ends)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"it has no lowest and highest value of {name!r:.60}") from error
+        yield name, (low, high)
 
 
 UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
@@ -247,17 +158,8 @@ UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
 TENSORRT_NAME = re.compile(rf"{UNNAMED_TENSOR.pattern}|ONNXTRT_\w+|.+_output")
 """Names of tensors that TensorRT's parser adds to those of the model."""
 
-TENSORRT_LAYERS: Mapping[str, frozenset[str]] = {
-    "Convolution": frozenset({"Conv"}),
-    "Deconvolution": frozenset({"ConvTranspose"}),
-    "Fully Connected": frozenset({"Gemm", "MatMul"}),
-    "Pooling": AVERAGE_POOLS | {"MaxPool", "GlobalMaxPool"},
-    "Scale": frozenset({"BatchNormalization"}),
-    "Softmax": frozenset({"Softmax"}),
-}
-"""Layers of TensorRT, by kind, and their operators, where the layer has no name because a reshaping layer behind it has
-the name of the operator's output: Softmax, one-dimensional convolutions, fully connected layers in TensorRT 7. Matrix
-products of later versions are left out, since the bias is added behind them."""
+RESHAPED = COMPUTE | AVERAGE_POOLS | {"BatchNormalization", "GlobalMaxPool", "MaxPool", "Softmax"}
+"""Operators whose result TensorRT may name after the node, as a reshaping layer behind it has the operator's name."""
 
 BACKWARD = REARRANGES | {"DepthToSpace", "MaxPool", "SpaceToDepth"}
 """Operators whose input may take the range of the output: they hold the same values, or TensorRT gives both one
@@ -347,7 +249,7 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
         if other in known:
             known.setdefault(tensor, known[other])
     derived: dict[str, str] = {}
-    for name, tensor in _renamed(cache.ranges, model, known, tensors):
+    for name, tensor in list(_renamed(cache.ranges, model, known, tensors)):
         known[tensor] = cache.ranges[name]
         derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
     of_model = [n for n in cache.ranges if n in entries or not TENSORRT_NAME.fullmatch(n)]
@@ -378,21 +280,11 @@ def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
 def _renamed(
     ranges: Mapping[str, Range], model: Model, known: Mapping[str, Range], tensors: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Entries with names of TensorRT, and the tensors without entry that hold the same values.
-
-    Later versions name the tensor in front of a reshape after the node. Earlier ones number it by kind of layer: if
-    there are as many such entries as tensors without one, they are matched in order.
-    """
-    lacking = [n for n in model.nodes if n.outputs and n.outputs[0] in tensors and n.outputs[0] not in known]
-    makers = frozenset[str]().union(*TENSORRT_LAYERS.values())
-    by_name = {f"{n.name}_output": n.outputs[0] for n in lacking if n.op in makers and not _adds_bias(n)}
-    found = {name: tensor for name, tensor in by_name.items() if name in ranges}
-    yield from found.items()
-    for kind, ops in TENSORRT_LAYERS.items():
-        entries = [n for n in ranges if (m := UNNAMED_TENSOR.fullmatch(n)) and m[1] == kind]
-        missing = [n.outputs[0] for n in lacking if n.op in ops and n.outputs[0] not in found.values()]
-        if len(entries) == len(missing):
-            yield from zip(entries, missing, strict=True)
+    """Entries with names of TensorRT, and the tensors without entry that hold the same values."""
+    for node in model.nodes:
+        name = f"{node.name}_output"
+        if node.op in RESHAPED and name in ranges and not _adds_bias(node):
+            yield from ((name, tensor) for tensor in node.outputs[:1] if tensor in tensors and tensor not in known)
 
 
 def _adds_bias(node: Node) -> bool:

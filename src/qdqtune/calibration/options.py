@@ -67,9 +67,9 @@ def samples_option(**how: Any) -> Any:
     return option(
         anything(reads(files_named, make=str)),
         None,
-        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, a "
-        ".txt with a text a line, or a split of datasets on disk, which preprocessor_config.json or tokenizer.json, "
-        "beside them or the model, turn into arrays. Without it, seeded random inputs.",
+        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, "
+        "or a .txt with a text a line, made arrays by preprocessor_config.json or tokenizer.json beside them or the "
+        "model. Without it, seeded random inputs.",
         "Data",
         short=".npz, pictures, .txt, or module:callable",
         metavar="SOURCE",
@@ -129,8 +129,8 @@ class CacheOption(Options):
     calibration_cache: MaybeFile = option(
         FILE,
         None,
-        "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), "
-        "ONNX Runtime's tables, TAO's JSON. Tensors that it lacks stay in float.",
+        "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), or "
+        "ONNX Runtime's calibration.json. Tensors that it lacks stay in float.",
         "Data",
         metavar="FILE",
     )

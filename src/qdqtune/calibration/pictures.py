@@ -1,15 +1,13 @@
 """Pictures as inputs of a model, prepared as a preprocessor_config.json of Transformers says.
 
 The steps and their order are those of Transformers' image processors: turn upright, resize, crop, scale, normalize,
-change the order of channels, pad.
+change the order of channels. Other steps are refused: a function of the user can give arrays.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +29,15 @@ EXAMPLE = (
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 """Endings of the names of pictures."""
 
-WITHOUT_EFFECT = frozenset({"do_convert_rgb", "do_reduce_labels", "do_convert_annotations"})
-"""Steps that say nothing of one picture's numbers: channels are as the model wants them, the others are for labels."""
+WITHOUT_EFFECT = frozenset({"do_convert_rgb", "do_pad", "do_reduce_labels", "do_convert_annotations"})
+"""Steps that say nothing of one picture's numbers: channels are as the model wants them, padding is for pictures of
+different sizes, the others are for labels."""
 
-UNKNOWN_SIZES = ("keep_aspect_ratio", "ensure_multiple_of", "size_divisor")
+UNKNOWN_SIZES = ("keep_aspect_ratio", "ensure_multiple_of", "size_divisor", "crop_pct", "pad_size")
 """Other ways to resize, which are not done here."""
 
 BILINEAR = 2
 """Pillow's number of the filter, which Transformers takes where a file names none."""
-
-FULL_CROP = 384
-"""Pictures with a `crop_pct` are cropped if their side is less than this (as in ConvNeXT)."""
-
-YOLOS_PATCH = 16
-"""Sides of pictures are multiples of this in YOLOS, where a size names the shorter one."""
 
 Sizes = Mapping[str, int | None]
 
@@ -57,26 +50,16 @@ class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
     resample: int | None = None
     do_center_crop: bool | None = None
     crop_size: dict[str, int | None] | int | None = None
-    crop_pct: float | None = None
     do_rescale: bool | None = None
     rescale_factor: float | None = None
     do_normalize: bool | None = None
     image_mean: list[float] | float | None = None
     image_std: list[float] | float | None = None
     do_flip_channel_order: bool | None = None
-    do_pad: bool | None = None
-    pad_size: dict[str, int] | None = None
-    image_processor_type: str = ""
-    feature_extractor_type: str = ""
-
-    @property
-    def processor(self) -> str:
-        """The class of Transformers that wrote the file; empty if it is not from there."""
-        return self.image_processor_type or self.feature_extractor_type
 
     @property
     def is_normalized(self) -> bool:
-        return self.image_mean is not None if self.do_normalize is None else self.do_normalize
+        return self.do_normalize is not False
 
     @property
     def scale(self) -> float | None:
@@ -114,8 +97,7 @@ def read_settings(path: Path, content: Mapping[str, Any]) -> PictureSettings:
     steps = [name for name, value in content.items() if name.startswith("do_") and value and name not in known]
     if other := [*steps, *(name for name in UNKNOWN_SIZES if content.get(name))]:
         raise BadData(f"{path} asks for {other[0]}, which is not done here: give arrays, as .npz or by a function")
-    lacks_numbers = found.image_mean is None or found.image_std is None
-    if lacks_numbers and (found.do_normalize or (found.do_normalize is None and not found.processor)):
+    if found.is_normalized and (found.image_mean is None or found.image_std is None):
         raise BadData(f'{path} lacks image_mean or image_std: give both, or "do_normalize": false')
     if isinstance(found.size, int) and found.do_resize is not False:
         square, short = f'{{"height": {found.size}, "width": {found.size}}}', f'{{"shortest_edge": {found.size}}}'
@@ -139,22 +121,22 @@ class Pictures:
     def _is_last(self) -> bool:
         return self.spec.shape[3] in (1, 3) and self.spec.shape[1] not in (1, 3)
 
-    def arrays(self, pictures: Sequence[tuple[str, Any]]) -> dict[str, Array]:
-        """The input for pictures, each a name for messages and what `PIL.Image.open` reads.
+    def arrays(self, pictures: Sequence[Path]) -> dict[str, Array]:
+        """The input for pictures.
 
         Raises:
             BadData: one cannot be read, or they have different sizes.
         """
-        made = [self._array(name, source) for name, source in pictures]
+        made = [self._array(path) for path in pictures]
         if other := next((one.shape for one in made if one.shape != made[0].shape), None):
             raise BadData(
                 f"pictures of one batch have the sizes {made[0].shape} and {other}: let {self.origin} crop them"
             )
         return {self.spec.name: np.stack(made)}
 
-    def _array(self, name: str, source: Any) -> Array:
+    def _array(self, path: Path) -> Array:
         channels = self.spec.shape[3 if self._is_last else 1]
-        values = np.asarray(self._cut(name, source, "L" if channels == 1 else "RGB"))
+        values = np.asarray(self._cut(path, "L" if channels == 1 else "RGB"))
         values = values[:, :, None] if values.ndim == 2 else values
         if self.spec.dtype.kind in "iu" and (self.settings.scale is not None or self.settings.is_normalized):
             raise BadData(
@@ -167,22 +149,21 @@ class Pictures:
             values = self._normalized(values.astype(np.float32))
         if self.settings.do_flip_channel_order:
             values = values[:, :, ::-1]
-        values = self._padded(values)
         return values.astype(self.spec.dtype) if self._is_last else values.transpose(2, 0, 1).astype(self.spec.dtype)
 
-    def _cut(self, name: str, source: Any, mode: str) -> Any:
+    def _cut(self, path: Path, mode: str) -> Any:
         """The picture upright, in the mode `L` or `RGB`, resized and cropped."""
         image = _pillow().Image
         try:
-            with image.open(source) as opened:
+            with image.open(path) as opened:
                 picture = _pillow().ImageOps.exif_transpose(opened).convert(mode)
         except (OSError, ValueError, SyntaxError, EOFError, image.DecompressionBombError) as error:
-            raise BadData(f"cannot read the picture {name}: {one_line(error)}") from error
+            raise BadData(f"cannot read the picture {path}: {one_line(error)}") from error
         if self.settings.do_resize is not False and isinstance(self.settings.size, dict):
             height, width = self._resized(picture.height, picture.width, self.settings.size)
             how = BILINEAR if self.settings.resample is None else self.settings.resample
             picture = picture.resize((max(width, 1), max(height, 1)), resample=how)
-        crop = self.settings.crop or self._crop_by_share()
+        crop = self.settings.crop
         if crop is None:
             return picture
         top, left = (picture.height - crop[0]) // 2, (picture.width - crop[1]) // 2
@@ -192,30 +173,12 @@ class Pictures:
         if (high := size.get("height")) and (wide := size.get("width")):
             return high, wide
         short, long = size.get("shortest_edge"), size.get("longest_edge")
-        if self._share is not None and short:
-            if short >= FULL_CROP:
-                return short, short
-            short = int(short / self._share)
         if short:
             least, most = min(height, width), max(height, width)
             exact = long * least / most if long and most / least * short > long else short
             sides = round(exact), int(exact * most / least)
-            if self.settings.processor.startswith("Yolos"):
-                sides = sides[0] // YOLOS_PATCH * YOLOS_PATCH, sides[1] // YOLOS_PATCH * YOLOS_PATCH
             return sides if height <= width else sides[::-1]
-        if long:
-            return tuple(math.floor(one * long / max(height, width) + 0.5) for one in (height, width))  # type: ignore[return-value]
-        raise BadData(f"{self.origin}: the size {dict(size)} is none of height and width, shortest_edge, longest_edge")
-
-    @property
-    def _share(self) -> float | None:
-        """The share of a side that stays after cropping; None where a size is given instead."""
-        return self.settings.crop_pct if self.settings.crop is None else None
-
-    def _crop_by_share(self) -> tuple[int, int] | None:
-        size = self.settings.size
-        edge = size.get("shortest_edge") if self._share is not None and isinstance(size, dict) else None
-        return (edge, edge) if edge else None
+        raise BadData(f"{self.origin}: the size {dict(size)} is neither height and width nor shortest_edge")
 
     def _normalized(self, values: Array) -> Array:
         try:
@@ -225,15 +188,6 @@ class Pictures:
             count = values.shape[-1]
             raise BadData(f"{self.origin}: image_mean and image_std do not fit {count} channels") from error
         return (values - mean) / deviation
-
-    def _padded(self, values: Array) -> Array:
-        size = self.settings.pad_size if self.settings.do_pad else None
-        if size is None:
-            return values
-        more = [size.get(name, 0) - have for name, have in zip(("height", "width"), values.shape, strict=False)]
-        if min(more) < 0:
-            raise BadData(f"{self.origin}: a picture of {values.shape[:2]} is larger than the pad_size {size}")
-        return np.pad(values, ((0, more[0]), (0, more[1]), (0, 0)))
 
 
 def pictures_for(
@@ -254,11 +208,6 @@ def pictures_for(
         raise BadData(f"{what}, like {EXAMPLE}")
     _pillow()
     return Pictures(fitting[0], read_settings(*found), found[0])
-
-
-def as_source(value: Mapping[str, Any], folder: Path) -> Any:
-    """What `PIL.Image.open` reads, for a value of a picture column: its bytes, or the path of its file."""
-    return BytesIO(value["bytes"]) if value.get("bytes") is not None else folder / str(value.get("path"))
 
 
 def _pillow() -> Any:

@@ -1,8 +1,7 @@
-"""Calibration data that are no arrays yet: a folder of pictures, a file of texts, a split of `datasets` on disk.
+"""Calibration data that are no arrays yet: a folder of pictures, or a file of texts.
 
 The files that say how to make arrays of them (preprocessor_config.json, tokenizer.json) lie beside the data, or else
-beside the model. Splits are folders that `Dataset.save_to_disk` writes; their rows are read by pyarrow, on which
-`datasets` itself is built.
+beside the model.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,8 @@ import numpy as np
 
 from qdqtune.calibration import pictures
 from qdqtune.calibration.inputs import InputSpec, listed
-from qdqtune.calibration.pictures import as_source
 from qdqtune.calibration.user_code import user_errors
-from qdqtune.errors import BadData, BadOption, one_line, parsed_json, reading
+from qdqtune.errors import BadData, BadOption, parsed_json, reading
 from qdqtune.graph.model_folder import first_beside
 from qdqtune.system.checks import below
 from qdqtune.types import Array
@@ -35,17 +31,11 @@ SETTINGS = (pictures.SETTINGS, (TOKENIZER,), (TOKENIZER_SETTINGS,), (MODEL_SETTI
 
 
 def raw_files(source: Path) -> list[Path]:
-    """The files of raw data in order; empty if the source holds none.
-
-    Raises:
-        BadData: a dataset is damaged, or has several splits.
-    """
+    """The files of raw data in order; empty if the source holds none."""
     if source.suffix == TEXT_ENDING and source.is_file():
         return [source]
     if not source.is_dir():
         return []
-    if is_dataset(source):
-        return [source / COLUMNS, *tables_of(source)]
     found = (path for path in below(source) if path.suffix.lower() in pictures.ENDINGS and path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(source).parts))
 
@@ -80,32 +70,14 @@ def raw_samples(
         path = first_beside(names, places)
         return None if path is None else (path, read_object(path))
 
-    kinds: Sequence[str]
-    rows: Callable[[Container[int]], Iterator[dict[str, Any]]]
-    count: Callable[[], int]
-    if is_dataset(source):
-        columns = columns_for(source, specs)
-        if not columns:
-            total = cache(partial(row_count, source))
-            return lambda others: row_samples(source, specs, spread_rows(total, limit, others))
-        kinds, count = tuple(columns), partial(row_count, source)
-        rows = partial(column_rows, source, columns)
-    elif source.is_file():
-        kinds, count, rows = ["text"], lambda: sum(1 for _ in _lines(source)), partial(_texts, source)
-    else:
-        kinds, count, rows = ["picture"], lambda: len(files), partial(_pictures, files)
-    makers: dict[str, pictures.Pictures | Texts] = {}
-    for kind in kinds:
-        open_maker = pictures.pictures_for if kind == "picture" else texts_for
-        makers[kind] = open_maker(specs, find, str(source))
-    batch, total = makers[kinds[0]].batch, cache(count)
+    maker = texts_for(specs, find, str(source)) if source.is_file() else pictures.pictures_for(specs, find, str(source))
 
     def produce(others: int | None) -> Iterator[dict[str, Array]]:
-        left = rows(spread_rows(total, limit and limit * batch, others and others * batch))
-        while group := list(islice(left, batch)):
-            if len(group) == batch:
-                made = [maker.arrays([row[kind] for row in group]) for kind, maker in makers.items()]
-                yield {name: array for arrays in made for name, array in arrays.items()}
+        items: Sequence[Any] = _lines(source) if isinstance(maker, Texts) else files
+        numbers = spread_rows(lambda: len(items), limit and limit * maker.batch, others and others * maker.batch)
+        chosen = [item for number, item in enumerate(items) if number in numbers]
+        for start in range(0, len(chosen) - maker.batch + 1, maker.batch):
+            yield maker.arrays(chosen[start : start + maker.batch])
 
     return produce
 
@@ -130,18 +102,10 @@ def _spread(numbers: Sequence[int], count: int) -> Sequence[int]:
     return [numbers[len(numbers) * place // count] for place in range(count)]
 
 
-def _texts(path: Path, numbers: Container[int]) -> Iterator[dict[str, Any]]:
-    return ({"text": line} for number, line in enumerate(_lines(path)) if number in numbers)
-
-
-def _pictures(files: Sequence[Path], numbers: Container[int]) -> Iterator[dict[str, Any]]:
-    return ({"picture": (str(path), path)} for number, path in enumerate(files) if number in numbers)
-
-
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path) -> list[str]:
     try:
-        with reading(path, BadData), path.open(encoding="utf-8") as file:
-            yield from filter(None, map(str.strip, file))
+        with reading(path, BadData):
+            return list(filter(None, map(str.strip, path.read_text(encoding="utf-8").split("\n"))))
     except UnicodeDecodeError as error:
         raise BadData(f"{path} is no text in UTF-8") from error
 
@@ -234,36 +198,6 @@ def _pad_token(tokenizer: Any, settings: Mapping[str, Any], model: Mapping[str, 
     return next((n for n in told if isinstance(n, int) and n >= 0), 0)
 
 
-SPLIT, SPLITS, COLUMNS = "state.json", "dataset_dict.json", "dataset_info.json"
-"""The files that name the tables of a split, the splits of a dataset, the columns of a split."""
-
-COLUMN_TYPES = {"picture": "Image", "text": "string"}
-"""The type of a column of pictures, and of texts."""
-
-USUAL_COLUMNS = {"picture": ("image", "img"), "text": ("text", "sentence")}
-"""Names of columns that are taken where several have the type."""
-
-
-def is_dataset(folder: Path) -> bool:
-    return (folder / SPLITS).is_file() or ((folder / SPLIT).is_file() and (folder / COLUMNS).is_file())
-
-
-def tables_of(folder: Path) -> list[Path]:
-    """The files of a split, in the order of its rows.
-
-    Raises:
-        BadData: the folder holds several splits, or is damaged.
-    """
-    if (folder / SPLITS).is_file():
-        found = read_object(folder / SPLITS).get("splits")
-        names = [str(name) for name in found] if isinstance(found, list) and found else ["train"]
-        raise BadData(f"{folder} holds the splits {', '.join(names)}: name one, such as {folder / names[0]}")
-    try:
-        return [folder / str(one["filename"]) for one in read_object(folder / SPLIT)["_data_files"]]
-    except (KeyError, TypeError) as error:
-        raise BadData(f"{folder / SPLIT} names no files: save the dataset again with save_to_disk") from error
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
@@ -278,105 +212,3 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadData(f"{path} holds no JSON object")
     return found
-
-
-def columns_for(folder: Path, specs: Sequence[InputSpec]) -> dict[str, str]:
-    """The columns of pictures and of texts by kind (`picture`, `text`), as far as the model takes them; empty where the
-    columns are the inputs themselves.
-
-    Raises:
-        BadData: no column fits the model, or several do.
-    """
-    features = read_object(folder / COLUMNS).get("features")
-    types = {name: _type(kind) for name, kind in features.items()} if isinstance(features, dict) else {}
-    if {spec.name for spec in specs} <= types.keys():
-        return {}
-    wanted = ["picture"] if any(len(spec.shape) == 4 for spec in specs) else []
-    wanted += ["text"] if any(spec.name == IDS for spec in specs) else []
-    found = {kind: name for kind in wanted if (name := _only(folder, types, kind)) is not None}
-    if not found:
-        has = ", ".join(types) or "none that can be read"
-        how = "name columns like these, or keep one of pictures or texts"
-        raise BadData(f"{folder} has the columns {has}, the model has {listed(tuple(specs))}: {how}")
-    return found
-
-
-def _type(feature: Any) -> str:
-    """The type of a column: Image, string, or another."""
-    if not isinstance(feature, dict):
-        return ""
-    return str(feature.get("dtype") if feature.get("_type") == "Value" else feature.get("_type")).removeprefix("large_")
-
-
-def _only(folder: Path, types: Mapping[str, str], kind: str) -> str | None:
-    """The column of a kind, the usual one if there are several; None if there is none.
-
-    Raises:
-        BadData: there are several, and none is usual.
-    """
-    found = [name for name, own in types.items() if own == COLUMN_TYPES[kind]]
-    usual = [name for name in USUAL_COLUMNS[kind] if name in found]
-    if len(found) > 1 and not usual:
-        how = f"keep one with dataset.select_columns([{found[0]!r}]).save_to_disk(FOLDER)"
-        raise BadData(f"{folder} has several columns of {kind}s ({', '.join(found)}): {how}")
-    return next(iter(usual or found), None)
-
-
-def row_count(folder: Path) -> int:
-    """The number of rows of a split. Raises as `column_rows`."""
-    return sum(1 for _ in _read(folder, (), ()))
-
-
-def column_rows(folder: Path, columns: Mapping[str, str], numbers: Container[int]) -> Iterator[dict[str, Any]]:
-    """The values of each row with one of these numbers by kind: a text, or a picture with its name for messages and
-    what Pillow opens.
-
-    Raises:
-        BadData: a file is missing or damaged.
-        BadOption: pyarrow is not installed.
-    """
-    for number, row in enumerate(_read(folder, list(columns.values()), numbers), 1):
-        if row is None:
-            continue
-        values = {kind: row[name] for kind, name in columns.items()}
-        if "picture" in values:
-            values["picture"] = f"in row {number} of {folder}", as_source(values["picture"] or {}, folder)
-        yield {kind: "" if value is None else value for kind, value in values.items()}
-
-
-def row_samples(folder: Path, specs: tuple[InputSpec, ...], numbers: Container[int]) -> Iterator[dict[str, Array]]:
-    """The rows with these numbers of a split whose columns are the inputs, in the types of these. A batch of one is
-    added where it lacks.
-
-    Raises:
-        BadData: a row does not fit, or a file is missing or damaged.
-        BadOption: pyarrow is not installed.
-    """
-    for number, row in enumerate(_read(folder, [spec.name for spec in specs], numbers), 1):
-        if row is None:
-            continue
-        try:
-            made = {spec.name: np.asarray(row[spec.name], None if spec.is_string else spec.dtype) for spec in specs}
-        except (ValueError, TypeError, OverflowError) as error:
-            raise BadData(f"row {number} of {folder} does not fit {listed(specs)}: {one_line(error)}") from error
-        yield {s.name: made[s.name][None] if made[s.name].ndim == len(s.shape) - 1 else made[s.name] for s in specs}
-
-
-def _read(folder: Path, columns: Sequence[str], numbers: Container[int]) -> Iterator[dict[str, Any] | None]:
-    """The rows of a split, one after the other; None in the place of those whose numbers, from 0, are not asked for."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise BadOption("reading a dataset needs pyarrow: pip install 'qdqtune[data]'") from error
-    number = 0
-    for path in tables_of(folder):
-        try:
-            with reading(path, BadData), pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-                for table in stream:
-                    for place in range(table.num_rows):
-                        is_wanted = number in numbers
-                        yield table.select(columns).slice(place, 1).to_pylist()[0] if is_wanted else None
-                        number += 1
-        except (pyarrow.ArrowException, KeyError) as error:
-            raise BadData(f"cannot read {path}, a file of a dataset: {one_line(error)}") from error

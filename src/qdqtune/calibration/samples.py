@@ -176,7 +176,7 @@ def open_samples(
         return Samples(source, digest, False, lambda: read_in_thread(first, source, execution))
 
     elif Path(source).is_dir():
-        raise BadData(f"{source} holds no .npy or .npz file, no pictures, and no dataset of save_to_disk")
+        raise BadData(f"{source} holds no .npy or .npz file, and no pictures")
     else:
         kinds = "an .npz, a folder of .npy/.npz or pictures, a .txt, or module:callable"
         raise BadData(f"calibration data {source} not found: give {kinds}")
