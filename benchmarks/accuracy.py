@@ -115,8 +115,8 @@ def stacked(samples: Sequence[Sample]) -> dict[str, Array]:
 
 def said(how: Calibration) -> dict[str, Any]:
     """A way to calibrate, as options of `quantize`."""
-    names = ("calibration_method", "percentile", "bias_correction")
-    return dict(zip(names, (how.method, how.percentile, how.bias_correction), strict=True))
+    method = f"percentile:{how.percentile}" if how.method == "percentile" else how.method
+    return {"calibration_method": method, "bias_correction": how.bias_correction}
 
 
 def latency(entry: zoo.Entry, runner: Runner, folder: Path, sample: Sequence[Sample]) -> str:

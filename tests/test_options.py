@@ -13,12 +13,12 @@ from qdqtune.errors import BadOption
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"builds": "many"}, "builds: 'many' is not a valid integer"),
-        ({"output_dir": ""}, "output_dir: the name is empty"),
-        ({"mode": "cat"}, "mode: 'cat' is not one of"),
-        ({"front": 1}, "front is True or False"),
-        ({"builds": True}, "builds takes a value, not True"),
-        ({"builds": {"a": 1}}, "builds is one value"),
+        ({"builds": "many"}, "`builds`: 'many' is no whole number"),
+        ({"output_dir": ""}, "`output_dir`: the name is empty"),
+        ({"mode": "cat"}, "`mode`: 'cat' is not one of"),
+        ({"front": 1}, "`front` is true or false"),
+        ({"builds": True}, "`builds` takes a value, not True"),
+        ({"builds": {"a": 1}}, "`builds` is one value"),
         ({"time_budget": "soon"}, "is no duration"),
         ({"min_sqnr": float("nan")}, "is no finite number"),
         ({"input_shapes": {"x": "wide"}}, "'wide' is no shape of 'x'"),

@@ -13,6 +13,7 @@ def test_what_is_given_counts_and_defaults_stand_for_the_rest() -> None:
     assert RangeOptions().calibration == DEFAULT_CALIBRATION
     given = RangeOptions(calibration_method="percentile:99")
     assert given.calibration == Calibration("percentile", 99.0, DEFAULT_CALIBRATION.bias_correction)
+    assert RangeOptions(calibration_method="percentile:99.99999").calibration.percentile == 99.99999
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,6 @@ def test_quiet_is_for_every_command(call, model):
         (["m", "--fix-input", "sr"], "'sr' fixes nothing"),
         (["m", "--engine-option", "noise"], "'noise' sets nothing"),
         (["m", "--builds", "1"], "--builds 1 leaves no candidate"),
-        (["m", "--mode", "region", "--builds", "3"], "--builds 3 leaves no candidate"),
         (["m", "--seed", "1.5"], "--seed: '1.5' is no whole number from 0"),
     ],
 )

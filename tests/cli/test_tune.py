@@ -63,7 +63,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
     "--scores": (["y:1,z"], lambda s: s.scores, ("y:1", "z")),
-    "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
+    "--front": ([], lambda s: (s.front, s.builds), (True, 18)),
     "--labels": (["l.npy"], lambda s: s.labels, "l.npy"),
     "--metric": (["top5"], lambda s: s.metric, "top5"),
     "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),

@@ -32,8 +32,9 @@ def test_a_table_is_whole(table) -> None:
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_a_provider_is_named_in_two_ways_that_make_one_engine(table) -> None:
-    long, short = EngineOptions(provider=table.ep), EngineOptions(engine=table.name)
-    assert long.spec() == short.spec() == EngineOptions(engine=table.name, provider=table.ep).spec()
+    provider = {"provider": table.ep}
+    long, short = EngineOptions(engine_options=provider), EngineOptions(engine=table.name)
+    assert long.spec() == short.spec() == EngineOptions(engine=table.name, engine_options=provider).spec()
     given = EngineSpec("onnxruntime", {**long.spec().options, "provider": table.ep})
     assert long.spec() == EngineOptions(engine=given).spec()
     assert long.engine_name == table.name
@@ -42,7 +43,7 @@ def test_a_provider_is_named_in_two_ways_that_make_one_engine(table) -> None:
 
 
 def test_the_usual_provider_needs_no_name() -> None:
-    assert EngineOptions(provider=CPU_PROVIDER).spec() == EngineOptions().spec()
+    assert EngineOptions(engine_options={"provider": CPU_PROVIDER}).spec() == EngineOptions().spec()
     unknown = EngineSpec("onnxruntime", {"provider": "OtherExecutionProvider"})
     assert normal(unknown) == unknown
     assert str(unwatched(unknown)).startswith(unknown.options["provider"])
@@ -51,7 +52,7 @@ def test_the_usual_provider_needs_no_name() -> None:
 
 def test_two_names_that_differ_are_refused() -> None:
     with pytest.raises(BadOption, match="engine 'qnn' is the provider QNNExecutionProvider: leave `provider` CUDA"):
-        EngineOptions(engine="qnn", provider="CUDAExecutionProvider").spec()
+        EngineOptions(engine="qnn", engine_options={"provider": "CUDAExecutionProvider"}).spec()
 
 
 def test_a_chip_is_named_to_a_simulator_alone() -> None:

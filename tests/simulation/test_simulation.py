@@ -34,7 +34,7 @@ KEPT = {
     "the list of files is there, and the power goes later": Scenario(World("cut"), ((Fault("write", "power", 130),),)),
     "a temporary folder is killed before it is marked": Scenario(World("region"), ((Fault("write", "kill", 24),),)),
     "no process can be started": Scenario(World("region"), ((Fault("start", "no process", 2, 2),),)),
-    "interrupted while a process starts": Scenario(World("cut", "refusing"), ((Fault("start", "interrupt", 2),),)),
+    "interrupted while a process starts": Scenario(World("cut", "refusing"), ((Fault("start", "interrupt", 1),),)),
     "no room for noise that is being measured": Scenario(
         World("front", "refusing"), ((Fault("message", "no room", 42, 3),),)
     ),
@@ -60,7 +60,7 @@ KEPT = {
         seed=5085,
     ),
     "no room for the layers of a point of a front": Scenario(
-        World("front", noise=1), ((Fault("message", "no room", 108),),)
+        World("front", noise=1), ((Fault("message", "no room", 76),),)
     ),
     "no room for the layers of the float model": Scenario(
         World("subgraph", "refusing", noise=3), ((Fault("message", "no room", 16),),)

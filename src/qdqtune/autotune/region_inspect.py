@@ -12,7 +12,7 @@ from qdqtune.autotune.__main__ import exit_code
 from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
 from qdqtune.cli import main as cli
 from qdqtune.cli.command import Command, Terminal
-from qdqtune.cli.output import print_lines, with_flags
+from qdqtune.cli.output import print_json, print_lines, with_flags
 from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.options import COUNT, REQUIRED, SWITCH, File, Flag, Int, option
 from qdqtune.tuning.options import MODEL
@@ -55,6 +55,10 @@ class Arguments(Terminal):
 
 def run(options: Arguments) -> None:
     """Show how a model divides into regions, as a run tunes them. `qdqtune inspect` has more options."""
+    if options.as_machine:
+        shared = {name: getattr(options, name) for name in ("max_sequence_size", "include_all_regions")}
+        print_json(inspect(InspectOptions(options.model, rewrites="auto", **shared)).to_dict())
+        return
     inspect_region_search(
         options.model,
         options.max_sequence_size,

@@ -83,7 +83,7 @@ METHOD = choice(*get_args(Method))
 def _method(value: Any) -> str:
     name, colon, share = str(value).partition(":")
     if colon and name == "percentile":
-        return f"percentile:{in_range(50, 100, is_open=True).convert(share):g}"
+        return f"percentile:{in_range(50, 100, is_open=True).convert(share)}"
     return str(METHOD.convert(value))
 
 

@@ -334,6 +334,7 @@ def compare_files(
     scores = scores_of(reference.values, asked) if has_real_samples else None
     rows = []
     for file in files[1:]:
+        observer.stage(f"running {file.name}")
         rows.append(_judged_row(first, file, runner, judging, reference.values, scores))
     racing = [row for row in rows if not row.reason]
     compared: dict[str, tuple[Compared, ...] | str] = {}
