@@ -148,14 +148,6 @@ def test_a_simulator_that_is_not_installed_is_told_without_data_too(call: Call, 
     assert "qdqtune[qnn]" in err
 
 
-def test_a_file_that_was_tuned_for_another_engine_is_noted(call: Call, tuned: Path) -> None:
-    final = tuned.parent / "out" / "optimized_final.onnx"
-    for command in (("compare", tuned, final), ("check", final)):
-        _, _, err = call(*command, "--calibration-data", tuned.with_suffix(".npz"))
-        assert f"note: {final} was tuned for fake, and runs on onnxruntime: its pairs stand where fake gains" in err
-        assert "was tuned for" not in call(*command, "--engine", "fake")[2]
-
-
 @pytest.mark.usefixtures("workers")
 def test_a_file_is_compared_with_one_whose_input_was_made_constant(tmp_path: Path) -> None:
     text = "n (float[2,8] x, float[1] s) => (float[2,8] y) { [m] a = MatMul(x, w) [k] y = Mul(a, s) }"

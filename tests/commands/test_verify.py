@@ -14,7 +14,6 @@ import qdqtune
 from command_lines import QUICK, errors
 from conftest import Call
 from models import build, normal
-from qdqtune.engines.machine import architecture
 from qdqtune.placement.files import read_placement_file
 from runs import hopeless, mixed, write
 from workers import Build, Workers
@@ -199,9 +198,7 @@ def test_a_portable_run_is_told_apart(call: Call, tmp_path: Path) -> None:
     data = ("--calibration-data", model.with_suffix(".npz"), "--threads", 1)
     given = ("tune", model, *data, "-o", out, "--builds", 2, "--no-report", "--min-sqnr", "none")
     call(*given, "--portable")
-    placement = read_placement_file(out / "placement.yaml")
-    assert (placement.processor, placement.portable) == (architecture(), True)
-    assert json.loads((out / "deploy" / "settings.json").read_text())["portable"] is True
+    assert read_placement_file(out / "placement.yaml").portable
     assert "with portable True, now it is unset" in errors(call(*given))[1]
     refused = errors(call(*given, "--engine", "fake", "--portable", "--restart"))
     assert refused == (2, "fake takes the same numbers with every processor: leave --portable out")
@@ -215,34 +212,6 @@ def test_python_has_the_same_function(tuned: Path) -> None:
     assert done.comparison is not None
     assert repr(done).startswith("<Verified: holds: ")
     assert done.to_dict()["gate"][0]["outcome"] == "holds"
-
-
-def test_a_file_that_was_tuned_on_another_architecture_is_told_to_be_of_that_one(call: Call, target: Path) -> None:
-    changed(target, lambda content: content.update(processor="POWER"))
-    files = target / "baseline.onnx", target / "optimized_final.onnx"
-    for command in (("verify", target), ("compare", *files), ("check", files[1])):
-        _, out, err = call(*command, "--engine", "fake") if command[0] != "verify" else call(*command)
-        told = " ".join((out + err).split())
-        assert "optimized_final.onnx was tuned on POWER, and this is " in told
-        assert "baseline.onnx was tuned" not in told
-        assert "its numbers were chosen for POWER" in told
-        assert "tune here, or with --portable for one file on both" in told
-    changed(target, lambda content: content.update(portable=True))
-    assert (
-        "its numbers are for both, and what its pairs gain was measured there; tune here" in call("verify", target)[2]
-    )
-    changed(target, lambda content: content.update(processor=architecture()))
-    assert "was tuned on" not in call("verify", target)[2]
-
-
-@pytest.mark.usefixtures("workers")
-def test_pairs_of_another_architecture_are_told_where_a_search_starts_from_them(call: Call, target: Path) -> None:
-    changed(target, lambda content: content.update(processor="POWER"))
-    given = ("tune", target / "optimized_final.onnx", "--from-qdq", *QUICK, "--engine", "fake", "-o", target / "again")
-    _, out, err = call(*given)
-    told = " ".join((out + err).split())
-    assert "optimized_final.onnx was tuned on POWER, and this is " in told
-    assert "; tune the float model for numbers of the processor" in told
 
 
 def test_samples_of_the_run_may_hold_inputs_that_it_made_constant(call: Call, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from qdqtune.placement.files import every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import is_quantized
-from qdqtune.tuning.deploy import of_other_processor
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Placement
 
@@ -143,8 +142,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     placed, lost = known(ranges)
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
-    foreign = of_other_processor(str(options.placement), recorded.processor, is_portable=recorded.portable)
-    notes = [*ready.notes, *filter(None, [foreign if engine == recorded.engine else ""])]
+    notes = [*ready.notes]
     if (narrow := recorded.placement.wide & placed.edges - placed.wide) and numbers.wide is not None:
         names = counted(len({edge.tensor for edge in narrow}), "weight")
         notes.append(f"{names} of 16 bits beside activations of 8 have 8, too: no engine computes with both")

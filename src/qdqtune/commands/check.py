@@ -34,7 +34,6 @@ from qdqtune.options import FILE, WORDS, Int, MaybeFile, MaybeText, Names, Optio
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Layer, NumericFormat, QType, QuantType, Sample
 
@@ -293,7 +292,6 @@ def check_file(options: CheckOptions) -> Checked:
             numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
             refusal = f"{path} cannot be checked"
             layers = profiled(runner, path, sample, options.runs, refusal=refusal, machine=machine)
-        told += tuple(filter(None, [tuned_elsewhere(path, machine=machine, engine=spec.name)]))
         if engine in PROVIDERS:
             sizes = {name: np.shape(array) for name, array in sample.items() if name in graph.inputs}
             left = fallback(with_input_shapes(graph, sizes), layers)

@@ -35,7 +35,6 @@ from qdqtune.options import Int, MaybeText, Option, ValuesByInput, assignments, 
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
-from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import EFFORTS
@@ -191,7 +190,6 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
         warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
         notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
-        notes += filter(None, (tuned_elsewhere(f, machine=machine, engine=spec.name) for f in files))
         if machine is not None:
             notes += filter(None, (f"run {'and timed ' * is_timed}on {machine.where}", busy(spec, machine)))
         if not is_timed:

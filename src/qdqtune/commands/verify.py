@@ -31,7 +31,7 @@ from qdqtune.options import (
     options_of,
 )
 from qdqtune.timing.ratios import overlap
-from qdqtune.tuning.deploy import DeploySettings, changed_files, of_other_processor, read_settings
+from qdqtune.tuning.deploy import DeploySettings, changed_files, read_settings
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.observer import Observer
 
@@ -132,11 +132,9 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         notes.append(f"{', '.join(left)}: {whose}; `engine_options` gives it again")
     if settings.proven.unchecked and options.calibration_data is None:
         notes.append(f"nobody has checked the accuracy of {settings.model}: give `calibration_data`")
-    foreign = of_other_processor(settings.model, settings.processor, is_portable=settings.portable, machine=machine)
 
     def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
-        warned = () if measured else filter(None, (foreign,))  # a comparison says it as well
-        return Verified(folder, finding, why, differences, notes=(*warned, *notes, *more), **measured)
+        return Verified(folder, finding, why, differences, notes=(*notes, *more), **measured)
 
     if settings.shipped != "tuned":
         return found("holds", f"{settings.told}; there is no speedup to check")

@@ -126,11 +126,6 @@ class MachineFacts:
     where: str = ""
 
 
-def name_of(machine: MachineFacts | None) -> str | None:
-    """The architecture of a machine, as `platform.machine` names it; None for this one."""
-    return None if machine is None else machine.machine
-
-
 def this_machine() -> MachineFacts:
     return MachineFacts(
         cores=usable_cores(),

@@ -33,8 +33,7 @@ QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 @dataclass(frozen=True)
 class PlacementFile:
-    """The content of placement.yaml. `processor`: the architecture that the numbers were chosen for; "" where they
-    depend on none, and in files of earlier versions."""
+    """The content of placement.yaml."""
 
     placement: Placement
     quant_type: str
@@ -42,7 +41,6 @@ class PlacementFile:
     fix_inputs: Mapping[str, float | int | str]
     calibration: Calibration = field(default_factory=Calibration)
     rewrites: Rewrites = field(default_factory=Rewrites)
-    processor: str = ""
     portable: bool = False
 
 
@@ -72,7 +70,6 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
             },
             "edges": edges,
             **({"weights": weights} if weights else {}),
-            **({"processor": recorded.processor} if recorded.processor else {}),
             **({"portable": True} if recorded.portable else {}),
         },
     )
@@ -101,7 +98,6 @@ def read_placement_file(path: Path) -> PlacementFile:
             dict(content.get("fix_inputs") or {}),
             Calibration(**content.get("calibration", {})),
             _rewrites(**content.get("rewrites", {})),
-            str(content.get("processor", "")),
             content.get("portable", False) is True,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -15,20 +15,17 @@ from typing import Any
 import msgspec
 
 from qdqtune.calibration.inputs import InputSpec, input_specs
-from qdqtune.engines import TENSORRT_FAMILY, EngineSpec, threads_of
-from qdqtune.engines.formats import follow_processor
+from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.library_settings import library_settings, script_of
-from qdqtune.engines.machine import Architecture, MachineFacts, architecture, name_of, products_saturate
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model_folder import companions
 from qdqtune.system.checks import real
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL, FRONT
+from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
 from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import at_threads
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import Count, Positive, read_json
@@ -84,7 +81,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     """deploy/settings.json. Files are named from the folder of the run: `model` is what ships, `baseline` the float
     model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine of
     the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type and
-    shape of each. `fix_inputs`, `processor` and `portable` are as in placement.yaml (see `PlacementFile`)."""
+    shape of each. `fix_inputs` are as in placement.yaml."""
 
     format: int = FORMAT
     told: str
@@ -98,8 +95,6 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     library: dict[str, Any]
     inputs: dict[str, tuple[str, tuple[int, ...]]]
     fix_inputs: dict[str, float | int | str] = {}
-    processor: str = ""
-    portable: bool = False
 
 
 def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
@@ -117,55 +112,12 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         library={},
         inputs={name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names},
         fix_inputs=dict(run.settings.fix_inputs),
-        processor=processor_of(run.settings),
-        portable=run.settings.portable,
     )
     with writing(folder / DEPLOY_SCRIPT):
         (folder / DEPLOY_SCRIPT).parent.mkdir(exist_ok=True)
     with atomic_write(folder / DEPLOY_SCRIPT) as fresh:
         shutil.copyfile(script_of(spec), fresh)
     _write(folder, settings, specs, summary)
-
-
-def processor_of(settings: Settings) -> Architecture:
-    """The architecture that the numbers of a run's engine are chosen for; "" if they depend on none."""
-    return architecture(name_of(settings.machine)) if follow_processor(settings.engine.name) else ""
-
-
-def of_other_processor(
-    name: str, made_for: str, remedy: str = "", *, is_portable: bool, machine: MachineFacts | None = None
-) -> str:
-    """What to tell users of a file or placement that was tuned on the architecture `made_for`, and what to do about it;
-    "" if it is that of the machine that measures (None: this one), or none is known."""
-    here, at = architecture(name_of(machine)), "here" if machine is None else f"on {machine.where}"
-    if not made_for or made_for == here:
-        return ""
-    numbers = "its numbers are for both" if is_portable else f"its numbers were chosen for {made_for}"
-    if not is_portable and (products_saturate() if machine is None else machine.products_saturate):
-        numbers += f" and overflow {at}"
-    remedy = remedy or (f"tune {at}" if is_portable else f"tune {at}, or with `portable` for one file on both")
-    whose = "this" if machine is None else machine.where
-    told = f"{name} was tuned on {made_for}, and {whose} is {here or 'another processor'}"
-    return f"{told}: {numbers}, and what its pairs gain was measured there; {remedy}"
-
-
-def tuned_elsewhere(file: Path, remedy: str = "", machine: MachineFacts | None = None, engine: str = "") -> str:
-    """The same of a model file in the folder of a run, or in one with its deploy/settings.json; "" for other files
-    and for the float model. With `engine`, that which runs it, also that the file was tuned for another one."""
-    if file.name == BASELINE:
-        return ""
-    folder = file.parent.parent if file.parent.name == FRONT else file.parent
-    try:
-        found = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
-    except BadOption:  # the file was altered
-        return ""
-    if found is None:
-        return ""
-    told, made_for = "", found.spec.name
-    if engine and found.shipped == "tuned" and made_for != engine and not {made_for, engine} <= TENSORRT_FAMILY:
-        told = f"{file} was tuned for {made_for}, and runs on {engine}: its pairs stand where {made_for} gains"
-    of_processor = of_other_processor(str(file), found.processor, remedy, is_portable=found.portable, machine=machine)
-    return "; ".join(filter(None, (told, of_processor)))
 
 
 def copy_companions(run: Run) -> None:

@@ -10,7 +10,6 @@ from qdqtune.engines.execution import Check
 from qdqtune.search import Strategy, best_of, products_left_in_float
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning.contexts import busy
-from qdqtune.tuning.deploy import tuned_elsewhere
 from qdqtune.tuning.folder import FRONT
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
@@ -22,8 +21,6 @@ from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Trial
-
-FLOAT_INSTEAD = "tune the float model for numbers of the processor that runs it"
 
 
 def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
@@ -42,8 +39,6 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
         if (note := busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         if note := ready.store.measuring_on(settings.measured_on):
-            observer.note(note)
-        if note := tuned_elsewhere(settings.model, FLOAT_INSTEAD, settings.machine):
             observer.note(note)
         with written_once(ready) as constants:
             chosen = with_rewrites(ready, constants) if settings.is_timed else ready

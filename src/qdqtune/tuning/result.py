@@ -33,7 +33,7 @@ from qdqtune.system.writing import write_json
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan, Ratio, judge
 from qdqtune.tuning.contexts import tuned_for
-from qdqtune.tuning.deploy import copy_companions, processor_of, write_kit
+from qdqtune.tuning.deploy import copy_companions, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof
@@ -181,7 +181,7 @@ def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
 def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
     settings = run.settings
     engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
-    how = calibration, run.subject.rewrites, processor_of(settings), settings.portable
+    how = calibration, run.subject.rewrites, settings.portable
     recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how)
     files.write_placement(path, recorded, settings.model.name)
 
