@@ -15,14 +15,12 @@ from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_excl
 from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check_file, layers, time_of
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug, level
 from qdqtune.commands.doctor import (
-    ClusterState,
     DoctorOptions,
     EnginesState,
     examine,
-    examine_cluster,
     examine_elsewhere,
 )
-from qdqtune.commands.inputs import MODEL, execution_of
+from qdqtune.commands.inputs import MODEL
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
 from qdqtune.explanation.formatting import counted, placed
@@ -207,13 +205,10 @@ class DoctorArguments(Terminal, DoctorOptions):
 def doctor_command(options: DoctorArguments) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
-    Exit code 5 only if none does. With --on: the same of another machine, or what is missing there. With --ray: on
-    which devices of a cluster an engine works, and whether they are alike, so that a run may use them together; exit
-    code 5 if they are not. With --qualify: what holds of our claims about an engine, checked on small graphs in some
-    minutes; exit code 4 if one does not.
+    Exit code 5 only if none does. With --on: the same of another machine, or what is missing there. With --qualify:
+    what holds of our claims about an engine, checked on small graphs in some minutes; exit code 4 if one does not.
 
     \b
-    qdqtune doctor --ray auto --engine onnxruntime --cores-per-worker 2
     qdqtune doctor --qualify --engine tensorrt
     qdqtune doctor --skill > .agents/skills/qdqtune/SKILL.md     or .claude/skills/...
     """
@@ -229,9 +224,6 @@ def doctor_command(options: DoctorArguments) -> int:
     if options.output is not None:
         raise BadOption("there is a file to write with `qualify` only")
     with temporary_folder() as folder:
-        if options.ray is not None:
-            where = options.ray, options.cores_per_worker, folder, execution_of(options)
-            return _show_cluster(examine_cluster(options.spec(), *where), options.as_machine)
         found = examine(folder) if options.on is None else examine_elsewhere(options.on)
     if options.as_machine:
         print_json(asdict(found))
@@ -251,8 +243,8 @@ def _qualify(options: DoctorArguments) -> int:
     """Check the claims about an engine, and write what held to a file. Gives the exit code."""
     from qdqtune.commands.qualification import qualify  # imports most of the package
 
-    if options.ray is not None or options.on is not None:
-        raise BadOption("`qualify` checks an engine on this machine: leave `on` and `ray` out")
+    if options.on is not None:
+        raise BadOption("`qualify` checks an engine on this machine: leave `on` out")
     with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
         done = qualify(options, observer)
     write_json(options.record, done.to_dict(), "record")
@@ -263,25 +255,6 @@ def _qualify(options: DoctorArguments) -> int:
         print_lines(done.notable())
         print_lines([done.in_words(), f"to send with a report: {options.record}"])
     return 0 if done.holds else ConstraintUnmet.exit_code
-
-
-def _show_cluster(found: ClusterState, as_machine: bool) -> int:
-    """Print the devices of a cluster. Returns the exit code."""
-    if as_machine:
-        print_json(asdict(found))
-    else:
-        names = list(dict.fromkeys(name for said in found.devices.values() for name in said))
-        rows = [(place, *(said.get(name, "") for name in names)) for place, said in found.devices.items()]
-        show(Table(("worker", *names), rows, left=("worker", *names)))
-        print_lines([_verdict(found)])
-    return 0 if found.difference is None else EngineUnavailable.exit_code
-
-
-def _verdict(found: ClusterState) -> str:
-    count = len(found.devices)
-    if found.difference is None:
-        return f"{counted(count, 'device')}, all alike: a run may use them together"
-    return f"not alike, so that no run may use them together: {found.difference}"
 
 
 def _remarks(found: EnginesState) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""`qdqtune doctor`: the engines of this machine or another one, its hardware, and what to install; or the devices of a
-Ray cluster."""
+"""`qdqtune doctor`: the engines of this machine or another one, its hardware, and what to install."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,7 +16,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from qdqtune.engines import MODULES, EngineSpec, devices
-from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import (
@@ -41,7 +37,7 @@ from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
-from qdqtune.options import COUNT, SWITCH, TEXT, Flag, MaybeFile, MaybeInt, MaybeText, Values, option, writes
+from qdqtune.options import SWITCH, Flag, MaybeFile, MaybeText, Values, option, writes
 from qdqtune.system.checks import Output, written_as
 
 PRETENDS = "fake"
@@ -104,14 +100,6 @@ class DoctorOptions(EngineOptions):
         default_in_words="qualification_ENGINE.json",
     )
     on: MaybeText = on_option()
-    ray: MaybeText = option(
-        TEXT,
-        None,
-        "Look at the devices of the Ray cluster at this address instead.",
-        "Engine",
-        metavar="ADDRESS",
-    )
-    cores_per_worker: MaybeInt = option(COUNT, None, "Cores of each of them.", "Engine", default_in_words="1")
 
     @property
     def record(self) -> Path:
@@ -298,31 +286,3 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The NVIDIA GPUs, or why there is none."""
     rows, reason = nvidia_smi("name,driver_version,compute_cap,memory.total")
     return tuple(Gpu(*row) for row in rows), reason
-
-
-# The devices of a Ray cluster
-
-
-@dataclass(frozen=True)
-class ClusterState:
-    """The description of an engine on each device, by the address of the device, and the first difference, if any."""
-
-    devices: Mapping[str, Mapping[str, str]]
-    difference: str | None
-
-
-def examine_cluster(
-    spec: EngineSpec, address: str, cores_each: int | None, log_dir: Path, execution: Execution
-) -> ClusterState:
-    """Start an engine on every free device of a cluster.
-
-    Raises:
-        EngineUnavailable: no cluster answers, it has no room, or the engine does not start on one of its nodes.
-    """
-    with ExitStack() as stack:
-        allocation = stack.enter_context(allocate_workers(spec, None, cores_each, address))
-        make = partial(Runner, spec, log_dir=log_dir, execution=execution, start=allocation.start)
-        runners = [stack.enter_context(make(device=device)) for device in allocation.devices]
-        told = describe_all(runners)
-        where = [runner.location for runner in runners]
-        return ClusterState(dict(zip(where, told, strict=True)), first_difference(runners, told))

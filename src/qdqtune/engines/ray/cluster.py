@@ -227,11 +227,11 @@ def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most:
     """
     each = cores_for(spec, cores_each)
     if most > each and not capacity(spec, most):
-        raise BadOption(f"{most} threads: no node of the cluster has as many CPUs, see qdqtune doctor --ray")
+        raise BadOption(f"{most} threads: no node of the cluster has as many CPUs, see ray status")
     fit = capacity(spec, each)
     if (workers or 1) > fit:
         wanted = f"{each} CPUs" + (" and a GPU" if needs_gpu(spec) else "")
         raise EngineUnavailable(
-            f"the cluster has room for {fit} workers of {wanted} each, not {workers or 1}: see qdqtune doctor --ray"
+            f"the cluster has room for {fit} workers of {wanted} each, not {workers or 1}: see ray status"
         )
     return tuple(Device(f"worker-{n}") for n in range(1, 1 + (workers or fit)))
