@@ -345,7 +345,7 @@ def test_the_page_the_file_and_the_exit_code(
     assert call(*words, "-o", "mine.json")[0] == 2
 
 
-@pytest.mark.parametrize("words", ["--qualify --ray auto", "-o record.json"])
+@pytest.mark.parametrize("words", ["--qualify --on board", "-o record.json"])
 def test_options_that_do_not_go_together(
     words: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
