@@ -15,7 +15,6 @@ import pytest
 
 from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine, threads_of
 from qdqtune.engines.devices import ANYWHERE, Device
-from qdqtune.engines.execution import Check
 from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.worker import Session, answer
 from qdqtune.errors import EngineFailure
@@ -76,7 +75,7 @@ class Workers:
     saving: list[bool] = field(default_factory=list)
     """Whether each layer report was to save memory."""
 
-    def __call__(self, log: Path, device: Device = ANYWHERE, check: Check | None = None) -> InProcess:
+    def __call__(self, log: Path, device: Device = ANYWHERE) -> InProcess:
         log.touch()
         self.started += 1
         self.devices.append(device)
@@ -93,9 +92,7 @@ class InProcess:
         self._workers = workers
         self._session: Session | None = None
 
-    def request(
-        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
-    ) -> tuple[bool, Any]:
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`Worker.request`; the limit does not hold."""
         if name != "open":
             return answer(getattr(self._session, name), *arguments)

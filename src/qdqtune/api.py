@@ -33,21 +33,22 @@ from qdqtune.commands.check import Checked, CheckOptions, check_file
 from qdqtune.commands.compare import CompareOptions, Comparison
 from qdqtune.commands.compare import compare as compare_files
 from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.inputs import ModelLike, check_of, execution_of, model_file, on_disk
+from qdqtune.commands.inputs import ModelLike, execution_of, model_file, on_disk
 from qdqtune.commands.paths import check_options
 from qdqtune.commands.quantize import QuantizeOptions
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.commands.verify import Verified, VerifyOptions
 from qdqtune.commands.verify import verify as verify_run
+from qdqtune.engines.execution import cancelled_by
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, Cancelled
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import REQUIRED, Option, Options, anything, flags_of, option, options_of
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.folder import REPORT
-from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State, check_cancel
+from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
@@ -185,8 +186,8 @@ def _tune(options: TuneCall, observer: Observer) -> Result:
         names = [name for name in options_of(TuneCall) if getattr(options, name) != getattr(usual, name)]
         if names:
             raise BadOption(f"Settings hold everything: {', '.join(names)} cannot be given besides")
-        return tune_settings(options.model, observer, check_of(options.cancel))
-    done = tune_settings(options.settings(), observer, check_of(options.cancel))
+        return tune_settings(options.model, observer)
+    done = tune_settings(options.settings(), observer)
     if options.report:
         write_report(report_of_run(done.folder), done.folder / REPORT, flags_of(TuneOptions))
     return done
@@ -325,14 +326,20 @@ def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) 
         Cancelled: `cancel` is set.
     """
     observers: list[Observer] = [_Log()] if observer is None else [_Log(), observer]
-    if cancel is not None:
-        check_cancel(cancel)
+
+    def check() -> None:
+        if cancel is not None and cancel.is_set():
+            raise Cancelled("cancelled: the same call goes on from what was measured")
+
+    check()
     with ExitStack() as stack:
+        if cancel is not None:
+            stack.enter_context(cancelled_by(check))
         if progress:
             shown = _display()
             stack.enter_context(shown)
             observers.insert(0, shown)
-        yield Observers(observers, cancel)
+        yield Observers(observers)
 
 
 def _display() -> lines.Progress:

@@ -13,7 +13,7 @@ import pytest
 
 from qdqtune.engines import channel as channels
 from qdqtune.engines.channel import APART, Channel
-from qdqtune.engines.execution import Deadline
+from qdqtune.engines.execution import Deadline, cancelled_by
 from qdqtune.errors import Cancelled, EngineFailure, Failure
 from qdqtune.types import Accuracy, Layer
 
@@ -126,10 +126,10 @@ def test_a_wait_may_be_cancelled(ends: Ends) -> None:
     def cancel() -> None:
         raise Cancelled("cancelled")
 
-    with pytest.raises(Cancelled):
-        ends[0].recv(Deadline(60.0, cancel))
-    with pytest.raises(Cancelled):
-        ends[0].send(np.zeros(10_000_000, np.uint8), Deadline(60.0, cancel))
+    with cancelled_by(cancel), pytest.raises(Cancelled):
+        ends[0].recv(Deadline(60.0))
+    with cancelled_by(cancel), pytest.raises(Cancelled):
+        ends[0].send(np.zeros(10_000_000, np.uint8), Deadline(60.0))
 
 
 def test_the_other_end_is_gone(ends: Ends) -> None:

@@ -54,7 +54,7 @@ def test_a_time_budget_ends_requests_to_an_engine_that_hangs(left: float | None,
     class Recorded:
         alive = True
 
-        def request(self, name: str, arguments: object, limit: float, check: object) -> tuple[bool, None]:
+        def request(self, name: str, arguments: object, limit: float) -> tuple[bool, None]:
             limits.append(limit)
             return True, None
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine_contract import IMAGE, conv_model
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.execution import EXECUTION, Execution, cancelled_by
 from qdqtune.engines.reused_workers import reused_workers
 from qdqtune.engines.runner import Runner
 from qdqtune.types import Tensors
@@ -61,7 +61,7 @@ def test_a_process_that_has_ended_or_owes_an_answer_is_not_used_again(folder: Pa
         spec = EngineSpec("fake", {"build_seconds": 30.0})
         with Runner(spec, log_dir=folder / "logs", execution=execution, start=execution.start) as runner:
             runner.describe()
-            with runner.checking(cancel), pytest.raises(KeyboardInterrupt):
+            with cancelled_by(cancel), pytest.raises(KeyboardInterrupt):
                 runner.load(folder / "plain.onnx")
         assert second.poll() is not None
         third, outputs = answer(execution, folder, [IMAGE])

@@ -1,17 +1,14 @@
 """What the user allows one build or inference holds wherever the model is run, calibration and checks included."""
 
-import threading
-
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
 
-import qdqtune
 from qdqtune.calibration.observe import outputs_on
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import Cancelled, EngineFailure
+from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import load_proto
 from runs import mixed, write
 
@@ -68,24 +65,3 @@ def test_every_runner_of_a_command_has_the_limit(call, tmp_path, command, monkey
     assert code in (0, 3, 4), err
     assert limits
     assert set(limits) == {123.0}
-
-
-def test_every_runner_of_a_call_can_be_cancelled(tmp_path, workers, monkeypatch):
-    model, target, cancel = write(mixed(), tmp_path), tmp_path / "q.onnx", threading.Event()
-    given = {"calibration_data": model.with_suffix(".npz"), "cancel": cancel}
-    checks, made = [], Runner.__init__
-
-    def watched(runner: Runner, *arguments: object, **more: object) -> None:
-        made(runner, *arguments, **more)  # type: ignore[arg-type]
-        checks.append(runner.check)
-
-    monkeypatch.setattr(Runner, "__init__", watched)
-    qdqtune.quantize(model, output=target, **given)
-    qdqtune.check(target, engine="fake", **given)
-    qdqtune.compare(model, target, engine="fake", timing_runs=12, **given)
-    qdqtune.tune(model, engine="fake", builds=4, min_sqnr=None, output_dir=tmp_path / "out", **given)
-    assert len(checks) > 5
-    cancel.set()
-    for check in checks:
-        with pytest.raises(Cancelled):
-            check()

@@ -47,7 +47,6 @@ class Script:
     contents: dict[Path, bytes] = field(default_factory=dict)
     present: set[Handle] = field(default_factory=set)
     rounds_taken: int = 0
-    check = None
     memory = None
     mix: Mix = (Workload({}),)
 
@@ -344,10 +343,10 @@ def test_the_first_worker_goes_on_alone_even_if_it_was_lost() -> None:
             raise EngineUnavailable("its node is gone")
         assert is_lost.wait(60)
 
-    with WorkerPool([first, second]) as pool:
-        bench = Bench(cast(Any, pool), cast(Any, None), cast(Any, None))
-        assert len(list(pool.results([work, work]))) == 2
-        assert [*pool] == [second]
-        bench.stand_alone()
+    pool = WorkerPool([first, second])
+    bench = Bench(cast(Any, pool), cast(Any, None), cast(Any, None))
+    assert len(list(pool.results([work, work]))) == 2
+    assert [*pool] == [second]
+    bench.stand_alone()
     assert closed == [1]
     assert bench._runner is cast(Any, first.runner)

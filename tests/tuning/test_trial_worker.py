@@ -10,7 +10,6 @@ import pytest
 
 from observers import Log
 from qdqtune.engines import EngineSpec, devices
-from qdqtune.engines.execution import Check
 from qdqtune.errors import EngineUnavailable
 from qdqtune.search import best_of
 from qdqtune.tuning import loop
@@ -94,8 +93,8 @@ def test_jobs_of_a_lost_worker_are_done_by_the_others(model, monkeypatch, many_c
     expected = tune(asked)
     others, started = threading.Lock(), Workers.__call__
 
-    def lost(self: Workers, log: Path, device: devices.Device, check: Check | None) -> Any:
-        worker = started(self, log, device, check)
+    def lost(self: Workers, log: Path, device: devices.Device) -> Any:
+        worker = started(self, log, device)
         request = worker.request
 
         def refused(name: str, arguments: tuple[Any, ...], *more: Any) -> tuple[bool, Any]:

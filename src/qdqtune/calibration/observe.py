@@ -6,7 +6,7 @@ ONNX Runtime runs the model, whichever engine is tuned for: nothing here is time
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from itertools import islice
@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, usable_cores
-from qdqtune.engines.execution import EXECUTION, Check, Execution
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel, EngineFailure, EngineRefused, first_of
@@ -43,9 +43,6 @@ class ModelRun:
 
     def __call__(self, samples: Iterable[Sample]) -> list[dict[str, Array]]:
         return self._runner.outputs(self._build(), samples)
-
-    def checking(self, check: Check) -> AbstractContextManager[None]:
-        return self._runner.checking(check)
 
 
 def observe(

@@ -23,7 +23,7 @@ from traceback import format_exception_only
 from types import ModuleType
 from typing import Any, TypeVar
 
-from qdqtune.engines.execution import CHECK_SECONDS, Execution
+from qdqtune.engines.execution import CHECK_SECONDS, Execution, raise_if_cancelled
 from qdqtune.errors import BadData, BadOption, InputError, QdqtuneError, one_line
 from qdqtune.system.interpreter import USER_CODE
 
@@ -193,8 +193,8 @@ def _awaited(answers: SimpleQueue[Any], begun: float, what: str, execution: Exec
     time."""
     while True:
         waited = monotonic() - begun
-        if waited >= CHECK_SECONDS and execution.check is not None:
-            execution.check()
+        if waited >= CHECK_SECONDS:
+            raise_if_cancelled()
         if waited > execution.seconds:
             todo = ", ".join(("`time_limit` gives it longer", *more))
             raise TooSlow(f"{what} took longer than {execution.seconds:.4g} s: {todo}")

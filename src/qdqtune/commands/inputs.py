@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -28,13 +27,12 @@ from qdqtune.calibration.user_code import checked_count, read_in_thread
 from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
 from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
-from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Check, Execution
+from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import Predict
 from qdqtune.options import REQUIRED, Option, Options, anything, option, reads
 from qdqtune.system.writing import temporary_folder
-from qdqtune.tuning.observer import Cancel, check_cancel
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
 
@@ -168,15 +166,10 @@ class InputOptions(ModelOption):
 
 def execution_of(options: Options) -> Execution:
     """How a command runs models by its options, as far as it has them: `time_limit` of each request and of reading
-    samples, `time_budget` of the whole run from now on, and `cancel`, by which Python programs end it."""
+    samples, and `time_budget` of the whole run from now on."""
     seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
     ends = None if budget is None else monotonic() + budget
-    return Execution(seconds, ends, check_of(getattr(options, "cancel", None)))
-
-
-def check_of(cancel: Cancel | None) -> Check | None:
-    """A function that raises Cancelled once `cancel` is set."""
-    return None if cancel is None else partial(check_cancel, cancel)
+    return Execution(seconds, ends)
 
 
 @contextmanager

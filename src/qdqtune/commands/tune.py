@@ -17,7 +17,6 @@ from qdqtune.commands.source import built_for
 from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores, usual_threads
-from qdqtune.engines.execution import Check
 from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.remote.connection import facts_of
@@ -222,11 +221,11 @@ class Result(Shown, result.Result):
         return {**self.summary, "notes": list(self.notes), "folder": str(self.folder)}
 
 
-def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
+def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """Find the fastest placement, prove it, and write it to the output folder.
 
     Raises:
         QdqtuneError: see `tuning.loop.tune`.
     """
-    done = loop.tune(settings, observer, check)
+    done = loop.tune(settings, observer)
     return Result(**vars(done), folder=settings.output_dir)

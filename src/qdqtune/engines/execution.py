@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +20,43 @@ OVERTIME = 60.0
 and only one that hangs is ended. Chosen, not measured."""
 
 CHECK_SECONDS = 0.1
-"""How often a thread that waits calls its `Check`. Chosen, not measured."""
+"""How often a thread that waits looks whether its work is cancelled. Chosen, not measured."""
 
 Check = Callable[[], None]
-"""Called every `CHECK_SECONDS` during a wait. To cancel the work it raises, which ends the wait and the worker."""
+"""Raises to cancel work."""
+
+_checks: ContextVar[tuple[Check, ...]] = ContextVar("checks", default=())
+
+
+@contextmanager
+def cancelled_by(check: Check) -> Iterator[None]:
+    """Let `check` cancel the work of this thread in the block, beside those of outer blocks. It is called every
+    `CHECK_SECONDS` during a wait; what it raises ends the wait, and the worker that is waited for."""
+    token = _checks.set((check, *_checks.get()))
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+def raise_if_cancelled() -> None:
+    """Raise if the work of this thread is cancelled."""
+    for check in _checks.get():
+        check()
 
 
 class Deadline:
-    """The end of a wait, `limit` seconds from now on. A `check` is called every `CHECK_SECONDS`."""
+    """The end of a wait, `limit` seconds from now on or when its thread is cancelled."""
 
-    def __init__(self, limit: float, check: Check | None = None) -> None:
-        self.limit, self._check = limit, check
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
         self._ends = time.monotonic() + limit
 
     @property
     def pause(self) -> float:
         """How many seconds to wait before `after_pause`; more than 0."""
         left = max(0.001, self._ends - time.monotonic())
-        return left if self._check is None else min(CHECK_SECONDS, left)
+        return min(CHECK_SECONDS, left) if _checks.get() else left
 
     def extend(self, seconds: float) -> None:
         """Let the wait last at least so many seconds from now on."""
@@ -50,24 +70,7 @@ class Deadline:
         """
         if time.monotonic() >= self._ends:
             raise TimeoutError
-        if self._check is not None:
-            self._check()
-
-
-class Checked:
-    """Something that waits, and calls `check` meanwhile."""
-
-    def __init__(self, check: Check | None = None) -> None:
-        self.check = check
-
-    @contextmanager
-    def checking(self, check: Check) -> Iterator[None]:
-        """Call `check` in place of the own one in waits of the block."""
-        before, self.check = self.check, check
-        try:
-            yield
-        finally:
-            self.check = before
+        raise_if_cancelled()
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ class Execution:
     """How a command runs models and code of the user.
 
     A request to an engine may take `seconds`, as may a pass over samples. The time budget is over at the time `ends` of
-    `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. `check` can cancel all waits. The
-    stages of the command write constants of their models to `constants`, so that weights are written once. `start`, a
+    `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. The stages of
+    the command write constants of their models to `constants`, so that weights are written once. `start`, a
     `process.StartWorker`, starts the workers in which models are looked at and not timed (see `reused_workers`);
     without it they start as those of any `Runner`. `device` starts those that run and time models on the user's
     engine, if that is on another machine.
@@ -84,7 +87,6 @@ class Execution:
 
     seconds: float = TIME_LIMIT
     ends: float | None = None
-    check: Check | None = None
     constants: ConstantFile | None = None
     start: Callable[..., Any] | None = None
     device: Callable[..., Any] | None = None

@@ -188,7 +188,7 @@ def on_device(on: str | None, execution: Execution) -> Iterator[tuple[Execution,
     if on is None:
         yield execution, None
         return
-    with connected(on, execution.check) as machine:
+    with connected(on) as machine:
         yield replace(execution, device=machine.start), machine.facts
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
-from qdqtune.engines.execution import Check, Checked, Deadline, Execution
+from qdqtune.engines.execution import Deadline, Execution
 from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.errors import EngineFailure, EngineRefused, EngineUnavailable, Failure, QdqtuneError, Stage, writing
 from qdqtune.system.interpreter import end_group, python
@@ -39,11 +39,8 @@ class Worker(Protocol):
     def location(self) -> str:
         """Host and device of the worker, for messages; "" on this host."""
 
-    def request(
-        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
-    ) -> tuple[bool, Any]:
-        """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError. What `check` raises
-        ends the wait.
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError.
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
@@ -60,9 +57,8 @@ class Worker(Protocol):
         """What the worker has printed outside of builds."""
 
 
-StartWorker = Callable[[Path, Device, Check | None], Worker]
-"""Starts a worker, given its log file, its device, and what is called while a device is waited for. The worker appends
-what it prints to that file."""
+StartWorker = Callable[[Path, Device], Worker]
+"""Starts a worker, given its log file, to which it appends what it prints, and its device."""
 
 
 class Program:
@@ -91,19 +87,19 @@ class Program:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def send(self, message: object, limit: float, check: Check | None = None) -> None:
+    def send(self, message: object, limit: float) -> None:
         """Send a message that has no answer. Raises as `ask`."""
-        self.channel.send(message, Deadline(limit, check))
+        self.channel.send(message, Deadline(limit))
 
-    def ask(self, message: object, limit: float, check: Check | None = None) -> Any:
-        """Send a message and wait for its answer. What `check` raises ends the wait.
+    def ask(self, message: object, limit: float) -> Any:
+        """Send a message and wait for its answer.
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
             EOFError, OSError: the process has ended.
         """
-        self.send(message, limit, check)
-        return self.channel.recv(Deadline(limit, check))
+        self.send(message, limit)
+        return self.channel.recv(Deadline(limit))
 
     def end(self, seconds: float = 0.0) -> None:
         """End the process and all that it has started; it may take so long to end by itself, as its input closes. Its
@@ -154,8 +150,8 @@ class WorkerProcess(Program):
 
     location = ""
 
-    def __init__(self, log: Path, device: Device = ANYWHERE, check: Check | None = None) -> None:
-        """Start the process. A device that is still in use is waited for without `check`, for `LEASE_SECONDS` at most.
+    def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
+        """Start the process. A device that is still in use is waited for, for `LEASE_SECONDS` at most.
 
         Raises:
             EngineUnavailable: another process has the device, or the system starts no process.
@@ -172,11 +168,9 @@ class WorkerProcess(Program):
                 raise EngineUnavailable(f"no process for the engine can be started: {error.strerror}") from error
             undo.pop_all()
 
-    def request(
-        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
-    ) -> tuple[bool, Any]:
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
-        answer: tuple[bool, Any] = self.ask((name, arguments), limit, check)
+        answer: tuple[bool, Any] = self.ask((name, arguments), limit)
         return answer
 
     def kill(self) -> None:
@@ -185,12 +179,11 @@ class WorkerProcess(Program):
             self.end()
 
 
-class WorkerConnection(Checked):
+class WorkerConnection:
     """Sends requests to a worker, which is started before the first request, and replaced after it was lost.
 
     `start` starts one. `first_requests` are sent to each new worker once its engine is open. `ended` is called when a
-    worker has ended, and with it the builds that it held. Each request has the time limits of `execution`, whose
-    `check` is called while one is waited for.
+    worker has ended, and with it the builds that it held. Each request has the time limits of `execution`.
     """
 
     def __init__(
@@ -202,7 +195,6 @@ class WorkerConnection(Checked):
         first_requests: Callable[[], Iterable[tuple[Any, ...]]],
         ended: Callable[[], None],
     ) -> None:
-        super().__init__(execution.check)
         self.worker: Worker | None = None
         self.spec, self.limit, self.execution = spec, execution.seconds, execution
         self._start, self._first_requests, self._ended = start, first_requests, ended
@@ -274,7 +266,7 @@ class WorkerConnection(Checked):
         assert worker is not None
         answered = False
         try:
-            good, result = worker.request(name, arguments, limit, self.check)
+            good, result = worker.request(name, arguments, limit)
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"

@@ -11,7 +11,7 @@ from typing import Any
 
 from qdqtune.engines import runner
 from qdqtune.engines.devices import Device
-from qdqtune.engines.execution import Check, Execution
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.process import Worker
 from qdqtune.system.writing import temporary_folder
 
@@ -39,7 +39,7 @@ class _Idle:
         self._free: dict[tuple[str, ...], list[Worker]] = {}
         self._count = 0
 
-    def start(self, log: Path, device: Device, check: Check | None) -> Worker:
+    def start(self, log: Path, device: Device) -> Worker:
         """A worker that waits, or else a new one: a `StartWorker`."""
         free = self._free.setdefault(device.parts, [])
         while free:
@@ -48,7 +48,7 @@ class _Idle:
                 return _Lent(worker, free)
             worker.kill()
         self._count += 1
-        return _Lent(runner.start_worker(self._folder / f"{self._count}-{log.name}", device, check), free)
+        return _Lent(runner.start_worker(self._folder / f"{self._count}-{log.name}", device), free)
 
     def close(self) -> None:
         for free in self._free.values():
@@ -71,11 +71,9 @@ class _Lent:
     def location(self) -> str:
         return self._worker.location
 
-    def request(
-        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
-    ) -> tuple[bool, Any]:
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         self._has_answered = False
-        answer = self._worker.request(name, arguments, limit, check)
+        answer = self._worker.request(name, arguments, limit)
         self._has_answered = True
         return answer
 

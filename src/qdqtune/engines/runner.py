@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +13,7 @@ import numpy as np
 
 from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
 from qdqtune.engines.devices import ANYWHERE, Device
-from qdqtune.engines.execution import EXECUTION, Check, Execution
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.process import (
     StartWorker,
@@ -59,7 +58,7 @@ class Runner:
         spec: the engine.
         log_dir: folder for what the engine prints.
         execution: its `seconds` limit each build, each inference of `outputs` and each probe; rounds may take `SLACK`
-            times the expected time in addition. Its `check` is called during each wait.
+            times the expected time in addition.
         start: starts a worker; by default a process on this host.
         device: where the worker runs.
         unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
@@ -109,15 +108,6 @@ class Runner:
         worker = self._connection.worker
         return " on ".join(filter(None, (self.device.name, "" if worker is None else worker.location)))
 
-    @property
-    def check(self) -> Check | None:
-        """Called during waits for the engine."""
-        return self._connection.check
-
-    def checking(self, check: Check) -> AbstractContextManager[None]:
-        """Call `check` in place of the own one in waits of the block."""
-        return self._connection.checking(check)
-
     def on_same_device(self, spec: EngineSpec, log_dir: Path, *, has_budget: bool = True) -> Runner:
         """A runner of another engine on the device of this one; it shares the memory budget if `has_budget`.
 
@@ -125,7 +115,7 @@ class Runner:
         """
         if self.device != ANYWHERE:
             self.close()
-        execution = Execution(self._connection.limit, self._connection.execution.ends, self.check)
+        execution = Execution(self._connection.limit, self._connection.execution.ends)
         memory = self.memory if has_budget else None
         start = self._start_worker
         return Runner(spec, log_dir=log_dir, execution=execution, start=start, device=self.device, memory=memory)
@@ -296,7 +286,7 @@ class Runner:
     # Requests to the worker
 
     def _start(self) -> Worker:
-        return self._start_worker(self.log_dir / f"{self.device.name or 'worker'}.log", self.device, self.check)
+        return self._start_worker(self.log_dir / f"{self.device.name or 'worker'}.log", self.device)
 
     def _first_requests(self) -> Iterator[tuple[Any, ...]]:
         if self.memory is not None:

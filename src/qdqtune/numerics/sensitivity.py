@@ -111,11 +111,9 @@ def sensitivities(
         model = with_opset(model, BLOCK_OPSET)
     roundings = _roundings(model, pairs)
     switched = with_roundings(model, roundings, switched=True)
-    with (
-        # not fused: ONNX Runtime's fusions do not look outside of an If
-        running_in_several(switched, workers, execution, fuse=False, budget=budget) as runs,
-        WorkerPool(runs, repeat_after=None, check=execution.check, checking=ModelRun.checking) as pool,
-    ):
+    # not fused: ONNX Runtime's fusions do not look outside of an If
+    with running_in_several(switched, workers, execution, fuse=False, budget=budget) as runs:
+        pool = WorkerPool(runs)
         plan = _plan(pool, len(roundings), samples, deadline, effort or EFFORT, on_fewer)
         measured = InferenceCount(listener or Deaf(), plan.measurements)
         noise = partial(_noise, pool, plan, measured)

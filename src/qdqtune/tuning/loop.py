@@ -6,7 +6,6 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
-from qdqtune.engines.execution import Check
 from qdqtune.search import Strategy, best_of, products_left_in_float
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning.contexts import busy
@@ -23,11 +22,10 @@ from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Trial
 
 
-def tune(settings: Settings, observer: Observer | None = None, check: Check | None = None) -> Result:
+def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """Find the fastest placement for a model on an engine, and write it to the output folder.
 
-    It may be stopped at any time: the same call goes on where it was stopped. `check` is called during waits, and stops
-    the run if it raises.
+    It may be stopped at any time: the same call goes on where it was stopped.
 
     Raises:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
@@ -35,7 +33,7 @@ def tune(settings: Settings, observer: Observer | None = None, check: Check | No
     """
     log = RunLogWriter()
     observer = Observers((log, observer or Silent()))
-    with prepared(settings, observer, check) as ready:
+    with prepared(settings, observer) as ready:
         if (note := busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         if note := ready.store.measuring_on(settings.measured_on):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qdqtune.errors import Cancelled
+from qdqtune.engines.execution import raise_if_cancelled
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Deaf, Listener, Placement, Trial
@@ -49,16 +49,6 @@ class Cancel(Protocol):
         ...
 
 
-def check_cancel(cancel: Cancel) -> None:
-    """Raise if the call is to end.
-
-    Raises:
-        Cancelled: the call is to end.
-    """
-    if cancel.is_set():
-        raise Cancelled("cancelled: the same call goes on from what was measured")
-
-
 class Observer(Listener, Protocol):
     """Receives the events of a run, in order, in the thread that runs it. An exception that it raises ends the run, and
     what was measured is kept. A subclass may leave out methods that it does not need."""
@@ -90,17 +80,16 @@ class Silent(Deaf):
 
 
 class Observers:
-    """Passes events on to several observers in turn, as far as these have a method for them. Raises Cancelled once the
+    """Passes events on to several observers in turn, as far as these have a method for them. Raises once the
     call is cancelled."""
 
-    def __init__(self, observers: Sequence[Observer], cancel: Cancel | None = None) -> None:
-        self._observers, self._cancel = observers, cancel
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
 
     def _pass_on(self, what: str, *arguments: object) -> None:
         for observer in self._observers:
             getattr(observer, what, lambda *_: None)(*arguments)
-        if self._cancel is not None:
-            check_cancel(self._cancel)
+        raise_if_cancelled()
 
     def stage(self, text: str) -> None:
         self._pass_on("stage", text)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from qdqtune.engines import THREADED
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
-from qdqtune.engines.execution import Check, Execution
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.options import on_device
 from qdqtune.engines.pool import WorkerPool
@@ -135,14 +135,14 @@ class Run(Ready):
 
 
 @contextmanager
-def prepared(settings: Settings, observer: Observer, check: Check | None = None) -> Iterator[Ready]:
-    """Lock the output folder, start the engine, and read the model and the state file. `check` can cancel the run.
+def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
+    """Lock the output folder, start the engine, and read the model and the state file.
 
     Raises:
         QdqtuneError: see `errors`.
     """
     ends = None if settings.time_budget is None else time.monotonic() + settings.time_budget
-    execution = Execution(settings.time_limit, ends, check)
+    execution = Execution(settings.time_limit, ends)
     with ExitStack() as stack:
         if settings.on is not None:
             observer.stage(f"connecting to {settings.on}")
@@ -236,8 +236,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             by_rule=None if settings.is_timed else ByRule(rule_costs(settings, subject), lambda: simulation.reference),
         )
         workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
-        pool = WorkerPool(workers, observer.note, check=execution.check, checking=TrialWorker.checking)
-        bench = Bench(stack.enter_context(pool), store, conditions)
+        bench = Bench(WorkerPool(workers, observer.note), store, conditions)
         observer.stage("measuring the float model" if settings.is_timed else "running the float model on the CPU")
         budget = Budget.of(settings, bench, ready.ends)
         settings = replace(settings, proof=budget.proof)

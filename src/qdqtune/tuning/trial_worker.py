@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -13,7 +12,6 @@ from threading import Lock
 
 import numpy as np
 
-from qdqtune.engines.execution import Check
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineRefused, Failure, rewording
 from qdqtune.graph.saving import ConstantFile, nbytes, save
@@ -196,9 +194,6 @@ class TrialWorker:
         self._mark = f"-{number + 1}" if number else ""
         self._conditions = conditions
         self._costs: dict[Placement, float] = {}
-
-    def checking(self, check: Check) -> AbstractContextManager[None]:
-        return self.runner.checking(check)
 
     def trials(self, jobs: Sequence[TrialJob], batch: Batch) -> list[Trial]:
         """Measure candidates that are compared with the same placement, all in the same rounds.

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
-from qdqtune.engines.execution import Check, Deadline
+from qdqtune.engines.execution import Deadline, cancelled_by
 from qdqtune.engines.process import Program
 from qdqtune.engines.ray import NODE_LOST
 from qdqtune.engines.remote.worker import FarWorker, greeting
@@ -78,12 +78,12 @@ class ActorProgram:
     def __init__(self, actor: Any) -> None:
         self._actor, self.alive, self._reason = actor, True, "no reason given"
 
-    def send(self, message: object, limit: float, check: Check | None = None) -> None:
+    def send(self, message: object, limit: float) -> None:
         self._actor.send.remote(message, limit)
 
-    def ask(self, message: object, limit: float, check: Check | None = None) -> Any:
+    def ask(self, message: object, limit: float) -> Any:
         try:
-            return _await_answer(self._actor.ask.remote(message, limit), limit + NETWORK_SECONDS, check)
+            return _await_answer(self._actor.ask.remote(message, limit), limit + NETWORK_SECONDS)
         except TimeoutError:
             raise
         except RayError as error:
@@ -112,8 +112,8 @@ class Cluster:
     cores_each: int
     started: list[FarWorker] = field(default_factory=list)
 
-    def start(self, log: Path, device: Device, check: Check | None = None) -> FarWorker:
-        """A worker on any free device of the cluster. What `check` raises ends the wait for one.
+    def start(self, log: Path, device: Device) -> FarWorker:
+        """A worker on any free device of the cluster.
 
         Raises:
             EngineUnavailable: none is free, or another version of qdqtune is installed there.
@@ -123,7 +123,8 @@ class Cluster:
         actor: Any = ray.remote(WorkerActor).options(**wants).remote()
         program = ActorProgram(actor)
         try:
-            words = _await_answer(actor.greeting.remote(), WAIT_SECONDS, partial(self._check_start, cores, check))
+            with cancelled_by(partial(self._check_start, cores)):
+                words = _await_answer(actor.greeting.remote(), WAIT_SECONDS)
         except TimeoutError:
             program.end()
             wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
@@ -143,15 +144,13 @@ class Cluster:
         self.started.append(worker)
         return worker
 
-    def _check_start(self, cores: int, check: Check | None) -> None:
-        """Stop waiting for a worker that the cluster cannot hold any more as nodes were lost. Call `check`, too.
+    def _check_start(self, cores: int) -> None:
+        """Stop waiting for a worker that the cluster cannot hold any more as nodes were lost.
 
         Raises:
             TimeoutError: it cannot.
             EngineUnavailable: the node that this process is connected through is lost.
         """
-        if check is not None:
-            check()
         own = ray.get_runtime_context().get_node_id()
         if not any(node["Alive"] for node in nodes() if node["NodeID"] == own):
             raise EngineUnavailable(NODE_LOST)
@@ -159,9 +158,9 @@ class Cluster:
             raise TimeoutError
 
 
-def _await_answer(reference: Any, limit: float, check: Check | None) -> Any:
-    """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits."""
-    deadline = Deadline(limit, check)
+def _await_answer(reference: Any, limit: float) -> Any:
+    """The answer of an actor."""
+    deadline = Deadline(limit)
     while not ray.wait([reference], timeout=deadline.pause)[0]:
         deadline.after_pause()
     return ray.get(reference)

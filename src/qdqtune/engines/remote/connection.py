@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from qdqtune.engines.devices import ANYWHERE, Device
-from qdqtune.engines.execution import Check
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote.worker import ENDING_SECONDS, FarWorker, greeting
@@ -100,7 +99,7 @@ class Destination:
 class RemoteMachine:
     """Starts workers on another machine. Those of SSH share a connection, and make it again where it was lost."""
 
-    def __init__(self, destination: Destination, check: Check | None = None) -> None:
+    def __init__(self, destination: Destination) -> None:
         """Ask the machine for its facts.
 
         Raises:
@@ -109,13 +108,13 @@ class RemoteMachine:
         self._destination = destination
         self._folder = temporary_folder()
         try:
-            program, self.facts = self._start(self._folder.path / "greeting.log", check)
+            program, self.facts = self._start(self._folder.path / "greeting.log")
             program.end(ENDING_SECONDS)
         except BaseException:
             self.close()
             raise
 
-    def start(self, log: Path, device: Device, check: Check | None = None, cores: int = 0) -> FarWorker:
+    def start(self, log: Path, device: Device, cores: int = 0) -> FarWorker:
         """A worker there: a `StartWorker`. `cores` has each worker on a device other than `ANYWHERE` for itself.
 
         Raises:
@@ -123,23 +122,23 @@ class RemoteMachine:
         """
         own = max(cores, device.least) if cores and device != ANYWHERE else 0
         try:
-            program, _ = self._start(log, check)
+            program, _ = self._start(log)
         except EngineUnavailable:  # the shared connection may have ended a moment ago
-            program, _ = self._start(log, check)
+            program, _ = self._start(log)
         return FarWorker(program, self._destination.host, own)
 
     def command(self, module: str) -> list[str]:
         """The command that runs a module there over the shared connection."""
         return self._destination.command(module, self._folder.path / "ssh")
 
-    def _start(self, log: Path, check: Check | None) -> tuple[Program, MachineFacts]:
+    def _start(self, log: Path) -> tuple[Program, MachineFacts]:
         host, command = self._destination.host, self.command("qdqtune.engines.remote.far")
         try:
             program = Program(log, args=command)
         except OSError as error:
             raise EngineUnavailable(f"`on` needs the program {command[0]}: {one_line(error)}") from error
         try:
-            words = greeting(program, START_SECONDS, check)
+            words = greeting(program, START_SECONDS)
             if words["version"] != __version__:
                 raise EngineUnavailable(
                     f"{host} has qdqtune {words['version']}, and here is {__version__}: install one version on both"
@@ -163,13 +162,13 @@ class RemoteMachine:
 
 
 @contextmanager
-def connected(on: str, check: Check | None = None) -> Iterator[RemoteMachine]:
-    """Connect to the machine that the option `on` names. What `check` raises ends the wait.
+def connected(on: str) -> Iterator[RemoteMachine]:
+    """Connect to the machine that the option `on` names.
 
     Raises:
         EngineUnavailable: see `RemoteMachine`.
     """
-    machine = RemoteMachine(Destination.parsed(on), check)
+    machine = RemoteMachine(Destination.parsed(on))
     try:
         yield machine
     finally:

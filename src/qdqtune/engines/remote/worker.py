@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnx
 
-from qdqtune.engines.execution import Check, Deadline
+from qdqtune.engines.execution import Deadline
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote.far import GREETING
 from qdqtune.errors import BadOption, EngineUnavailable, reading
@@ -35,9 +35,9 @@ class Far(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def send(self, message: object, limit: float, check: Check | None = None) -> None: ...
+    def send(self, message: object, limit: float) -> None: ...
 
-    def ask(self, message: object, limit: float, check: Check | None = None) -> Any: ...
+    def ask(self, message: object, limit: float) -> Any: ...
 
     def end(self, seconds: float = 0.0) -> None: ...
 
@@ -59,9 +59,7 @@ class FarWorker:
         """Implements `Worker.alive`."""
         return self._program.alive
 
-    def request(
-        self, name: str, arguments: tuple[Any, ...], limit: float, check: Check | None = None
-    ) -> tuple[bool, Any]:
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
         contents: dict[str, Array] = {}
         if name == "open":
@@ -77,9 +75,9 @@ class FarWorker:
         request = io.BytesIO()
         _Request(request, contents).dump((name, sent))
         if contents:
-            for digest in self._program.ask(("missing", list(contents)), limit, check):
-                self._program.send(("put", digest, contents[digest]), limit, check)
-        good, result = self._program.ask(("ask", request.getvalue()), limit, check)
+            for digest in self._program.ask(("missing", list(contents)), limit):
+                self._program.send(("put", digest, contents[digest]), limit)
+        good, result = self._program.ask(("ask", request.getvalue()), limit)
         if good and name == "build":
             text, good, result = result
             if text:
@@ -105,9 +103,9 @@ class FarWorker:
         return self._program.printed()
 
 
-def greeting(program: Program, limit: float, check: Check | None = None) -> dict[str, Any]:
+def greeting(program: Program, limit: float) -> dict[str, Any]:
     """What a program says first: its version, its host, and the facts of its machine. Raises as `Program.ask`."""
-    deadline = Deadline(limit, check)
+    deadline = Deadline(limit)
     program.channel.skip_to(GREETING, LONGEST_WELCOME, deadline)
     words = program.channel.recv(deadline)
     if not isinstance(words, dict) or not {"version", "host", "facts"} <= words.keys():

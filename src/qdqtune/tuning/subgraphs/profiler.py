@@ -112,10 +112,8 @@ class Profiler:
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = with_spans(settings.engine, resolved.spans)
         logs = run.output.path / LOGS / GROUP_MODELS
-        self._runners, check = list(_runners(run, spec, logs)), run.execution.check
-        self._pool = WorkerPool(
-            self._runners, run.observer.note, repeat_after=None, check=check, checking=Runner.checking
-        )
+        self._runners = list(_runners(run, spec, logs))
+        self._pool = WorkerPool(self._runners, run.observer.note)
         self._writing = RLock()
         self._not_loaded: dict[str, Failure] = {}
 
@@ -123,7 +121,6 @@ class Profiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.close()
         self._constants.__exit__()
         for runner in self._runners:  # those that the pool has lost as well: a process may still wait there
             runner.close()
