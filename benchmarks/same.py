@@ -1,8 +1,8 @@
 """False wins of equal builds: a file meets itself as a tuned file meets the user's own, again and again.
 
-Every comparison is that of the proof: two fresh builds of either side, looks at preset rounds, the wider interval of
-both. Each setting is an engine at a number of threads, alone or beside as many such comparisons as the cores hold. What
-is promised is at most one false win in a thousand comparisons; "builds differ" is the standard deviation of the median
+Every comparison is that of the proof: fresh builds of either side, looks at preset rounds, Student's t over builds.
+Each setting is an engine at a number of threads, alone or beside as many such comparisons as the cores hold. What is
+promised is at most one false win in a thousand comparisons; "builds differ" is the standard deviation of the median
 ratio of a pair of builds, beside "rounds differ" of the ratios within one: what a build has of its own for good.
 """
 

@@ -264,7 +264,7 @@ verify = function(VerifyCall, _verify)
 
 
 def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
-    """Time every other model against the first, in interleaved rounds on two fresh builds of both.
+    """Time every other model against the first, in the same rounds on fresh builds of all.
 
     Keywords are the options of `qdqtune compare`, and `example_inputs` of modules of PyTorch.
 

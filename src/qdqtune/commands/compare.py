@@ -161,7 +161,7 @@ class Comparison(Shown):
 
 
 def compare(files: Sequence[Path], options: CompareOptions, observer: Observer | None = None) -> Comparison:
-    """Time every other file against the first, in interleaved rounds on two fresh builds of both.
+    """Time every other file against the first, in the same rounds on fresh builds of all.
 
     Raises:
         InputError: files, samples or options cannot be used, or not together.

@@ -2,8 +2,8 @@
 
 Builds are spent as in cut search, so that the fastest placement is found as well. Further points come from predictions:
 for each price on noise, the optimum of time plus price times noise is a placement that no other beats in both, as far
-as prices and sums of noise are right. Between neighbours that differ much, mixtures of the two are added. Predicted
-points get no build in the search, since the proof builds and measures every point anyway.
+as prices and sums of noise are right. Between neighbours that differ much, mixtures of the two are added. Those that
+lie farthest from all measured points are built.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SEED_BUILDS = 12
 budget continues one with a smaller. Chosen, not measured."""
 
 PROOF_BUILDS = 2 * PAIRS
-"""Builds of one comparison of the proof: two of each file."""
+"""The least builds of a proof: two of each of two files."""
 
 STATE = "autotuner_state.yaml"
 """The name of the state file in the output folder."""
@@ -85,7 +85,7 @@ def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def builds_for(schemes: int, patterns: int) -> int:
-    """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again."""
+    """Builds in which every pattern gets so many schemes, and a fifth more for wins that are tried together."""
     return 16 + ceil(1.2 * schemes * patterns)
 
 
@@ -95,9 +95,7 @@ class Settings(SearchOptions):
 
     Budgets (`builds`, `time_budget`), limits on accuracy and workers may change when a run is resumed.
 
-    `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
-    one comparison, or two for a model that has pairs, for each of at most two candidates, and another if both fail. For
-    a `front` it is what search and proof may spend together.
+    `builds` is what the search may spend, the float model's build included. The builds of the proof come on top.
     `evaluate` names the user's metric (see `numerics.metrics`), in place of `labels` and `metric`.
     `accuracy_samples` is the most samples on which outputs are compared, `min_sqnr_worst` the `min_sqnr` of the worst
     sample alone, since a good mean may hide one that is broken; by default less than that of the mean.
