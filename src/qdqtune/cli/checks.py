@@ -126,7 +126,7 @@ def debug_command(options: DebugArguments) -> int:
     said.
 
     Exit code 0: the outputs are healthy; 4: they are not, whether or not a tensor is guilty; 5: ONNX Runtime does not
-    run the float model.
+    run the float model, or the engine not the quantized one.
 
     \b
     qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
@@ -136,7 +136,7 @@ def debug_command(options: DebugArguments) -> int:
         done = with_flags_in_notes(debug(options, observer))
     say_notes(done.notes)
     if options.as_machine:
-        print_json(done.to_dict() | {"flags": _flags(done)})
+        print_json(done.to_dict() | {"flags": to_exclude(done.excluded)})
     else:
         _show(done)
     return 0 if done.is_healthy else ConstraintUnmet.exit_code
@@ -166,22 +166,14 @@ def _ending(done: Diagnosis) -> Iterator[str]:
     if done.guilty:
         state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
         yield f"without them on {done.engine}: {level(done.rest or 0.0)}, {state}"
-        yield f"to keep them in float: qdqtune quantize MODEL {_flags(done)}"
+        yield f"to keep them in float: qdqtune quantize MODEL {to_exclude(done.excluded)}"
     if done.suspects:
         return
-    if done.is_refused:
-        yield f"the file could not be examined as a whole, as {done.engine} does not run it: see the notes"
-    elif done.unexamined:
+    if done.unexamined:
         many = f"{done.unexamined} were" if done.unexamined > 1 else "1 was"
         yield f"no examined tensor is guilty, but {many} not examined: see the notes"
     else:
         yield "no single tensor is guilty"
-
-
-def _flags(done: Diagnosis) -> str:
-    """Options of quantize that leave guilty tensors in float, and otherwise make the same file again."""
-    excluded = to_exclude(done.excluded)
-    return excluded if done.weight_only is None or not excluded else f"--weight-only {done.weight_only} {excluded}"
 
 
 SKILL = Path(__file__).parent.parent / "skill" / "SKILL.md"

@@ -6,7 +6,7 @@ outputs are healthy. Then it measures what the engine computes of the pairs that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
-from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused
+from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import samples
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
@@ -43,7 +43,7 @@ from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.simulation import Outputs, check_stripped, onnxruntime_session
 from qdqtune.options import MaybeNumber, Option, anything, in_range, option
-from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, tables_of, twins_of
+from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import FilePair, file_pairs, with_file_pairs
 from qdqtune.system.writing import temporary_folder
@@ -102,7 +102,7 @@ class Diagnosis(Shown):
     samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest` without the guilty
     pairs. Of the `suspects` those are guilty whose `without` is known; the others are the largest, where `rest` is
     above the limit and no pair stands out. `pairs` counts examined pairs, those on biases included, and `unexamined`
-    what else is quantized in a file that is not healthy. `is_refused`: the engine does not run the file.
+    those on no tensor of the float model.
     """
 
     pairs: int
@@ -115,7 +115,6 @@ class Diagnosis(Shown):
     rest: float | None = None
     suspects: tuple[Damage, ...] = ()
     unexamined: int = 0
-    is_refused: bool = False
     notes: tuple[str, ...] = ()
     placement: Placement = field(default_factory=Placement)
     is_held_out: bool = False
@@ -141,15 +140,6 @@ class Diagnosis(Shown):
     def excluded(self) -> tuple[str, ...]:
         """The nodes to keep in float, which removes all guilty pairs."""
         return tuple(dict.fromkeys(node for damage in self.guilty for node in damage.nodes))
-
-    @property
-    def weight_only(self) -> str | None:
-        """The `weight_only` of `quantize` that stores weights as the file does; None where it has pairs."""
-        formats = {weight_format for _, weight_format in self.placement.weight_only}
-        if self.placement.edges or not formats:
-            return None
-        names = {each.name for each in formats}
-        return min(names if len(names) == 1 else {each.family for each in formats})
 
     def in_words(self) -> str:
         """How close the outputs are, and whether that is healthy."""
@@ -184,7 +174,6 @@ class Diagnosis(Shown):
             "weights": len(self.placement.weight_only),
             "pairs": self.pairs,
             "unexamined": self.unexamined,
-            "refused": self.is_refused,
             "samples": self.samples,
             "held_out": self.is_held_out,
             "min_sqnr_db": sqnr_of(self.limit),
@@ -259,16 +248,15 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     if unmatched:
         many = f"{len(unmatched)} pairs are" if len(unmatched) > 1 else "a pair is"
         notes.insert(0, f"{many} on no tensor of the float model, and not examined, the first: {unmatched[0]}")
-    if not done.is_healthy:
-        if all(pair.kind == "activation" for pair in pairs):
-            notes.append(
-                "constants are taken as the file has them: give the float model as well, to have them examined"
-            )
-        notes += _unexamined(quantized)
-        products = sum(1 for _ in dynamic_products_of(quantized))
-        done = replace(done, unexamined=len(unmatched) + sum(1 for _ in tables_of(quantized)) + products)
-    placement = placement_in(plain, quantized)
-    return replace(done, placement=placement, is_held_out=prepared.is_held_out, notes=tuple(notes))
+    if not done.is_healthy and all(pair.kind == "activation" for pair in pairs):
+        notes.append("constants are taken as the file has them: give the float model as well, to have them examined")
+    return replace(
+        done,
+        placement=placement_in(plain, quantized),
+        is_held_out=prepared.is_held_out,
+        unexamined=len(unmatched),
+        notes=tuple(notes),
+    )
 
 
 @dataclass(frozen=True)
@@ -289,15 +277,12 @@ class _Search:
         """Run `file` on the engine, and find the tensors that take its noise above `limit`."""
         switched, engine, judged = self.switched, self.engine, len(self.switched.samples)
         self.observer.stage(f"running {file.name} on {engine}")
-        outputs, loss, notes = None, UNKNOWN_NOISE, list[str]()
-        try:
+        with rewording(f"{engine} does not run {file.name}"):
             outputs = self._on_engine(file)
-        except EngineRefused as refused:
-            notes.append(f"{engine} does not run {file.name}: {refused}")
-        else:
-            loss = noise(switched.reference, outputs)
-            if loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
-                notes.append(part)
+        notes = list[str]()
+        loss = noise(switched.reference, outputs)
+        if loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
+            notes.append(part)
         done = Diagnosis(
             pairs=len(self.pairs),
             samples=judged,
@@ -305,7 +290,6 @@ class _Search:
             noise=loss,
             examined=judged,
             noise_there=loss,
-            is_refused=outputs is None,
             notes=tuple(notes),
             file=file,
             engine=engine,
@@ -327,13 +311,10 @@ class _Search:
             left = self._noise_of_rest(without.keys())
         others = {tensor: alone for tensor, alone in ranking.items() if tensor not in without}
         if left > max(limit, WORSE * defined):
-            if outputs is not None:
-                levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
-                notes.append(f"{engine} computes other values than the pairs define: {levels}")
+            levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
+            notes.append(f"{engine} computes other values than the pairs define: {levels}")
             others = {}
-        elif left > limit and ranking:
-            notes.append(_spread(list(others.values())))
-        else:
+        elif left <= limit:
             others = {}
         shown = {tensor: ranking[tensor] for tensor in [*without, *list(others)[:NAMED]]}
         suspects = described(self.plain, self.pairs, shown, switched.samples, self.execution)
@@ -366,25 +347,6 @@ class _Search:
             return noise(self.switched.reference, self._on_engine(file))
         except EngineRefused:
             return UNKNOWN_NOISE
-
-
-def _spread(noises: Sequence[float]) -> str:
-    """How many of the pairs, the worst first, make half of the noise of all."""
-    total, summed, half = sum(noises), 0.0, 0
-    while half < len(noises) and summed < total / 2:
-        summed += noises[half]
-        half += 1
-    return f"half of the damage that is left is spread over {half} of {len(noises)} tensors"
-
-
-def _unexamined(quantized: Model) -> Iterator[str]:
-    """Notes on what is quantized without pairs."""
-    if tables := sum(1 for _ in tables_of(quantized)):
-        how = "quantize with `op_types_to_exclude` Gather keeps them in float"
-        yield f"tables of Gather stay unexamined ({tables}): {how}"
-    if products := sum(1 for _ in dynamic_products_of(quantized)):
-        how = "quantize with `nodes_to_exclude` keeps some in float"
-        yield f"products with dynamic quantization stay unexamined ({products}): {how}"
 
 
 def _models(options: DebugOptions) -> tuple[Model, Path, Model]:

@@ -161,13 +161,10 @@ class SwitchedPairs:
         """The noise that the pairs of some tensors make."""
         return noise(self.reference, self.outputs(on))
 
-    def narrow(self, outputs: Outputs | None, limit: float = 0.0) -> float:
+    def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
         """Keep only the samples with the largest error in these outputs, if the noise on them is above `limit`. The
-        noise of the outputs on the samples that are kept. Without outputs the first samples are kept."""
+        noise of the outputs on the samples that are kept."""
         reference, most = self.reference, max(1, min(MOST_SAMPLES, MOST_INFERENCES // len(self.tensors)))
-        if outputs is None:
-            self.samples, self.reference = self.samples[:most], reference[:most]
-            return UNKNOWN_NOISE
         single = [noise([r], [o]) for r, o in zip(reference, outputs, strict=True)]
         worst = sorted(sorted(range(len(single)), key=lambda i: -single[i])[:most])
         kept = [reference[i] for i in worst]
