@@ -10,7 +10,7 @@ from models import build, normal
 from qdqtune.placement.start_placements import STATIC
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.result import best_undecided, no_format
+from qdqtune.tuning.result import best_undecided
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import HOPELESS, MIXED, cost, mixed, out, settings, write
 
@@ -77,11 +77,3 @@ def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
     assert said.startswith("the best candidate, no 1, was 1.25x [0.83x, 1.25x] the speed of float; ")
     assert best_undecided([slower], PLAN) is None
     assert best_undecided([trial(1, [0.5] * 12, accepted=True), slower], PLAN) is None
-
-
-def test_weight_formats_that_gain_nowhere_are_told() -> None:
-    told = no_format(("w8", "w4"), has_pairs=False)
-    assert told is not None
-    assert told.startswith("`formats` w8,w4: no weight of a product gains by them here; ")
-    assert no_format(None, has_pairs=True) is None
-    assert no_format(("int8",), has_pairs=True) is None

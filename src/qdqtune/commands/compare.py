@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.options import DataOptions, samples_option
-from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
 from qdqtune.commands.gate import NO_GATE, RUNS, Gate, Gated, GateOptions, passes
 from qdqtune.commands.inputs import SamplesLike, execution_of
@@ -183,9 +181,27 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
             raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
         threads = options.threads or ()
         counts = counts_of(spec, threads, machine=machine) if len(threads) > 1 else None
-        told: dict[str, Any] = {"seed": options.seed, "observer": observer, "asked": options.scores}
-        told["given"] = dict(ChainMap(*given))
-        rows = compare_at(files, spec, counts, prepared, options.plan, is_timed=is_timed, **told)
+        fixed = dict(ChainMap(*given))
+        judging = [{**sample, **fixed} for sample in prepared.judging]
+        mix = tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix)
+        with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
+            cpu: Runner | None = None
+            if not is_timed:
+                runner.describe()  # the engine may not be here, and without samples nothing else asks it
+                cpu = stack.enter_context(temporary_runner(EngineSpec("onnxruntime"), prepared.execution))
+            rows = compare_files(
+                files,
+                runner,
+                judging,
+                options.plan,
+                has_real_samples=prepared.has_real_samples,
+                mix=mix or None,
+                counts=counts or (None,),
+                seed=options.seed,
+                observer=observer,
+                asked=options.scores,
+                reference_from=cpu,
+            )
         notes = told_of_inputs(options, prepared)
         warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
         warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
@@ -412,48 +428,6 @@ def _with_times(row: Row, compared: tuple[Compared, ...] | str | None, at: int, 
 def _median_ms(compared: Compared) -> tuple[float, float]:
     """Median latencies in ms: of the first file, and of the other."""
     return 1e3 * compared.a_seconds, 1e3 * compared.b_seconds
-
-
-def compare_at(
-    files: Sequence[Path],
-    spec: EngineSpec,
-    counts: Sequence[int | None] | None,
-    prepared: Prepared,
-    plan: Plan,
-    *,
-    is_timed: bool = True,
-    seed: int = 0,
-    observer: Observer | None = None,
-    asked: Sequence[str] = (),
-    given: Mapping[str, Array] = MappingProxyType({}),
-) -> list[Row]:
-    """The rows of `compare_files` on an engine, for each number of threads in `counts`; None leaves the engine's own.
-    If it `is_timed` not, outputs are compared with those of the CPU. `given` are inputs that samples lack.
-
-    Raises:
-        EngineFailure: see `compare_files`.
-        EngineUnavailable: there is no such engine here.
-    """
-    judging = [{**sample, **given} for sample in prepared.judging]
-    with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
-        cpu: Runner | None = None
-        if not is_timed:
-            runner.describe()  # the engine may not be here, and without samples nothing else asks it
-            cpu = stack.enter_context(temporary_runner(EngineSpec("onnxruntime"), prepared.execution))
-        whole = tuple(replace(one, inputs={**one.inputs, **given}) for one in prepared.mix)
-        return compare_files(
-            files,
-            runner,
-            judging,
-            plan,
-            has_real_samples=prepared.has_real_samples,
-            mix=whole or (Workload(judging[0]),),
-            counts=counts or (None,),
-            seed=seed,
-            observer=observer,
-            asked=asked,
-            reference_from=cpu,
-        )
 
 
 class _Ran(NamedTuple):

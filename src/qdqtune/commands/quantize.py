@@ -352,7 +352,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         save(quantized, fresh)
         if prepared is not None:
             observer.stage("comparing with the float model")
-            done = _compared(options, fresh, placed, prepared, metric)
+            done = _judged(options, fresh, placed, prepared, metric)
         if precision == "bf16":  # which ONNX Runtime cannot run
             save(finished(quantized, precision), fresh)
     if prepared is not None and options.report:
@@ -390,21 +390,6 @@ def _weight_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedB
     return PlacedByRules(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
 
-def _compared(
-    options: QuantizeOptions, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Metric | None
-) -> Quantized:
-    """Compare the written file with the float model, and add notes about the samples."""
-    with temporary_folder() as folder:
-        done = _judged(options, written, placed, prepared, metric, folder)
-    notes = [*done.notes]
-    if not prepared.has_real_samples:
-        scaled = ": scales come from random inputs" if options.sees_data else ""
-        notes.append(f"no `calibration_data`{scaled}")
-    elif not prepared.is_held_out and options.sees_data:
-        notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
-    return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
-
-
 def _quantized_parts(model: Model) -> str:
     """What is quantized already in a model, in words; empty if nothing is."""
     if is_quantized(model):
@@ -438,32 +423,38 @@ def _judged(
     placed: PlacedByRules,
     prepared: Prepared,
     metric: Metric | None,
-    folder: Path,
 ) -> Quantized:
     """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
     target. Random inputs give no accuracy, but the file must run on them."""
-    plain, model = folder / "float.onnx", load(Path(str(options.model)), fix_inputs=options.fix_inputs)
-    save(model, plain)
+    model = load(Path(str(options.model)), fix_inputs=options.fix_inputs)
     samples = prepared.judging
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     execution = prepared.execution
-    with Runner(spec, log_dir=folder, execution=execution, start=execution.start) as runner:
+    with (
+        temporary_folder() as folder,
+        Runner(spec, log_dir=folder, execution=execution, start=execution.start) as runner,
+    ):
+        save(model, folder / "float.onnx")
         with rewording(REFUSED):
-            before, after = runner.load(plain), runner.load(written)
+            before, after = runner.load(folder / "float.onnx"), runner.load(written)
             expected, returned = runner.outputs(before, samples), runner.outputs(after, samples)
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before, before), _measured(metric, runner, after, before)
     judged = len(samples) if prepared.has_real_samples else 0
-    doubts = tuple(filter(None, [measured and doubt(measured[0])]))
-    done = Quantized(options.target, placed, None, judged, True, measured, notes=doubts)
+    notes = list(filter(None, [measured and doubt(measured[0])]))
+    if not judged:
+        notes.append(f"no `calibration_data`{': scales come from random inputs' * options.sees_data}")
+    elif not prepared.is_held_out and options.sees_data:
+        notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
+    done = Quantized(options.target, placed, None, judged, prepared.is_held_out, measured, notes=tuple(notes))
     if not judged:
         return done
     for outputs, whose in ((expected, "float"), (returned, "quantized")):
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"
-            return replace(done, is_finite=False, notes=(*doubts, note))
+            return replace(done, is_finite=False, notes=(*notes, note))
     scores = scores_of(expected, options.scores)
     lost = accuracy(expected, returned, scores)
     worry = concern(lost)
@@ -471,7 +462,7 @@ def _judged(
         worry += f"; tune with `engine` {options.engine} finds the tensors that need 16 bits"
     return replace(
         done,
-        notes=(*doubts, *filter(None, [worry])),
+        notes=(*notes, *filter(None, [worry])),
         sqnr_db=lost.sqnr_db,
         agreement=equal_share(lost),
         worst_slice=slice_cell(lost),

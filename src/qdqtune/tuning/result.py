@@ -159,8 +159,7 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     if not settings.is_timed:
         doubts += [] if history else [run.budget.excuse]
     elif proof.ratio is None:
-        untried = run.budget.excuse or no_format(settings.formats, has_pairs=settings.has_pairs)
-        doubts += [best_undecided(history, settings.plan), None if history else untried]
+        doubts += [best_undecided(history, settings.plan), None if history else run.budget.excuse]
     yield from filter(None, doubts)
 
 
@@ -351,16 +350,6 @@ def no_kernels(history: Sequence[Trial], model: Model, plan: Plan) -> str | None
                 f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
             )
     return None
-
-
-def no_format(formats: Sequence[str] | None, *, has_pairs: bool) -> str | None:
-    """Why nothing was tried where weight formats alone were asked for; None where pairs may be placed, too."""
-    if formats is None or has_pairs:
-        return None
-    return (
-        f"`formats` {','.join(formats)}: no weight of a product gains by them here; they take too small a part of "
-        "the time, fit in a cache in float, or are not faster so on this engine"
-    )
 
 
 # ---------------------------------------------------------------- run.json
