@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from qdqtune.calibration.inputs import input_specs
-from qdqtune.cli.progress import Live, Plain
+from qdqtune.cli.progress import Progress
 from qdqtune.commands.tune_tables import result_table
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("workers")
 def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, count: int, tmp_path: Path) -> None:
     asked = settings(write(mixed(), tmp_path), mode=mode, builds=count, output_dir=tmp_path / "out")
     written = [io.StringIO(), io.StringIO()]
-    live, plain = (make(Console(file=file, width=200)) for make, file in zip((Live, Plain), written, strict=True))
-    result = tune(asked, Observers([live, plain]))
+    moving, plain = (Progress(Console(file=file, width=200), is_moving=file is written[0]) for file in written)
+    result = tune(asked, Observers([moving, plain]))
     for file in written:
         lines = re.findall(r"^ +(\d+) +(\d+)/(\d+) builds  best", file.getvalue(), re.MULTILINE)
         assert [int(number) for number, *_ in lines] == list(range(1, len(result.history) + 1))
