@@ -95,15 +95,23 @@ def builds_of(levels: Array, noise: float, rng: np.random.Generator) -> Take:
 
 
 def proof(
-    gain: float, differ: float, rng: np.random.Generator, *, builds: int = 2, noise: float = 0.001, plan: Plan = PROOF
+    gain: float,
+    differ: float,
+    rng: np.random.Generator,
+    *,
+    builds: int = 2,
+    noise: float = 0.001,
+    plan: Plan = PROOF,
+    steady: int | None = None,
 ) -> tuple[str, int]:
     """What a race of two files says, of which one takes the share `gain` of the other's time, where builds of a file
-    differ by `differ` of a ratio; and the builds of each file."""
+    differ by `differ` of a ratio, but those of the `steady` one do not; and the builds of each file."""
     blocks: list[Block] = []
     for look in BUILD_LOOKS:
         while builds * len(blocks) < look:
             files = np.repeat([0.0, np.log(gain)], builds)
-            levels = files + differ / np.sqrt(2) * rng.standard_normal(2 * builds)
+            scale = np.repeat([differ * (file != steady) / np.sqrt(2) for file in (0, 1)], builds)
+            levels = files + scale * rng.standard_normal(2 * builds)
             leave = decided_files([(0, 1)], builds, plan, ONE_VIEW)
             blocks.append(Block(race(builds_of(levels, noise, rng), 2 * builds, plan, leave), builds))
         if not wants_more_builds(blocks, [(0, 1)], plan):
@@ -122,6 +130,13 @@ def test_builds_that_differ_for_good_win_no_more_often_than_promised(differ: flo
     """Equal files: that two builds agree says little."""
     plan, count, rng = Plan((12, 24)), 1500, np.random.default_rng(8)
     verdicts = [proof(1.0, differ, rng, builds=builds, plan=plan)[0] for _ in range(count)]
+    assert all(plausible(verdicts.count(side), count, plan.error) for side in ("faster", "slower"))
+
+
+@pytest.mark.parametrize("steady", [0, 1])
+def test_so_it_is_where_the_builds_of_one_file_alone_differ(steady: int) -> None:
+    plan, count, rng = Plan((12, 24)), 1500, np.random.default_rng(8)
+    verdicts = [proof(1.0, 0.13, rng, steady=steady, plan=plan)[0] for _ in range(count)]
     assert all(plausible(verdicts.count(side), count, plan.error) for side in ("faster", "slower"))
 
 

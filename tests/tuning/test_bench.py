@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.records import job_of
+from qdqtune.tuning.records import TrialRecord, job_of
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.types import Edge, Measurement, Mix, Placement, Proposal, Times, Turn, Workload
@@ -119,8 +119,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
             candidates = Candidates(inserter, stack.enter_context(one_constant_file(folder)))
-            worker = TrialWorker(engine, candidates, Conditions(plan, SAMPLES, seed=7))
-            bench = Bench(WorkerPool([worker]), store, Conditions(plan, SAMPLES, seed=7))
+            conditions = Conditions(plan, SAMPLES, seed=7, model_bytes=1)
+            worker = TrialWorker(engine, candidates, conditions)
+            bench = Bench(WorkerPool([worker]), store, conditions)
             return Setup(tmp_path, runner, candidates, store, bench, placements)
 
         yield make
@@ -305,6 +306,18 @@ def test_where_a_race_fails_each_candidate_races_alone(opened: Open) -> None:
     proposals = [Proposal("test", placement) for placement in (good, bad)]
     trials = [trial for trial, _ in setup.bench.measured(1, proposals, FLOAT)]
     assert [isinstance(trial.result, Failure) for trial in trials] == [False, True]
+
+
+def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_one_by_one(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.tuning.bench.TOGETHER", 2)
+    setup = opened(speed=lambda path, _: 1.0 if path.stem == FLOAT.digest else 1.1)
+    proposals = [Proposal("test", placement) for placement in setup.placements[:3]]
+    with closing(setup.bench.measured(1, proposals, FLOAT)) as trials:
+        for number, _ in enumerate(trials, 1):
+            assert len(setup.runner.present) == 1, "all but the float model are freed"
+            assert len(setup.store.values("trial:", TrialRecord)) == number
 
 
 def test_a_full_disk_is_an_output_error(opened: Open) -> None:

@@ -177,7 +177,7 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     assert not [note for note in result.notes if note.startswith("`time_budget` has ended")]
 
 
-def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
+def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
     bench = SimpleNamespace(
         floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0),
@@ -185,7 +185,8 @@ def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
         brief_seconds=first,
     )
     settings = Settings(Path("m"), time_budget=seconds, threads=(1,))
-    return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)
+    ends = None if seconds is None else time.monotonic() + seconds
+    return Budget.of(settings, cast(Bench, bench), ends, has_other_float=has_other_float)
 
 
 def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
@@ -214,3 +215,9 @@ def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Pat
         "`time_budget` has no room for all calibration samples",
         "`time_budget` has no room to correct biases",
     ]
+
+
+def test_time_is_kept_for_the_users_file_where_the_float_model_is_another() -> None:
+    one, two = budget(3600, 0.5), budget(3600, 0.5, has_other_float=True)
+    assert (one.opponents, two.opponents) == (1, 2)
+    assert two.proof_seconds(1) > one.proof_seconds(1)

@@ -14,7 +14,7 @@ from qdqtune.tuning import file_race
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.store import Store
-from qdqtune.types import Times, Turn
+from qdqtune.types import Mix, Times, Turn
 from refusals import or_raise
 from runs import hopeless, mixed, write
 
@@ -33,6 +33,9 @@ class Script:
     present: set[Handle] = field(default_factory=set)
     held: list[int] = field(default_factory=list)
     memory: Any = None
+    mix: Mix = ()
+    broken: str = ""
+    """The stem of a file that no race runs with."""
 
     def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle:
         assert fresh
@@ -49,8 +52,25 @@ class Script:
 
     def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
         self.held.append(len(handles))
+        or_raise(Failure("run", "no") if self.broken in [one.path.stem for one in handles] else None)
         or_raise(self.failures.pop(0) if self.failures else None)
         return Times(tuple(((self.speed(one.path.stem, one.build),),) * len(numbers) for one in handles))
+
+    def timed(self, handle: Handle, count: int) -> Times:
+        return self.rounds([handle], range(count))
+
+
+class Unsteady(Script):
+    """Rounds that the first look does not decide: each sixth is the other way round."""
+
+    def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
+        usual = {"slow": 1.0, "fast": 0.9}
+        return Times(
+            tuple(
+                tuple((usual[one.path.stem] if number % 6 else 1.0 / usual[one.path.stem],) for number in numbers)
+                for one in handles
+            )
+        )
 
 
 @pytest.fixture
@@ -143,3 +163,37 @@ def test_a_failure_is_not_tried_again_where_time_lacks(files: list[Path]) -> Non
     with pytest.raises(EngineRefused, match="gone"):
         replace(racer(runner, tries=3), lacks=lambda _: True).race(files, FIRST_AGAINST_SECOND, "proof")
     assert len(runner.held) == 1
+
+
+def test_a_race_that_ended_early_for_want_of_time_is_run_again_by_the_next_session(
+    files: list[Path], tmp_path: Path
+) -> None:
+    for lacks, rounds in ((True, 12), (False, 20)):
+        with Store(tmp_path / "state.yaml", {"model": "m"}) as store:
+            script = Unsteady(twice_as_fast)
+            race = racer(script, store=store, lacks=lambda _, lacks=lacks: lacks).race(files, FIRST_AGAINST_SECOND, "x")
+            assert script.logs
+            assert max(len(one) for one in race.blocks[0].times.seconds) == rounds
+
+
+def test_rounds_of_another_plan_are_not_taken_for_those_of_this_one(files: list[Path], tmp_path: Path) -> None:
+    with Store(tmp_path / "state.yaml", {"model": "m"}) as store:
+        racer(Script(twice_as_fast), store=store).race(files, FIRST_AGAINST_SECOND, "proof")
+        script = Script(twice_as_fast)
+        replace(racer(script, store=store), plan=Plan((16,))).race(files, FIRST_AGAINST_SECOND, "proof")
+        assert script.logs
+
+
+def test_as_many_files_race_together_as_fit_into_memory(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = files
+    for room, count in ((1, 1), (2 * one.stat().st_size + other.stat().st_size, 2)):
+        monkeypatch.setattr(file_race, "MOST_BYTES", room)
+        assert len(racer(Script(twice_as_fast)).together([one], [other, one, one])) == count
+
+
+def test_the_file_that_does_not_run_alone_is_to_blame(files: list[Path]) -> None:
+    runner = Script(twice_as_fast, broken="fast")
+    with pytest.raises(EngineRefused):
+        racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert racer(runner).refused(files) == {files[1]: Failure("run", "no")}
+    assert not runner.present

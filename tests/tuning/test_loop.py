@@ -211,6 +211,28 @@ def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Pa
 
 
 @pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("front", [False, True])
+def test_a_candidate_that_does_not_run_as_a_finished_file_costs_no_other(
+    model: Path, workers: Workers, *, front: bool
+) -> None:
+    broken: list[Path] = []
+
+    def refused(build: Build) -> str | None:
+        is_finished = build.path.parent.name == "front" if front else build.path.name == "optimized_final.onnx"
+        if is_finished and not broken:
+            broken.append(build.path)
+        return "no" if build.path in broken else None
+
+    workers.refused = refused
+    result = tune(settings(model, mode="cut", front=front, builds=25, min_sqnr=None))
+    assert broken
+    assert result.improved
+    if not front:
+        assert any("did not run as a finished file: no" in note for note in result.notes)
+        assert not any("as it is" in note for note in result.notes)
+
+
+@pytest.mark.usefixtures("workers")
 def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model: Path) -> None:
     given = quantized(model, "qdq.onnx", start_placements.compute_inputs(load(model), possible(model)))
     result = tune(settings(model, model=given, from_qdq=True))

@@ -44,7 +44,7 @@ def race(take: Take, models: int, plan: Plan, leave: Leave, is_late: Callable[[]
         done = look
         gone = leave(times, running)
         running = [model for model in running if model not in gone]
-        if len(running) < 2 or is_late():
+        if len(running) < 2 or (look < plan.looks[-1] and is_late()):
             break
     assert times is not None  # a plan has at least one look
     return times
@@ -109,12 +109,12 @@ def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan, looks: in
     these = on_these_builds(ratios)
     logs = np.log([one.median for one in ratios])
     pairs = sum(block.builds for block in blocks)
-    spread = Spread(blocks[0].builds * float(np.sum((logs - logs.mean()) ** 2)), len(blocks) - 1)
-    for block in blocks:
-        spread += block.spread(a) + block.spread(b)
-    if not spread.free:
+    parts = [Spread(blocks[0].builds * float(np.sum((logs - logs.mean()) ** 2)), len(blocks) - 1)]
+    for file in (a, b):
+        parts.append(sum((block.spread(file) for block in blocks), Spread(0.0, 0)))
+    if not any(part.free for part in parts):
         return Ratio(these.median, None, None)
-    margin = build_margin(spread, pairs, plan.error / looks)
+    margin = build_margin(parts, pairs, plan.error / looks)
 
     def wider(end: float | None, side: int) -> float | None:
         if end is None:

@@ -212,18 +212,27 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
     return Ratio(float(np.exp(np.mean(logs))), end([r.low for r in ratios]), end([r.high for r in ratios]))
 
 
-def build_margin(known: Spread, pairs: int, error: float) -> float:
+def build_margin(parts: Sequence[Spread], pairs: int, error: float) -> float:
     """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
 
+    The parts need not have the same deviation, as builds of one file may differ more than those of another: the degrees
+    of freedom are those of Satterthwaite (Biometrics Bulletin 2, 1946), fewer where one part has most of the squares.
     One degree of freedom says next to nothing about a deviation: Student's t would ask for 675 times the one that two
-    pairs show. So there the margin is a fixed distance plus `DEVIATIONS`, which holds the error up to `MOST_SPREAD`.
+    pairs show. So for two pairs the margin is at most a fixed distance plus `DEVIATIONS`, which holds the error up to
+    `MOST_SPREAD`.
     """
     from scipy.special import stdtrit  # slow to import
 
-    deviation = float(np.sqrt(known.squares / known.free))
-    if known.free == 1:
-        return _least_distance(pairs, error) + DEVIATIONS * deviation
-    return float(stdtrit(known.free, 1 - error)) * deviation / float(np.sqrt(pairs))
+    squares = sum(part.squares for part in parts)
+    free: float = sum(part.free for part in parts)
+    deviation = float(np.sqrt(squares / free))
+    if squares:
+        free = max(1.0, squares**2 / sum(part.squares**2 / part.free for part in parts if part.free))
+    margin = float(stdtrit(free, 1 - error)) * deviation / float(np.sqrt(pairs))
+    fixed = _least_distance(pairs, error) + DEVIATIONS * deviation
+    if free == 1:
+        return fixed
+    return min(margin, fixed) if pairs == PAIRS else margin
 
 
 @cache

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from math import ceil
 from pathlib import Path
 
 from qdqtune.engines import builds_for
@@ -42,6 +43,9 @@ FLOAT = Placement()
 
 CANNOT_RUN = "the engine cannot run the float model", BaselineFailed
 
+TOGETHER = 2 * 2**30
+"""Bytes of the models whose builds race together, at most; at least one candidate races. Chosen, not measured."""
+
 REPEATED = 2
 """Samples on which the float model is run again. Chosen, not measured."""
 
@@ -74,8 +78,9 @@ class Bench:
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, *, is_brief: bool = False
     ) -> Generator[tuple[Trial, bool]]:
-        """Race candidates against another placement, in as many races side by side as there are devices. Gives the
-        trials in the order of the proposals, numbered from `number`, each with whether its result was in the store.
+        """Race candidates against another placement, on all devices side by side, as many in a race as fit into memory
+        beside each other. Gives the trials in the order of the proposals, numbered from `number`, each with whether its
+        result was in the store.
         `is_brief`: there is time for a few rounds only.
 
         Results are stored at once. Closing the iterator ends the measurements that are running.
@@ -106,7 +111,9 @@ class Bench:
         if not jobs:
             return
         batch = Batch(self.reference, self.scores, self.deadline, is_brief)
-        races = [jobs[first :: len(self._pool)] for first in range(min(len(jobs), len(self._pool)))]
+        each = max(1, self._conditions.model_bytes) * builds_for(self._runner.mix)
+        size = max(1, min(ceil(len(jobs) / len(self._pool)), TOGETHER // each - 1))
+        races = [jobs[first : first + size] for first in range(0, len(jobs), size)]
         ask = [partial(TrialWorker.trials, jobs=race, batch=batch) for race in races]
         with closing(self._pool.results(ask)) as results:
             for _, trials in results:

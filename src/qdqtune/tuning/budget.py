@@ -56,8 +56,9 @@ class Budget:
     points: int = 1
 
     @staticmethod
-    def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
-        """The budget of a run whose search begins now, and which has to end at `ends`."""
+    def of(settings: Settings, bench: Bench, ends: float | None, *, has_other_float: bool) -> Budget:
+        """The budget of a run whose search begins now, and which has to end at `ends`. `has_other_float`: the float
+        model that candidates are made of is not the user's file, which then races in the proof, too."""
         budget = Budget(settings.search_builds, settings.proof, candidate=bench.trial_seconds)
         if ends is not None and settings.time_budget is not None:
             ends -= FINISH_SHARE * settings.time_budget
@@ -72,7 +73,7 @@ class Budget:
             budget,
             brief=bench.brief_seconds,
             file_builds=PAIRS * floats.build_seconds,
-            opponents=1 + bool(settings.from_qdq or settings.fix_inputs),
+            opponents=1 + has_other_float,
         )
         if settings.time_budget is not None:
             share = FRONT_SHARE if settings.front else PROOF_SHARE

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from qdqtune.engines import builds_for
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import EngineRefused
+from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
@@ -27,11 +28,15 @@ from qdqtune.timing.race import (
 from qdqtune.timing.ratios import BUILD_LOOKS, Plan
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import Compared
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import Caveat, Store
 from qdqtune.types import Deaf, Listener, Times
 
 SIDE_BY_SIDE = 512 * 2**20
 """If two builds of each file take more bytes, one of each is held at a time. Chosen, not measured."""
+
+MOST_BYTES = 2 * 2**30
+"""Bytes of the files of one race, at most; at least one file races against those that it has to beat. Chosen, not
+measured."""
 
 MOST_TRIES = 3
 """How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
@@ -97,6 +102,31 @@ class Racer:
                 break
         return FileRace(tuple(blocks), self.plan, self.views)
 
+    def together(self, opponents: Sequence[Path], files: Sequence[Path]) -> Sequence[Path]:
+        """The first of some files whose builds fit into memory beside those of their opponents, at least one."""
+        each = builds_for(self.runner.mix)
+        room = MOST_BYTES - each * sum(map(nbytes, opponents))
+        sizes = [each * nbytes(file) for file in files]
+        count = 1
+        while count < len(files) and sum(sizes[: count + 1]) <= room:
+            count += 1
+        return files[:count]
+
+    def refused(self, files: Sequence[Path]) -> dict[Path, Failure]:
+        """Those of the files that the engine does not run even alone, and why: where it fails in a race, one of them
+        may be to blame."""
+        failures = dict[Path, Failure]()
+        for file in files:
+            try:
+                handle = self.runner.load(file, f"alone_{file.stem}", fresh=True)
+                try:
+                    self.runner.timed(handle, 1)
+                finally:
+                    self.runner.unload(handle)
+            except EngineRefused as refused:
+                failures[file] = refused.failure
+        return failures
+
     def _lacks_another(self, blocks: Sequence[Block], begun: float) -> bool:
         return self.lacks((time.monotonic() - begun) / len(blocks))
 
@@ -108,12 +138,14 @@ class Racer:
         return twice <= self.precision_seconds and any(is_imprecise(s, comparisons, self.plan) for s in of_views)
 
     def _block(self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str) -> Block:
-        measure = partial(self._fresh, files, comparisons, builds, number, name)
+        caveat = Caveat()
+        measure = partial(self._fresh, files, comparisons, builds, number, name, caveat)
         if self.store is None:
             return Block(self._repeated(measure), builds)
         contents = ":".join(content_digest(files_of(file)) for file in files)
-        key = f"race:{contents}:{builds}:{number}"
-        return Block(self.store.memo(key, Times, partial(self._repeated, measure)), builds)
+        looks = ",".join(map(str, self.plan.looks))
+        key = f"race:{contents}:{builds}:{number}:{looks}"
+        return Block(self.store.memo(key, Times, partial(self._repeated, measure), caveat), builds)
 
     def _repeated(self, measure: Callable[[], Times]) -> Times:
         for _ in range(self.tries - 1):
@@ -124,10 +156,17 @@ class Racer:
                     raise
         return measure()
 
-    def _fresh(self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str) -> Times:
+    def _fresh(
+        self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str, caveat: Caveat
+    ) -> Times:
         """Rounds of fresh builds. The files are built in reverse: the float model, which comes first, is the largest,
         and memory to read the others is free again by then."""
         begun, runner = time.monotonic(), self.runner
+
+        def is_late() -> bool:
+            caveat.is_hurried = self.lacks(time.monotonic() - begun)
+            return caveat.is_hurried
+
         stems = [file.stem for file in files]
         names = [stem if stems.count(stem) == 1 else f"{stem}_{at}" for at, stem in enumerate(stems)]
         with ExitStack() as stack:
@@ -139,4 +178,4 @@ class Racer:
                 handles.insert(0, handle)
             take = taking_rounds(runner, handles, self.plan, self.seed + number)
             leave = decided_files(comparisons, builds, self.plan, [view.shares for view in self.views])
-            return race(take, len(handles), self.plan, leave, lambda: self.lacks(time.monotonic() - begun))
+            return race(take, len(handles), self.plan, leave, is_late)

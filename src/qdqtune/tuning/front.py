@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines.acceptance import check_loads
-from qdqtune.errors import BadOption, EngineRefused, writing
+from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
@@ -202,17 +202,30 @@ def _written(placement: Placement, run: Run) -> Path:
 def _proven(trials: Sequence[Trial], files: Mapping[Placement, Path], run: Run) -> tuple[list[ProvenPoint], int]:
     """The candidates that proved faster than the user's file, with the user's metric; and the builds that this took.
     Where the engine fails on the user's file, the float model as we write it takes its place."""
-    if not trials:
-        return [], 0
-    others = [files[trial.placement] for trial in trials]
-    comparisons = [(0, at) for at in range(1, len(files) + 1)]
-    try:
-        race = run.racer.race([run.settings.model, *others], comparisons, "front")
-    except EngineRefused:
-        race = run.racer.race([run.settings.output_dir / BASELINE, *others], comparisons, "front")
+    given, builds, racer = run.settings.model, 0, run.racer
+    contexts_of = dict[Path, tuple[Compared, ...]]()
+    waiting = [files[trial.placement] for trial in trials]
+    while waiting and (not contexts_of or run.budget.provable(1)):
+        group = racer.together([given], waiting)
+        try:
+            race = racer.race([given, *group], [(0, at) for at in range(1, len(group) + 1)], "front")
+        except EngineRefused as refused:
+            run.given.check()
+            failed = {} if refused.is_transient and run.budget.lacks(0.0) else racer.refused([given, *group])
+            is_lost = given in failed and (refused.is_transient or given != run.settings.model)
+            if is_lost or not failed:
+                raise BaselineFailed(f"the engine failed on the finished files: {refused}") from refused
+            given = run.settings.output_dir / BASELINE if given in failed else given
+            waiting = [file for file in waiting if file not in failed]
+            continue
+        builds += race.builds
+        contexts_of |= {file: race.compared(0, at) for at, file in enumerate(group, 1)}
+        waiting = waiting[len(group) :]
     proven = []
-    for at, trial in enumerate(trials, 1):
-        contexts = race.compared(0, at)
+    for trial in trials:
+        contexts = contexts_of.get(files[trial.placement], ())
+        if not contexts:
+            continue
         if is_proven(contexts):
             judged = run.limits.with_metric(trial, run.bench.metric)
             value, holds = None, judged.holds is True
@@ -223,7 +236,7 @@ def _proven(trials: Sequence[Trial], files: Mapping[Placement, Path], run: Run) 
                     holds = False
             keep_rounds(trial.placement, first_faster(contexts), run.store)
             proven.append(ProvenPoint(judged, contexts, holds, value))
-    return proven, race.builds
+    return proven, builds
 
 
 def _short_front(points: int, candidates: int, run: Run) -> str:

@@ -111,7 +111,16 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             raced = _raced(placements, field, run)
         except EngineRefused as refused:
             run.given.check()
-            if field.given is None or refused.failure.is_transient:
+            is_over = refused.is_transient and run.budget.lacks(0.0)
+            files = {_unproven(placement, run): placement for placement in placements}
+            failed = {} if is_over else run.racer.refused(list(files))
+            for file, failure in failed.items():
+                edges = f"a candidate of {len(files[file])} edges"
+                notes.append(f"{edges} did not run as a finished file: {failure.reason}")
+            queue = queue.without([files[file] for file in failed])
+            if failed:
+                continue
+            if field.given is None or refused.is_transient or not run.racer.refused([field.given]):
                 raise BaselineFailed(f"the engine failed on the finished files: {refused}") from refused
             notes.append(f"the engine does not run {settings.model.name} as it is, so it was not compared: {refused}")
             field = replace(field, given=None)
@@ -195,7 +204,8 @@ class Raced:
 
 
 def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
-    """Race the files of placements against the user's file and, where that is another, the float model.
+    """Race the files of placements, or of the first ones that fit into memory, against the user's file and, where that
+    is another, the float model.
 
     Raises:
         EngineRefused: the engine fails on one of the files.
@@ -204,8 +214,10 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
     files = [*filter(None, [field.given]), *([field.baseline] if needs_baseline else [])]
     given, baseline = 0, len(files) - 1
     floats = baseline if field.given is None or field.has_other_float else given
+    fitting = run.racer.together(files, [_unproven(placement, run) for placement in placements])
+    placements = placements[: len(fitting)]
     finalists = range(len(files), len(files) + len(placements))
-    files += [_unproven(placement, run) for placement in placements]
+    files += fitting
     against = {floats}
     if field.given is not None:
         against.add(given)

@@ -233,12 +233,14 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
             limits=settings.limits,
             evaluation=ready.evaluation,
             scores=settings.scores,
+            model_bytes=bytes_of_files(settings.model),
             by_rule=None if settings.is_timed else ByRule(rule_costs(settings, subject), lambda: simulation.reference),
         )
         workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
         bench = Bench(WorkerPool(workers, observer.note), store, conditions)
         observer.stage("measuring the float model" if settings.is_timed else "running the float model on the CPU")
-        budget = Budget.of(settings, bench, ready.ends)
+        has_other_float = bool(settings.from_qdq or settings.fix_inputs or subject.changes)
+        budget = Budget.of(settings, bench, ready.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
         notes = (*ready.notes, *filter(None, [_at_one_thread(ready, bench, constants)]))
         bench.deadline = budget.deadline

@@ -207,6 +207,10 @@ class Finalists:
     placements: tuple[Placement, ...] = ()
     first: int = 0
 
+    def without(self, others: Collection[Placement]) -> Finalists:
+        """The same without some that were not tried."""
+        return replace(self, placements=tuple(p for p in self.placements if p not in others))
+
     def next(self, attempts: Sequence[Attempt]) -> tuple[Placement, ...]:
         """The placements to race next, all together; empty if there is none."""
         tried = [attempt for attempt in attempts if attempt.placement]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineRefused, Failure, rewording
-from qdqtune.graph.saving import ConstantFile, nbytes, save
+from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
 from qdqtune.numerics.metrics import Metric
 from qdqtune.numerics.scores import Scores
@@ -109,9 +109,6 @@ NO_NODES = Failure("build", "the provider runs no node of the model: do its opti
 BRIEF_LOOKS = (2,)
 """Looks at a candidate that goes to the proof at once: whether that is worth its time. Chosen, not measured."""
 
-TOGETHER = 2 * 2**30
-"""Bytes of the model files whose builds race together, at most; at least one candidate races. Chosen, not measured."""
-
 PROFILED = (4, 12, 400)
 """Inferences behind a layer report: the least, the usual number, and the most. Chosen, not measured."""
 
@@ -132,7 +129,8 @@ class ByRule:
 class Conditions:
     """How candidates are measured: by which plan, on which samples, and by which metric of the user's.
 
-    `scores` are the outputs that the user names as such. With `by_rule` nothing is timed.
+    `scores` are the outputs that the user names as such; a build takes about `model_bytes`. With `by_rule` nothing is
+    timed.
     """
 
     plan: Plan
@@ -141,6 +139,7 @@ class Conditions:
     limits: Limits = field(default_factory=Limits)
     evaluation: Metric | None = None
     scores: Sequence[str] = ()
+    model_bytes: int = 0
     by_rule: ByRule | None = None
 
     def may_be_taken(self, trial: Trial) -> bool:
@@ -215,22 +214,11 @@ class TrialWorker:
             except EngineRefused as refused:
                 trials[job.number] = job.failed(refused.failure)
                 self.loaded.drop(job.proposal.placement)
-        for together in self._together(entrants):
-            for trial in self._raced(together, batch):
-                trials[trial.number] = trial
-                if not self._conditions.may_be_taken(trial):
-                    self.loaded.drop(trial.placement)
+        for trial in self._raced(entrants, batch) if entrants else ():
+            trials[trial.number] = trial
+            if not self._conditions.may_be_taken(trial):
+                self.loaded.drop(trial.placement)
         return [trials[job.number] for job in jobs]
-
-    def _together(self, entrants: Sequence[Entrant]) -> Iterator[Sequence[Entrant]]:
-        """The candidates in groups whose builds fit into memory beside each other."""
-        if self.runner.memory is not None:
-            size = 1
-        else:
-            largest = max((nbytes(entrant.build.path) for entrant in entrants), default=1)
-            size = max(1, TOGETHER // max(1, largest) - 1)
-        for first in range(0, len(entrants), size):
-            yield entrants[first : first + size]
 
     def _entrant(self, job: TrialJob) -> Entrant:
         build = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
