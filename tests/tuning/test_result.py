@@ -30,14 +30,6 @@ def test_gains_of_fixed_inputs_and_of_pairs_are_reported_apart(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_ships_stands_among_what_nothing_beats_and_each_has_a_name(tmp_path: Path) -> None:
-    rows = tune(settings(write(mixed(), tmp_path), mode="cut", builds=12)).summary["met"]
-    assert [row["shipped"] for row in rows].count(True) == 1
-    assert len({row["name"] for row in rows}) == len({row["number"] for row in rows}) == len(rows)
-    assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)
-
-
-@pytest.mark.usefixtures("workers")
 def test_other_quantizers_are_told_which_nodes_stay_in_float(tmp_path: Path) -> None:
     model = write(mixed(), tmp_path)
     summary = tune(settings(model, mode="cut", builds=12)).summary

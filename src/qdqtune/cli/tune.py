@@ -14,7 +14,7 @@ from qdqtune.cli.command import Terminal, command, command_line
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import Result, TuneOptions, tune
-from qdqtune.commands.tune_tables import front_table, groups_table, met_table, rule_table
+from qdqtune.commands.tune_tables import front_table, groups_table, rule_table
 from qdqtune.errors import BadOption, ConstraintUnmet, QdqtuneError
 from qdqtune.explanation.formatting import builds, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
@@ -176,8 +176,6 @@ def _print(result: Result, final: Path) -> None:
         show(front_table(result.summary))
     elif result.summary.get("by_rule"):
         show(rule_table(result.summary))
-    elif len(result.summary["met"]) > 1:
-        show(met_table(result.summary))
     show(result.table())
     print(_result_line(result, final))
 

@@ -10,7 +10,7 @@ from qdqtune.explanation.formatting import built, counted, duration
 from qdqtune.explanation.result_rows import NOT_MEASURED, by_rule, is_judged, remarks, result_rows
 from qdqtune.numerics.accuracy import closeness_cell
 from qdqtune.timing.limits import failure
-from qdqtune.timing.ratios import Ratio, speed
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.result import Result
 
@@ -42,17 +42,6 @@ def front_table(summary: Mapping[str, Any]) -> Table:
     speedups = [f"at {n} thread{'s' * (n != 1)}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
     caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
     return Table(("point", *speedups, "metric", "tensors", *JUDGED), cells, caption).filled
-
-
-def met_table(summary: Mapping[str, Any]) -> Table:
-    """A table of candidates of the search that no other one beat in both latency and accuracy."""
-    cells = [
-        (str(row["number"]), row["origin"], speed(row["ratio"]), _tensors(row), *_judged(row, summary))
-        for row in summary["met"]
-    ]
-    proven = "none proved to be a point of the front" if "front" in summary else "`front` proves such points"
-    caption = f"what no other candidate beat in both, as the search measured it; {proven}"
-    return Table(("candidate", "from", "speedup", "tensors", *JUDGED), cells, caption).filled
 
 
 def rule_table(summary: Mapping[str, Any]) -> Table:

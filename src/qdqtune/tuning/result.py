@@ -27,7 +27,6 @@ from qdqtune.placement.possible import conversions, wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
-from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
 from qdqtune.timing.limits import failure
@@ -46,9 +45,6 @@ from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
-
-MOST_UNBEATEN = 8
-"""The most candidates unbeaten in latency and accuracy that summary.json lists. Chosen, not measured."""
 
 UNMEASURED = (
     "accuracy was not measured, so nothing with pairs ships: give `calibration_data`, or `min_sqnr` none to ship it "
@@ -225,7 +221,6 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None or not is_judged else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,
-        "met": list(_met(history, proof, settings.plan)) if settings.is_timed and is_judged else [],
         "accuracy_samples": len(subject.accuracy) if is_judged else 0,
         "accuracy_held_out": subject.held_out,
         **({"calibration_cut_short": list(subject.hurried)} if subject.hurried else {}),
@@ -277,30 +272,6 @@ def _tried(rewrite: Tried) -> dict[str, Any]:
     ends = {} if ratio is None else {"low": ratio.low, "high": ratio.high}
     median = None if ratio is None else ratio.median
     return {"name": rewrite.name, "form": rewrite.form, "ratio": median, **ends, "kept": rewrite.kept}
-
-
-def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:
-    """The rows `met` of summary.json: candidates that no other one beat in both latency and accuracy, as the search
-    measured them; and the one that ships, which others may beat by less than noise."""
-    unbeaten = undominated(history, plan)
-    ratios = ratios_to_float(history, plan)
-    ships = None if proof.candidate is None else proof.candidate.placement
-    shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == ships][-1:]
-    points = (p for p in spread(unbeaten, MOST_UNBEATEN) if p.trial.placement != ships)
-    for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
-        accuracy = point.trial.accuracy
-        yield {
-            "name": name,
-            "number": point.trial.number,
-            "origin": point.trial.proposal.origin,
-            "ratio": point.ratio,
-            "sqnr_db": point.trial.sqnr_db,
-            "agreement": equal_share(accuracy),
-            "pairs": count_pairs(point.trial.placement),
-            **({"weights": len(point.trial.placement.weight_only)} if point.trial.placement.weight_only else {}),
-            "holds_limits": point.trial.holds,
-            "shipped": point.trial.placement == ships,
-        }
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:

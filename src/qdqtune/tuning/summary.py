@@ -79,21 +79,6 @@ class FrontPoint(TypedDict):
     workloads: NotRequired[list[OnWorkload]]
 
 
-class Met(TypedDict):
-    """A candidate that no other one beat in both latency and accuracy, as the search measured it."""
-
-    name: str
-    number: int
-    origin: str
-    ratio: Positive
-    sqnr_db: float | None
-    agreement: float | None
-    pairs: Count
-    weights: NotRequired[Count]
-    holds_limits: bool | None
-    shipped: bool
-
-
 class TriedRewrite(TypedDict):
     """A rewrite that was measured; its ratio is None if it failed."""
 
@@ -197,7 +182,6 @@ class Summary(TypedDict):
     output_sqnr_db: float | None
     output_accuracy: Accuracy | None
     fastest_without_limits: WithoutLimits | None
-    met: list[Met]
     accuracy_samples: Count
     accuracy_held_out: bool
     calibration_cut_short: NotRequired[list[str]]
