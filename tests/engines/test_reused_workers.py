@@ -18,10 +18,10 @@ from qdqtune.types import Tensors
 def answer(execution: Execution, folder: Path, samples: list[Tensors], at_once: int = 1, **options: Any) -> Any:
     """The process that ran the plain model of a folder, and its outputs."""
     spec = EngineSpec("onnxruntime", options)
-    with Runner(spec, log_dir=folder / "logs", execution=execution, start=execution.start) as runner:
+    with Runner(spec, log_dir=folder / "logs", execution=execution, reuses=True) as runner:
         outputs = runner.outputs_of(folder / "plain.onnx", samples, at_once)
         assert runner._connection.worker is not None
-        return runner._connection.worker._worker._process, outputs
+        return runner._connection.worker._process, outputs
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_process_that_has_ended_or_owes_an_answer_is_not_used_again(folder: Pa
             raise KeyboardInterrupt
 
         spec = EngineSpec("fake", {"build_seconds": 30.0})
-        with Runner(spec, log_dir=folder / "logs", execution=execution, start=execution.start) as runner:
+        with Runner(spec, log_dir=folder / "logs", execution=execution, reuses=True) as runner:
             runner.describe()
             with cancelled_by(cancel), pytest.raises(KeyboardInterrupt):
                 runner.load(folder / "plain.onnx")

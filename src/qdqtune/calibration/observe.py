@@ -152,7 +152,7 @@ def running_in_several(
         stack.callback(path.unlink)
         devices = [Device(f"observer-{number}") for number in range(count)]
         shared = budget if count == 1 else None  # a budget is not thread-safe
-        make = partial(Runner, spec, log_dir=folder, execution=execution, start=execution.start)
+        make = partial(Runner, spec, log_dir=folder, execution=execution, reuses=True)
         runners = [make(device=device, memory=shared or MemoryBudget.for_model(size)) for device in devices]
         for runner in runners:
             stack.enter_context(runner)

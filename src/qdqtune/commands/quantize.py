@@ -430,10 +430,9 @@ def _judged(
     samples = prepared.judging
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
-    execution = prepared.execution
     with (
         temporary_folder() as folder,
-        Runner(spec, log_dir=folder, execution=execution, start=execution.start) as runner,
+        Runner(spec, log_dir=folder, execution=prepared.execution, reuses=True) as runner,
     ):
         save(model, folder / "float.onnx")
         with rewording(REFUSED):

@@ -79,16 +79,15 @@ class Execution:
 
     A request to an engine may take `seconds`, as may a pass over samples. The time budget is over at the time `ends` of
     `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. The stages of
-    the command write constants of their models to `constants`, so that weights are written once. `start`, a
-    `process.StartWorker`, starts the workers in which models are looked at and not timed (see `reused_workers`);
-    without it they start as those of any `Runner`. `device` starts those that run and time models on the user's
-    engine, if that is on another machine.
+    the command write constants of their models to `constants`, so that weights are written once. `idle` are workers for
+    models that are looked at and not timed (`reused_workers.IdleWorkers`). `device` starts those that run and time
+    models on the user's engine, if that is on another machine.
     """
 
     seconds: float = TIME_LIMIT
     ends: float | None = None
     constants: ConstantFile | None = None
-    start: Callable[..., Any] | None = None
+    idle: Any = None
     device: Callable[..., Any] | None = None
 
     def within_budget(self, seconds: float) -> float:

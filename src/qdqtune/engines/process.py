@@ -206,10 +206,14 @@ class WorkerConnection:
 
     def close(self) -> None:
         """End the worker at once."""
-        if self.worker is not None:
-            self.worker.kill()
-        self.worker = None
+        if (worker := self.released()) is not None:
+            worker.kill()
+
+    def released(self) -> Worker | None:
+        """The worker, which the caller ends or uses for something else."""
+        worker, self.worker = self.worker, None
         self._ended()
+        return worker
 
     def ask(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
         """The answer to a request. `what` says in messages what is being done; `log` is the log of a build; `extra`

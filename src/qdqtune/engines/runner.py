@@ -60,6 +60,7 @@ class Runner:
         execution: its `seconds` limit each build, each inference of `outputs` and each probe; rounds may take `SLACK`
             times the expected time in addition.
         start: starts a worker; by default a process on this host.
+        reuses: whether to take one of the idle workers of `execution`, if it has any, and to give it back.
         device: where the worker runs.
         unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
         memory: limits the builds of this and other runners of one thread; without it all loaded models stay loaded.
@@ -72,12 +73,14 @@ class Runner:
         log_dir: Path,
         execution: Execution = EXECUTION,
         start: StartWorker | None = None,
+        reuses: bool = False,
         device: Device = ANYWHERE,
         unpacked: int = 0,
         memory: MemoryBudget | None = None,
     ) -> None:
         self.log_dir, self.device, self.memory, self._unpacked = log_dir, device, memory, unpacked
-        self._spec, self._start_worker = spec, start or start_worker
+        self._idle = execution.idle if reuses else None
+        self._spec, self._start_worker = spec, start or (self._idle.start if self._idle else start_worker)
         self._mix: Mix = ()
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
@@ -99,8 +102,12 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """End the worker at once. Loaded models are built again if the runner is used again."""
-        self._connection.close()
+        """End the worker at once, or let it wait for the next runner. Loaded models are built again if this one is used
+        again."""
+        if self._idle is not None and self._connection.is_open:
+            self._idle.keep(self._connection.released(), self.device)
+        else:
+            self._connection.close()
 
     @property
     def location(self) -> str:

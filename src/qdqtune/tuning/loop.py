@@ -16,7 +16,7 @@ from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
 from qdqtune.tuning.proof import chosen_by_rule, prove
 from qdqtune.tuning.result import Result, RunLogWriter, conclude
 from qdqtune.tuning.rewritten import with_rewrites
-from qdqtune.tuning.run import Run, open_run, prepared, written_once
+from qdqtune.tuning.run import Run, open_run, prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Trial
@@ -38,10 +38,9 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
             observer.note(note)
         if note := ready.store.measuring_on(settings.measured_on):
             observer.note(note)
-        with written_once(ready) as constants:
-            chosen = with_rewrites(ready, constants) if settings.is_timed else ready
-            with open_run(chosen, constants) as run:
-                return _searched_and_proven(run, log)
+        chosen = with_rewrites(ready) if settings.is_timed else ready
+        with open_run(chosen) as run:
+            return _searched_and_proven(run, log)
 
 
 def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:

@@ -9,7 +9,7 @@ the result with the user's file in any case.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +19,7 @@ from qdqtune.calibration.scales import Calibration
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BadModel, EngineRefused, Failure
 from qdqtune.graph.float16 import HALF, load_for
-from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
-from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.placement import engine_rules
@@ -63,15 +61,13 @@ SAME_DB = 40.0
 not measured."""
 
 
-def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
+def with_rewrites(ready: Ready) -> Ready:
     """`ready` with the rewrites applied that make the model faster; unchanged if none does, or none is to be tried.
-    Models that are built on the way refer to `constants`.
 
     Raises:
         OutputError: a file cannot be written.
         QdqtuneError: see `errors`.
     """
-    ready = ready.sharing(constants)
     store, subject = ready.store, ready.subject
     finished, plan = store.get("rewrites", TriedRewrites), ready.settings.plan
     earlier = finished or store.hurried("rewrites", TriedRewrites)
@@ -80,7 +76,7 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
     if finished is None:
         if not (names := _applicable(ready.settings, subject)):
             return ready
-        found, subject, is_cut_short = _search(names, ready, constants)
+        found, subject, is_cut_short = _search(names, ready)
         if earlier is not None and earlier.names != found.names:
             store.forget()  # candidates were made of another float model
         store.put(f"rewrites{IN_A_HURRY}" if is_cut_short else "rewrites", found)
@@ -119,13 +115,13 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
     return names
 
 
-def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tuple[TriedRewrites, Subject, bool]:
+def _search(names: Sequence[str], ready: Ready) -> tuple[TriedRewrites, Subject, bool]:
     """Try these rewrites in this order; gives their results, the model with those that are kept, and whether time or an
     accident of the engine left something open."""
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
-    constants.keep(ready.subject.model)
+    ready.constants.keep(ready.subject.model)
     ready.runner.feed(at_each(ready.subject.mix, ready.settings.thread_counts))
-    builder = _Builder(ready, constants.write, time.monotonic())
+    builder = _Builder(ready, time.monotonic())
     found, kept = NO_REWRITES, _FloatModel(ready.subject)
     try:
         for name in names:
@@ -242,11 +238,10 @@ def _check_same(kept: _FloatModel, rewritten: _FloatModel, builder: _Builder) ->
 
 @dataclass
 class _Builder:
-    """Builds the models that are compared, each once in a form. `write` makes a file of a model, `begun` is when trying
-    began (by `time.monotonic`), `count` are the builds so far. It `is_cut_short` if something was left open."""
+    """Builds the models that are compared, each once in a form. `begun` is when trying began (by `time.monotonic`),
+    `count` are the builds so far. It `is_cut_short` if something was left open."""
 
     ready: Ready
-    write: Callable[[Model, str], Path]
     begun: float
     handles: list[Handle] = field(default_factory=list)
     count: int = 0
@@ -285,11 +280,11 @@ class _Builder:
         """The file to build: in float without rewrites the user's own, else one written here; None without any pair."""
         settings = self.ready.settings
         if form == "float":
-            return settings.model if not subject.rewrites.names else self.write(subject.model, "float")
+            return settings.model if not subject.rewrites.names else self.ready.constants.write(subject.model, "float")
         one = subject.prepared.calibration.first(1)
         ranges = calibrate(subject.shaped, one, Calibration("minmax"), execution=subject.prepared.execution)
         possible = possible_edges(subject.shaped, ranges)
         placement = engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
         if placement == Placement():
             return None
-        return self.write(Inserter(subject.model, ranges, subject.numbers).insert(placement), "pairs")
+        return self.ready.constants.write(Inserter(subject.model, ranges, subject.numbers).insert(placement), "pairs")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from qdqtune.engines import THREADED
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
@@ -71,8 +71,9 @@ class Ready:
     """A run before anything is measured: its settings, the model that was read, and an engine that was started.
 
     `given` are the user's model files as they were when the run began. `execution` is how models are run; it ends with
-    the time budget. `others` measure besides `runner`, each on a device of its own. `found` are the
-    rewrites that were tried, `notes` what the user should know about the settings of the engine.
+    the time budget. Files of candidates refer to `constants`. `others` measure besides `runner`, each on a device of
+    its own. `found` are the rewrites that were tried, `notes` what the user should know about the settings of the
+    engine.
     """
 
     settings: Settings
@@ -84,6 +85,7 @@ class Ready:
     store: Store
     observer: Observer
     execution: Execution
+    constants: ConstantFile
     others: tuple[Runner, ...] = ()
     found: TriedRewrites = NO_REWRITES
     notes: tuple[str, ...] = ()
@@ -92,12 +94,6 @@ class Ready:
     def ends(self) -> float | None:
         """The time of `time.monotonic` at which the run has to end; None without a time budget."""
         return self.execution.ends
-
-    def sharing(self, constants: ConstantFile) -> Self:
-        """The same where all models that are run write their constants to one file."""
-        execution = replace(self.execution, constants=constants)
-        prepared = replace(self.subject.prepared, execution=execution)
-        return replace(self, execution=execution, subject=replace(self.subject, prepared=prepared))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +144,11 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             observer.stage(f"connecting to {settings.on}")
         execution, _ = stack.enter_context(on_device(settings.on, execution))
         output = stack.enter_context(OutputFolder(settings))
+        with writing(f"to {output.path}"):
+            folder = stack.enter_context(Scratch(output.path)) / CANDIDATE_FOLDER
+            folder.mkdir()
+        constants = stack.enter_context(one_constant_file(folder))
+        execution = replace(execution, constants=constants)
         evaluation: Metric | None = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
         runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer, execution))
         observer.stage(f"reading {settings.model.name}")
@@ -173,6 +174,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             store=store,
             observer=observer,
             execution=execution,
+            constants=constants,
             others=tuple(others),
         )
 
@@ -193,25 +195,14 @@ def _engines(settings: Settings, logs: Path, observer: Observer, execution: Exec
 
 
 @contextmanager
-def written_once(ready: Ready) -> Iterator[ConstantFile]:
-    """The file of constants that all candidates share, in a folder for them that is deleted at the end."""
-    with ExitStack() as stack:
-        with writing(f"to {ready.output.path}"):
-            folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATE_FOLDER
-            folder.mkdir()
-        yield stack.enter_context(one_constant_file(folder))
-
-
-@contextmanager
-def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
-    """Calibrate the model, and measure it in float. The files of its candidates refer to `constants`.
+def open_run(ready: Ready) -> Iterator[Run]:
+    """Calibrate the model, and measure it in float.
 
     Raises:
         QdqtuneError: see `errors`; BadState if another version of qdqtune has made the candidates so far;
             BaselineFailed if the engine cannot run the float model.
     """
-    ready = ready.sharing(constants)
-    execution = ready.execution
+    execution, constants = ready.execution, ready.constants
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     store.check_candidates()
     with ExitStack() as stack:
@@ -242,7 +233,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         has_other_float = bool(settings.from_qdq or settings.fix_inputs or subject.changes)
         budget = Budget.of(settings, bench, ready.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
-        notes = (*ready.notes, *filter(None, [_at_one_thread(ready, bench, constants)]))
+        notes = (*ready.notes, *filter(None, [_at_one_thread(ready, bench)]))
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         width, learning_width = _widths(ready)
@@ -270,7 +261,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         )
 
 
-def _at_one_thread(ready: Ready, bench: Bench, constants: ConstantFile) -> str | None:
+def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
     """A note if the float model is faster at one thread than at those that the engine takes by default. Not looked at
     where the user names the threads, for large models, or where time is short."""
     settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
@@ -281,7 +272,7 @@ def _at_one_thread(ready: Ready, bench: Bench, constants: ConstantFile) -> str |
     takes = 2 * floats.build_seconds + 2 * GLANCE_ROUNDS * (1 + count) * floats.seconds
     if ready.ends is not None and takes > GLANCE_SHARE * (ready.ends - time.monotonic()):
         return None
-    file = constants.write(ready.subject.model, "glance")
+    file = ready.constants.write(ready.subject.model, "glance")
     note = glance_at_one_thread(runner, file, ready.subject.mix, count)
     file.unlink()
     return note
