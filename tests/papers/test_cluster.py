@@ -40,5 +40,5 @@ def test_commands_of_ray_take_what_they_are_given() -> None:
     calls = told("ray")
     assert len(calls) >= 4
     for words in calls:
-        command: click.Command = {"start": scripts.start, "stop": scripts.stop}[words[0]]
+        command: click.Command = scripts.cli.commands[words[0]]
         command.make_context(words[0], words[1:])
