@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.shell_completion import shell_complete
 
 from qdqtune.cli.output import say, say_error, say_exception
-from qdqtune.cli.streams import INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output, styled
+from qdqtune.cli.streams import INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output
 from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
 
@@ -116,22 +115,7 @@ class Later(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """A context of the command itself, so that click runs it."""
-        with _starting(is_quiet={"-q", "--quiet"} & set(args)):
-            command = self.command
-        return command.make_context(info_name, args, parent, **extra)
-
-
-@contextmanager
-def _starting(*, is_quiet: object) -> Iterator[None]:
-    """On a terminal, a word while a command is imported, which takes a second."""
-    shows = sys.stderr.isatty() and not is_quiet
-    if shows:
-        print("starting", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shows:
-            styled(sys.stderr).write("\r\x1b[K")
+        return self.command.make_context(info_name, args, parent, **extra)
 
 
 @click.group(context_settings=CONTEXT)

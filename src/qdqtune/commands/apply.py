@@ -86,7 +86,6 @@ class Applied(Shown):
         return Table(("edge that is not in this model",), [(str(edge),) for edge in self.lost])
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
         accuracy = None if self.accuracy is None else asdict(self.accuracy)
         found = self.scores or NO_SCORES
         cache = {} if self.matched is None else {"cache": self.matched.as_json()}

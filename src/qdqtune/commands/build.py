@@ -78,7 +78,6 @@ class Artifact(Shown):
         return Table(("file",), [(str(file),) for file in self.files])
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
         files = [str(file) for file in self.files]
         return {"engine": self.engine, "files": files, "bytes": self.nbytes, "seconds": self.seconds}
 

@@ -97,7 +97,6 @@ class Layers(Shown):
         return Table(columns, rows, left=("nodes", "runs elsewhere")).filled
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
         return {
             "engine": self.engine,
             **({} if self.machine is None else {"machine": self.machine}),
@@ -240,7 +239,6 @@ class Checked(Shown):
         return Table(columns, rows, left=("what", "counts as", "nodes", "why"), least_widths={"why": 40})
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
         findings = [replace(finding, fails=finding.fails and not self.measured) for finding in self.findings]
         return {
             "model": str(self.model),

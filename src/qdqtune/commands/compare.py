@@ -150,7 +150,6 @@ class Comparison(Shown):
         return Table(columns[:told], [row[:told] for row in cells], caption, f"first: {self.first}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
         found = self.scores or NO_SCORES
         others, notes = [row.as_json() for row in self.rows], list(self.notes)
         told = {"scores": found.as_json(), "scores_told": found.told}

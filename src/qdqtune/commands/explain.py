@@ -71,7 +71,6 @@ class Explained(Shown):
         return Table(columns, sums, caption, left=("runs in", "why not in 8 bits", "such as"))
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
         return {
             "folder": str(self.folder),
             "headline": self.headline,

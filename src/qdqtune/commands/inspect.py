@@ -70,7 +70,6 @@ class Inspection(Shown):
         return Table(("pattern", "kind", "instances", "points", "operators"), rows)
 
     def to_dict(self) -> Mapping[str, Any]:
-        """The result as JSON values."""
         return self.values
 
     def lines(self, *, tree: bool = False, verbose: bool = False) -> list[str]:

@@ -255,7 +255,6 @@ class Quantized(Shown):
         return Table(("rounded alone", "read by", "output SQNR", "why"), rows, left=("rounded alone", "read by", "why"))
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
         return {
             "output": str(self.output),
             "edges": len(self.placed.placement),

@@ -92,7 +92,6 @@ class Verified(Shown):
         return Table((), ()) if self.comparison is None else self.comparison.table()
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
         return {
             "folder": str(self.folder),
             "finding": self.finding,
