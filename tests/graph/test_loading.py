@@ -274,38 +274,17 @@ def test_functions_that_stand_for_endless_nodes_are_refused() -> None:
         load_proto(proto)
 
 
-def sparse(dims: list[int], indices: object = (3, 5), values: object = (1.0, 2.0)) -> onnx.SparseTensorProto:
-    held = np.asarray(values, object) if isinstance(values, list) else np.asarray(values, np.float32)
-    return onnx.SparseTensorProto(
-        values=numpy_helper.from_array(held, "k"),
-        indices=numpy_helper.from_array(np.asarray(indices), "k_places"),
-        dims=dims,
-    )
-
-
-@pytest.mark.parametrize(
-    ("constant", "words"),
-    [
-        (sparse([2**31]), "takes 8,589,934,592 bytes"),
-        (sparse([2**62, 2**10]), "bytes when it is written out"),
-        (sparse([-4, 4]), "do not fit its shape"),
-        (sparse([4]), "do not fit its shape"),
-        (sparse([]), "do not fit its shape"),
-        (sparse([8], (3.0, 5.0)), "its indices must be int64"),
-        (sparse([8], (3,), ["text"]), "must hold numbers"),
-    ],
-)
 @pytest.mark.parametrize("place", ["initializer", "Constant"])
-def test_sparse_constants_with_false_shapes_are_refused(
-    constant: onnx.SparseTensorProto, words: str, place: str
-) -> None:
+def test_sparse_constants_are_refused(place: str) -> None:
     proto = small()
+    values, places = numpy_helper.from_array(np.ones(1, np.float32), "k"), numpy_helper.from_array(np.array([3]), "at")
+    constant = onnx.SparseTensorProto(values=values, indices=places, dims=[8])
     if place == "Constant":
         proto.graph.node.insert(0, helper.make_node("Constant", [], ["k"], sparse_value=constant))
     else:
         proto.graph.sparse_initializer.append(constant)
     proto.graph.node.append(helper.make_node("Add", ["y", "k"], ["z"]))
-    with pytest.raises(BadModel, match=words):
+    with pytest.raises(BadModel, match="constant 'k' is sparse: write sparse constants out"):
         load_proto(proto)
 
 

@@ -49,9 +49,8 @@ def test_names_of_nested_bodies_are_captured_unless_they_are_defined_there() -> 
         own = Relu(free)
         r = If(own) <
             then_branch = a () => (float[2] p) { p = Add(own, deep) },
-            else_branch = b () => (float[2] q) { q = Neg(sparse) }>
+            else_branch = b () => (float[2] q) { q = Neg(own) }>
     }""")
-    outer.sparse_initializer.add().values.name = "sparse"
     assert captured(outer) == {"free", "deep"}
 
 

@@ -1,11 +1,10 @@
-"""Constants of a model file: external data, Constant nodes and sparse tensors become initializers or `Constant` values.
+"""Constants of a model file: external data and Constant nodes become initializers or `Constant` values.
 
 `take_external` and `settle` change the protobuf in place and return the large constants, which are read on demand.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,8 @@ M = TypeVar("M")
 SIZED = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED, TensorProto.STRING}
 """Element types with a fixed size."""
 
-LARGEST_SPARSE = 2**31
-"""Bytes that a sparse constant may take when written out: a few bytes in a file can declare any number."""
+DENSE = "write sparse constants out (export the model again without them)"
+"""What users can do about sparse constants, which are not read."""
 
 READ_BYTES = 2**20
 """Bytes of external data that are read at a time."""
@@ -72,11 +71,9 @@ def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None
     pairs = [(node, _lifted(node)) for node in graph.node]
     replace(graph.node, [node for node, tensor in pairs if tensor is None])
     lifted = [tensor for _, tensor in pairs if tensor is not None]
-    sparse = [_dense(s, s.values.name) for s in graph.sparse_initializer]
-    del graph.sparse_initializer[:]
     overridable = {v.name for v in graph.input}
     small = []
-    for tensor in (*graph.initializer, *lifted, *sparse):
+    for tensor in (*graph.initializer, *lifted):
         array = _array(tensor)
         if _is_large(tensor) and tensor.name not in overridable:
             large[tensor.name] = Constant.of(array)
@@ -134,7 +131,7 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
         tensor.name = name
         return tensor
     if attribute.name == "sparse_value":
-        return _dense(attribute.sparse_tensor, name)
+        raise BadModel(f"constant {name!r} is sparse: {DENSE}")
     types = {"int": np.int64, "float": np.float32, "string": np.object_}
     kinds = {f"value_{name}{plural}": dtype for name, dtype in types.items() for plural in ("", "s")}
     if attribute.name not in kinds:
@@ -147,33 +144,15 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
     return lifted
 
 
-def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
-    values, indices = _array(sparse.values), _array(sparse.indices)
-    if values.dtype.kind == "O" or indices.dtype != np.int64:
-        raise BadModel(f"sparse constant {name!r} must hold numbers, and its indices must be int64")
-    if (size := math.prod(sparse.dims) * values.dtype.itemsize) > LARGEST_SPARSE:
-        raise BadModel(f"sparse constant {name!r} takes {size:,} bytes when it is written out: a file holds less")
-    try:
-        dense = np.zeros(tuple(sparse.dims), values.dtype)
-        dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
-    except (IndexError, ValueError) as error:
-        raise BadModel(f"the indices of sparse constant {name!r} do not fit its shape") from error
-    tensor: TensorProto = numpy_helper.from_array(dense, name)
-    return tensor
-
-
 def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Tensors in attributes, bodies, functions and sparse tensors: all but the initializers of the main graph."""
-    yield from (t for s in proto.graph.sparse_initializer for t in (s.values, s.indices))
+    """Tensors in attributes, bodies and functions: all but the initializers of the main graph."""
     pending = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     while pending:
         node = pending.pop()
         for attribute in node.attribute:
-            sparse = attribute.sparse_tensor
-            yield from (attribute.t, *attribute.tensors, sparse.values, sparse.indices)
+            yield from (attribute.t, *attribute.tensors)
         for body in bodies(node):
             yield from body.initializer
-            yield from (t for s in body.sparse_initializer for t in (s.values, s.indices))
             pending.extend(body.node)
 
 

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto, inliner, numpy_helper, version_converter
 
 from qdqtune.errors import BadModel
-from qdqtune.graph.constants import inner_tensors, replace, settle, take_external
+from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_external
 from qdqtune.graph.inference import INFERENCE_ERRORS, copied, infer, with_large_inputs, without_large_inputs
 from qdqtune.graph.model import Constant, Model, bodies, captured, graphs
 from qdqtune.graph.protobuf import parsed
@@ -66,7 +66,7 @@ def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int |
     check_sound(proto)
     _open_unknown_sizes(proto.graph)
     if proto.ir_version < 4:  # constants had to be listed as inputs, and nobody could override them
-        constants = {t.name for t in proto.graph.initializer} | {s.values.name for s in proto.graph.sparse_initializer}
+        constants = {t.name for t in proto.graph.initializer}
         replace(proto.graph.input, [v for v in proto.graph.input if v.name not in constants])
         proto.ir_version = 4
     large = take_external(proto, path.parent, path.name)
@@ -326,13 +326,15 @@ measured."""
 
 
 def check_sound(proto: onnx.ModelProto) -> None:
-    """Refuse unknown element types, references to attributes of a function outside of one, and functions that inlining
-    would turn into too many nodes.
+    """Refuse sparse constants, unknown element types, references to attributes of a function outside of one, and
+    functions that inlining would turn into too many nodes.
 
     Raises:
         BadModel: the model has one of these.
     """
     for graph in graphs(proto.graph):
+        if graph.sparse_initializer:
+            raise BadModel(f"constant {graph.sparse_initializer[0].values.name!r} is sparse: {DENSE}")
         for value in chain(graph.input, graph.output, graph.value_info):
             element = value.type.tensor_type.elem_type  # 0 for what is no tensor
             if element not in TYPES:

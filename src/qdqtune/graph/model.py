@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.graph.protobuf import LARGE_BYTES, field_of
+from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.types import Array, Edge
-
-NODE, INITIALIZER = onnx.GraphProto.NODE_FIELD_NUMBER, onnx.GraphProto.INITIALIZER_FIELD_NUMBER
-VALUE_INFO = onnx.GraphProto.VALUE_INFO_FIELD_NUMBER
-
 
 GRAPH = -1
 """The node index in the `Use` of a tensor as a graph output."""
@@ -86,9 +82,13 @@ class TensorInfo:
         return self.dtype in FLOATS
 
 
+_element_type, _name = cache(onnx.helper.np_dtype_to_tensor_dtype), cache(str)
+"""Of a numpy type. Cached, as the lookups take longer than all other work for a small constant."""
+
+
 def content_key(dtype: np.dtype[Any], shape: tuple[int, ...], chunks: Iterable[bytes | memoryview]) -> str:
     """32 hex digits that name a tensor's type, shape and bytes."""
-    digest = hashlib.sha256(f"{dtype}{shape}".encode())
+    digest = hashlib.sha256(f"{_name(dtype)}{shape}".encode())
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()[:32]
@@ -139,10 +139,14 @@ class Constant:
         if key is None:
             data = array.tobytes() if array.nbytes < LARGE_BYTES else _bytes(array)
             key = content_key(array.dtype, array.shape, [data])
-        return Constant(key, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, lambda: array)
+        return Constant(key, _element_type(array.dtype), array.shape, lambda: array)
 
     def to_proto(self, name: str) -> onnx.TensorProto:
-        tensor: onnx.TensorProto = numpy_helper.from_array(self.array(), name)
+        tensor: onnx.TensorProto
+        if self.dtype == onnx.TensorProto.STRING:
+            tensor = numpy_helper.from_array(self.array(), name)
+        else:  # as `from_array` writes it, a few times as fast
+            tensor = onnx.TensorProto(name=name, data_type=self.dtype, dims=self.shape, raw_data=bytes(self.data()))
         return tensor
 
 
@@ -253,22 +257,6 @@ class Model:
         return bare
 
     @cached_property
-    def made(self) -> tuple[Made, ...]:
-        """The nodes in order, each serialized for `rebuild`."""
-        written = zip(self.nodes, self.proto.graph.node, strict=True)
-        return tuple(Made(field_of(NODE, p), (*n.inputs, *n.captures), n.outputs) for n, p in written)
-
-    @cached_property
-    def inline(self) -> Mapping[str, bytes]:
-        """The initializers of `proto` by name, each serialized as a field of a GraphProto."""
-        return {t.name: field_of(INITIALIZER, t) for t in self.proto.graph.initializer}
-
-    @cached_property
-    def described(self) -> Mapping[str, bytes]:
-        """The value_info entries of `proto` by name, each serialized as a field of a GraphProto."""
-        return {v.name: field_of(VALUE_INFO, v) for v in self.proto.graph.value_info}
-
-    @cached_property
     def fingerprint(self) -> str:
         """32 hex digits of the graph and of every constant's content."""
         digest = hashlib.sha256(self.proto.SerializeToString(deterministic=True))
@@ -284,49 +272,30 @@ class Model:
         return whole
 
 
-class Made(NamedTuple):
-    """A node serialized as a GraphProto field, with the names of tensors that it (with its bodies) reads and makes."""
-
-    data: bytes
-    read: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @staticmethod
-    def of(node: onnx.NodeProto) -> Made:
-        inside = (name for body in bodies(node) for name in captured(body))
-        return Made(field_of(NODE, node), (*node.input, *inside), tuple(node.output))
-
-
-def rebuild(
-    model: Model,
-    nodes: Iterable[onnx.NodeProto | Made],
-    added: Mapping[str, Constant] | Mapping[str, Constant | bytes],
-) -> Model:
+def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:
     """`model` with these nodes, and with the `added` constants; constants and types that no node uses are dropped.
 
-    `nodes` are in topological order and make every graph output. An added constant replaces one of the same name; bytes
-    are a small initializer, serialized as a GraphProto field. All fields are joined as bytes, because protobuf is slow
-    to copy the many nodes of a large model one by one.
+    `nodes` are in topological order and make every graph output. An added constant replaces one of the same name.
     """
     result = deepcopy(model.frame)
-    parts = [node if isinstance(node, Made) else Made.of(node) for node in nodes]
-    read = {o.name for o in result.graph.output}.union(model.overridable, *(part.read for part in parts))
-    written = set[str]().union(*(part.outputs for part in parts))
-    outside = {name: c for name, c in model.large.items() if name not in added}
-    fields = [part.data for part in parts]
-    fields += [data for name, data in model.inline.items() if name in read and name not in added]
-    for name, c in added.items():
-        if name not in read:
-            continue
-        if isinstance(c, bytes):
-            fields.append(c)
-        elif c.nbytes >= LARGE_BYTES:
-            outside[name] = c
-        else:
-            fields.append(field_of(INITIALIZER, c.to_proto(name)))
-    fields += [data for name, data in model.described.items() if name in written]
-    result.graph.MergeFromString(b"".join(fields))
-    return Model(result, {name: c for name, c in outside.items() if name in read})
+    read = {o.name for o in result.graph.output} | model.overridable
+    written = set[str]()
+    for node in nodes:
+        read.update(node.input)
+        written.update(node.output)
+        for body in bodies(node):
+            read |= captured(body)
+    result.graph.node.extend(nodes)
+    before = model.proto.graph
+    result.graph.initializer.extend(t for t in before.initializer if t.name in read and t.name not in added)
+    large = {name: c for name, c in model.large.items() if name in read and name not in added}
+    for name, constant in added.items():
+        if name in read and constant.nbytes >= LARGE_BYTES:
+            large[name] = constant
+        elif name in read:
+            result.graph.initializer.append(constant.to_proto(name))
+    result.graph.value_info.extend(v for v in before.value_info if v.name in written)
+    return Model(result, large)
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -347,9 +316,8 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def defined(graph: onnx.GraphProto) -> set[str]:
     """Names of the tensors that a graph defines: inputs, constants, and outputs of nodes."""
-    sparse = {s.values.name for s in graph.sparse_initializer}
     made = {name for node in graph.node for name in node.output if name}
-    return {v.name for v in graph.input} | {t.name for t in graph.initializer} | sparse | made
+    return {v.name for v in graph.input} | {t.name for t in graph.initializer} | made
 
 
 def captured(graph: onnx.GraphProto) -> set[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import onnx
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from qdqtune.errors import check_file
@@ -132,9 +132,3 @@ def head(number: int, length: int) -> bytes:
             value >>= 7
         written.append(value)
     return bytes(written)
-
-
-def field_of(number: int, message: Message) -> bytes:
-    """A message as a field of another one. An element of a repeated field is a field of its own."""
-    content = message.SerializeToString()
-    return head(number, len(content)) + content

@@ -217,11 +217,10 @@ def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> li
     names |= {name: free.fresh(name) for name in sorted((own & taken) - names.keys())}
     for inner in body.node:
         rename(inner, names)
-    for tensor in (*body.initializer, *(s.values for s in body.sparse_initializer)):
+    for tensor in body.initializer:
         tensor.name = names.get(tensor.name, tensor.name)
     for info in body.value_info:
         info.name = names.get(info.name, info.name)
     graph.initializer.extend(body.initializer)
-    graph.sparse_initializer.extend(body.sparse_initializer)
     graph.value_info.extend(body.value_info)
     return [*body.node, *copies]

@@ -7,20 +7,20 @@ decides scales, biases and clamps first, then nodes are written in one pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Set
-from functools import cached_property, partial
+from collections.abc import Mapping, Set
+from functools import cached_property
 
 import numpy as np
+import onnx
 from onnx import TensorProto
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
-from qdqtune.graph.protobuf import field_of
+from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.simplifying import names_in
-from qdqtune.placement.graph_builder import Fragment, GraphBuilder, Parameters, with_names
+from qdqtune.placement.graph_builder import GraphBuilder, Parameters, with_names
 from qdqtune.placement.possible import refusal, unscaled
 from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, numpy_type
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
@@ -57,16 +57,13 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
 
 
 class Inserter:
-    """Writes candidates of one model; caches scales, quantized weights and written pairs, which most candidates
-    share."""
+    """Writes candidates of one model; caches scales and quantized weights, which most candidates share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._checked = frozenset[Edge]()
-        self._fragments: dict[object, Fragment] = {}
         self._into = [node.into for node in self._model.nodes]
-        self._latest: dict[int, Made] = {}
         self._quantizer = Quantizer(self._model, ranges, fmt)
         self._names = names_in(model.proto.graph) | set(model.index_of)
         self._weight_writer = WeightOnlyWriter(self._model)
@@ -123,16 +120,16 @@ class Inserter:
             if node.index in decision.dropped or node.index in superfluous:
                 continue
             if node.index not in changed:
-                builder.nodes.append(model.made[node.index])
+                builder.nodes.append(model.proto.graph.node[node.index])
                 continue
             inputs = self._inputs(builder, decision, node, placement.edges, raw)
             outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
-            if own := [e for e in self._into[node.index] if e in weight_formats] if weight_formats else []:
-                written = with_names(model.proto.graph.node[node.index], inputs, outputs)
-                behind = [n for e in own for n in self._weight_writer.write(builder, written, e, weight_formats[e])]
-                builder.nodes += [written, *behind]
-            else:
-                builder.nodes.append(self._renamed(node, inputs, outputs))
+            written = with_names(model.proto.graph.node[node.index], inputs, outputs)
+            behind: list[onnx.NodeProto] = []
+            for edge in self._into[node.index]:
+                if edge in weight_formats:
+                    behind += self._weight_writer.write(builder, written, edge, weight_formats[edge])
+            builder.nodes += [written, *behind]
         for edge in paired.values():
             self._dequantized(builder, decision, edge, raw)
         result = rebuild(model, builder.nodes, builder.constants)
@@ -160,15 +157,6 @@ class Inserter:
             inputs[slot] = self._bias(builder, node, slot, decision)
         return inputs
 
-    def _renamed(self, node: Node, inputs: Iterable[str], outputs: Iterable[str]) -> Made:
-        """A node with other input and output names; the latest result is cached for the next candidate."""
-        read, outputs = (*inputs, *node.captures), tuple(outputs)
-        known = self._latest.get(node.index)
-        if known is None or known.read != read or known.outputs != outputs:
-            proto = with_names(self._model.proto.graph.node[node.index], inputs, outputs)
-            known = self._latest[node.index] = Made(field_of(NODE, proto), read, outputs)
-        return known
-
     def _changed(self, placement: Placement, decision: Decision, touched: Set[str]) -> set[int]:
         """Indices of the nodes that differ from the float model; `touched` are the renamed tensors."""
         model = self._model
@@ -189,17 +177,13 @@ class Inserter:
         if constant is not None:
             return self._constant(builder, tensor, self._without_scalar(edge, constant), decision.constants[edge])
         if tensor not in builder.made:
-            quantization = decision.activations[tensor]
             shared = self._shared(builder, decision, tensor, raw)
-            write = partial(self._pair, builder, tensor, quantization, raw, shared)
-            builder.made[tensor] = builder.once(self._fragments, tensor, (quantization, raw.get(tensor), shared), write)
+            builder.made[tensor] = self._pair(builder, tensor, decision.activations[tensor], raw, shared)
         if edge not in decision.conversions:
             return builder.made[tensor]
         key = (tensor, "converted")
         if key not in builder.made:
-            source, second = builder.made[tensor], decision.converted[tensor]
-            write = partial(self._converted, builder, tensor, second, source)
-            builder.made[key] = builder.once(self._fragments, key, (second, source), write)
+            builder.made[key] = self._converted(builder, tensor, decision.converted[tensor], builder.made[tensor])
         return builder.made[key]
 
     def _converted(self, builder: GraphBuilder, tensor: str, quantization: Quantization, source: str) -> str:
@@ -217,6 +201,7 @@ class Inserter:
         parameters = self._parameters(builder, tensor, quantization)
         quantized = shared or builder.unique(f"{tensor}_QuantizeLinear_Output")
         output = tensor if tensor in raw else builder.unique(f"{tensor}_DequantizeLinear_Output")
+        builder.made[tensor, "integers"] = quantized
         if shared is None:
             builder.add_converter("QuantizeLinear", tensor, raw.get(tensor, tensor), parameters, quantized)
         builder.add_converter("DequantizeLinear", tensor, quantized, parameters, output)
@@ -233,8 +218,8 @@ class Inserter:
             return None
         if not np.allclose(own.scale, other.scale, rtol=HALF_ROUNDING, atol=0):
             return None
-        output = (self._dequantized(builder, decision, Edge(before, "", 0), raw),)
-        return next(node.read[0] for node in builder.nodes if isinstance(node, Made) and node.outputs == output)
+        self._dequantized(builder, decision, Edge(before, "", 0), raw)
+        return builder.made[before, "integers"]
 
     def _without_scalar(self, edge: Edge, constant: Constant) -> Constant:
         """The constant; a scalar becomes a vector of one element if another input of its node is no scalar.
@@ -250,8 +235,7 @@ class Inserter:
     def _constant(self, builder: GraphBuilder, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
         if key not in builder.made:
-            write = partial(self._constant_pair, builder, tensor, constant, quantization, key)
-            builder.made[key] = builder.once(self._fragments, (tensor, quantization.axis), key, write)
+            builder.made[key] = self._constant_pair(builder, tensor, constant, quantization, key)
         return builder.made[key]
 
     def _constant_pair(
