@@ -26,7 +26,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.saving import one_constant_file
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Decision, Partition, fusion_groups, partition
 from qdqtune.timing.ratios import Plan, judge
@@ -155,7 +155,7 @@ def row(name: str, folder: Path) -> list[str]:
             subject = calibrated(subject, settings, store, Silent())
             runner.feed(subject.feed)
             inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-            with one_constant_file(folder) as constants:
+            with ConstantFile(folder / CONSTANTS) as constants:
                 candidates = Candidates(inserter, constants)
                 bench, _ = _bench(runner, candidates, SHORT, subject.accuracy[:1], store)
                 groups = fusion_groups(subject.shaped, bench.layers())

@@ -1,4 +1,4 @@
-"""Caches meet models: by name, by TensorRT's own names, through operators that hand values on; the rest is told."""
+"""Caches meet models: by name, by TensorRT's own names; the rest is told."""
 
 from __future__ import annotations
 
@@ -57,16 +57,10 @@ def test_entries_go_by_name_and_the_others_have_a_reason() -> None:
     }
 
 
-def test_tensors_without_an_entry_take_the_range_of_a_neighbour_or_are_listed() -> None:
+def test_tensors_without_an_entry_are_listed_where_a_kernel_reads_them() -> None:
     matched = match(cache({"x": 0.1, "a": 0.2, "s": 0.3}), line(), {})
-    assert matched.derived == {"t": "x, through Transpose turn", "f": "t, through Reshape flat",
-                               "r": "s, through Relu relu"}  # fmt: skip
-    assert matched.lacking == ("p",)  # the inputs of the Concat differ
-    assert matched.ranges.activations["f"] == matched.ranges.activations["x"]
-    backward = match(cache({"c": 0.1, "m": 0.3}), line(), {})
-    assert set(backward.derived) == {"x", "t", "f", "r", "p", "y"}
-    equal = match(cache({"f": 0.1, "r": 0.1}), line(), {})
-    assert equal.derived["c"] == "r, through Concat both"
+    assert matched.ranges.activations.keys() == {"x", "a", "s"}
+    assert matched.lacking == ("f", "r", "p")
 
 
 def test_what_tensorrt_reshapes_behind_a_layer_is_found_under_the_layers_name() -> None:

@@ -1,6 +1,5 @@
 """Models are saved in one file, or by reference to a file of constants."""
 
-import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.errors import OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.saving import WEIGHTS, ConstantFile, nbytes, one_constant_file, save
+from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes, save
 from two_products import model, weights
 
 
@@ -69,7 +68,7 @@ def test_a_saved_file_is_the_same_model_for_onnx_and_for_load(tmp_path: Path) ->
 
 def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
     model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
-    with one_constant_file(tmp_path) as constants, Execution(constants=constants).constant_file() as shared:
+    with ConstantFile(tmp_path / CONSTANTS) as constants, Execution(constants=constants).constant_file() as shared:
         assert shared is constants
         paths = [shared.write(model, "same"), shared.write(model, "same")]
         assert len({*paths}) == 2
@@ -81,31 +80,15 @@ def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
     assert loaded[0] == loaded[1] == model.constants["w"].data()
 
 
-def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(tmp_path, monkeypatch):
-    def refused(*_: object) -> None:
-        raise OSError(errno.EPERM, "no second names here")
-
+def test_a_large_model_ships_with_its_constants_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
     (folder := tmp_path / "candidates").mkdir()
-    with one_constant_file(folder) as constants:
-        constants.keep(model())
+    with ConstantFile(folder / CONSTANTS) as constants:
         constants.write(model(), "candidate")
-        constants.write(model(v=weights(3)), "other")
-        assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 2 * 40 * 40 * 4
         save(model(), tmp_path / "m.onnx", constants)
         save(model(v=weights(3)), tmp_path / "both.onnx", constants)
-        constants.keep(model(v=weights(5)))
-        save(model(), tmp_path / "half.onnx", constants)
-        monkeypatch.setattr("qdqtune.graph.saving.MOSTLY", 0.4)
-        save(model(), tmp_path / "most.onnx", constants)
-        monkeypatch.setattr(Path, "hardlink_to", refused)
-        save(model(), tmp_path / "copied.onnx", constants)
-        assert (folder / WEIGHTS).samefile(tmp_path / "most.onnx.data")
-        assert not (folder / WEIGHTS).samefile(tmp_path / "half.onnx.data")
-        assert (folder / WEIGHTS).samefile(tmp_path / "m.onnx.data")
-        assert not (folder / WEIGHTS).samefile(tmp_path / "copied.onnx.data")
     shutil.rmtree(folder)
-    assert [run(tmp_path / f"{name}.onnx")[0][0, 0] for name in ("m", "both", "most", "copied")] == [3, 9, 3, 3]
+    assert [run(tmp_path / f"{name}.onnx")[0][0, 0] for name in ("m", "both")] == [3, 9]
 
 
 def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from qdqtune.engines import formats
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, EngineUnavailable, Failure, OutputError
-from qdqtune.graph.saving import one_constant_file
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -118,7 +118,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             inserter = Inserter(model, ranges(model), formats.fake("int8"))
             engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
-            candidates = Candidates(inserter, stack.enter_context(one_constant_file(folder)))
+            candidates = Candidates(inserter, stack.enter_context(ConstantFile(folder / CONSTANTS)))
             conditions = Conditions(plan, SAMPLES, seed=7, model_bytes=1)
             worker = TrialWorker(engine, candidates, conditions)
             bench = Bench(WorkerPool([worker]), store, conditions)

@@ -10,7 +10,7 @@ import pytest
 from models import ranges
 from qdqtune.engines import formats
 from qdqtune.errors import OutputError
-from qdqtune.graph.saving import one_constant_file
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.trial_worker import Candidates
@@ -23,7 +23,7 @@ ALL = Placement.of(possible_edges(MODEL, ranges(MODEL)))
 
 @pytest.fixture
 def candidates(tmp_path: Path) -> Iterator[Candidates]:
-    with one_constant_file(tmp_path) as constants:
+    with ConstantFile(tmp_path / CONSTANTS) as constants:
         yield Candidates(Inserter(MODEL, ranges(MODEL), formats.fake("int8")), constants)
 
 

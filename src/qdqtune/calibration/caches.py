@@ -4,7 +4,7 @@ Files are the text of TensorRT's calibrators (of every algorithm and version; Po
 too), and ONNX Runtime's calibration.json. Formats as in the readers and writers of TensorRT and ONNX Runtime.
 
 Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape after the node
-(`_renamed`). A tensor without an entry takes the range of a neighbour that has the same values (`_passed_on`).
+(`_renamed`). A tensor without an entry stays in float.
 """
 
 from __future__ import annotations
@@ -24,16 +24,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadData, parsed_json, reading
 from qdqtune.graph.loading import identities
 from qdqtune.graph.model import Model, Node
-from qdqtune.graph.operators import (
-    AVERAGE_POOLS,
-    CLAMPS,
-    COMPUTE,
-    INTEGER_KERNELS,
-    MOVERS,
-    REARRANGES,
-    is_float,
-    takes_data,
-)
+from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE, INTEGER_KERNELS, is_float
 
 MOST_CACHE_BYTES = 64 << 20
 """Enough for a million tensors of long names; a larger file is a model or its data, named by mistake."""
@@ -64,11 +55,7 @@ class Cache:
 
 
 def read_cache(path: Path) -> Cache:
-    """The ranges in a file of a known format.
-
-    Raises:
-        BadData: the file is missing, too large, damaged, empty, or of no known format.
-    """
+    """The ranges in a file of a known format."""
     with reading(f"calibration cache {path}", BadData):
         size = path.stat().st_size
         if size > MOST_CACHE_BYTES:
@@ -161,13 +148,6 @@ TENSORRT_NAME = re.compile(rf"{UNNAMED_TENSOR.pattern}|ONNXTRT_\w+|.+_output")
 RESHAPED = COMPUTE | AVERAGE_POOLS | {"BatchNormalization", "GlobalMaxPool", "MaxPool", "Softmax"}
 """Operators whose result TensorRT may name after the node, as a reshaping layer behind it has the operator's name."""
 
-BACKWARD = REARRANGES | {"DepthToSpace", "MaxPool", "SpaceToDepth"}
-"""Operators whose input may take the range of the output: they hold the same values, or TensorRT gives both one
-scale."""
-
-FORWARD = MOVERS | CLAMPS | {"Dropout", "GatherElements", "Tile"}
-"""Operators whose output is within the range of their input."""
-
 CONSTANT = "a constant: weights get scales of their own"
 TENSORRTS_OWN = "a tensor of TensorRT's own, which the model does not have"
 """Reasons for unused entries that every cache has."""
@@ -196,7 +176,7 @@ class Matched:
         """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
         counts = f"{self.source}: {len(self.exact)} tensors have an entry"
         if self.derived:
-            counts += f", {len(self.derived)} more take that of a neighbour: {_listed(self.derived, self.derived)}"
+            counts += f", {len(self.derived)} more one by another name: {_listed(self.derived, self.derived)}"
         notes = [counts]
         if self.lacking:
             notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
@@ -218,12 +198,7 @@ def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> s
 
 
 def from_file(cache: Path, model: Model, file: Path) -> Matched:
-    """The ranges that a cache file gives a model that was read from `file`.
-
-    Raises:
-        BadData: the cache cannot be read, or is another model's.
-        BadModel: the model file cannot be read.
-    """
+    """The ranges that a cache file gives a model that was read from `file`."""
     found = read_cache(cache)
     try:
         return match(found, model, identities(file))
@@ -233,11 +208,7 @@ def from_file(cache: Path, model: Model, file: Path) -> Matched:
 
 def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     """The ranges that a cache gives the tensors of a model. `aliases` maps names of tensors in the file to those in the
-    model (see `loading.identities`).
-
-    Raises:
-        BadData: most of the names in the cache are no tensors of the model.
-    """
+    model (see `loading.identities`)."""
     tensors = dict.fromkeys(candidate_tensors(model))  # large models have thousands, and each name is looked up
     named = {n: n for n in cache.ranges} | {n: t for n, t in aliases.items() if n in cache.ranges}
     entries = {n: t for n, t in named.items() if t in tensors}
@@ -259,7 +230,6 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
             f"is {next(iter(tensors), 'none')!r}: it is of another model, or of another export, where numbers name "
             "other tensors; calibrate this file anew"
         )
-    derived |= _passed_on(model, known, tensors)
     unused = dict(cache.unusable) | {n: _why_unused(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
     computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
     wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
@@ -301,38 +271,3 @@ def _why_unused(name: str, model: Model) -> str:
     if unnamed or TENSORRT_NAME.fullmatch(name):
         return TENSORRTS_OWN
     return "the model has no such tensor"
-
-
-# ---- neighbours
-
-
-def _passed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) -> dict[str, str]:
-    """Add ranges of neighbours to `known`, near ones first. Returns the source of each."""
-    wanted, derived = set(tensors), dict[str, str]()
-    grows = True
-    while grows:
-        grows = False
-        for node in (*model.nodes, *reversed(model.nodes)):
-            for tensor, source in _takes(model, node, known):
-                if tensor in wanted and tensor not in known:
-                    known[tensor], grows = known[source], True
-                    derived[tensor] = f"{source}, through {node.op} {node.name}"
-    return derived
-
-
-def _takes(model: Model, node: Node, known: Mapping[str, Range]) -> Iterator[tuple[str, str]]:
-    """Pairs of an input and an output of a node where the first tensor may take the range of the second."""
-    if node.domain:
-        return
-    data = [t for i, t in enumerate(node.inputs) if t and is_float(model, t) and takes_data(node, i)]
-    if node.op == "Concat":
-        if node.outputs[0] in known:
-            yield from ((t, node.outputs[0]) for t in data)
-        if data and all(t in known for t in data) and len({known[t] for t in data}) == 1:
-            yield node.outputs[0], data[0]
-        return
-    is_cubic = node.attributes.get("mode") in ("cubic", b"cubic")
-    if node.op in FORWARD and node.op not in AVERAGE_POOLS and data and data[0] in known and not is_cubic:
-        yield from ((t, data[0]) for t in node.outputs if t)
-    if node.op in BACKWARD and data and node.outputs[0] in known:
-        yield data[0], node.outputs[0]

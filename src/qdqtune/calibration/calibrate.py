@@ -235,12 +235,7 @@ def calibrate(
     """Ranges of candidate tensors (all, or `tensors`) over all samples, by running the float model on ONNX Runtime.
 
     A tensor with a NaN or an infinite value (an attention mask, say) gets no range, and so no pair. The methods entropy
-    and mse fit ranges to `numbers`.
-
-    Raises:
-        BadData: no sample.
-        BadModel: ONNX Runtime cannot run the model.
-    """
+    and mse fit ranges to `numbers`."""
     how = how or Calibration()
     tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:

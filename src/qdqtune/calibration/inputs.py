@@ -45,11 +45,7 @@ class InputSpec:
 
 
 def input_specs(model: Model) -> tuple[InputSpec, ...]:
-    """The inputs that a caller must give.
-
-    Raises:
-        BadModel: an input is not a tensor, or has no shape or type.
-    """
+    """The inputs that a caller must give."""
     specs = []
     for name in model.inputs:
         info = model.tensors.get(name)
@@ -62,11 +58,7 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """Values for those inputs of `file` that `fix_inputs` has made constant elsewhere.
-
-    Raises:
-        BadModel: the file cannot be read.
-    """
+    """Values for those inputs of `file` that `fix_inputs` has made constant elsewhere."""
     specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
     own = [(specs[name], value) for name, value in fixed.items() if name in specs]
     return {s.name: np.full([d or 1 for d in s.shape], value).astype(s.dtype) for s, value in own}
@@ -81,12 +73,7 @@ PICTURE, SEQUENCE = 224, 64
 
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
-    """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table.
-
-    Raises:
-        BadOption: the model has dynamic sizes.
-        BadModel: the inputs do not fit into memory (raised by the iterator).
-    """
+    """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table."""
     if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
         flags = [f"`input_shapes` {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
         more = len(dynamic) - 1

@@ -57,12 +57,7 @@ def observe(
 
     Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into `memory`
     bytes (by the first sample, where shapes are dynamic). Each batch takes a pass over the samples, so these must not
-    be an iterator. float16 and bfloat16 values are converted to float32.
-
-    Raises:
-        BadData: no sample.
-        BadModel: ONNX Runtime cannot run the model.
-    """
+    be an iterator. float16 and bfloat16 values are converted to float32."""
     for batch in _batches(model, tensors, samples, memory, execution):
         shown = _showing(model, batch, widen=True)
         for outputs in outputs_on(shown, samples, execution=execution):
@@ -86,11 +81,7 @@ def values_on(
     budget: MemoryBudget | None = None,
     execution: Execution = EXECUTION,
 ) -> dict[str, Array]:
-    """The values of some tensors on one sample, in their own types. For `budget` see `outputs_on`.
-
-    Raises:
-        BadModel: ONNX Runtime cannot run the model.
-    """
+    """The values of some tensors on one sample, in their own types. For `budget` see `outputs_on`."""
     shown = _showing(model, tensors, widen=False)
     (outputs,) = outputs_on(shown, [sample], budget, execution)
     return {tensor: outputs[name] for tensor, name in zip(tensors, shown.outputs, strict=True)}

@@ -137,11 +137,7 @@ class CacheOption(Options):
 
 
 def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
-    """Refuse a calibration cache together with options for how ranges are found.
-
-    Raises:
-        BadOption: both are given.
-    """
+    """Refuse a calibration cache together with options for how ranges are found."""
     if cache.calibration_cache is not None and ranges.has_method:
         raise BadOption("`calibration_cache` brings the scales: leave `calibration_method` and `bias_correction` out")
 

@@ -82,11 +82,7 @@ class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_settings(path: Path, content: Mapping[str, Any]) -> PictureSettings:
-    """The settings in a file, whose JSON object is `content`.
-
-    Raises:
-        BadData: they are incomplete, or ask for something that is not done here.
-    """
+    """The settings in a file, whose JSON object is `content`."""
     if isinstance(nested := content.get("image_processor"), dict):
         content = nested
     try:
@@ -122,11 +118,7 @@ class Pictures:
         return self.spec.shape[3] in (1, 3) and self.spec.shape[1] not in (1, 3)
 
     def arrays(self, pictures: Sequence[Path]) -> dict[str, Array]:
-        """The input for pictures.
-
-        Raises:
-            BadData: one cannot be read, or they have different sizes.
-        """
+        """The input for pictures."""
         made = [self._array(path) for path in pictures]
         if other := next((one.shape for one in made if one.shape != made[0].shape), None):
             raise BadData(
@@ -193,12 +185,7 @@ class Pictures:
 def pictures_for(
     specs: Sequence[InputSpec], find: Callable[[Sequence[str]], tuple[Path, Mapping[str, Any]] | None], origin: str
 ) -> Pictures:
-    """What makes the inputs of a model from pictures; `find` gives the first file of some names with its JSON object.
-
-    Raises:
-        BadData: the model has no input for pictures, or there are no settings.
-        BadOption: Pillow is not installed.
-    """
+    """Makes the inputs of a model from pictures; `find` gives the first file of some names with its JSON object."""
     fitting = [spec for spec in specs if len(spec.shape) == 4]
     fitting = [spec for spec in fitting if spec.name == "pixel_values"] or fitting
     if len(fitting) != 1:
@@ -211,11 +198,7 @@ def pictures_for(
 
 
 def _pillow() -> Any:
-    """Pillow, with the modules that are used here.
-
-    Raises:
-        BadOption: it is not installed.
-    """
+    """Pillow, with the modules that are used here."""
     try:
         import PIL.Image
         import PIL.ImageOps

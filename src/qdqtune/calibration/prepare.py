@@ -79,11 +79,7 @@ class Prepared:
 
     @property
     def mix(self) -> Mix:
-        """The workloads to time: those given, or else the first sample.
-
-        Raises:
-            BadData: there is no sample.
-        """
+        """The workloads to time: those given, or else the first sample."""
         return self.workloads or (Workload(self.samples.first(1)[0]),)
 
     @property
@@ -118,11 +114,7 @@ class Prepared:
 
     def sized_for(self, engine: str) -> tuple[Self, tuple[str, ...]]:
         """For an engine that takes fixed sizes only, the same with open sizes of inputs fixed to those of the first
-        workload or sample, also in what ships, and a note; else the same.
-
-        Raises:
-            BadOption: they contradict a size of the model.
-        """
+        workload or sample, also in what ships, and a note; else the same."""
         table, known = PROVIDERS.get(engine), self.model.tensors
         is_open = any(None in (known[name].shape or (None,)) for name in self.model.inputs)
         if table is None or not table.has_fixed_sizes or not is_open:
@@ -151,13 +143,7 @@ def prepare(
     Outputs are compared on samples that a limit on calibration leaves out, if they are `LEAST_JUDGED` at least. Else
     every fifth sample is held out of calibration, as many as are compared (`most` at most), unless there would be fewer
     than that or samples are random. All commands call this, so that they compare outputs on the same samples.
-    With `most` 0 no samples are held out. An engine that is so many times `slower` than a CPU gets fewer.
-
-    Raises:
-        BadModel: an input or an output is no tensor.
-        BadOption: shapes do not fit, or are missing for random inputs.
-        BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
-    """
+    With `most` 0 no samples are held out. An engine that is so many times `slower` than a CPU gets fewer."""
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
         raise BadOption("`workloads` brings the shapes of all inputs: leave `input_shapes` out")

@@ -57,13 +57,7 @@ def raw_samples(
     those of the model.
 
     A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left over at the
-    end is not used. With a `limit` on samples, see `spread_rows`; the function takes the number of `others`.
-
-    Raises:
-        BadData: the model takes no such data, or a file that says how to make arrays of them is missing or damaged
-            (partly raised by the iterator).
-        BadOption: a library is not installed.
-    """
+    end is not used. With a `limit` on samples, see `spread_rows`; the function takes the number of `others`."""
     places = _places(source, folders)
 
     def find(names: Sequence[str]) -> tuple[Path, Mapping[str, Any]] | None:
@@ -155,12 +149,7 @@ def texts_for(
     """What makes the inputs of a model from texts; `find` gives the first file of some names with its JSON object.
 
     Texts are cut and padded to the length of the model's inputs. Where that is dynamic, they keep their own up to the
-    number of tokens that tokenizer_config.json or config.json names.
-
-    Raises:
-        BadData: the model has no input for token ids, or there is no tokenizer.
-        BadOption: tokenizers is not installed.
-    """
+    number of tokens that tokenizer_config.json or config.json names."""
     ids = next((spec for spec in specs if spec.name == IDS and len(spec.shape) == 2), None)
     if ids is None:
         raise BadData(f"{origin} holds texts, which need an input {IDS}: the model has {listed(tuple(specs))}")
@@ -199,11 +188,7 @@ def _pad_token(tokenizer: Any, settings: Mapping[str, Any], model: Mapping[str, 
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        BadData: it holds none.
-    """
+    """The JSON object in a file."""
     try:
         with reading(path, BadData):
             found = parsed_json(path.read_text(encoding="utf-8"))

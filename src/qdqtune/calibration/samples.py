@@ -76,11 +76,7 @@ class Samples:
 
     def apart(self, least: int, most: int | None = None) -> tuple[Samples, Samples] | None:
         """The samples without every fifth one, and these held-out ones, of which there are at most `most`; None if
-        there would be fewer than `least`.
-
-        Raises:
-            BadData: there is no sample.
-        """
+        there would be fewer than `least`."""
         if len(self.first(HELD_OUT * least)) < HELD_OUT * least:
             return None
 
@@ -92,11 +88,7 @@ class Samples:
         return replace(self, produce=lambda: part(False)), replace(self, produce=lambda: part(True))
 
     def spread(self, count: int) -> list[Sample]:
-        """At most `count` samples at even distances, in two passes.
-
-        Raises:
-            BadData: there is no sample.
-        """
+        """At most `count` samples at even distances, in two passes."""
         total = sum(1 for _ in self)
         if total <= count:
             return self.first(count)
@@ -104,11 +96,7 @@ class Samples:
         return [sample for number, sample in enumerate(self) if number in wanted]
 
     def first(self, count: int) -> list[Sample]:
-        """The first `count` samples, or all if there are fewer.
-
-        Raises:
-            BadData: there is no sample.
-        """
+        """The first `count` samples, or all if there are fewer."""
         found = list(islice(iter(self), count))
         if not found:
             raise BadData(f"{self.origin} holds no sample")
@@ -134,12 +122,7 @@ def open_samples(
     inputs, which were made constants, are ignored.
 
     Of more samples than `limit` those at even distances are taken, as data are often sorted by class; of a callable,
-    which may never end, the first.
-
-    Raises:
-        BadData: the source is missing, unreadable or does not fit the model (partly raised by the iterator).
-        BadOption: `module:callable` cannot be imported, or random inputs would need sizes that are dynamic.
-    """
+    which may never end, the first."""
     specs = input_specs(model)
     if source is None:
         count = limit or 8
@@ -198,11 +181,7 @@ def _files_of(source: str) -> list[Path]:
 
 
 def digest_of(source: str, execution: Execution, folders: Sequence[Path] = ()) -> str | None:
-    """The digest of samples in files; None for a callable, which would have to be imported.
-
-    Raises:
-        BadData: a file cannot be read.
-    """
+    """The digest of samples in files; None for a callable, which would have to be imported."""
     files = _files_of(source)
     if not files and (raw := raw_files(Path(source))):
         files = [*raw, *settings_files(Path(source), folders)]
@@ -210,11 +189,7 @@ def digest_of(source: str, execution: Execution, folders: Sequence[Path] = ()) -
 
 
 def read_sample(path: Path, model: Model, fixed: Collection[str] = (), execution: Execution = EXECUTION) -> Sample:
-    """The arrays of a file as one sample.
-
-    Raises:
-        BadData: the file is missing or unreadable, or does not fit the model.
-    """
+    """The arrays of a file as one sample."""
     specs = input_specs(model)
     (arrays,) = read_in_thread(lambda: iter([read_arrays(path, specs)]), str(path), execution)
     return _sample(arrays, specs, fixed, str(path))
@@ -250,11 +225,7 @@ def _digest(files: Sequence[Path], execution: Execution) -> str:
 
 
 def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Array]:
-    """All arrays of a file by input name; a .npy is for the only input.
-
-    Raises:
-        BadData: the file is missing or unreadable.
-    """
+    """All arrays of a file by input name; a .npy is for the only input."""
     try:
         if not path.is_file():
             raise FileNotFoundError  # also for a pipe, which might never end

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -113,14 +112,6 @@ class BudgetEnded(TooSlow):
     """The time budget has ended while code of the user ran."""
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What a function has returned or raised."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-
 def call_in_thread(
     function: Callable[[], T], what: str, execution: Execution, tasks: SimpleQueue[Any] | None = None
 ) -> T:
@@ -134,54 +125,39 @@ def call_in_thread(
         TooSlow: the function took too long.
         Cancelled: another thread has cancelled the call.
     """
-    told = SimpleQueue[Any]() if tasks is None else tasks
-
-    def call() -> None:
-        try:
-            told.put(_Outcome(function()))
-        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
-            told.put(_Outcome(error=error))
-
-    threading.Thread(target=copy_context().run, args=(call,), name=USER_CODE + what, daemon=True).start()
-    spent = 0.0
-    while True:
-        begun = monotonic() - spent
-        task = _awaited(told, begun, what, execution)
-        spent = monotonic() - begun
-        if not isinstance(task, _Outcome):
-            task()
-        elif task.error is not None:
-            raise task.error
-        else:
-            value: T = task.value
-            return value
+    answers = SimpleQueue[Any]() if tasks is None else tasks
+    (result,) = _from_thread(lambda: (function() for _ in range(1)), what, execution, answers)
+    return result
 
 
 def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Execution) -> Iterator[T]:
-    """The items of an iterator, which is created and run in a thread, within the time limits of `execution`.
+    """The items of an iterator, which is created and run in a thread, as in `call_in_thread`."""
+    return _from_thread(make, f"reading {origin}", execution, SimpleQueue(), "`calibration_samples` takes fewer")
 
-    Its exceptions are raised here. A thread that exceeds the limit is abandoned: the process does not wait for it.
 
-    Raises:
-        TooSlow: the items took too long.
-        Cancelled: another thread has cancelled the call.
-    """
-    wanted, answers = SimpleQueue[bool](), SimpleQueue[tuple[T] | BaseException | None]()
+def _from_thread(
+    make: Callable[[], Iterator[T]], what: str, execution: Execution, answers: SimpleQueue[Any], *more: str
+) -> Iterator[T]:
+    wanted = SimpleQueue[bool]()
     call = partial(copy_context().run, _give, make, wanted, answers)
-    thread = threading.Thread(target=call, name=USER_CODE + origin, daemon=True)
+    thread = threading.Thread(target=call, name=USER_CODE + what, daemon=True)
     thread.start()
     spent = 0.0
+    wanted.put(True)
     try:
         while True:
-            wanted.put(True)
             begun = monotonic() - spent
-            answer = _awaited(answers, begun, f"reading {origin}", execution, "`calibration_samples` takes fewer")
+            answer = _awaited(answers, begun, what, execution, *more)
             spent = monotonic() - begun
             if answer is None:
                 return
             if isinstance(answer, BaseException):
                 raise answer
-            yield answer[0]
+            if isinstance(answer, tuple):
+                yield answer[0]
+                wanted.put(True)
+            else:
+                answer()
     finally:
         wanted.put(False)
         thread.join(CHECK_SECONDS)  # let a generator clean up before the next one starts
@@ -217,11 +193,7 @@ def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: S
 
 
 def checked_count(items: Iterable[T], origin: str) -> Iterator[T]:
-    """`items`, one after the other, while their number is plausible.
-
-    Raises:
-        BadData: there are more than `MOST_GENERATED`.
-    """
+    """`items`, one after the other, while their number is plausible."""
     for number, item in enumerate(items, 1):
         if number > MOST_GENERATED:
             raise BadData(

@@ -104,12 +104,7 @@ Sizes = Mapping[str, tuple[int | None, ...]]
 def open_workloads(
     files: Sequence[WorkloadFile], model: Model, fixed: Collection[str] = (), execution: Execution = EXECUTION
 ) -> Mix:
-    """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored.
-
-    Raises:
-        BadData: a file is missing or unreadable, or its arrays do not fit the model.
-        BadOption: two workloads have one name, or dimensions of one name have different sizes.
-    """
+    """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored."""
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
         with reading(f"workload {twice}", BadData):
@@ -172,11 +167,7 @@ def description(mix: Mix) -> str:
 
 
 def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> dict[str, Span]:
-    """The smallest, the most frequent and the largest sizes of each input, except those `fixed`.
-
-    Raises:
-        BadData: a file is missing or unreadable.
-    """
+    """The smallest, the most frequent and the largest sizes of each input, except those `fixed`."""
     shapes = {file: {name: a.shape for name, a in read_arrays(file.path).items()} for file in files}
     found = {}
     for name, usual in shapes[max(files, key=lambda file: file.weight)].items():

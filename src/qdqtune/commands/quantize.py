@@ -46,7 +46,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
-from qdqtune.graph.saving import one_constant_file, save
+from qdqtune.graph.saving import CONSTANTS, ConstantFile, save
 from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is_finite, slice_cell
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_metrics import Score, doubt, loss_high
@@ -293,7 +293,7 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
     observer = observer or Silent()
     with (
         temporary_folder() as folder,
-        one_constant_file(folder) as constants,
+        ConstantFile(folder / CONSTANTS) as constants,
         reused_workers(execution_of(options)) as execution,
     ):
         return _quantized(options, observer, replace(execution, constants=constants))

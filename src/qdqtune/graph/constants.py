@@ -35,11 +35,7 @@ READ_BYTES = 2**20
 
 def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[str, Constant]:
     """Take the large initializers with external data out of `proto`, and embed the small ones. The files lie in
-    `folder`; `own` is the name of the model's own file, which may be a link.
-
-    Raises:
-        BadModel: a file is missing or too short.
-    """
+    `folder`; `own` is the name of the model's own file, which may be a link."""
     large: dict[str, Constant] = {}
     overridable = {v.name for v in proto.graph.input}
     external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
@@ -63,11 +59,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
     """Make every constant of the main graph an initializer or, if large, an entry of `large`. An initializer that is a
-    graph input as well stays both, as it is no constant: callers may override it.
-
-    Raises:
-        BadModel: the values of a constant do not fit its type and shape.
-    """
+    graph input as well stays both, as it is no constant: callers may override it."""
     pairs = [(node, _lifted(node)) for node in graph.node]
     replace(graph.node, [node for node, tensor in pairs if tensor is None])
     lifted = [tensor for _, tensor in pairs if tensor is not None]

@@ -54,24 +54,14 @@ def load_for(
     *,
     rewrites: Rewrites = NO_REWRITES,
 ) -> Model:
-    """Load and rewrite a model, with at least the opset that pairs at `precision` need. It is not converted.
-
-    Raises:
-        BadModel: the file cannot be used.
-        BadOption: `fix_inputs` names no input, or a value does not fit.
-    """
+    """Load and rewrite a model, with at least the opset that pairs at `precision` need. It is not converted."""
     return rewritten_for(path, precision, fix_inputs, min_opset, rewrites)[0]
 
 
 def rewritten_for(
     path: Path, precision: Precision, fix_inputs: Mapping[str, float | int | str], min_opset: int, rewrites: Rewrites
 ) -> tuple[Model, Rewrites]:
-    """As `load_for`, with the rewrites that were made.
-
-    Raises:
-        BadModel: the file cannot be used.
-        BadOption: `fix_inputs` names no input, or a value does not fit.
-    """
+    """As `load_for`, with the rewrites that were made."""
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
@@ -85,11 +75,7 @@ def is_float32(model: Model) -> bool:
 
 
 def converted(model: Model, precision: Precision, kept: Collection[str] = ()) -> Model:
-    """`model` in a precision, except the nodes named in `kept` (see `to_float16`). Half precision needs opset 19.
-
-    Raises:
-        BadModel: the model cannot be converted.
-    """
+    """`model` in a precision, except the nodes named in `kept` (see `to_float16`). Half precision needs opset 19."""
     if precision == "fp32":
         return model
     half = to_float16(model, kept)
@@ -101,11 +87,7 @@ def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     reads or makes it.
 
     These nodes stay in float32, and the tensors between them too: operators on the converter's list of unsafe ones
-    (except `COMPARISONS`), nodes of other domains, whose kernels are unknown, and nodes named in `kept`.
-
-    Raises:
-        BadModel: the model cannot be converted.
-    """
+    (except `COMPARISONS`), nodes of other domains, whose kernels are unknown, and nodes named in `kept`."""
     from onnxruntime.transformers import float16  # slow to import
 
     model = _with_outputs_apart(model)

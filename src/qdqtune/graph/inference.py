@@ -188,11 +188,7 @@ def _when_read(
 
 def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
     """`model` with these input sizes and the shapes that follow. A symbolic dimension gets one value everywhere; None
-    leaves a size as it is.
-
-    Raises:
-        BadOption: an unknown input, another rank, or a size that contradicts a static or symbolic dimension.
-    """
+    leaves a size as it is."""
     if shapes:
         model = _with_sizes(model, shapes)
     inputs = (info for name, info in model.tensors.items() if name in model.inputs)

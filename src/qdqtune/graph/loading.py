@@ -37,12 +37,7 @@ def load(
     """Read an ONNX file. The opset of the model is at least 13 and at least `min_opset`.
 
     Node names become unique, constants become initializers, model-local functions are inlined, Identity and unused
-    nodes are dropped. `fix_inputs` makes graph inputs constant, and replaces each If that they decide by its body.
-
-    Raises:
-        BadModel: the file is missing, damaged or invalid, or its opset cannot be raised.
-        BadOption: `fix_inputs` names no input, or a value does not fit.
-    """
+    nodes are dropped. `fix_inputs` makes graph inputs constant, and replaces each If that they decide by its body."""
     proto = read(path)
     try:
         return _ready(proto, path.absolute(), fix_inputs, min_opset)
@@ -53,11 +48,7 @@ def load(
 
 
 def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
-    """`load` for a model in memory, which is not changed. Its external data lie in the current folder.
-
-    Raises:
-        BadModel: the model is invalid, or its opset cannot be raised.
-    """
+    """`load` for a model in memory, which is not changed. Its external data lie in the current folder."""
     return _ready(copied(proto), Path.cwd() / "model.onnx", {}, min_opset)
 
 
@@ -87,11 +78,7 @@ def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int |
 
 
 def with_opset(model: Model, opset: int) -> Model:
-    """`model` with its opset raised to `opset`, if it is lower.
-
-    Raises:
-        BadModel: it cannot be raised.
-    """
+    """`model` with its opset raised to `opset`, if it is lower."""
     if model.opset >= opset:
         return model
     large = dict(model.large)
@@ -110,11 +97,7 @@ def _open_unknown_sizes(graph: onnx.GraphProto) -> None:
 
 
 def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
-    """A model of `proto`, whose nodes may be in any order (they are sorted in place), with types and shapes inferred.
-
-    Raises:
-        BadModel: the graph is invalid.
-    """
+    """The model of `proto`, whose nodes are sorted in place, with types and shapes inferred."""
     _sort(proto.graph)
     _check(proto, large)
     return Model(infer(proto, large), large)
@@ -142,11 +125,7 @@ def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
 
 
 def read(path: Path) -> ModelProto:
-    """The protobuf in a file, without large weights (see `protobuf.parsed`).
-
-    Raises:
-        BadModel: the file is missing, or is no ONNX file.
-    """
+    """The protobuf in a file, without large weights (see `protobuf.parsed`)."""
     try:
         if path.stat().st_size >= 2**31:
             raise BadModel(
@@ -166,11 +145,7 @@ def read(path: Path) -> ModelProto:
 
 
 def identities(path: Path) -> dict[str, str]:
-    """The outputs of the Identity nodes of a file, and for each the tensor that `load` uses in its place.
-
-    Raises:
-        BadModel: the file cannot be read.
-    """
+    """The outputs of the Identity nodes of a file, and for each the tensor that `load` uses in its place."""
     names: dict[str, str] = {}
     for node in read(path).graph.node:
         if node.op_type == "Identity" and node.domain in ("", "ai.onnx"):
@@ -192,11 +167,7 @@ def bytes_of_files(model: Path) -> int:
 
 
 def data_files(path: Path) -> list[str]:
-    """The files of a model's external data, as the model names them.
-
-    Raises:
-        BadModel: the model cannot be read.
-    """
+    """The files of a model's external data, as the model names them."""
     proto = read(path)
     tensors = chain(proto.graph.initializer, inner_tensors(proto))
     named = {e.value for t in tensors for e in t.external_data if e.key == "location"} - {path.name}
@@ -327,11 +298,7 @@ measured."""
 
 def check_sound(proto: onnx.ModelProto) -> None:
     """Refuse sparse constants, unknown element types, references to attributes of a function outside of one, and
-    functions that inlining would turn into too many nodes.
-
-    Raises:
-        BadModel: the model has one of these.
-    """
+    functions that inlining would turn into too many nodes."""
     for graph in graphs(proto.graph):
         if graph.sparse_initializer:
             raise BadModel(f"constant {graph.sparse_initializer[0].values.name!r} is sparse: {DENSE}")
@@ -350,11 +317,7 @@ def check_sound(proto: onnx.ModelProto) -> None:
 
 def check_outputs(proto: onnx.ModelProto) -> None:
     """Refuse outputs that are no tensors: sequences, maps and optional values cannot be compared. The output of a
-    ZipMap, in which classifiers of scikit-learn give probabilities, can.
-
-    Raises:
-        BadModel: an output cannot be compared.
-    """
+    ZipMap, in which classifiers of scikit-learn give probabilities, can."""
     zipped = {name for node in proto.graph.node if node.op_type == "ZipMap" for name in node.output}
     for value in proto.graph.output:
         if value.name in zipped:

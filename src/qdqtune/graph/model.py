@@ -294,7 +294,8 @@ def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, C
             large[name] = constant
         elif name in read:
             result.graph.initializer.append(constant.to_proto(name))
-    result.graph.value_info.extend(v for v in before.value_info if v.name in written)
+    described = {v.name: v for v in before.value_info if v.name in written}  # converters may list a tensor twice
+    result.graph.value_info.extend(described.values())
     return Model(result, large)
 
 

@@ -48,11 +48,7 @@ def graphs_in(folder: Path) -> list[Path]:
 
 
 def model_in(path: Path) -> Path:
-    """The only graph of a folder; a path that is no folder is returned as it is.
-
-    Raises:
-        BadModel: the folder holds none, or several.
-    """
+    """The only graph of a folder; a path that is no folder is returned as it is."""
     if not path.is_dir():
         return path
     found = graphs_in(path)

@@ -56,11 +56,7 @@ Matcher = Callable[[Model, Node], Match | None]
 
 
 def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
-    """`model` with one node for each match, at least at `opset`; the same object if there is no match.
-
-    Raises:
-        BadModel: the opset cannot be raised.
-    """
+    """`model` with one node for each match, at least at `opset`; the same object if there is no match."""
     if next(_closed(model, matcher), None) is None:
         return model
     model = with_opset(model, opset)
@@ -476,19 +472,11 @@ class Rewrites:
             raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(REWRITE_NAMES)}")
 
     def of(self, model: Model) -> Model:
-        """The rewritten model.
-
-        Raises:
-            BadModel: the opset cannot be raised.
-        """
+        """The rewritten model."""
         return self.made(model)[0]
 
     def made(self, model: Model) -> tuple[Model, Rewrites]:
-        """The rewritten model, and these rewrites with those of `merged` alone that found something to do.
-
-        Raises:
-            BadModel: the opset cannot be raised.
-        """
+        """The rewritten model, and these rewrites with those of `merged` alone that found something to do."""
         model, merged = weights_computed(model), list[str]()
         if self.folded:
             model = folded(model)
@@ -508,11 +496,7 @@ def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
 
 def allowed(value: str, merged: tuple[str, ...] = ()) -> Rewrites:
     """The rewrites that the option `rewrites` names: `auto` (at first `fold` and those that the engine makes by itself,
-    `merged`), `off`, or names with commas.
-
-    Raises:
-        BadOption: a name is unknown.
-    """
+    `merged`), `off`, or names with commas."""
     if value in ("auto", "off"):
         return Rewrites(True, merged=merged) if value == "auto" else Rewrites()
     names = {name.strip() for name in value.split(",")}

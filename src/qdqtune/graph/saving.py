@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from threading import RLock
@@ -18,12 +18,8 @@ from qdqtune.graph.protobuf import head, parsed, refer
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 
-CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
-"""Names of the file with constants of candidates, and of the file with constants of models that may ship."""
-
-MOSTLY = 0.99
-"""A model ships with a link to a file of constants if it uses at least this share of its bytes: the rest is what
-rewrites have replaced. Chosen, not measured."""
+CONSTANTS = "constants.bin"
+"""The name of the file with constants of candidates."""
 
 ONE_FILE_LIMIT = 2**31 - 2**20
 """Bytes from which a model needs external data: the 2 GiB limit of protobuf, less room for fields added later."""
@@ -32,24 +28,15 @@ ONE_FILE_LIMIT = 2**31 - 2**20
 def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
     """Write `model` as one file; beyond 2 GB its constants go to `<name>.data` beside it.
 
-    Constants in the file `known` are copied from there. If it holds hardly any others, `<name>.data` is a link to it.
+    Constants in the file `known` are copied from there.
     """
     with atomic_write(path) as fresh:
         if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < ONE_FILE_LIMIT:
             with fresh.open("wb") as file:
                 file.writelines(messages(model, Constant.data if known is None else known.data))
-        elif known is None or not known.named(data_of(fresh), model, fresh):
+        else:
             with ConstantFile(data_of(fresh), known) as constants:
                 constants.save(model, fresh)
-
-
-def _write_by_reference(model: Model, path: Path, place: Callable[[Constant], tuple[str, int, int]]) -> None:
-    """Write a model with its large constants by reference; `place` gives file name, offset and length of each."""
-    small = deepcopy(model.proto)
-    for name, constant in model.large.items():
-        tensor = small.graph.initializer.add(name=name, data_type=constant.dtype, dims=constant.shape)
-        refer(tensor, *place(constant))
-    path.write_bytes(small.SerializeToString())
 
 
 def nbytes(model: Path) -> int:
@@ -72,8 +59,7 @@ def model_outputs(path: Path, option: str, kind: str = "model") -> list[Output]:
 class ConstantFile:
     """A file of constants that small model files in the same folder refer to.
 
-    Each constant is written once, when a model first needs it. A constant in the file `known` is not written again, but
-    referred to there, or read from there if that file is in another folder: ONNX Runtime refuses such references.
+    Each constant is written once, when a model first needs it; one in the file `known` is copied from there.
     """
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
@@ -102,50 +88,26 @@ class ConstantFile:
             return os.pread(self._file.fileno(), length, offset)
         return constant.data() if self._known is None else self._known.data(constant)
 
-    def _span(self, constant: Constant) -> tuple[str, int, int]:
-        """File name, offset and length of a constant, which is written if it is in no file of this folder."""
-        if (
-            (known := self._known) is not None
-            and constant.key in known._spans
-            and known.path.parent == self.path.parent
-        ):
-            return known._span(constant)
+    def _span(self, constant: Constant) -> tuple[int, int]:
+        """Offset and length of a constant, which is written if it is not there."""
         if constant.key not in self._spans:
             data = self.data(constant)
             offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
             self._file.seek(offset)
             self._file.write(data)
             self._spans[constant.key] = (offset, len(data))
-        return self.path.name, *self._spans[constant.key]
+        return self._spans[constant.key]
 
     def save(self, model: Model, path: Path) -> None:
         """Write `model` to `path`, in the folder of this file, with its large constants by reference. Thread-safe."""
         with self._lock, writing(path):
-            _write_by_reference(model, path, self._span)
+            small = deepcopy(model.proto)
+            for name, constant in model.large.items():
+                tensor = small.graph.initializer.add(name=name, data_type=constant.dtype, dims=constant.shape)
+                offset, length = self._span(constant)
+                refer(tensor, self.path.name, offset, length)
+            path.write_bytes(small.SerializeToString())
             self._file.flush()
-
-    def keep(self, model: Model) -> None:
-        """Write the large constants of a model that may ship to the known file."""
-        if self._known is not None:
-            self._known.save(model, self.path.with_name("weights.onnx"))
-
-    def named(self, data: Path, model: Model, path: Path) -> bool:
-        """Write `model` to `path`, and make `data` a hard link to the file of its large constants: this one or `known`.
-
-        Returns False and writes nothing if neither file holds all these constants and hardly any others (`MOSTLY`), or
-        if the disk has no hard links.
-        """
-        keys = {c.key for c in model.large.values()}
-        needed = sum(length for key, (_, length) in self._spans.items() if key in keys)
-        if not keys or not self._spans.keys() >= keys or needed < MOSTLY * self._file.tell():
-            return self._known is not None and self._known.named(data, model, path)
-        self._file.flush()
-        try:
-            data.hardlink_to(self.path)
-        except OSError:  # another disk, or one without hard links
-            return False
-        _write_by_reference(model, path, lambda constant: (data.name, *self._spans[constant.key]))
-        return True
 
     def write(self, model: Model, name: str) -> Path:
         """Write `model` beside this file as `<name>.onnx`, numbered if that exists."""
@@ -155,14 +117,6 @@ class ConstantFile:
             path = self.path.with_name(f"{name}-{number}.onnx")
         self.save(model, path)
         return path
-
-
-@contextmanager
-def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
-    """A file of constants in `folder` for all stages of a run (calibration, accuracy, simulation, search), so that they
-    write the weights once. Constants that may ship have a file of their own."""
-    with ConstantFile(folder / WEIGHTS) as weights, ConstantFile(folder / CONSTANTS, weights) as constants:
-        yield constants
 
 
 def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> Iterator[bytes | memoryview]:

@@ -61,12 +61,7 @@ def fix_inputs(
     proto: onnx.ModelProto, large: MutableMapping[str, Constant], values: Mapping[str, float | int | str]
 ) -> None:
     """Make graph inputs constant, compute nodes that depend on them only, and replace each If whose condition is then
-    known by the chosen body. Only small results are computed.
-
-    Raises:
-        BadModel: a chosen body has another number of outputs than its If.
-        BadOption: an unknown input, or a value that its type or shape cannot hold.
-    """
+    known by the chosen body. Only small results are computed."""
     graph = proto.graph
     inputs = {v.name: v for v in graph.input}
     for name, value in values.items():

@@ -68,12 +68,7 @@ def fitted(
 
     `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` no
     other tensors need have ranges, which saves time. `bias_samples` is asked after calibration how many samples may
-    correct biases: with 0, none are corrected. The `listener` is told stages and progress.
-
-    Raises:
-        BadData: no sample.
-        BadModel: ONNX Runtime cannot run the model.
-    """
+    correct biases: with 0, none are corrected. The `listener` is told stages and progress."""
     model, listener = prepared.shaped, listener or Deaf()
     with reused_workers(prepared.execution) as execution:
         prepared = replace(prepared, execution=execution)

@@ -134,12 +134,7 @@ def in_half_precision(
 
 
 def by_ranges(model: Model, precision: Precision, cache: Path, file: Path) -> tuple[Model, tuple[str, ...]]:
-    """`in_half_precision` with the ranges of a calibration cache in place of samples.
-
-    Raises:
-        BadData: the cache cannot be read, or is another model's.
-        BadModel: the model cannot be converted.
-    """
+    """`in_half_precision` with the ranges of a calibration cache in place of samples."""
     if precision == "fp32" or not is_float32(model):
         return model, ()
     half = lowered(model, precision, from_file(cache, model, file).ranges, model)
@@ -156,11 +151,7 @@ def lowered(
 ) -> Half:
     """A float32 model in half precision, except for nodes that `ranges` or the outputs on `samples` keep in float32.
 
-    `shaped` is the same model with the shapes of the samples; without samples ranges alone decide.
-
-    Raises:
-        BadModel: the model cannot be converted, or ONNX Runtime cannot run it.
-    """
+    `shaped` is the same model with the shapes of the samples; without samples ranges alone decide."""
     kept = out_of_range(shaped, ranges) if precision == "fp16" else {}
     found = keeping(model, precision, shaped, kept, samples, execution)
     if found.db >= FLOOR_DB or precision == "bf16":
@@ -190,11 +181,7 @@ def keeping(
 
 
 def finished(quantized: Model, precision: Precision) -> Model:
-    """A model with pairs, ready to be written: converted if the precision is bfloat16.
-
-    Raises:
-        BadModel: the model cannot be converted.
-    """
+    """A model with pairs, ready to be written: converted if the precision is bfloat16."""
     return converted(quantized, precision) if precision == "bf16" else quantized
 
 

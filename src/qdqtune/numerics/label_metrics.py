@@ -188,11 +188,7 @@ def chosen(
     asked: Asked, outputs: Mapping[str, Array], right: Array | None, only: str | None = None
 ) -> tuple[Name, str]:
     """The metric and the output that it reads: the first one that fits, or `only` that one. `auto` is top1, or else
-    cosine. `right` are the labels of the same sample; None where the float model's own outputs are right.
-
-    Raises:
-        BadOption: no output fits, or auto finds no metric.
-    """
+    cosine. `right` are the labels of the same sample; None where the float model's own outputs are right."""
     outputs = outputs if only is None else {only: outputs[only]}
     for name in (n for n in NAMES if n == asked or (asked == "auto" and n != "top5")):
         for output, array in outputs.items():
@@ -209,11 +205,7 @@ def chosen(
 
 
 def check_classes(metric: Name, output: str, array: Array, right: Array) -> None:
-    """Refuse labels that are no class of the scores in an output.
-
-    Raises:
-        BadOption: a label is negative, and not `IGNORED`, or there are fewer classes.
-    """
+    """Refuse labels that are no class of the scores in an output."""
     if metric == "cosine" or array.dtype.kind != "f":
         return
     right = right[right != IGNORED]

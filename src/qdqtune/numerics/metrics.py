@@ -157,11 +157,7 @@ def read_labels(path: Path) -> tuple[Array, ...]:
 
     A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .json holds a
     list, or labels by name in the order of the samples; a .csv has them in the column `label`, or else in the last
-    one; a .txt has one a line, or several numbers a line where a label is a vector.
-
-    Raises:
-        BadData: the file is missing or unreadable, or holds something else than numbers.
-    """
+    one; a .txt has one a line, or several numbers a line where a label is a vector."""
     if not path.is_file():
         raise BadData(f"labels {path} not found")
     ending = path.suffix.lower()
@@ -194,20 +190,12 @@ def read_labels(path: Path) -> tuple[Array, ...]:
 
 
 def holds_inputs(path: Path, specs: Sequence[InputSpec]) -> bool:
-    """Whether a file of labels is an .npz that holds the arrays of inputs, too.
-
-    Raises:
-        BadData: the file is missing or unreadable.
-    """
+    """Whether a file of labels is an .npz that holds the arrays of inputs, too."""
     return path.suffix.lower() == ".npz" and {spec.name for spec in specs} <= read_arrays(path).keys()
 
 
 def paired(labels: Sequence[Array], samples: int, first: Sample, origin: str) -> tuple[Array, ...]:
-    """The labels of each sample, with its rows (its batch) along the first axis.
-
-    Raises:
-        BadData: there is not one label for each sample, or each row of a sample.
-    """
+    """The labels of each sample, with its rows (its batch) along the first axis."""
     rows = next((array.shape[0] for array in first.values() if array.ndim), 1)
     if rows == 1 and len(labels) == samples:
         return tuple(label[None] for label in labels)
@@ -339,11 +327,7 @@ class LabelOptions(Options):
 
 
 def check_metric(evaluate: object, options: LabelOptions) -> None:
-    """Refuse two metrics at once.
-
-    Raises:
-        BadOption: a function is given together with labels or the name of a metric.
-    """
+    """Refuse two metrics at once."""
     if evaluate is not None and options.is_labelled:
         raise BadOption("`evaluate` is a metric of its own: leave `labels` and `metric` out")
 
@@ -401,12 +385,7 @@ def open_labelled(
 ) -> Labelled:
     """The `metric` (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of `data`, or over those in the file
     itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.
-    `folders` are those of the model (see `open_samples`).
-
-    Raises:
-        BadData: labels or samples cannot be read, or are not equally many.
-        BadOption: there are no samples, no such output, no labels for a metric that needs them, or these fit no output.
-    """
+    `folders` are those of the model (see `open_samples`)."""
     asked, output = parsed(metric)
     name = "metric" if metric == "auto" else metric
     if output is not None and output not in model.outputs:
@@ -435,11 +414,7 @@ def open_labelled(
 
 def _check_shapes(asked: Asked, shaped: Model, right: Array, only: str | None) -> None:
     """Refuse labels of a sample that fit no output, before the model runs; not where a shape is unknown. An output is
-    taken to have as many rows as the labels: its first size may be that of another batch.
-
-    Raises:
-        BadOption: see `label_metrics.chosen`.
-    """
+    taken to have as many rows as the labels: its first size may be that of another batch."""
     infos = {name: shaped.tensors.get(name) for name in (shaped.outputs if only is None else [only])}
     outputs = dict[str, Array]()
     for name, info in infos.items():

@@ -89,11 +89,7 @@ NO_SCORES = Scores({}, {}, {}, why_not="none was looked for")
 
 def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ()) -> Scores:
     """The scores among the outputs of the float model, of which there is one set for each sample. `asked` are outputs
-    that the user names, each as NAME or NAME:AXIS, or `NONE`; where none is named, they are found by their values.
-
-    Raises:
-        BadOption: an output that is named does not exist, or has no such axis.
-    """
+    that the user names, each as NAME or NAME:AXIS, or `NONE`; where none is named, they are found by their values."""
     first, found, why = outputs[0], dict[str, int](), list[str]()
     if not asked:
         for name in first:
@@ -112,11 +108,7 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
 
 
 def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
-    """By name, the outputs that a user names as NAME or NAME:AXIS, with the axis; None where no axis is told.
-
-    Raises:
-        BadOption: one of them is none of `outputs`.
-    """
+    """By name, the outputs that a user names as NAME or NAME:AXIS, with the axis; None where no axis is told."""
     found = dict[str, int | None]()
     for text in () if list(asked) == [NONE] else asked:
         name, _, axis = (text, "", None) if text in outputs else text.rpartition(":")
@@ -127,11 +119,7 @@ def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]
 
 
 def check_named(asked: Sequence[str], model: Model) -> None:
-    """Refuse, before the work begins, what a user names as scores and what cannot be, as far as shapes are known.
-
-    Raises:
-        BadOption: an output that is named does not exist, or has no such axis.
-    """
+    """Refuse, before the work begins, what a user names as scores and what cannot be, as far as shapes are known."""
     for name, axis in named(asked, model.outputs).items():
         info = model.tensors.get(name)
         if info is None or info.shape is None or not info.dtype:

@@ -201,11 +201,7 @@ def check_stripped(stripped: Model, given: Model, session: Session, sample: Samp
     of it, with all pairs put back. `session` runs both without optimization.
 
     Nothing is compared where ONNX Runtime does not run the file, or gives no equal or no finite outputs twice, or where
-    activations are quantized dynamically.
-
-    Raises:
-        BadModel: outputs differ; the message ends with what to do `instead`.
-    """
+    activations are quantized dynamically."""
     if any(True for _ in dynamic_products_of(given)):
         return
     try:

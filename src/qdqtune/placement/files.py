@@ -76,11 +76,7 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
 
 
 def read_placement_file(path: Path) -> PlacementFile:
-    """Read placement.yaml.
-
-    Raises:
-        BadOption: the file is missing, or is no placement file of this version.
-    """
+    """Read placement.yaml."""
     content = read_yaml(path, "placement")
     try:
         edges = [
@@ -175,11 +171,7 @@ def write_yaml(path: Path, content: Mapping[str, object], kind: str = "") -> Non
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """The content of a YAML file of `write_yaml`; `what` names its kind in errors.
-
-    Raises:
-        BadOption: the file is missing, of another version, or of ModelOpt.
-    """
+    """The content of a YAML file of `write_yaml`; `what` names its kind in errors."""
     content = parsed_yaml(path, what)
     if isinstance(content, dict) and content.keys() & OF_MODELOPT:
         raise BadOption(
@@ -211,12 +203,7 @@ CONSTRUCTOR = SafeConstructor()
 
 def parsed_yaml(path: Path, what: str) -> Any:
     """The content of a YAML file: None, bools, numbers, texts, and lists and dicts of these. `what` names its kind in
-    errors.
-
-    Raises:
-        BadOption: the file cannot be read; is no YAML, or more than one document; holds tags, dates, a key twice or a
-            list as key; or is too large or too deep, with all aliases expanded.
-    """
+    errors."""
     with reading(f"{what} {path}"):
         check_file(path)
         with path.open("rb") as file:

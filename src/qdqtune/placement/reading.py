@@ -92,12 +92,7 @@ def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType =
     are the placement's `weight_only`.
 
     Scales of weights are kept if symmetric numbers of `quant_type` with these steps hold the same values; others follow
-    from the weights.
-
-    Raises:
-        BadModel: a scale is no finite number, or below zero; a Q has other numbers than its DQ; or an activation has
-            several scales.
-    """
+    from the weights."""
     found, unmatched, formats = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
     wide: dict[str, Range] = {}

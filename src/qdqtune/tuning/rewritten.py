@@ -119,7 +119,6 @@ def _search(names: Sequence[str], ready: Ready) -> tuple[TriedRewrites, Subject,
     """Try these rewrites in this order; gives their results, the model with those that are kept, and whether time or an
     accident of the engine left something open."""
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
-    ready.constants.keep(ready.subject.model)
     ready.runner.feed(at_each(ready.subject.mix, ready.settings.thread_counts))
     builder = _Builder(ready, time.monotonic())
     found, kept = NO_REWRITES, _FloatModel(ready.subject)

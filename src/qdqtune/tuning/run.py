@@ -20,7 +20,7 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
 from qdqtune.graph.loading import bytes_of_files, files_of
-from qdqtune.graph.saving import ConstantFile, one_constant_file
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.numerics.label_metrics import can_tell, doubt, samples_to_tell
 from qdqtune.numerics.metrics import Metric, load_evaluation, open_labelled, option_of
 from qdqtune.numerics.scores import check_named
@@ -147,7 +147,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         with writing(f"to {output.path}"):
             folder = stack.enter_context(Scratch(output.path)) / CANDIDATE_FOLDER
             folder.mkdir()
-        constants = stack.enter_context(one_constant_file(folder))
+        constants = stack.enter_context(ConstantFile(folder / CONSTANTS))
         execution = replace(execution, constants=constants)
         evaluation: Metric | None = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
         runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer, execution))
@@ -206,7 +206,6 @@ def open_run(ready: Ready) -> Iterator[Run]:
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     store.check_candidates()
     with ExitStack() as stack:
-        constants.keep(ready.subject.model)
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")
