@@ -1,7 +1,7 @@
 """Which weights may be stored in fewer bits: what the engine says of products of the model's sizes, asked once."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,12 +79,11 @@ def shares_of(
     telling: Telling,
     graph: Model,
     layers: Sequence[Layer] = (),
-    is_late: Callable[[], bool] = lambda: False,
     **said: Any,
 ) -> Any:
     settings, told = Settings(tmp_path / "m.onnx", **said), lambda: layers or LAYERS
     with Store(tmp_path / "state.yaml", {}) as store:
-        return asked.format_shares(subject(graph), settings, cast(Runner, telling), store, told, is_late)
+        return asked.format_shares(subject(graph), settings, cast(Runner, telling), store, told)
 
 
 def test_formats_that_are_refused_not_fused_or_slow_are_not_searched_for(tmp_path: Path) -> None:
@@ -115,21 +114,17 @@ def test_formats_that_the_machine_lost_are_asked_for_again_by_the_next_run(tmp_p
     assert shares_of(tmp_path, engine, model(), formats=("w8",)).keys() == {Edge("w0", "m0", 1), Edge("w1", "m1", 1)}
 
 
-def test_without_time_other_sizes_count_as_the_most_similar_one(tmp_path: Path) -> None:
+def test_the_size_that_takes_most_of_the_time_stands_for_the_others(tmp_path: Path) -> None:
     shapes = {"w0": (SIZE, SIZE), "w1": (SIZE, SIZE // 2), "w2": (SIZE // 2, SIZE)}
     products = "[m0] a = MatMul(x, w0) [m1] b = MatMul(a, w1) [m2] c = MatMul(b, w2)"
     text = f"net (float[1,{SIZE}] x) => (float[1,{SIZE}] c) {{ {products} }}"
     graph = build(text, {name: normal(*shape, scale=0.05) for name, shape in shapes.items()})
     layers = [Layer(name, (name,), "", ms, "compute") for name, ms in (("m0", 3.0), ("m1", 1.0), ("m2", 1.0))]
     engine = Telling({"float": 1.0, "w4b32": 0.4})
-    found = shares_of(tmp_path, engine, graph, layers, is_late=lambda: True)
+    found = shares_of(tmp_path, engine, graph, layers)
     assert engine.asked == 1
     assert found.keys() == {Edge(f"w{i}", f"m{i}", 1) for i in range(3)}
     assert [shares[WeightFormat(4, 32)] for shares in found.values()] == pytest.approx([0.4] * 3)
-    shares_of(tmp_path, engine, graph, layers)
-    assert engine.asked == 3  # a run with time tries the others
-    shares_of(tmp_path, engine, graph, layers)
-    assert engine.asked == 3
 
 
 def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared_ones(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,6 @@ with two the files are at most 0.4 % slower than by one build at a time, with on
 
 GLANCE_SHARE = 0.05
 """The share of the time left of a time budget that the glance at one thread may take. Chosen, not measured."""
-
-FORMATS_SHARE = 0.1
-"""The share of the time left of a time budget in which weight formats are timed. Chosen, not measured."""
 
 DROP = 0.01
 """By which share the user's metric may fall if the user sets no limit on it. Chosen, not measured."""
@@ -118,10 +114,7 @@ class Run(Ready):
         """By weight, the weight formats that it may have; measured on the engine when this is first read."""
         if self.budget.is_late:
             return {}
-        left, begun = self.budget.seconds_left, time.monotonic()
-        ends = inf if left is None else begun + FORMATS_SHARE * left
-        measured = self.subject, self.settings, self.runner, self.store, self.bench.layers
-        return format_shares(*measured, lambda: time.monotonic() > ends)
+        return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
 
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
         """The placements that are slower than float at one of several numbers of threads."""

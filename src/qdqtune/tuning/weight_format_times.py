@@ -1,9 +1,9 @@
-"""Which weight formats weights may have, and how much time these save: measured on the engine, in small models.
+"""Which weight formats weights may have, and how much time these save: measured on the engine, in a small model.
 
-The weight formats that an engine declares are tried on matrix products of the sizes that the model has: whether the
-engine fuses the DequantizeLinear into the product, and how long it takes compared with the float product. Formats that
-take longer are not searched for. A decode step of a language model gains much by them, a convolutional network with one
-small product nothing.
+The weight formats that an engine declares are tried on a matrix product of the size that takes most of the model's
+time: whether the engine fuses the DequantizeLinear into the product, and how long it takes compared with the float
+product. Formats that take longer are not searched for. A decode step of a language model gains much by them, a
+convolutional network with one small product nothing.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ LEAST_SHARE = 0.1
 PAYS = 1.05
 """Share of the float product's time that a weight format may take to be searched for. It may be above 1, as a product
 alone finds its weights in a cache, where floats lose less than in the model. Chosen, not measured."""
-
-MOST_KINDS = 6
-"""The most sizes of products that are tried: those that take the most time."""
 
 MOST_WEIGHTS = 2**21
 """Elements of a weight that is tried: a larger product is tried with fewer outputs."""
@@ -94,12 +91,11 @@ def format_shares(
     runner: Runner,
     store: Store,
     float_layers: Callable[[], Sequence[Layer]],
-    is_late: Callable[[], bool] = lambda: False,
 ) -> FormatShares:
     """By weight, the weight formats that it may have, and the share of the float product's time that each takes.
 
-    Empty if the user wants none, the engine has none, or the model has nothing to gain. Once it `is_late`, no further
-    size of product is tried: those that take the most time come first, and others count as the most similar one.
+    Empty if the user wants none, the engine has none, or the model has nothing to gain. The size of product that takes
+    most of the time is tried, and stands for the others.
     """
     wanted = wanted_formats(settings)
     weights = {e: w for e in weight_only_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
@@ -111,26 +107,21 @@ def format_shares(
     if sum(spent.values()) < LEAST_SHARE:
         return {}
     by_workload = _by_workload(subject)
-    sizes = {edge: _size(by_workload, weight) for edge, weight in weights.items()}
     totals: dict[Size, float] = {}
-    for edge, size in sizes.items():
+    for edge, weight in weights.items():
+        size = _size(by_workload, weight)
         totals[size] = totals.get(size, 0.0) + spent[edge]
-    kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
-    before, shares, found = runner.mix, dict[str, dict[str, float]](), {}
-    for size in kinds:
-        key = f"weight formats:{size.key}"
-        if not shares or not is_late() or store.has(key):
-            caveat = Caveat()
-            tried = partial(_tried, size, wanted, subject, runner, settings.thread_counts, caveat)
-            shares[size.key] = store.memo(key, dict[str, float], tried, caveat)
+    largest = min(totals, key=lambda size: (-totals[size], size.key))
+    before, caveat = runner.mix, Caveat()
+    tried = partial(_tried, largest, wanted, subject, runner, settings.thread_counts, caveat)
+    shares = store.memo(f"weight formats:{largest.key}", dict[str, float], tried, caveat)
     if runner.mix is not before:
         runner.feed(before)
-    kinds = [size for size in kinds if size.key in shares]
-    for edge, size in sizes.items():
-        near = shares.get(size.key) or (shares[_nearest(size, kinds).key] if kinds else {})
-        able = [s for s in wanted if near.get(s.name, PAYS) < PAYS and format_refusal(weights[edge], s) is None]
+    found = {}
+    for edge, weight in weights.items():
+        able = [s for s in wanted if shares.get(s.name, PAYS) < PAYS and format_refusal(weight, s) is None]
         if able:
-            found[edge] = {s: near[s.name] for s in able}
+            found[edge] = {s: shares[s.name] for s in able}
     return found
 
 
@@ -164,16 +155,6 @@ def _size(by_workload: Sequence[Model], weight: Weight) -> Size:
     inputs, outputs = weight.shape
     written = (elements(model, weight.node.outputs[0]) for model in by_workload)
     return Size(tuple(max(1, int(count) // outputs) for count in written), inputs, outputs, weight.constant.dtype)
-
-
-def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
-    """The most similar of some sizes: by rows first, then by the size of the weight."""
-
-    def distance(other: Size) -> tuple[float, float]:
-        work = size.inputs * size.outputs / (other.inputs * other.outputs)
-        return float(np.abs(np.log(np.divide(size.rows, other.rows))).sum()), abs(float(np.log(work)))
-
-    return min(kinds, key=distance)
 
 
 def _tried(
