@@ -122,9 +122,8 @@ class Runner:
         """
         if self.device != ANYWHERE:
             self.close()
-        execution = Execution(self._connection.limit, self._connection.execution.ends)
+        execution, start = self._connection.execution, self._start_worker
         memory = self.memory if has_budget else None
-        start = self._start_worker
         return Runner(spec, log_dir=log_dir, execution=execution, start=start, device=self.device, memory=memory)
 
     # The engine
