@@ -72,3 +72,8 @@ def test_inputs_of_unknown_rank_are_refused() -> None:
     net.proto.graph.input[0].type.tensor_type.ClearField("shape")
     with pytest.raises(BadModel, match="'x'"):
         input_specs(Model(net.proto))
+
+
+def test_inputs_of_strings_are_refused() -> None:
+    with pytest.raises(BadModel, match="input 'x' holds strings: export what is behind"):
+        input_specs(model("string[N,2] x"))

@@ -246,7 +246,7 @@ def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Arra
     except UNREADABLE as error:
         if "allow_pickle" in str(error):
             what = f"{path} holds objects, which are never unpickled, since that may run code"
-            raise BadData(f"{what}: save strings with array.astype(str), numbers with their type") from error
+            raise BadData(f"{what}: save numbers with their type") from error
         raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
 
 
@@ -331,12 +331,7 @@ def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed:
 
 
 def _typed(array: Array, spec: InputSpec, origin: str) -> Array:
-    """The array in the type of the input: strings become objects, numbers must have exactly its type."""
-    if spec.is_string:
-        texts = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
-        if texts.dtype.kind != "U" and not (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat)):
-            raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants strings")
-        return texts.astype(object)
+    """The array, which must have exactly the type of the input."""
     if array.dtype != spec.dtype:
         raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants {spec.dtype}: convert it first")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

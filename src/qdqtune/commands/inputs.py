@@ -223,15 +223,15 @@ def _write(batch: object, path: Path) -> Path:
 
 
 def _array(values: object) -> npt.NDArray[np.generic]:
-    """Values as an array of numbers or of fixed-size strings, which files can hold.
+    """Values as an array of numbers, which files can hold.
 
     Raises:
         ValueError: `values` hold Python objects.
     """
     array = np.asarray(values)
-    if array.dtype.kind == "O" and not all(isinstance(value, str) for value in array.flat):
+    if array.dtype.kind == "O":
         raise ValueError("one holds Python objects; convert it with array.astype(numpy.float32), say")
-    return array.astype(str) if array.dtype.kind == "O" else array
+    return array
 
 
 @contextmanager

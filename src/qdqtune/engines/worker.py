@@ -119,9 +119,8 @@ class Session:
             self.unload(number)
 
     def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`. The output of a ZipMap becomes an array [entries, classes]."""
-        outputs: dict[str, Any] = self._built(number).run(inputs)
-        return {name: _as_array(value) for name, value in outputs.items()}
+        """`Built.run`."""
+        return self._built(number).run(inputs)
 
     def run_all(self, number: int, samples: Sequence[Tensors], at_once: int) -> list[dict[str, Array]]:
         """`run` on each sample, in `at_once` threads."""
@@ -356,14 +355,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _as_array(value: Any) -> Array:
-    """An output as an array. Classifiers of scikit-learn give a list of {class: probability}, made by ZipMap."""
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        return np.array([list(entry.values()) for entry in value], np.float32)
-    array: Array = value
-    return array
 
 
 if __name__ == "__main__":

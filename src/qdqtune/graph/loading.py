@@ -316,15 +316,13 @@ def check_sound(proto: onnx.ModelProto) -> None:
 
 
 def check_outputs(proto: onnx.ModelProto) -> None:
-    """Refuse outputs that are no tensors: sequences, maps and optional values cannot be compared. The output of a
-    ZipMap, in which classifiers of scikit-learn give probabilities, can."""
-    zipped = {name for node in proto.graph.node if node.op_type == "ZipMap" for name in node.output}
+    """Refuse outputs that are no tensors: sequences, maps and optional values cannot be compared."""
     for value in proto.graph.output:
-        if value.name in zipped:
-            continue
         if value.type.WhichOneof("value") not in (None, "tensor_type"):
             problem = f"is no tensor but of type {kind_of(value)}"
-            raise BadModel(f"output {value.name!r} {problem}; such outputs are not supported")
+            raise BadModel(
+                f"output {value.name!r} {problem}; such outputs are not supported (scikit-learn: zipmap=False)"
+            )
 
 
 def kind_of(value: onnx.ValueInfoProto) -> str:

@@ -413,9 +413,6 @@ def _scores(model: Model, edge: Edge) -> Edge:
     """The input of the first in a row of squashing operators that ends at `edge`; itself if there is none."""
     best = edge
     while (node := model.maker(edge.tensor)) is not None:
-        if node.op == "ZipMap":  # it makes maps of a tensor
-            edge = best = node.into[0]
-            continue
         if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:
             break
         if node.op == "Div":  # a Softmax written as Exp and Div
