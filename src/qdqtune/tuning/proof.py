@@ -113,14 +113,18 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             run.given.check()
             is_over = refused.is_transient and run.budget.lacks(0.0)
             files = {_unproven(placement, run): placement for placement in placements}
-            failed = {} if is_over else run.racer.refused(list(files))
+            opponents = [] if field.given is None else [field.given]
+            failed = {} if is_over else run.racer.refused([*files, *opponents])
+            is_given_lost = any(failed.pop(file, None) is not None for file in opponents)
+            if is_given_lost and refused.is_transient:  # nothing runs now: the next session tries again
+                failed, is_given_lost = {}, False
             for file, failure in failed.items():
                 edges = f"a candidate of {len(files[file])} edges"
                 notes.append(f"{edges} did not run as a finished file: {failure.reason}")
             queue = queue.without([files[file] for file in failed])
             if failed:
                 continue
-            if field.given is None or refused.is_transient or not run.racer.refused([field.given]):
+            if not is_given_lost:
                 raise BaselineFailed(f"the engine failed on the finished files: {refused}") from refused
             notes.append(f"the engine does not run {settings.model.name} as it is, so it was not compared: {refused}")
             field = replace(field, given=None)
