@@ -2,7 +2,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from qdqtune.cli import models
-from qdqtune.cli.models import ApplyArguments, InspectArguments
+from qdqtune.cli.models import apply_command, inspect_command
 from qdqtune.commands.apply import Applied, ApplyOptions
 from qdqtune.commands.inspect import Inspection, InspectOptions
 from qdqtune.types import Edge, Placement
@@ -22,7 +22,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, tuned, tmp_path):
                           "--seed", 3, "--calibration-method", "percentile:99",
                           "--precision", "fp16")  # fmt: skip
     assert code == 0
-    assert given.options == ApplyArguments(
+    assert given.options == apply_command.kind(
         tuned, output=target, precision="fp16", calibration_data="d.npz", calibration_samples=2,
         input_shapes={"x": (1, 2)}, seed=3, placement=placement, engine="onnxruntime",
         calibration_method="percentile:99",
@@ -30,7 +30,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, tuned, tmp_path):
     assert out == f"{target}: 0 tensors with a Q/DQ pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
     call("apply", tuned, "--placement", placement)
-    assert given.options == ApplyArguments(tuned, placement=placement)
+    assert given.options == apply_command.kind(tuned, placement=placement)
 
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
@@ -41,7 +41,7 @@ def test_options_of_inspect_reach_it(monkeypatch, call):
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "named\n")
     assert given == [
-        InspectArguments(
+        inspect_command.kind(
             Path("m.onnx"), fix_inputs={"sr": 1}, regions="topology", max_sequence_size=4, include_all_regions=True,
             verbose=True,
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qdqtune.calibration.scales import Calibration
 from qdqtune.cli import main
-from qdqtune.cli.quantize import QuantizeArguments, quantize_command
+from qdqtune.cli.quantize import quantize_command
 from qdqtune.commands.quantize import QuantizeOptions
 
 QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], object]] = {
@@ -50,7 +50,7 @@ def options_of(*arguments: str) -> QuantizeOptions:
 
 def test_every_option_reaches_its_field_and_every_field_has_one() -> None:
     usual, reached = options_of(), set[str]()
-    assert usual == QuantizeArguments(Path("m.onnx"))
+    assert usual == quantize_command.kind(Path("m.onnx"))
     assert usual.target == Path("m.qdq.onnx")
     for option, (values, look, expected) in QUANTIZE.items():
         given = options_of(option, *values)

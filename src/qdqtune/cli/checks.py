@@ -107,13 +107,8 @@ def _below(done: Checked) -> Iterator[str]:
         yield f"{accepted}; `qdqtune tune MODEL --from-qdq` measures which pairs pay"
 
 
-@dataclass(kw_only=True)
-class DebugArguments(Terminal, DebugOptions):
-    """The options of `debug` on the command line."""
-
-
-@command(DebugArguments)
-def debug_command(options: DebugArguments) -> int:
+@command(DebugOptions)
+def debug_command(options: DebugOptions, terminal: Terminal) -> int:
     """Find which tensor breaks the outputs of a quantized model.
 
     \b
@@ -132,10 +127,10 @@ def debug_command(options: DebugArguments) -> int:
     qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
     qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
     """
-    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
+    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
         done = with_flags_in_notes(debug(options, observer))
     say_notes(done.notes)
-    if options.as_machine:
+    if terminal.as_machine:
         print_json(done.to_dict() | {"flags": to_exclude(done.excluded)})
     else:
         _show(done)

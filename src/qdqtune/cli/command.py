@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, get_args
 
 import click
@@ -203,6 +204,15 @@ def _flags_in_errors() -> Iterator[None]:
         raise
 
 
-def command(kind: type[Options]) -> Callable[[Callable[[Any], int | None]], Command]:
-    """Make a click command of a function of options, which is named after it: `tune` of `tune_command`."""
-    return lambda body: Command(body.__name__.removesuffix("_command"), kind, body)
+def command(kind: type[Options]) -> Callable[[Callable[..., int | None]], Command]:
+    """Make a click command of a function of options, which is named after it: `tune` of `tune_command`. Where these
+    know nothing of the terminal, its options are added, and the function takes them as a second argument."""
+
+    def made(body: Callable[..., int | None]) -> Command:
+        name = body.__name__.removesuffix("_command")
+        if issubclass(kind, Terminal):
+            return Command(name, kind, body)
+        both: type[Options] = dataclass(kw_only=True)(type(kind.__name__, (Terminal, kind), {"__doc__": kind.__doc__}))
+        return Command(name, both, wraps(body)(lambda options: body(options, options)))
+
+    return made

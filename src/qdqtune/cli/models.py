@@ -36,13 +36,8 @@ from qdqtune.system.writing import atomic_write
 from qdqtune.tuning import contexts
 
 
-@dataclass(kw_only=True)
-class InspectArguments(Terminal, InspectOptions):
-    """The options of `inspect` on the command line."""
-
-
-@command(InspectArguments)
-def inspect_command(options: InspectArguments) -> None:
+@command(InspectOptions)
+def inspect_command(options: InspectOptions, terminal: Terminal) -> None:
     """Show how MODEL divides into regions, and which of them share a pattern.
 
     They are those of the graph that tune works on: without pairs, and with BatchNormalizations folded into layers.
@@ -50,11 +45,11 @@ def inspect_command(options: InspectArguments) -> None:
     is shown, with -v every node and tensor as well.
     """
     inspection = inspect(options)
-    if options.as_machine:
+    if terminal.as_machine:
         print_json(inspection.to_dict())
     else:
-        print_lines(inspection.lines(tree=options.tree, verbose=options.verbose))
-        if not (options.tree or options.verbose):
+        print_lines(inspection.lines(tree=options.tree, verbose=terminal.verbose))
+        if not (options.tree or terminal.verbose):
             print("Every region: --tree, with the names of nodes and tensors: -v")
 
 
@@ -129,19 +124,14 @@ def _write_gate(
                 fresh.write_text(with_flags(text), encoding="utf-8")
 
 
-@dataclass(kw_only=True)
-class ApplyArguments(Terminal, ApplyOptions):
-    """The options of `apply` on the command line."""
-
-
-@command(ApplyArguments)
-def apply_command(options: ApplyArguments) -> None:
+@command(ApplyOptions)
+def apply_command(options: ApplyOptions, terminal: Terminal) -> None:
     """Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.
 
     For a network that was trained again: its placement holds, its scales do not. They are found as that search found
     its own, unless an option about ranges says otherwise.
     """
-    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
+    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
         done = with_flags_in_notes(apply(options, observer))
     say_notes(done.notes)
     if done.random_data:
@@ -153,7 +143,7 @@ def apply_command(options: ApplyArguments) -> None:
         say_notes([f"{len(done.lost)} edges are not in this model{scaled}, the first: {done.lost[0]}"])
     if done.accuracy is not None and (warning := concern(done.accuracy)):
         say_notes([warning])
-    if options.as_machine:
+    if terminal.as_machine:
         print_json(done.to_dict())
     else:
         what = "outputs" if done.accuracy is None or done.accuracy.sqnr_db is None else "output SQNR"
@@ -163,13 +153,8 @@ def apply_command(options: ApplyArguments) -> None:
             print(done.scores.told)
 
 
-@dataclass(kw_only=True)
-class BuildArguments(Terminal, BuildOptions):
-    """The options of `build` on the command line."""
-
-
-@command(BuildArguments)
-def build_command(options: BuildArguments) -> None:
+@command(BuildOptions)
+def build_command(options: BuildOptions, terminal: Terminal) -> None:
     """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
 
     What a Q/DQ model leaves in float runs in float, everything between pairs in 8 bits: a mixed-precision engine.
@@ -179,7 +164,7 @@ def build_command(options: BuildArguments) -> None:
     """
     spec = with_timing_cache(options.spec(), options.output.parent)
     artifact = build(Path(str(options.model)), options.output, spec, execution_of(options))
-    if options.as_machine:
+    if terminal.as_machine:
         print_json(artifact.to_dict())
     else:
         print(artifact.in_words())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from qdqtune.cli import progress
@@ -16,13 +15,8 @@ from qdqtune.numerics.accuracy import closeness, integers_differ
 from qdqtune.numerics.label_metrics import few_changed, loss_high
 
 
-@dataclass(kw_only=True)
-class QuantizeArguments(Terminal, QuantizeOptions):
-    """The options of `quantize` on the command line."""
-
-
-@command(QuantizeArguments)
-def quantize_command(options: QuantizeArguments) -> None:
+@command(QuantizeOptions)
+def quantize_command(options: QuantizeOptions, terminal: Terminal) -> None:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
     The rules say where an engine gains from 8 bits as a rule; tune measures it. Of forty
@@ -35,10 +29,10 @@ def quantize_command(options: QuantizeArguments) -> None:
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
-    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
+    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
         done = with_flags_in_notes(quantize(options, observer))
     say_notes(done.notes)
-    if not options.as_machine:
+    if not terminal.as_machine:
         if options.report:
             show(done.table())
             show(done.damage_table())

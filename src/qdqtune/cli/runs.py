@@ -20,13 +20,8 @@ from qdqtune.system.checks import Output, below, in_list, written_as
 from qdqtune.tuning.folder import REPORT
 
 
-@dataclass(kw_only=True)
-class ExplainArguments(Terminal, ExplainOptions):
-    """The options of `explain` on the command line."""
-
-
-@command(ExplainArguments)
-def explain_command(options: ExplainArguments) -> None:
+@command(ExplainOptions)
+def explain_command(options: ExplainOptions, terminal: Terminal) -> None:
     """Explain a finished run: why each node runs in 8 bits or in float, and what it takes.
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
@@ -41,7 +36,7 @@ def explain_command(options: ExplainArguments) -> None:
     qdqtune explain qdqtune_output '/layer1/*'
     """
     explained = explain_run(options.folder, options.pattern)
-    if options.as_machine:
+    if terminal.as_machine:
         print_json(explained.to_dict())
     elif explained.is_part:
         print_prose(_by_unit(explained.rows))
@@ -73,13 +68,8 @@ CANNOT_TELL = 3
 """The exit code of `verify` where a measurement decides nothing."""
 
 
-@dataclass(kw_only=True)
-class VerifyArguments(Terminal, VerifyOptions):
-    """The options of `verify` on the command line."""
-
-
-@command(VerifyArguments)
-def verify_command(options: VerifyArguments) -> int:
+@command(VerifyOptions)
+def verify_command(options: VerifyOptions, terminal: Terminal) -> int:
     """Say whether what a run has proven holds on this machine.
 
     FOLDER holds optimized_final.onnx, baseline.onnx and deploy/settings.json, as tune leaves them. The files have to be
@@ -90,9 +80,9 @@ def verify_command(options: VerifyArguments) -> int:
     \b
     qdqtune verify qdqtune_output --calibration-data samples.npz
     """
-    with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
+    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
         done = with_flags_in_notes(verify(options, observer))
-    if options.as_machine:
+    if terminal.as_machine:
         print_json(done.to_dict())
     else:
         if done.comparison is not None:
