@@ -192,7 +192,7 @@ def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: P
     here.mkdir()
     poison(here)
     out, said = tmp_path / "out", tmp_path / "said"
-    words = f"tune {write(mixed(), tmp_path)} -o {out} --ray local --workers 1 --engine fake --builds 60"
+    words = f"tune {write(mixed(), tmp_path)} -o {out} --ray local --workers 1 --engine fake --mode region --builds 60"
     quick = ["--calibration-method", "minmax", "--no-bias-correction", "--engine-option", "build_seconds=2", "-q"]
     told = environment() | {"TMPDIR": str(tmp_path)}
     with said.open("wb") as errors:
