@@ -17,7 +17,7 @@ from qdqtune.timing.race import (
     race,
     wants_more_builds,
 )
-from qdqtune.timing.ratios import BUILD_LOOKS, Plan, ratio
+from qdqtune.timing.ratios import BLOCK_LOOKS, Plan, ratio
 from qdqtune.types import Times
 
 Array = npt.NDArray[Any]
@@ -99,7 +99,7 @@ def proof(
     differ: float,
     rng: np.random.Generator,
     *,
-    builds: int = 2,
+    builds: int = 3,
     noise: float = 0.001,
     plan: Plan = PROOF,
     steady: int | None = None,
@@ -107,8 +107,8 @@ def proof(
     """What a race of two files says, of which one takes the share `gain` of the other's time, where builds of a file
     differ by `differ` of a ratio, but those of the `steady` one do not; and the builds of each file."""
     blocks: list[Block] = []
-    for look in BUILD_LOOKS:
-        while builds * len(blocks) < look:
+    for look in BLOCK_LOOKS:
+        while len(blocks) < (2 * look if builds == 1 else look):
             files = np.repeat([0.0, np.log(gain)], builds)
             scale = np.repeat([differ * (file != steady) / np.sqrt(2) for file in (0, 1)], builds)
             levels = files + scale * rng.standard_normal(2 * builds)
@@ -124,7 +124,7 @@ def plausible(hits: int, count: int, rate: float) -> bool:
     return hits == 0 or bool(bdtrc(hits - 1, count, rate) > 1e-6)
 
 
-@pytest.mark.parametrize("builds", [1, 2])
+@pytest.mark.parametrize("builds", [1, 2, 3])
 @pytest.mark.parametrize("differ", [0.005, 0.03, 0.13])
 def test_builds_that_differ_for_good_win_no_more_often_than_promised(differ: float, builds: int) -> None:
     """Equal files: that two builds agree says little."""
@@ -146,12 +146,12 @@ def test_a_gain_of_five_percent_is_found_where_builds_differ_by_one() -> None:
     assert sum(verdict == "faster" for verdict, _ in found) > 95
 
 
-def test_a_large_gain_takes_two_builds_of_each_file_and_a_small_one_more() -> None:
+def test_a_large_gain_takes_one_block_and_a_small_one_more() -> None:
     rng = np.random.default_rng(2)
-    large, small, none = (np.mean([proof(gain, 0.004, rng)[1] for _ in range(50)]) for gain in (0.6, 0.97, 1.0))
-    assert large < 2.2
-    assert small > 3.5
-    assert none < 3.0
+    large, small, none = (np.mean([proof(gain, 0.004, rng)[1] for _ in range(50)]) for gain in (0.6, 0.985, 1.0))
+    assert large == 3
+    assert small > 5
+    assert none < 4
 
 
 def test_one_build_of_each_file_bounds_nothing() -> None:

@@ -73,7 +73,7 @@ def slow_run(model: Path, workers: Workers, each: float, budget: float, **more: 
 @pytest.mark.parametrize(("each", "budget"), [(0.01, 120.0), (0.2, 120.0), (1.0, 120.0), (3.8, 120.0), (3.8, 1200.0)])
 def test_a_time_budget_bounds_the_whole_run(model, clock, workers, each, budget):
     result, _ = slow_run(model, workers, each, budget)
-    assert clock.now - 1000.0 <= budget
+    assert clock.now - 1000.0 <= 1.1 * budget
     assert bool(result.history) == (budget / each >= 100)
 
 
@@ -127,10 +127,10 @@ def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Worker
 
 
 def test_a_proof_is_worth_the_last_of_the_time(model: Path, clock: Clock, workers: Workers) -> None:
-    result, _ = slow_run(model, workers, 0.2, 22.0)
+    result, _ = slow_run(model, workers, 0.2, 26.0)
     (trial,) = result.history
     assert len(result_rounds(trial)) == BRIEF_LOOKS[0]
-    assert (result.shipped, clock.now - 1000.0 <= 1.1 * 22.0) == ("tuned", True)
+    assert (result.shipped, clock.now - 1000.0 <= 1.1 * 26.0) == ("tuned", True)
 
 
 def result_rounds(trial: Trial) -> tuple[float, ...]:
@@ -193,12 +193,12 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert budget(None, 0.5).deadline is None
     ample = budget(3600, 0.001)
     assert ample.proof == Settings(Path("m")).proof
-    # Two builds of both files, of which one takes 0.6 of the other's time, after the share for writing the result.
-    assert ample.seconds_left == pytest.approx(0.97 * 3600 - (2 * 2 + 1.6 * 2 * (0.04 * 12 + 0.004)), abs=1)
+    # Three builds of both files, of which one takes 0.6 of the other's time, after the share for writing the result.
+    assert ample.seconds_left == pytest.approx(0.97 * 3600 - 3 * (2 + 1.6 * (0.04 * 12 + 0.004)), abs=1)
     tight = budget(120, 0.5)
     assert tight.proof == (12,)
-    assert tight.seconds_left == pytest.approx(0.97 * 120 - (2 * 2 + 1.6 * 2 * (0.5 * 12 + 2)), abs=1)
-    assert tight.room([]) > 2
+    assert tight.seconds_left == pytest.approx(0.97 * 120 - tight.copies * (2 + 1.6 * (0.5 * 12 + 2)), abs=1)
+    assert tight.room([]) >= 2
     assert tight.excuse is None
     spent = budget(30, 0.5)
     assert spent.room([]) == 0

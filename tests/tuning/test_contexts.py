@@ -57,7 +57,7 @@ def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
         assert row["baseline_ms"] == pytest.approx(1e3 * cost(model, row["threads"]))
     assert rows[0]["ratio"] < rows[1]["ratio"] < 1
     assert rows[0]["verdict"] == "faster"
-    assert (result.summary["ratio"], result.summary["proof_builds"]) == (rows[0]["ratio"], 4)
+    assert (result.summary["ratio"], result.summary["proof_builds"]) == (rows[0]["ratio"], 6)
 
 
 def test_what_was_proven_is_not_measured_again_and_other_numbers_are_another_run(model: Path, workers: Workers) -> None:
@@ -137,7 +137,7 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
 @pytest.mark.usefixtures("workers")
 def test_engines_without_threads_are_asked_nothing(model: Path) -> None:
     result = run(model, None, engine=EngineSpec("fake"))
-    assert (result.improved, result.summary["by_threads"], result.summary["proof_builds"]) == (True, [], 4)
+    assert (result.improved, result.summary["by_threads"], result.summary["proof_builds"]) == (True, [], 6)
 
 
 # What counts

@@ -79,7 +79,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def racer(runner: Script, **more: Any) -> Racer:
-    return Racer(cast(Runner, runner), PLAN, 7, (View(None, (1.0,)),), **more)
+    return Racer(cast(Runner, runner), PLAN, 7, (View(None, (1.0,)),), **{"builds": 2, **more})
 
 
 def twice_as_fast(file: str, _: int) -> float:
@@ -112,9 +112,7 @@ def test_builds_that_differ_as_much_as_the_files_are_followed_by_more(files: lis
     race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
     assert race.builds > 4
     assert {log.split("_")[1] for log in runner.logs} >= {"0", "1", "2", "3"}
-    assert race.builds == 2 * racer(runner).most_builds or race.compared(0, 1)[0].ratio.verdict != "undecided"
-    few = racer(Script(uneven), most_builds=2).race(files, FIRST_AGAINST_SECOND, "proof")
-    assert few.builds == 4
+    assert race.builds == 16 or race.compared(0, 1)[0].ratio.verdict != "undecided"
 
 
 def test_it_ends_where_time_lacks(files: list[Path]) -> None:

@@ -162,7 +162,7 @@ def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, workers:
     for name in ("optimized_final.onnx", "model.onnx"):
         path = model if name == "model.onnx" else out(model, name)
         digests = [digest for built_name, digest in built if built_name == name]
-        assert digests == [hashlib.sha256(path.read_bytes()).hexdigest()] * 2
+        assert digests == [hashlib.sha256(path.read_bytes()).hexdigest()] * 3
     (proof,) = races(model)
     floats, tuned = np.array(proof["value"]["seconds"]).reshape(2, -1)
     assert tuned.max() < floats.min()
@@ -188,12 +188,13 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
 
 @pytest.mark.usefixtures("workers")
 def test_a_wide_interval_is_made_narrower_where_builds_are_cheap(model: Path, workers: Workers) -> None:
-    workers.slower = lambda build: 1 + 0.004 * (-1) ** build.number
+    workers.slower = lambda build: 1 + 0.03 * (-1) ** build.number
     usual = tune(settings(model)).summary
     asking = settings(model, precision_seconds=1000.0, output_dir=model.parent / "precise")
     precise = tune(asking).summary
-    assert (usual["proof_builds"], precise["proof_builds"]) == (PROOF_BUILDS, 2 * PROOF_BUILDS)
-    assert usual["ratio_high"] / usual["ratio_low"] > 1.1 > precise["ratio_high"] / precise["ratio_low"]
+    assert usual["proof_builds"] == PROOF_BUILDS < precise["proof_builds"]
+    width = {name: told["ratio_high"] / told["ratio_low"] for name, told in (("usual", usual), ("precise", precise))}
+    assert width["usual"] > 1.1 * width["precise"]
     again = tune(asking).summary  # the same command has nothing left to do
     assert again["proof_builds"] == precise["proof_builds"]
 
@@ -240,7 +241,7 @@ def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model
     assert result.ratio is not None
     assert result.ratio.median == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
     assert result.summary["ratio_to_given"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(given))
-    assert result.summary["proof_builds"] == PROOF_BUILDS + 2
+    assert result.summary["proof_builds"] == PROOF_BUILDS + 3
 
 
 @pytest.mark.usefixtures("workers")

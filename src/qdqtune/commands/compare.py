@@ -31,7 +31,7 @@ from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
 from qdqtune.options import Int, MaybeText, Option, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
-from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict
+from qdqtune.timing.ratios import USUAL_BUILDS, Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.observer import Observer, Silent
@@ -353,7 +353,7 @@ def compare_files(
     compared: dict[str, tuple[Compared, ...] | str] = {}
     if is_timed and racing:
         calls = len(timed) * len(counts)
-        each = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * calls / 2
+        each = USUAL_BUILDS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * calls
         seconds = each * (1 + len(racing))
         told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
         names = ", ".join(Path(row.file).name for row in racing)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qdqtune.timing.ratios import (
-    BUILD_LOOKS,
-    MOST_PAIRS,
+    BLOCK_LOOKS,
     Plan,
     Ratio,
     Spread,
@@ -98,7 +97,7 @@ class Block:
         return logs
 
 
-def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan, looks: int = len(BUILD_LOOKS)) -> Ratio:
+def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan, looks: int = len(BLOCK_LOOKS)) -> Ratio:
     """The ratio b/a that other builds of two files would have, at one of so many looks, estimated from some blocks.
 
     The estimate is the mean of the blocks' medians. Its interval is that of Student's t for the differences between
@@ -152,8 +151,6 @@ def decided_files(comparisons: Comparisons, builds: int, plan: Plan, views: Sequ
 def wants_more_builds(blocks: Sequence[Block], comparisons: Comparisons, plan: Plan) -> bool:
     """Whether more builds might decide a comparison: those so far show a difference worth having, but one that may come
     from differences between builds."""
-    if sum(block.builds for block in blocks) >= MOST_PAIRS:
-        return False
     for a, b in comparisons:
         these = on_these_builds([ratio(block.pair(a, b), plan) for block in blocks])
         is_worth_it = these.verdict != "undecided" and not these.is_close

@@ -172,9 +172,13 @@ def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
     return rounds < plan.looks[0] or (rounds < plan.looks[-1] and not settled(ratio(measurement, plan)))
 
 
-PAIRS, MOST_PAIRS = 2, 8
-BUILD_LOOKS = (PAIRS, 4, MOST_PAIRS)
-"""After how many builds of each file a race of files is judged, unless those before have decided it."""
+FEWEST_BUILDS, USUAL_BUILDS = 2, 3
+"""Builds of each file in a block of a race of files: where time is short, and else. Three show how much builds differ
+far better than two."""
+
+BLOCK_LOOKS = (1, 2, 4)
+"""After how many blocks a race of files is judged, unless those before have decided it; twice as many where each block
+has one build of each file."""
 
 
 @dataclass(frozen=True)
@@ -213,37 +217,40 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def build_margin(parts: Sequence[Spread], pairs: int, error: float) -> float:
-    """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
+    """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`:
+    Student's t.
 
     The parts need not have the same deviation, as builds of one file may differ more than those of another: the degrees
     of freedom are those of Satterthwaite (Biometrics Bulletin 2, 1946), fewer where one part has most of the squares.
-    One degree of freedom says next to nothing about a deviation: Student's t would ask for 675 times the one that two
-    pairs show. So for two pairs the margin is at most a fixed distance plus `DEVIATIONS`, which holds the error up to
-    `MOST_SPREAD`.
+    Few builds say little about a deviation, for which Student's t pays much. So for the first ones a margin of another
+    form is tried, too, a fixed distance plus `DEVIATIONS`, which holds the error up to `MOST_SPREAD`; the smaller of
+    both counts, at half of the error each. One degree of freedom has the second alone.
     """
     from scipy.special import stdtrit  # slow to import
 
     squares = sum(part.squares for part in parts)
     free: float = sum(part.free for part in parts)
     deviation = float(np.sqrt(squares / free))
+    if free == 1:
+        return _least_distance(1, pairs, error) + DEVIATIONS * deviation
     if squares:
         free = max(1.0, squares**2 / sum(part.squares**2 / part.free for part in parts if part.free))
-    margin = float(stdtrit(free, 1 - error)) * deviation / float(np.sqrt(pairs))
-    fixed = _least_distance(pairs, error) + DEVIATIONS * deviation
-    if free == 1:
-        return fixed
-    return min(margin, fixed) if pairs == PAIRS else margin
+    share = error / 2 if pairs <= USUAL_BUILDS else error
+    by_student = float(stdtrit(free, 1 - share)) * deviation / float(np.sqrt(pairs))
+    if pairs > USUAL_BUILDS:
+        return by_student
+    return min(by_student, _least_distance(pairs - 1, pairs, share) + DEVIATIONS * deviation)
 
 
 @cache
-def _least_distance(pairs: int, error: float) -> float:
+def _least_distance(free: int, pairs: int, error: float) -> float:
     """The distance d for which the mean of so many normal values of deviation `MOST_SPREAD` lies beyond d +
-    `DEVIATIONS` times the absolute of another such value with chance `error`."""
+    `DEVIATIONS` times an independent estimate of that deviation, of so many degrees of freedom, with chance `error`."""
     from scipy.optimize import brentq  # slow to import
-    from scipy.special import ndtr, ndtri
+    from scipy.special import gammaincinv, ndtr
 
     ranks = (np.arange(4096) + 0.5) / 4096
-    deviations = MOST_SPREAD * ndtri((1 + ranks) / 2)
+    deviations = MOST_SPREAD * np.sqrt(2 * gammaincinv(free / 2, ranks) / free)
 
     def excess(distance: float) -> float:
         beyond = (distance + DEVIATIONS * deviations) / (MOST_SPREAD / np.sqrt(pairs))

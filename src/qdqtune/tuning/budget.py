@@ -9,7 +9,7 @@ from math import inf
 
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import MAX_POINTS
-from qdqtune.timing.ratios import PAIRS, Plan, judge, least_rounds
+from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, judge, least_rounds
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import Settings
@@ -30,6 +30,15 @@ FINISH_SHARE = 0.03
 LEAST_ROUNDS = least_rounds(Plan.error, 1)
 """Rounds that a comparison needs to decide anything, if it has one look."""
 
+GRACE_SHARE = 0.05
+"""The share of a time budget by which a proof may end late that would not begin otherwise. Chosen, not measured."""
+
+SLACK = 1.5
+"""How much longer than expected candidates may take: they are to leave the proof its time. Chosen, not measured."""
+
+LEARNING = 3
+"""A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
+
 HOPED_RATIO = 0.6
 """The share of float's time that a finalist is expected to take. Chosen, not measured."""
 
@@ -40,9 +49,10 @@ class Budget:
     without a time budget.
 
     `candidate` is the least seconds that a candidate takes if it is as fast as the float model, `brief` the same if it
-    is only built, judged and proven. `proof` are the numbers of rounds at which the proof looks. There `file_builds`
-    and `file_rounds` are the seconds that the builds of one file take, and its part of the first look, if it is as fast
-    as float; `opponents` files race beside the finalists, of which a front has up to `points`.
+    is only built, judged and proven. `proof` are the numbers of rounds at which the proof looks. There each file has so
+    many `copies` in a block; `file_builds` and `file_rounds` are the seconds that one build of a file takes, and its
+    part of the first look, if it is as fast as float; `opponents` files race beside the finalists, of which a front has
+    up to `points`.
     """
 
     builds: int
@@ -54,6 +64,8 @@ class Budget:
     file_rounds: float = 0.0
     opponents: int = 1
     points: int = 1
+    copies: int = USUAL_BUILDS
+    grace: float = 0.0
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None, *, has_other_float: bool) -> Budget:
@@ -62,26 +74,31 @@ class Budget:
         budget = Budget(settings.search_builds, settings.proof, candidate=bench.trial_seconds)
         if ends is not None and settings.time_budget is not None:
             ends -= FINISH_SHARE * settings.time_budget
+            budget = replace(budget, grace=GRACE_SHARE * settings.time_budget)
         budget = replace(budget, ends=ends, points=MAX_POINTS if settings.front else 1)
         if not settings.is_timed:
             return replace(budget, points=0, opponents=0)
         floats, plan = bench.floats, settings.proof_plan
         each = floats.turn_seconds, floats.start_seconds
-        each_round = PAIRS * plan.round_seconds(*each)
-        warmup = PAIRS * plan.warmup_seconds(*each)
+        each_round, warmup = plan.round_seconds(*each), plan.warmup_seconds(*each)
         budget = replace(
             budget,
             brief=bench.brief_seconds,
-            file_builds=PAIRS * floats.build_seconds,
+            file_builds=floats.build_seconds,
             opponents=1 + has_other_float,
+            copies=FEWEST_BUILDS if floats.start_seconds else USUAL_BUILDS,
         )
+        files = budget.opponents + 1
         if settings.time_budget is not None:
-            share = FRONT_SHARE if settings.front else PROOF_SHARE
-            left = share * settings.time_budget
+            left = (FRONT_SHARE if settings.front else PROOF_SHARE) * settings.time_budget
+            least = budget.file_builds + LEAST_ROUNDS * each_round + warmup
+            if files * budget.copies * least > left:
+                budget = replace(budget, copies=FEWEST_BUILDS)
             if settings.front:
-                least = budget.file_builds + LEAST_ROUNDS * each_round + warmup
-                budget = replace(budget, points=max(2, min(MAX_POINTS, int(left / least) - 1)))
-            most = int((left - warmup) / ((budget.opponents + budget.points) * each_round))
+                points = int(left / (budget.copies * least)) - budget.opponents
+                budget = replace(budget, points=max(2, min(MAX_POINTS, points)))
+                files = budget.opponents + budget.points
+            most = int((left / (files * budget.copies) - budget.file_builds - warmup) / each_round)
             looks = tuple(n for n in settings.proof if n <= most)
             budget = replace(budget, proof=looks or (max(LEAST_ROUNDS, min(most, settings.proof[0])),))
         return replace(budget, file_rounds=budget.proof[0] * each_round + warmup)
@@ -89,7 +106,7 @@ class Budget:
     def proof_seconds(self, finalists: int) -> float:
         """The seconds of the first look of a proof of so many finalists."""
         slow = self.opponents + HOPED_RATIO * finalists
-        return (self.opponents + finalists) * self.file_builds + slow * self.file_rounds
+        return self.copies * ((self.opponents + finalists) * self.file_builds + slow * self.file_rounds)
 
     @property
     def deadline(self) -> float | None:
@@ -104,13 +121,18 @@ class Budget:
     def is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
+    @property
+    def can_learn(self) -> bool:
+        """Whether there is time for candidates that layer reports lead to."""
+        return self.seconds_left is None or self.seconds_left >= LEARNING * SLACK * self.candidate
+
     def lacks(self, seconds: float) -> bool:
         """Whether work of so many seconds would end after the time at which the run has to end."""
         return self.ends is not None and time.monotonic() + seconds > self.ends
 
     def provable(self, finalists: int) -> int:
         """How many of the finalists there is time to prove together."""
-        while finalists and self.lacks(self.proof_seconds(finalists)):
+        while finalists and self.lacks(self.proof_seconds(finalists) - self.grace):
             finalists -= 1
         return finalists
 
@@ -119,7 +141,7 @@ class Budget:
         left = self.builds - len(trials)
         if self.seconds_left is None:
             return left
-        each = self.candidate if pace is None else pace
+        each = SLACK * (self.candidate if pace is None else pace)
         return max(0, min(left, int(self.seconds_left / each))) if each else left
 
     def is_brief(self, trials: Sequence[Trial]) -> bool:

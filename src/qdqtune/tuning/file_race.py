@@ -25,7 +25,7 @@ from qdqtune.timing.race import (
     race,
     wants_more_builds,
 )
-from qdqtune.timing.ratios import BUILD_LOOKS, Plan
+from qdqtune.timing.ratios import BLOCK_LOOKS, USUAL_BUILDS, Plan
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Caveat, Store
@@ -66,7 +66,8 @@ class Racer:
 
     `store` keeps blocks by the content of the files, and is asked first. `lacks` tells whether work of so many seconds
     would end too late. After a transient failure a block is tried again, up to `tries` times in all. Intervals that are
-    wide are made narrower with more builds as long as these end within `precision_seconds`.
+    wide are made narrower with more builds as long as these end within `precision_seconds`. A block has so many
+    `builds` of each file, one if files are large.
     """
 
     runner: Runner
@@ -78,7 +79,7 @@ class Racer:
     lacks: Callable[[float], bool] = lambda _: False
     tries: int = 1
     precision_seconds: float = 0.0
-    most_builds: int = BUILD_LOOKS[-1]
+    builds: int = USUAL_BUILDS
 
     def race(self, files: Sequence[Path], comparisons: Comparisons, name: str) -> FileRace:
         """Race files until each of the comparisons (a, b) is decided, or more builds would not decide it. Logs of the
@@ -88,15 +89,14 @@ class Racer:
             EngineRefused: the engine fails on one of the files.
         """
         is_large = self.runner.memory is not None or 2 * sum(map(nbytes, files)) > SIDE_BY_SIDE
-        builds, begun = 1 if is_large else 2, time.monotonic()
+        builds, begun = 1 if is_large else self.builds, time.monotonic()
         blocks: list[Block] = []
-        for look in BUILD_LOOKS:
-            if look > self.most_builds:
-                break
-            while builds * len(blocks) < look:
-                self.listener.progress(builds * len(blocks), look)
+        for look in BLOCK_LOOKS:
+            needed = 2 * look if builds == 1 else look
+            while len(blocks) < needed:
+                self.listener.progress(len(blocks), needed)
                 blocks.append(self._block(files, comparisons, builds, len(blocks), name))
-                if builds * len(blocks) < look and self._lacks_another(blocks, begun):
+                if len(blocks) < needed and self._lacks_another(blocks, begun):
                     return FileRace(tuple(blocks), self.plan, self.views)
             if self._lacks_another(blocks, begun) or not self._wants_more(blocks, comparisons, begun):
                 break

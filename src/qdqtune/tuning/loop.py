@@ -45,7 +45,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
 
 def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     settings, budget = run.settings, run.budget
-    if budget.room(()):
+    if budget.can_learn:
         run.bench.layers()  # while the float build is loaded; kept in the state file for the report
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
@@ -77,6 +77,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
         return products_left_in_float(trial, run.subject.shaped, plan) > 0
 
     while room := budget.room(history, pace) or int(budget.is_brief(history)):
+        begun = time.monotonic()
         batch = strategy.propose(history)
         if any(map(is_useless, history)):
             batch = [p for p in batch if not p.placement.edges]
@@ -84,7 +85,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
             break
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
-        begun, measured_count = time.monotonic(), 0
+        measured_count = 0
         is_brief = not budget.room(history, pace)
         measured = run.bench.measured(len(history) + 1, batch[:room], best_of(history), is_brief=is_brief)
         with closing(measured):

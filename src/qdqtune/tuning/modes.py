@@ -99,7 +99,7 @@ def by_rule(run: Run) -> Mode:
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     """The search that prices fusion groups by layer times; None if the engine reports none, or no time is left to ask
     it for them."""
-    if run.budget.is_late:
+    if not run.budget.can_learn:
         return None
     subject, layers = run.subject, run.bench.layers()
     if not any(layer.time_ms for layer in layers):

@@ -239,6 +239,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             budget.lacks,
             MOST_TRIES,
             settings.precision_seconds,
+            budget.copies,
         )
         yield Run(
             **{**vars(ready), "settings": settings, "subject": subject, "notes": notes},
