@@ -39,7 +39,7 @@ SLACK = 1.5
 LEARNING = 3
 """A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
 
-HOPED_RATIO = 0.6
+HOPED_RATIO = 0.8
 """The share of float's time that a finalist is expected to take. Chosen, not measured."""
 
 

@@ -184,7 +184,8 @@ def _promising(history: Sequence[Trial], run: Run) -> list[MeasuredPoint]:
     able = [p for p in undominated(history, run.settings.plan) if not is_too_noisy(_noise(p.trial), most)]
     best = [p for p in able if p.placement == best_of(history)]
     others = [p for p in able if p.placement != best_of(history)]
-    return [*best, *spread(others, run.budget.points - len(best))]
+    found = [*best, *spread(others, run.budget.points - len(best))]
+    return found[: run.budget.provable(len(found))]
 
 
 def _noise(trial: Trial) -> float:
