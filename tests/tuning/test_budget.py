@@ -85,7 +85,7 @@ THREADS = {"engine": EngineSpec("fake", {"threads": 1}), "threads": (1, 4)}
 @pytest.mark.parametrize("budget", [60.0, 150.0])
 def test_a_time_budget_bounds_noise_and_other_modes(model, clock, workers, budget, more):
     result, _ = slow_run(model, workers, 0.2, budget, **more)
-    assert clock.now - 1000.0 <= 1.1 * budget
+    assert clock.now - 1000.0 <= 1.15 * budget
     assert result.history or budget == 60.0
 
 
@@ -106,8 +106,8 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
     prepared, notes = prepare(mixed(), Data(), most=0), Log()
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
     in_time = SamplesInTime.of(prepared, Calibration("minmax"), clock.now + 40.0, notes.note)
-    assert 12 <= sum(1 for _ in in_time()) <= 15  # the share of the time that is left
-    assert in_time.bias_samples() < 14
+    assert 9 <= sum(1 for _ in in_time()) <= 11  # the share of the time that is left
+    assert in_time.bias_samples() < 10
     assert notes.notes[0].startswith("`time_budget` has no room for all calibration samples: ")
 
 

@@ -15,7 +15,7 @@ from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
-CALIBRATION_SHARE = 0.35
+CALIBRATION_SHARE = 0.25
 """The share of the time left that calibration may take. Chosen, not measured."""
 
 PROOF_SHARE = 0.35
