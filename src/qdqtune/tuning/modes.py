@@ -69,7 +69,8 @@ def cut(run: Run) -> Mode:
             return Mode(by_layers, record)
         return Mode(FrontSearch(by_layers, noise), record)
     suggestions = subject.suggestions()
-    if (noise := binding_noise_of(run)) is not None:
+    noise = binding_noise_of(run) if run.budget.can_learn else None
+    if noise is not None:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
     seeds = {**subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)

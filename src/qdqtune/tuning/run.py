@@ -112,7 +112,7 @@ class Run(Ready):
     @cached_property
     def format_shares(self) -> FormatShares:
         """By weight, the weight formats that it may have; measured on the engine when this is first read."""
-        if self.budget.is_late:
+        if not self.budget.can_learn:
             return {}
         return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
 

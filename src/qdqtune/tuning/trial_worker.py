@@ -324,7 +324,8 @@ def trial_seconds(
     `Plan.round_seconds`), rounds give outputs.
     """
     comparison = 2 * (plan.warmup_seconds(turn, start) + plan.round_seconds(turn, start) * plan.looks[0])
-    return build + judged * seconds + profiled * turn + start + comparison
+    builds = 2 * build if profiled else build  # many engines build once more for a layer report
+    return builds + judged * seconds + profiled * turn + start + comparison
 
 
 def profiled_runs(seconds: float) -> int:
