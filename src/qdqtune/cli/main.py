@@ -139,7 +139,7 @@ SUMMARIES = {
         "no timing.",
         "build": "Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized "
         "ONNX file.",
-        "compare": "Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.",
+        "compare": "Time every other of FILES against the first, in the same rounds on fresh builds of all.",
         "inspect": "Show how MODEL divides into regions, and which of them share a pattern.",
     },
     "checks": {

@@ -82,7 +82,7 @@ class CompareArguments(Terminal, CompareOptions):
 
 @command(CompareArguments)
 def compare_command(options: CompareArguments) -> int:
-    """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
+    """Time every other of FILES against the first, in the same rounds on fresh builds of all.
 
     A speedup of 2x means half of the time that the first file takes. The true one lies outside its interval at most
     twice in a thousand comparisons. Exit code 5: the engine refuses one of the files; 4: a limit is missed.

@@ -16,6 +16,7 @@ from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import on_device
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed, rewording
+from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
@@ -76,7 +77,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
             calibrating = calibration_seconds(subject.prepared, settings.calibration)
     latency = float(np.median(np.array(rounds.seconds[0]) @ rounds.shares))
     schemes = len(subject.tuned) * settings.config.schemes_per_region
-    trials = min(settings.search_builds, schemes + 5)
+    has_products = any(node.op in COMPUTE for node in subject.shaped.nodes)
+    trials = min(settings.search_builds, schemes + 5) if has_products else 0
     build, judged = handle.build_seconds, len(subject.accuracy)
     plan, each_round = settings.plan, 2 * settings.plan.round_seconds(latency, launch)
     candidate = trial_seconds(plan, build, latency, latency, judged, launch, profiled_runs(latency))
