@@ -335,7 +335,7 @@ class SamplesInTime:
         has no room for."""
         if self.most < inf:
             self.note(f"`time_budget` has no room for all calibration samples: it takes {self.most:.0f}")
-        cost = BIAS_RUNS * PAIRED * self.each
+        cost = BIAS_RUNS * self.each  # a pass of calibration takes an inference and looks at all values
         count = BIAS_SAMPLES if BIAS_SAMPLES * cost <= self.seconds else int(self.seconds / cost)
         if count >= LEAST_SAMPLES:
             return count
