@@ -315,11 +315,6 @@ def test_fp8_on_a_gpu_that_has_none(only: Any, workers: Workers) -> None:
 # The command
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.usefixtures("workers")
 def test_the_page_the_file_and_the_exit_code(
     call: Any, only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

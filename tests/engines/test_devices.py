@@ -11,7 +11,6 @@ from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.devices import Device, allot, cores_for, divide_cores, leased
 from qdqtune.errors import BadOption, EngineUnavailable
 
-FAKE = EngineSpec("fake")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on Linux only")
 
 

@@ -150,7 +150,7 @@ def test_weights_in_fewer_bits_are_a_state_of_their_own() -> None:
     won = Measurement((4e-3,) * 12, (2.5e-3,) * 12)
     trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
     able = possible_edges(model, ranges(model))
-    facts = Facts(model, able, able, shipped, "tuned", "int8", floats, (trial,))
+    facts = Facts(model, able, able, shipped, "tuned", floats, (trial,))
     assert "weights of products in 4 bits, and no pairs" in headline(facts)
     rows = explanations(facts)
     assert (rows[0].state, rows[0].precision, rows[0].otherwise, rows[0].reason) == ("4-bit weights", "w4", "float", "")

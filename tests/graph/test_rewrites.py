@@ -104,7 +104,7 @@ def test_nodes_behind_shared_or_variable_layers_are_not_folded(layer: str, behin
     assert folded(model) is model
 
 
-GELU, SWISH, NORM = MERGED["gelu"][0], MERGED["hardswish"][0], MERGED["layernorm"][0]
+GELU = MERGED["gelu"][0]
 
 
 def test_an_opset_is_raised_once() -> None:

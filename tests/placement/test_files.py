@@ -34,7 +34,6 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import mixed
 
-DATA = Path(__file__).parents[1] / "data"
 MODEL = mixed()
 GROUPED = patterns.group(MODEL, discovery.find(MODEL))
 POSSIBLE = possible_edges(MODEL, ranges(MODEL))

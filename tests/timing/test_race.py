@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from scipy.special import bdtrc
 
 from qdqtune.timing.race import (
     Block,
@@ -19,6 +18,7 @@ from qdqtune.timing.race import (
 )
 from qdqtune.timing.ratios import BLOCK_LOOKS, Plan, ratio
 from qdqtune.types import Times
+from rates import plausible
 
 Array = npt.NDArray[Any]
 PLAN = Plan()
@@ -117,11 +117,6 @@ def proof(
         if not wants_more_builds(blocks, [(0, 1)], plan):
             break
     return between_files(blocks, 0, 1, plan).verdict, builds * len(blocks)
-
-
-def plausible(hits: int, count: int, rate: float) -> bool:
-    """Whether so many hits can come from a rate of at most `rate`: else the chance is less than one in a million."""
-    return hits == 0 or bool(bdtrc(hits - 1, count, rate) > 1e-6)
 
 
 @pytest.mark.parametrize("builds", [1, 2, 3])

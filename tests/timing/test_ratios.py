@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from scipy.special import bdtr, bdtrc
+from scipy.special import bdtr
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
@@ -17,6 +17,7 @@ from qdqtune.errors import Failure
 from qdqtune.timing.race import race
 from qdqtune.timing.ratios import Plan, Ratio, judge, least_rounds, ratio
 from qdqtune.types import Measurement, Placement, Proposal, Times, Trial, Turn, Workload
+from rates import plausible
 
 Array = npt.NDArray[Any]
 
@@ -83,11 +84,6 @@ def many_verdicts(a: Array, b: Array, plan: Plan = PLAN) -> Array:
 def measured(ratios: Array) -> Measurement:
     """Rounds with these ratios."""
     return Measurement(tuple(np.ones(len(ratios))), tuple(float(r) for r in ratios))
-
-
-def plausible(hits: int, count: int, rate: float) -> bool:
-    """Whether so many hits can come from a rate of at most `rate`: else the chance is less than one in a million."""
-    return hits == 0 or bool(bdtrc(hits - 1, count, rate) > 1e-6)
 
 
 # Error and power

@@ -12,13 +12,13 @@ from onnx.reference import ReferenceEvaluator
 import qdqtune
 from conftest import Call
 from models import build, feeds, normal
+from observers import Log
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.label_metrics import Score, loss_high
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement
 from runs import settings
@@ -34,16 +34,6 @@ CLASSIFIER = """net (float[1,8,64] x) => (float[1,8] y) {
     [third] f = MatMul(d, w2)
     [pool] y = ReduceMax <keepdims=0> (f, axes)
 }"""
-
-
-class Notes(Silent):
-    """Remembers notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def classifier() -> Model:
@@ -92,7 +82,7 @@ class TestTheLimit:
 
     def test_too_few_samples_are_told_and_the_loss_on_them_decides(self, model: Path, data) -> None:
         np.savez(model.parent / "few.npz", x=data[0][:40], labels=data[1][:40])
-        log = Notes()
+        log = Log()
         done = tune(settings(model, labels=model.parent / "few.npz", builds=10, max_drop=0.05), log)
         told = [note for note in log.notes if "cannot show" in note]
         assert len(told) == 1
@@ -102,14 +92,14 @@ class TestTheLimit:
         assert done.summary["metric_before"] - done.summary["metric_after"] <= 0.05 < done.summary["metric_loss_high"]
 
     def test_no_number_of_samples_shows_that_nothing_is_lost(self, model: Path) -> None:
-        log = Notes()
+        log = Log()
         done = tune(labelled(model, max_drop=0.0), log)
         assert any("within `max_drop` 0, which no number of them can" in note for note in log.notes)
         assert done.summary["min_sqnr_db"] == 20
         assert not done.improved or done.summary["metric_after"] >= done.summary["metric_before"]
 
     def test_enough_samples_need_no_other_limit(self, model: Path) -> None:
-        log = Notes()
+        log = Log()
         done = tune(labelled(model, max_drop=0.2), log)
         assert not any("cannot show" in note for note in log.notes)
         assert done.summary["min_sqnr_db"] is None
@@ -161,7 +151,7 @@ def test_labels_in_another_order_are_doubted(model: Path, data, call: Call) -> N
     code, _, err = call("quantize", model, *asked, "-o", model.parent / "q.onnx")
     assert code == 0
     assert "note: the float model has top1 0" in err
-    log = Notes()
+    log = Log()
     tune(settings(model, labels=model.parent / "wrong.npy", builds=10), log)
     assert any("see whether `labels` has the order of the samples" in note for note in log.notes)
 
@@ -193,7 +183,7 @@ class TestWhatCannotBe:
     def test_labels_that_fit_no_output_are_refused_before_the_model_is_measured(self, model: Path, monkeypatch) -> None:
         monkeypatch.setattr("qdqtune.numerics.metrics.Tally", None)
         stages = list[str]()
-        log = Notes()
+        log = Log()
         log.stage = stages.append
         with pytest.raises(BadOption, match="`metric` cosine reads vectors"):
             tune(settings(model, labels=model.parent / "labels.npy", metric="cosine", builds=10), log)

@@ -30,16 +30,18 @@ from qdqtune.placement.reading import count_pairs, is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.timing.ratios import Plan, judge, speed
+from qdqtune.timing.ratios import USUAL_BUILDS, Plan, judge, speed
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Measurement, Placement, Trial
 from runs import cost, hopeless, mixed, out, rows, settings, write
 from workers import Build, Workers, in_process
+
+PROOF_BUILDS = 2 * USUAL_BUILDS
+"""The builds of a proof of one file that its first block decides."""
 
 SUMMARY = {
     "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import logging
 import re
@@ -19,7 +20,6 @@ import click
 
 from qdqtune import api
 from qdqtune.autotune.__main__ import add_flag
-from qdqtune.autotune.workflows import escaped
 from qdqtune.cli import main as cli
 from qdqtune.cli.command import Command
 from qdqtune.commands.inputs import SamplesLike
@@ -134,7 +134,7 @@ def either(*arguments: Any, **given: Any) -> Any:
 def _products_of_activations(model: Model) -> list[str]:
     """The products of attention, which have no weight, as wildcards."""
     products = (n for n in model.nodes if n.op == "MatMul" and model.constants.keys().isdisjoint(n.inputs))
-    return [escaped(node.name) for node in products]
+    return [glob.escape(node.name) for node in products]
 
 
 def _matching(model: Model, expressions: Collection[str]) -> list[str]:
@@ -148,7 +148,7 @@ def _matching(model: Model, expressions: Collection[str]) -> list[str]:
             raise BadOption(f"{expression!r} is no regular expression: {error}") from error
         if not names:
             log.warning("no node matches %r", expression)
-        wildcards += map(escaped, names)
+        wildcards += map(glob.escape, names)
     return wildcards
 
 

@@ -12,7 +12,7 @@ from qdqtune.autotune.__main__ import exit_code
 from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
 from qdqtune.cli import main as cli
 from qdqtune.cli.command import Command, Terminal
-from qdqtune.cli.output import print_json, print_lines, with_flags
+from qdqtune.cli.output import print_json, print_lines
 from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.options import COUNT, REQUIRED, SWITCH, File, Flag, Int, option
 from qdqtune.tuning.options import MODEL
@@ -23,23 +23,19 @@ def inspect_region_search(
     onnx_path: str | Path,
     max_sequence_size: int = 10,
     include_all_regions: bool = False,
-    *,
-    rewrites: str = "off",
-    verbose: bool = False,
 ) -> list[Region]:
     """Print how a model divides into regions; gives those at the top that are shown, with their children.
 
-    The functions of scripts tune a graph without rewrites, so that it has the nodes of the file; programs fold what
-    they can (`rewrites` auto).
+    The functions of scripts tune a graph without rewrites, so that it has the nodes of the file.
     """
     options = InspectOptions(
         onnx_path,
-        rewrites=rewrites,
+        rewrites="off",
         max_sequence_size=max_sequence_size,
         include_all_regions=include_all_regions,
     )
-    print_lines(map(with_flags, inspect(options).lines(tree=True, verbose=verbose)))
-    graph = tuned_graph(Path(onnx_path), rewrites=rewrites)
+    print_lines(inspect(options).lines(tree=True))
+    graph = tuned_graph(Path(onnx_path))
     tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
     return [top for top in tops if include_all_regions or has_quantizable_operations(top, graph)]
 
@@ -55,17 +51,12 @@ class Arguments(Terminal):
 
 def run(options: Arguments) -> None:
     """Show how a model divides into regions, as a run tunes them. `qdqtune inspect` has more options."""
+    shared = {name: getattr(options, name) for name in ("max_sequence_size", "include_all_regions")}
+    found = inspect(InspectOptions(options.model, rewrites="auto", **shared))
     if options.as_machine:
-        shared = {name: getattr(options, name) for name in ("max_sequence_size", "include_all_regions")}
-        print_json(inspect(InspectOptions(options.model, rewrites="auto", **shared)).to_dict())
-        return
-    inspect_region_search(
-        options.model,
-        options.max_sequence_size,
-        options.include_all_regions,
-        rewrites="auto",
-        verbose=options.verbose,
-    )
+        print_json(found.to_dict())
+    else:
+        print_lines(found.lines(tree=True, verbose=options.verbose))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import glob
 import logging
-import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -48,7 +48,7 @@ from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.options import MODEL, WILDCARDS, Division, FloatType
+from qdqtune.tuning.options import MODEL, WILDCARDS, Division, FloatType, warmup_option
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraphs.groups import borders
 from qdqtune.tuning.subject import tuned_patterns
@@ -116,13 +116,7 @@ class AutotuneOptions(TuneOptions):
     timing_runs: MaybeInt = option(
         in_range(12, make=int), None, "Most rounds of one comparison.", "Search", default_in_words="20 | 48 | 96"
     )
-    warmup_runs: Int = option(
-        in_range(0, make=int),
-        2,
-        "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
-        "`engine_options` warmup_ms=N changes that.",
-        "Search",
-    )
+    warmup_runs: Int = warmup_option()
 
     def plan(self, *, has_few: bool) -> Plan:
         """See `TuneOptions`."""
@@ -274,14 +268,9 @@ def subgraph_autotuning_workflow(
     return str(result.file)
 
 
-def escaped(name: str) -> str:
-    """The wildcard that means just one name."""
-    return re.sub(r"([*?[])", r"[\1]", name)
-
-
 def _nodes_of(model: Model, operators: Collection[str]) -> list[str]:
     """The nodes of some operators, as wildcards. A model must have some."""
-    names = [escaped(node.name) for node in model.nodes if node.op in operators]
+    names = [glob.escape(node.name) for node in model.nodes if node.op in operators]
     if not names:
         raise BadOption(f"the model has no {', '.join(sorted(operators))}")
     return names

@@ -63,7 +63,7 @@ class DataOptions(Options):
     )
 
 
-def samples_option(**how: Any) -> Any:
+def samples_option() -> Any:
     return option(
         anything(reads(files_named, make=str)),
         None,
@@ -73,7 +73,6 @@ def samples_option(**how: Any) -> Any:
         "Data",
         short=".npz, pictures, .txt, or module:callable",
         metavar="SOURCE",
-        **how,
     )
 
 

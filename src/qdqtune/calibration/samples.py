@@ -92,7 +92,7 @@ class Samples:
         total = sum(1 for _ in self)
         if total <= count:
             return self.first(count)
-        wanted = {total * i // count for i in range(count)}
+        wanted = spread_rows(lambda: total, count)
         return [sample for number, sample in enumerate(self) if number in wanted]
 
     def first(self, count: int) -> list[Sample]:

@@ -30,8 +30,8 @@ from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.explanation.formatting import placed
 from qdqtune.numerics.accuracy import closeness_of, concern
-from qdqtune.options import REQUIRED, MaybeFile, Option, PathLike, Values, option, several, writes
-from qdqtune.system.checks import Output, written_as
+from qdqtune.options import REQUIRED, MaybeFile, Option, PathLike, option, several, writes
+from qdqtune.system.checks import record
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning import contexts
 
@@ -53,10 +53,6 @@ def inspect_command(options: InspectOptions, terminal: Terminal) -> None:
             print("Every region: --tree, with the names of nodes and tensors: -v")
 
 
-def _record(path: Path, name: str, _: Values) -> list[Output]:
-    return [Output(path, name, written_as("record"))]
-
-
 @dataclass(kw_only=True)
 class CompareArguments(Terminal, CompareOptions):
     """The options of `compare` on the command line."""
@@ -65,14 +61,14 @@ class CompareArguments(Terminal, CompareOptions):
         several(MODEL), REQUIRED, "Model files.", is_positional=True, is_repeated=True, metavar="FILES..."
     )
     junit: MaybeFile = option(
-        writes(_record),
+        writes(record),
         None,
         "Write what became of each limit as JUnit XML as well.",
         "Output",
         short="limits as JUnit XML",
     )
     markdown: MaybeFile = option(
-        writes(_record),
+        writes(record),
         None,
         "Write the table and the limits as Markdown as well.",
         "Output",

@@ -22,7 +22,7 @@ from qdqtune.options import REQUIRED, SWITCH, TEXT, Flag, Kind, MaybeText, optio
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.estimate import Estimate, estimate
-from qdqtune.tuning.folder import FINAL, REPORT
+from qdqtune.tuning.folder import FINAL, LOGS, REPORT
 from qdqtune.tuning.front import pick as pick_point
 from qdqtune.tuning.observer import Observer, Observers
 from qdqtune.tuning.options import MODELS
@@ -134,12 +134,12 @@ def _print_estimate(expected: Estimate, *, as_machine: bool) -> None:
 
 def _print_result(result: Result, *, as_machine: bool) -> None:
     """Print the result, as tables or as JSON."""
-    why = _failure_note(result, result.folder / "logs")
+    why = _failure_note(result)
     say_notes((*result.notes, *filter(None, [why])))
     if as_machine:
         print_json(dict(result.summary))
     else:
-        _print(result, result.file)
+        _print(result)
 
 
 def _write_report(folder: Path, *, quiet: bool = False) -> None:
@@ -167,7 +167,7 @@ def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
     return 0
 
 
-def _print(result: Result, final: Path) -> None:
+def _print(result: Result) -> None:
     """Print the result as tables."""
     groups = [row for row in result.recorded.rows if isinstance(row, GroupOutcome)]
     if groups:
@@ -177,10 +177,10 @@ def _print(result: Result, final: Path) -> None:
     elif result.summary.get("by_rule"):
         show(rule_table(result.summary))
     show(result.table())
-    print(_result_line(result, final))
+    print(_result_line(result))
 
 
-def _failure_note(result: Result, logs: Path) -> str | None:
+def _failure_note(result: Result) -> str | None:
     """If every candidate failed: the most frequent reason, its count, and the log of the first such candidate."""
     failures = [(trial.number, failed) for trial in result.history if (failed := failure(trial))]
     if not failures or len(failures) < len(result.history):
@@ -191,11 +191,12 @@ def _failure_note(result: Result, logs: Path) -> str | None:
     first = next(number for number, reason in reasons if reason == commonest)
     which = f"all {len(failures)} candidates" if len(failures) > 1 else "the only candidate"
     share = f", {count} of them" if count < len(failures) else ""
-    return f"{which} failed{share}: {commonest.rstrip('.')} (see {logs / f'trial_{first:03}.log'})"
+    return f"{which} failed{share}: {commonest.rstrip('.')} (see {result.folder / LOGS / f'trial_{first:03}.log'})"
 
 
-def _result_line(result: Result, final: Path) -> str:
+def _result_line(result: Result) -> str:
     """A line that names the file to use and says what it is."""
+    final = result.file
     is_timed = "by_rule" not in result.summary
     unchecked = "; nobody has checked its accuracy" if result.summary["unchecked"] else ""
     if result.improved and not is_timed:

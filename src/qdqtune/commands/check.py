@@ -34,7 +34,7 @@ from qdqtune.options import FILE, WORDS, Int, MaybeFile, MaybeText, Names, Optio
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.tuning.folder import BASELINE
+from qdqtune.tuning.folder import BASELINE, PLACEMENT, SUMMARY
 from qdqtune.types import Layer, NumericFormat, QType, QuantType, Sample
 
 
@@ -244,7 +244,7 @@ class Checked(Shown):
             "model": str(self.model),
             "engine": self.engine,
             **({} if self.machine is None else {"machine": self.machine}),
-            "pairs": sum(node.op == "DequantizeLinear" for node in self.graph.nodes),
+            "pairs": sum(node.op == DQ for node in self.graph.nodes),
             "layers": len(self.running),
             "layers_in_8_bits": self.layers_in_8_bits,
             "time_ms": time_of(self.running),
@@ -316,7 +316,7 @@ def _overflows(graph: Model, numbers: NumericFormat, at: str) -> tuple[str, ...]
 
 
 def _numbers(model: Model) -> QuantType:
-    carriers = (node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear")
+    carriers = (node.inputs[0] for node in model.nodes if node.op == DQ)
     types = {model.tensors[tensor].dtype for tensor in carriers if tensor in model.tensors}
     return "fp8" if TensorProto.FLOAT8E4M3FN in types else "int8"
 
@@ -328,11 +328,11 @@ def _is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
     """
     folder = file.parent
     try:
-        summary = parsed_json((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = parsed_json((folder / SUMMARY).read_text(encoding="utf-8"))
         fuses_as = [{k: v for k, v in e.items() if k != "machine"} for e in (summary["engine"], engine)]
         if summary["shipped"] != "tuned" or fuses_as[0] != fuses_as[1]:
             return False
-        recorded = read_placement_file(folder / "placement.yaml").placement
+        recorded = read_placement_file(folder / PLACEMENT).placement
         return recorded == placement_in(load(folder / BASELINE), model)  # fails in folders that tune has not written
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, InputError):
         return False

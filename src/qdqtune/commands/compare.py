@@ -35,6 +35,7 @@ from qdqtune.timing.ratios import USUAL_BUILDS, Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.options import warmup_option
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.shipping import Compared
 from qdqtune.types import Accuracy, Array, Measurement, Mix, Sample, Workload
@@ -59,13 +60,7 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
         is_repeated=True,
     )
     timing_runs: Int = option(in_range(12, make=int), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search")
-    warmup_runs: Int = option(
-        in_range(0, make=int),
-        2,
-        "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
-        "`engine_options` warmup_ms=N changes that.",
-        "Search",
-    )
+    warmup_runs: Int = warmup_option()
 
     @property
     def plan(self) -> Plan:
@@ -346,9 +341,10 @@ def compare_files(
         raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reason}") from refused
     scores = scores_of(reference.values, asked) if has_real_samples else None
     rows = []
+    digest = content_digest(files_of(first))
     for file in files[1:]:
         observer.stage(f"running {file.name}")
-        rows.append(_judged_row(first, file, runner, judging, reference.values, scores))
+        rows.append(_judged_row(digest, file, runner, judging, reference.values, scores))
     racing = [row for row in rows if not row.reason]
     compared: dict[str, tuple[Compared, ...] | str] = {}
     if is_timed and racing:
@@ -369,15 +365,16 @@ def compare_files(
 
 
 def _judged_row(
-    first: Path,
+    digest: str,
     file: Path,
     runner: Runner,
     judging: Sequence[Sample],
     reference: list[dict[str, Array]],
     scores: Scores | None,
 ) -> Row:
-    """The row of a file before it is timed: how close its outputs are to those of the first one."""
-    row = Row(str(file), is_same=content_digest(files_of(first)) == content_digest(files_of(file)), scores=scores)
+    """The row of a file before it is timed: how close its outputs are to those of the first one, which has this content
+    `digest`."""
+    row = Row(str(file), is_same=digest == content_digest(files_of(file)), scores=scores)
     try:
         outputs = _outputs(file, runner, judging if scores is not None else judging[:1]).values
     except EngineRefused as refused:

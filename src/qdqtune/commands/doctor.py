@@ -38,7 +38,7 @@ from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.options import SWITCH, Flag, MaybeFile, MaybeText, Values, option, writes
-from qdqtune.system.checks import Output, written_as
+from qdqtune.system.checks import record
 
 PRETENDS = "fake"
 """The engine that is always usable, since it measures nothing."""
@@ -70,10 +70,6 @@ ELSEWHERE_SECONDS = 300.0
 """How long `doctor` may take on another machine, where an engine may hang while it opens. Chosen, not measured."""
 
 
-def _records(path: Path, name: str, _: Values) -> list[Output]:
-    return [Output(path, name, written_as("record"))]
-
-
 def _usual_record(values: Values) -> Path | None:
     return Path(f"qualification_{values['engine']}.json") if values["qualify"] else None
 
@@ -91,7 +87,7 @@ class DoctorOptions(EngineOptions):
         short="check what we claim of the engine",
     )
     output: MaybeFile = option(
-        writes(_records, _usual_record),
+        writes(record, _usual_record),
         None,
         "With `qualify`: the JSON file of what held, to send with a report.",
         "Output",

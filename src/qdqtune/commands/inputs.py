@@ -51,7 +51,7 @@ MetricLike = str | Callable[[Predict], float]
 
 METRIC = reads(files_named, "metric", make=str)
 
-IN_MEMORY = ("model", "quantized", "first", "calibration_data", "workloads", "evaluate", "labels")
+IN_MEMORY = ("model", "quantized", "calibration_data", "workloads", "evaluate", "labels")
 """Options whose value may be a Python object."""
 
 T = TypeVar("T", bound=Options)

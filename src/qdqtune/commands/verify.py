@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -154,7 +154,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if done.judged:
         gate = Gate(gate.fail_below, gate.min_sqnr or proven.min_sqnr_db, gate.min_agreement or proven.min_agreement)
     gated = tuple(one for row in done.rows for one in row.gated(gate))
-    finding, why = _finding(done, gate, settings, at)
+    finding, why = _finding(done, gated, gate, settings, at)
     more = (*done.notes, *_doubts(done, settings, counts))
     return found(finding, why, *more, comparison=done, gated=gated)
 
@@ -200,10 +200,11 @@ def _as_compare(
     return CompareOptions(engine=spec, time_limit=options.time_limit, on=options.on, **given)
 
 
-def _finding(done: Comparison, gate: Gate, settings: DeploySettings, at: str) -> tuple[Finding, str]:
+def _finding(
+    done: Comparison, gated: Sequence[Gated], gate: Gate, settings: DeploySettings, at: str
+) -> tuple[Finding, str]:
     """What the comparison `at` the machine that measures says, as the proof would: slower at no number of threads,
     faster at one, within limits."""
-    gated = (one for row in done.rows for one in row.gated(gate))
     if bad := next((one for one in gated if one.outcome in ("failed", "missed")), None):
         return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]

@@ -50,7 +50,6 @@ class Facts:
     possible: frozenset[Edge]
     placement: Placement
     shipped: Literal["tuned", "baseline", "given"]
-    quant_type: str
     float_layers: tuple[Layer, ...]
     history: tuple[Trial, ...]
     final_layers: tuple[Layer, ...] = ()
@@ -143,7 +142,6 @@ def facts_of(run: FinishedRun) -> Facts:
         possible=able & _edges_of_listed_nodes(shaped, fingerprint) | seen,
         placement=placement,
         shipped=shipped,
-        quant_type=recorded.quant_type,
         float_layers=run.float_layers,
         history=run.history,
         final_layers=run.layers_of(placement) if placement else (),

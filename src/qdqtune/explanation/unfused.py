@@ -116,7 +116,7 @@ class _Findings:
         self._home = {name: layer for layer in layers for name in layer.nodes}
         self._numbers = numbers
         self._formats = weight_only_formats(model)
-        self._tables = tuple(table.dq.name for table in tables_of(model)) or ("\0",)
+        self._tables = tuple(table.dq.name for table in tables_of(model))
 
     def of_layer(self, number: int) -> Finding | None:
         layer = self._layers[number]
@@ -292,10 +292,9 @@ class _Findings:
 
     def _unmoved(self, tensor: str) -> Node | None:
         """The DQ whose values a tensor holds, perhaps in another shape or order."""
-        maker = self._model.maker(tensor)
-        while maker is not None and maker.op in KEEPS_VALUES:
-            maker = self._model.maker(maker.inputs[0])
-        return maker if maker is not None and maker.op == "DequantizeLinear" else None
+        while (maker := self._model.maker(tensor)) is not None and maker.op in KEEPS_VALUES:
+            tensor = maker.inputs[0]
+        return self._dq(tensor)
 
     def _twice(self, dq: Node, q: Node) -> _Reason:
         if self._same_numbers(dq, q):

@@ -231,7 +231,7 @@ def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node,
     after = reader(model, node)
     if after is None or after.op != op:
         return None
-    other = after.inputs[1 - after.inputs.index(node.outputs[0])]
+    other = other_operand(after, node.outputs[0])
     constant = model.constants.get(other)
     is_vector = constant is not None and constant.shape == (width,) and constant.dtype == TensorProto.FLOAT
     return (after, other) if is_vector else None
@@ -252,6 +252,11 @@ def reader(model: Model, node: Node) -> Node | None:
     if len(uses) != 1 or uses[0].node == GRAPH or uses[0].slot < 0 or model.nodes[uses[0].node].domain:
         return None
     return model.nodes[uses[0].node]
+
+
+def other_operand(node: Node, tensor: str) -> str:
+    """The input of an operator of two that is not `tensor`."""
+    return node.inputs[1 - node.inputs.index(tensor)]
 
 
 def number(model: Model, tensor: str) -> float | None:
@@ -301,7 +306,7 @@ def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node
         if (joined := _with_number(model, after)) is not None:
             value *= _factor(after, joined) or 0.0
         else:
-            other = after.inputs[1 - after.inputs.index(node.outputs[0])]
+            other = other_operand(after, node.outputs[0])
             inner = maker(model, other)
             scaled = None if inner is None or inner.op == "Add" else _with_number(model, inner)
             if seen or after.op != "Mul":
@@ -347,7 +352,7 @@ def _bias_add(model: Model, node: Node) -> Node | None:
         return None
     if total is None or total.op != "Add" or node.inputs[0] in model.constants:
         return None
-    bias = model.constants.get(total.inputs[1 - total.inputs.index(node.outputs[0])])
+    bias = model.constants.get(other_operand(total, node.outputs[0]))
     if bias is None or bias.shape != (weight.shape[1],):
         return None
     is_known = len(info.shape) >= 2 and info.shape[:-1].count(None) <= (1 if len(info.shape) > 2 else 2)
@@ -359,7 +364,7 @@ def _gemm(
 ) -> list[onnx.NodeProto]:
     shape = model.tensors[node.inputs[0]].shape or ()
     width, out = model.constants[node.inputs[1]].shape
-    bias = total.inputs[1 - total.inputs.index(node.outputs[0])]
+    bias = other_operand(total, node.outputs[0])
     if len(shape) == 2:
         return [helper.make_node("Gemm", [*node.inputs, bias], [total.outputs[0]], node.name)]
 

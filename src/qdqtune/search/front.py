@@ -22,7 +22,7 @@ from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial
+from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial, noise_of, sqnr_of
 
 MAX_POINTS = 8
 """The most points of a front that are proven. Chosen, not measured."""
@@ -99,7 +99,7 @@ class PredictedPoint:
     @property
     def noise(self) -> float:
         """The SQNR as relative noise."""
-        return float(10 ** (-self.tradeoff.db / 10))
+        return noise_of(self.tradeoff.db)
 
 
 @dataclass(frozen=True)
@@ -298,4 +298,4 @@ def unbeaten(points: Iterable[T]) -> tuple[T, ...]:
 
 def _db(noise: float) -> float:
     """Relative noise as an SQNR in dB."""
-    return float(-10 * np.log10(noise)) if noise > 0 else EQUAL_DB
+    return EQUAL_DB if (db := sqnr_of(noise)) is None else db

@@ -158,6 +158,11 @@ def written_as(kind: str) -> Callable[[Path], bool]:
     return is_ours
 
 
+def record(path: Path, name: str, _: object) -> list[Output]:
+    """A record as what a command writes, for `options.writes`."""
+    return [Output(path, name, written_as("record"))]
+
+
 def list_line(name: str, kind: str) -> str:
     return f"{name} ({kind})"
 

@@ -97,8 +97,8 @@ class Block:
         return logs
 
 
-def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan, looks: int = len(BLOCK_LOOKS)) -> Ratio:
-    """The ratio b/a that other builds of two files would have, at one of so many looks, estimated from some blocks.
+def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
+    """The ratio b/a that other builds of two files would have, at one of `BLOCK_LOOKS`, estimated from some blocks.
 
     The estimate is the mean of the blocks' medians. Its interval is that of Student's t for the differences between
     builds of one file within blocks, and for those between blocks, widened by the uncertainty of the rounds. The ends
@@ -113,7 +113,7 @@ def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan, looks: in
         parts.append(sum((block.spread(file) for block in blocks), Spread(0.0, 0)))
     if not any(part.free for part in parts):
         return Ratio(these.median, None, None)
-    margin = build_margin(parts, pairs, plan.error / looks)
+    margin = build_margin(parts, pairs, plan.error / len(BLOCK_LOOKS))
 
     def wider(end: float | None, side: int) -> float | None:
         if end is None:

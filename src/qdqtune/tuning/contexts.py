@@ -121,18 +121,13 @@ def shares_at(mix: Mix, counts: Sequence[int | None]) -> tuple[tuple[float, ...]
 
 
 def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) -> dict[Placement, tuple[float, ...]]:
-    """The median ratio of each placement without a failure to the float model, at each of these numbers of threads."""
-    ratios = {Placement(): (1.0,) * len(counts)}
+    """The median ratio of each placement without a failure to the float model, at each of these several numbers."""
+    ratios, shares = {Placement(): (1.0,) * len(counts)}, shares_at(mix, counts)
     for trial in history:
         if isinstance(trial.result, Measurement) and trial.against in ratios:
-            own = [float(np.median(np.divide(m.b, m.a))) for m in measured_at(trial.result, mix, counts)]
+            own = [float(np.median(np.divide(m.b, m.a))) for m in map(trial.result.mean, shares)]
             ratios[trial.placement] = tuple(a * b for a, b in zip(ratios[trial.against], own, strict=True))
     return ratios
-
-
-def measured_at(measured: Measurement, mix: Mix, counts: Sequence[int | None]) -> tuple[Measurement, ...]:
-    """The rounds at each of these numbers of threads, of rounds on all workloads at each number (see `at_each`)."""
-    return tuple(map(measured.mean, shares_at(mix, counts))) or (measured,)
 
 
 def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:

@@ -90,12 +90,13 @@ class Racer:
         """
         is_large = self.runner.memory is not None or 2 * sum(map(nbytes, files)) > SIDE_BY_SIDE
         builds, begun = 1 if is_large else self.builds, time.monotonic()
+        contents = "" if self.store is None else ":".join(content_digest(files_of(file)) for file in files)
         blocks: list[Block] = []
         for look in BLOCK_LOOKS:
             needed = 2 * look if builds == 1 else look
             while len(blocks) < needed:
                 self.listener.progress(len(blocks), needed)
-                blocks.append(self._block(files, comparisons, builds, len(blocks), name))
+                blocks.append(self._block(files, contents, comparisons, builds, len(blocks), name))
                 if len(blocks) < needed and self._lacks_another(blocks, begun):
                     return FileRace(tuple(blocks), self.plan, self.views)
             if self._lacks_another(blocks, begun) or not self._wants_more(blocks, comparisons, begun):
@@ -137,12 +138,14 @@ class Racer:
         twice = 2 * (time.monotonic() - begun)  # the next look takes about as long as all before
         return twice <= self.precision_seconds and any(is_imprecise(s, comparisons, self.plan) for s in of_views)
 
-    def _block(self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str) -> Block:
+    def _block(
+        self, files: Sequence[Path], contents: str, comparisons: Comparisons, builds: int, number: int, name: str
+    ) -> Block:
+        """Rounds of fresh builds, or those that are known of files with these `contents`."""
         caveat = Caveat()
         measure = partial(self._fresh, files, comparisons, builds, number, name, caveat)
         if self.store is None:
             return Block(self._repeated(measure), builds)
-        contents = ":".join(content_digest(files_of(file)) for file in files)
         looks = ",".join(map(str, self.plan.looks))
         key = f"race:{contents}:{builds}:{number}:{looks}"
         return Block(self.store.memo(key, Times, partial(self._repeated, measure), caveat), builds)

@@ -27,7 +27,7 @@ class CalibrationData(msgspec.Struct, frozen=True):
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that measurements depend on; budgets are no part of it, nor are the rounds that they have room for:
     candidates and rewrites that a plan with fewer rounds has left open are measured again (see `ratios.is_cut_short`).
-    Comparisons of the proof are kept as they are, see `Comparer.recorded`.
+    Blocks of the proof are kept by the content of the files and by the looks, see `Racer`.
 
     Options come before entries that follow from them, so that the first difference is the one that the user made.
     """

@@ -53,7 +53,6 @@ from qdqtune.tuning.shipping import (
     rows_by_workload,
 )
 from qdqtune.tuning.store import plain
-from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import Mix, Placement, Trial
 
@@ -105,11 +104,10 @@ class Front:
 
     def rows(self, run: Run) -> list[dict[str, Any]]:
         """The rows `front` of summary.json."""
-        names = node_names(run.settings.model)
         return [
             _row(point, run.subject.mix)
             | {
-                "float_nodes": run.subject.float_nodes(point.trial.placement, names),
+                "float_nodes": run.subject.float_nodes(point.trial.placement, run.given_names),
                 "shipped": point.trial.placement == self.proof.placement,
             }
             for point in self.points

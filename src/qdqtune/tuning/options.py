@@ -27,6 +27,7 @@ from qdqtune.options import (
     Option,
     PathLike,
     choice,
+    in_range,
     limit,
     option,
     reads,
@@ -44,6 +45,17 @@ Switched = Literal["auto"] | float | None
 def quant_type_option(help: str) -> Any:
     """The option `quant_type`: the number format of pairs."""
     return option(choice("int8", "fp8"), "int8", help, "Model", short="numbers of the pairs")
+
+
+def warmup_option() -> Any:
+    """The option `warmup_runs`: inferences before the rounds of a comparison."""
+    return option(
+        in_range(0, make=int),
+        2,
+        "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
+        "`engine_options` warmup_ms=N changes that.",
+        "Search",
+    )
 
 
 def portable_option() -> Any:

@@ -41,7 +41,6 @@ from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import plain
-from qdqtune.tuning.subject import node_names
 from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
@@ -217,7 +216,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
         **({} if subject.numbers.wide is None else {"bits": bits_of(subject.shaped, final)}),
         "edges": len(final),
-        "float_nodes": subject.float_nodes(final, node_names(settings.model)),
+        "float_nodes": subject.float_nodes(final, run.given_names),
         "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None or not is_judged else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,

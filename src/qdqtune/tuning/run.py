@@ -42,7 +42,7 @@ from qdqtune.tuning.records import NO_REWRITES, TrialRecord, TriedRewrites
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.subject import Subject, calibrated, open_subject
+from qdqtune.tuning.subject import Subject, calibrated, node_names, open_subject
 from qdqtune.tuning.trial_worker import ByRule, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Placement, Trial
@@ -68,8 +68,7 @@ class Ready:
 
     `given` are the user's model files as they were when the run began. `execution` is how models are run; it ends with
     the time budget. Files of candidates refer to `constants`. `others` measure besides `runner`, each on a device of
-    its own. `found` are the rewrites that were tried, `notes` what the user should know about the settings of the
-    engine.
+    its own. `found` are the rewrites that were tried.
     """
 
     settings: Settings
@@ -84,7 +83,6 @@ class Ready:
     constants: ConstantFile
     others: tuple[Runner, ...] = ()
     found: TriedRewrites = NO_REWRITES
-    notes: tuple[str, ...] = ()
 
     @property
     def ends(self) -> float | None:
@@ -96,8 +94,9 @@ class Ready:
 class Run(Ready):
     """A run whose model was calibrated and measured in float.
 
-    `limits` know the metric of the float model. A search proposes `width` candidates at a time, so that all devices are
-    busy; one that learns from the layers of each batch proposes `learning_width`.
+    `notes` are what the user should know about the settings of the engine. `limits` know the metric of the float model.
+    A search proposes `width` candidates at a time, so that all devices are busy; one that learns from the layers of
+    each batch proposes `learning_width`.
     """
 
     candidates: Candidates
@@ -108,6 +107,7 @@ class Run(Ready):
     racer: Racer
     width: int = 1
     learning_width: int = 1
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def format_shares(self) -> FormatShares:
@@ -115,6 +115,11 @@ class Run(Ready):
         if not self.budget.can_learn:
             return {}
         return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
+
+    @cached_property
+    def given_names(self) -> frozenset[str]:
+        """The names of the nodes in the user's file."""
+        return node_names(self.settings.model)
 
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
         """The placements that are slower than float at one of several numbers of threads."""
@@ -143,7 +148,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         constants = stack.enter_context(ConstantFile(folder / CONSTANTS))
         execution = replace(execution, constants=constants)
         evaluation: Metric | None = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
-        runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, observer, execution))
+        runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, execution))
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
             observer.note(note)
@@ -173,7 +178,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
 
 
 @contextmanager
-def _engines(settings: Settings, logs: Path, observer: Observer, execution: Execution) -> Iterator[list[Runner]]:
+def _engines(settings: Settings, logs: Path, execution: Execution) -> Iterator[list[Runner]]:
     engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
     size = bytes_of_files(settings.model)
     with ExitStack() as stack:
@@ -225,7 +230,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
         has_other_float = bool(settings.from_qdq or settings.fix_inputs or subject.changes)
         budget = Budget.of(settings, bench, ready.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
-        notes = (*ready.notes, *filter(None, [_at_one_thread(ready, bench)]))
+        notes = tuple(filter(None, [_at_one_thread(ready, bench)]))
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         width, learning_width = _widths(ready)

@@ -21,7 +21,7 @@ from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
 from qdqtune.numerics.metrics import check_metric
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import USUAL_BUILDS, Plan, least_rounds
+from qdqtune.timing.ratios import Plan, least_rounds
 from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions, Switched
 
@@ -31,9 +31,6 @@ FRONT_LEAST, FRONT_BUILDS = 8, 18
 SEED_BUILDS = 12
 """Builds that cut mode has at the beginning of region mode: the same in every budget, so that a run with a larger
 budget continues one with a smaller. Chosen, not measured."""
-
-PROOF_BUILDS = 2 * USUAL_BUILDS
-"""The builds of a proof of one file that its first block decides."""
 
 STATE = "autotuner_state.yaml"
 """The name of the state file in the output folder."""

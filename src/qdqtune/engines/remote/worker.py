@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from qdqtune.engines.execution import Deadline
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote.far import GREETING
 from qdqtune.errors import BadOption, EngineUnavailable, reading
+from qdqtune.graph.constants import inner_tensors
 from qdqtune.types import Array
 
 STORED_BYTES = 2**16
@@ -122,7 +123,9 @@ def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
     contents: dict[str, Array] = {}
     with reading(path):
         proto = onnx.load(path, load_external_data=False)
-        for tensor in external(proto.graph):
+        for tensor in chain(proto.graph.initializer, inner_tensors(proto)):
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
             entries = {entry.key: entry.value for entry in tensor.external_data}
             values = _bytes_at(path.parent / entries["location"], int(entries.get("offset", 0)), entries.get("length"))
             digest = _digest(values)
@@ -131,17 +134,6 @@ def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
             tensor.external_data.add(key="location", value=digest)
             tensor.external_data.add(key="length", value=str(values.nbytes))
     return proto.SerializeToString(), contents
-
-
-def external(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """The tensors of a graph, and of graphs inside its nodes, whose values are in other files."""
-    outside = onnx.TensorProto.EXTERNAL
-    yield from (tensor for tensor in graph.initializer if tensor.data_location == outside)
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from (t for t in (attribute.t, *attribute.tensors) if t.data_location == outside)
-            for inner in (attribute.g, *attribute.graphs):
-                yield from external(inner)
 
 
 def _bytes_at(path: Path, start: int, length: str | None) -> Array:

@@ -147,7 +147,7 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
     if spec.name not in TENSORRT_FAMILY:
         return {}
     given = [dict(spec.options.get(name) or {}) for name in SHAPE_OPTIONS]
-    for word in _split_arguments(spec):
+    for word in split_arguments(spec.options.get("trtexec_args") or ""):
         if match := SHAPE_FLAG.fullmatch(word):
             for i, which in enumerate(("min", "opt", "max")):
                 if match[1] in (None, which):
@@ -192,7 +192,8 @@ def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
     """`spec` with the spans `found` in place of its own shapes, those in trtexec_args too."""
     options = {name: value for name, value in spec.options.items() if name not in SHAPE_OPTIONS}
     if "trtexec_args" in options:
-        options["trtexec_args"] = shlex.join(word for word in _split_arguments(spec) if not SHAPE_FLAG.fullmatch(word))
+        words = split_arguments(options["trtexec_args"] or "")
+        options["trtexec_args"] = shlex.join(word for word in words if not SHAPE_FLAG.fullmatch(word))
     if found:
         options |= {name: {t: list(span[i]) for t, span in found.items()} for i, name in enumerate(SHAPE_OPTIONS)}
     return EngineSpec(spec.name, options)
@@ -212,12 +213,12 @@ def built_for_sample(spec: EngineSpec, model: Model, sample: Mapping[str, Array]
     return with_spans(spec, sizes | spans(spec)) if sizes else spec
 
 
-def _split_arguments(spec: EngineSpec) -> list[str]:
+def split_arguments(text: str) -> list[str]:
     """The arguments in trtexec_args, split as by a shell."""
     try:
-        return shlex.split(spec.options.get("trtexec_args") or "")
+        return shlex.split(text)
     except ValueError as error:
-        raise BadOption(f"trtexec_args cannot be read ({error}): {spec.options['trtexec_args']!r}") from error
+        raise BadOption(f"trtexec_args cannot be read ({error}): {text!r}") from error
 
 
 def read_shapes(text: str, where: str = "") -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,6 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import onnx
 
 from qdqtune.engines.coverage import Claim, cover, never_run
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
-from qdqtune.graph.loading import node_names
+from qdqtune.graph.loading import name_nodes, node_names
 from qdqtune.graph.model import bodies, captured
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import LOW_PRECISIONS, Layer, LayerKind
@@ -447,9 +446,9 @@ def assign(
     claims: list[list[str]] = [[] for _ in layers]
     for name, number in home.items():
         claims[number].append(name)
-    named = deepcopy(model.graph)
-    for node, name in zip(named.node, names.nodes, strict=True):
-        node.name = name
+    constants = [onnx.TensorProto(name=tensor.name) for tensor in model.graph.initializer]  # without their values
+    named = onnx.GraphProto(node=model.graph.node, initializer=constants)
+    name_nodes(named)
     return cover(named, [Claim(tuple(own)) for own in claims])
 
 

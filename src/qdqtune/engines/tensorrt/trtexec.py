@@ -29,9 +29,10 @@ from google.protobuf.message import DecodeError
 from qdqtune.engines import formats
 from qdqtune.engines.devices import gpu
 from qdqtune.engines.library_settings import BETTER_DEFAULTS, QUICK
-from qdqtune.engines.tensorrt.options import CachedOptions
+from qdqtune.engines.tensorrt.options import CachedOptions, split_arguments
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.graph.model import TensorInfo
 from qdqtune.system.writing import append
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
@@ -86,10 +87,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
 
 def _checked_flags(text: str) -> tuple[str, ...]:
     """The user's flags, each once: as in trtexec itself, the last value of a flag counts."""
-    try:
-        words = [FORMER.sub(r"--memPoolSize=workspace:\1", word) for word in shlex.split(text)]
-    except ValueError as error:
-        raise BadOption(f"trtexec_args cannot be read ({error}): {text!r}") from error
+    words = [FORMER.sub(r"--memPoolSize=workspace:\1", word) for word in split_arguments(text)]
     for word in words:
         if not word.startswith("--"):
             raise BadOption(f"trtexec_args: {word!r} is no flag; write --name or --name=value")
@@ -480,7 +478,7 @@ class _Signature:
 
 def _signature(path: Path) -> _Signature:
     graph = onnx.load(path, load_external_data=False).graph
-    inputs = {value.name: (_dtype(value), _sizes(value)) for value in graph.input}
+    inputs = {value.name: (_dtype(value), TensorInfo.of(value).shape or ()) for value in graph.input}
     for tensor in graph.initializer:
         inputs.pop(tensor.name, None)
     has_pairs = any(node.op_type == "QuantizeLinear" for node in graph.node)
@@ -489,10 +487,6 @@ def _signature(path: Path) -> _Signature:
 
 def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT))
-
-
-def _sizes(value: onnx.ValueInfoProto) -> tuple[int | None, ...]:
-    return tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim)
 
 
 def _sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -230,9 +230,9 @@ def optimum_within(
         if noise >= enough:
             break
         middle = np.sqrt(low * high) if low else high / 8
-        other = at(middle)
-        if amount(other) <= allowed:
-            optimum, noise, high = other, amount(other), middle
+        tried = at(middle)
+        if (found := amount(tried)) <= allowed:
+            optimum, noise, high = tried, found, middle
         else:
             low = middle
     return optimum, high

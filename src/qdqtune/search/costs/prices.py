@@ -21,7 +21,7 @@ same share of float time as in other units with the same operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nsmallest
@@ -251,16 +251,10 @@ def _add_build(observed: Observations, partition: Partition, times: BuildTimes, 
         observed.equations.setdefault(kind, {})[equation] = median(each)
     observed.disturbed |= {kind: max(0.0, median(each)) for kind, each in disturbed.items()}
     observed.by_format |= {key: median(each) for key, each in by_format.items()}
-    _add_conversions(observed, partition, times, states, stored)
+    _add_conversions(observed, partition, times, states)
 
 
-def _add_conversions(
-    observed: Observations,
-    partition: Partition,
-    times: BuildTimes,
-    states: Sequence[State],
-    stored: Container[str],
-) -> None:
+def _add_conversions(observed: Observations, partition: Partition, times: BuildTimes, states: Sequence[State]) -> None:
     """Add the Qs and DQs that ran, and those without a layer of their own: a kernel converts while it reads or
     writes."""
     observed.per_consumer |= any(copies > 1 for copies in times.copies.values())

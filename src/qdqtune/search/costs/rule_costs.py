@@ -174,12 +174,13 @@ class RuleCosts:
     def labels(self, placement: Placement) -> Labels:
         """What parts compute in with a placement: in floats unless all that they read and write has pairs. An operator
         without weights between parts in 8 bits computes in 8 bits as well: its file is the same either way."""
-        return tuple(self._label(part, placement) for part in self.parts)
+        paired = {edge.tensor for edge in placement.edges}
+        return tuple(self._label(part, placement, paired) for part in self.parts)
 
-    def _label(self, part: Part, placement: Placement) -> int:
-        own, given = (*part.reads, *part.weights, *part.constants), {edge.tensor for edge in placement.edges}
+    def _label(self, part: Part, placement: Placement, paired: set[str]) -> int:
+        own = (*part.reads, *part.weights, *part.constants)
         written = (tensor for tensor in part.writes if tensor in self.readers or tensor in self._shown)
-        if not part.reads or not placement.edges.issuperset(own) or not given.issuperset(written):
+        if not part.reads or not placement.edges.issuperset(own) or not paired.issuperset(written):
             return FLOAT
         if placement.wide.isdisjoint(part.reads):
             return W8A8
@@ -239,8 +240,12 @@ class RuleCosts:
     def total(self, labels: Labels) -> float:
         """What labels cost; one more than nothing, so that costs have ratios."""
         own = sum(self._of_part(number, label) for number, label in enumerate(labels))
-        free = self._table([(0.0,) * len(ALIKE)] * len(labels))
-        return 1.0 + own + free.total([*(WRITES[label] for label in labels), WRITES[FLOAT]])
+        return 1.0 + own + self._conversions.total([*(WRITES[label] for label in labels), WRITES[FLOAT]])
+
+    @cached_property
+    def _conversions(self) -> Table:
+        """What conversions cost where parts cost nothing."""
+        return self._table([(0.0,) * len(ALIKE)] * len(self.parts))
 
     def _table(self, own: Iterable[Sequence[float]], noise: Noise | None = None, price: float = 0.0) -> Table:
         """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`; the last part is what comes
