@@ -159,7 +159,7 @@ def test_what_the_engine_merges_by_itself_comes_first_and_may_fail(monkeypatch: 
     def refuse(_: Model) -> Model:
         raise BadModel("no adapter")
 
-    monkeypatch.setattr(rewrites, "REWRITES", {**REWRITES, "gelu": Rewrite("", refuse)})
+    monkeypatch.setattr(rewrites, "REWRITES", {**REWRITES, "gelu": Rewrite(refuse)})
     assert allowed("auto", ("gelu",)).of(model) is model
 
 

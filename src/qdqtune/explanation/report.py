@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, title
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
 from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
-from qdqtune.explanation.result_rows import remarks, result_rows
+from qdqtune.explanation.result_rows import is_judged, remarks, result_rows
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -30,7 +29,7 @@ from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.tuning.summary import RunLog, Summary
-from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, Trial
+from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, Trial, sqnr_of
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""
@@ -64,16 +63,12 @@ def report_of_run(folder: Path) -> Report:
         map=drawn,
         points=tuple(_points(run)),
         floor_db=run.summary["min_sqnr_db"],
-        has_accuracy=_is_judged(run.summary),
+        has_accuracy=is_judged(run.summary),
         proof=tuple(strip(f"builds {n}", each, ratio(each, run.proof_plan)) for n, each in enumerate(run.proof, 1)),
         candidates=tuple(candidates(run, facts.trial)),
         circumstances=tuple(circumstances(run)),
         commands=tuple(commands(run)),
     )
-
-
-def _is_judged(summary: Summary) -> bool:
-    return summary["accuracy"] == "measured"
 
 
 def speed(measured: Ratio) -> Speed:
@@ -107,7 +102,7 @@ def verdict(run: FinishedRun) -> Headline:
     if run.keeps_own_pairs:
         times = "" if summary["final_ms"] is None else f", which takes {_own_times(summary)}"
         kept = f"your own Q/DQ file as it is{times}"
-    if not _is_judged(summary) and (without := summary["fastest_without_limits"]) is not None:
+    if not is_judged(summary) and (without := summary["fastest_without_limits"]) is not None:
         headline = f"{name} may run {1 / without['ratio']:.2f} times as fast, accuracy not measured"
         return Headline(headline, f"In the search, unproven; {without.get('missed')}. {FINAL} is {kept}.", False)
     if summary["constraint_met"] is False:
@@ -123,7 +118,7 @@ def verdict(run: FinishedRun) -> Headline:
 def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
     summary, rows = run.summary, run.summary["by_rule"]["candidates"] if "by_rule" in run.summary else []
     why = f"{summary['engine']['engine']} is a simulator here: nothing was timed, and no speed is claimed."
-    if (row := next((row for row in rows if row["shipped"]), None)) is None and not _is_judged(summary):
+    if (row := next((row for row in rows if row["shipped"]), None)) is None and not is_judged(summary):
         meaning = f"Without samples nothing in 8 or 16 bits ships: {FINAL} is the float model. {why}"
         return Headline(f"Accuracy was not measured for {name}", meaning, False)
     if row is None:
@@ -173,7 +168,7 @@ def _has_measured_rewrites(run: FinishedRun) -> bool:
 
 def _db(noise: float) -> float:
     """SQNR in dB of a relative noise power, at most `EQUAL_DB`."""
-    return EQUAL_DB if noise <= 10 ** (-EQUAL_DB / 10) else -10 * math.log10(noise)
+    return EQUAL_DB if (db := sqnr_of(noise)) is None else min(db, EQUAL_DB)
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
@@ -248,7 +243,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
-    if not run.summary.get("timed", True) or not _is_judged(run.summary):
+    if not run.summary.get("timed", True) or not is_judged(run.summary):
         return
     if run.keeps_own_pairs and (own := run.summary["ratio"]) is not None:
         yield Point(OWN, Speed(1 / own), run.summary["output_sqnr_db"], True, False, True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log10
 from typing import Literal
 
 from qdqtune.explanation.facts import Facts
 from qdqtune.explanation.unfused import is_float, is_low
 from qdqtune.graph.model import GRAPH, Node
 from qdqtune.graph.operators import ASKS_SHAPE
+from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
@@ -33,7 +33,7 @@ from qdqtune.search.costs.units import (
 )
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
-from qdqtune.types import Edge, Layer, Placement, Trial, WeightFormat
+from qdqtune.types import Edge, Layer, Placement, Trial, WeightFormat, sqnr_of
 
 Reason = Literal[
     "",
@@ -389,9 +389,10 @@ class _Table:
         if not alone or now + alone <= allowed:
             return ""
         scale = most / allowed
+        own, together, limit = (decibels(sqnr_of(n)) for n in (alone * scale, (now + alone) * scale, most))
         return (
-            f"its rounding alone brings the outputs to {_db(alone * scale)}, with the rest of the placement to "
-            f"{_db((now + alone) * scale)}, and the limit is {_db(most)}"
+            f"its rounding alone brings the outputs to {own}, with the rest of the placement to {together}, and the "
+            f"limit is {limit}"
         )
 
     @cached_property
@@ -415,7 +416,3 @@ def _units(facts: Facts) -> Partition:
         groups += usual_groups(model, possible)
     formats = formats_in([facts.placement, *(trial.placement for trial in facts.history)])
     return partition(model, possible, groups, formats)
-
-
-def _db(noise: float) -> str:
-    return f"{-10 * log10(noise):.1f} dB"

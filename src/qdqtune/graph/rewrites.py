@@ -388,12 +388,11 @@ FOLD = "fold"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A rewrite: its description, and its function, which returns the same object if there is nothing to do.
+    """A rewrite: its function, which returns the same object if there is nothing to do.
 
     `makes` is the operator that it creates, if any.
     """
 
-    does: str
     apply: Callable[[Model], Model]
     makes: str = ""
 
@@ -436,25 +435,20 @@ def without_needless_dilations(model: Model) -> Model:
 
 
 REWRITES: Mapping[str, Rewrite] = MappingProxyType({
-    "constants": Rewrite("compute what only constants and shapes decide", constants_computed),
-    "hardswish": Rewrite(
-        "x clip(x + 3, 0, 6) / 6 as one HardSwish", partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"
+    "constants": Rewrite(constants_computed),
+    "hardswish": Rewrite(partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"
     ),
-    "gelu": Rewrite("x (1 + erf(x / sqrt 2)) / 2 as one Gelu", partial(with_merged, matcher=gelu, opset=20), "Gelu"),
-    "layernorm": Rewrite(
-        "means, squares and a root as one LayerNormalization",
-        partial(with_merged, matcher=layer_norm, opset=17),
+    "gelu": Rewrite(partial(with_merged, matcher=gelu, opset=20), "Gelu"),
+    "layernorm": Rewrite(partial(with_merged, matcher=layer_norm, opset=17),
         "LayerNormalization",
     ),
-    "rmsnorm": Rewrite(
-        "squares, their mean and a root as one RMSNormalization",
-        partial(with_merged, matcher=rms_norm, opset=23),
+    "rmsnorm": Rewrite(partial(with_merged, matcher=rms_norm, opset=23),
         "RMSNormalization",
     ),
-    "gemm": Rewrite("MatMul and Add with constants as one Gemm", as_gemm, "Gemm"),
-    "dilations": Rewrite("the dilation of kernels of one point as 1", without_needless_dilations),
-    "division": Rewrite("each Reciprocal as a division of one", without_reciprocals),
-    "opset21": Rewrite("the operators of opset 21", partial(with_opset, opset=21)),
+    "gemm": Rewrite(as_gemm, "Gemm"),
+    "dilations": Rewrite(without_needless_dilations),
+    "division": Rewrite(without_reciprocals),
+    "opset21": Rewrite(partial(with_opset, opset=21)),
 })  # fmt: skip
 """The rewrites by name, in the order in which they are applied, except `fold`."""
 
