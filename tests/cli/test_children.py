@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import pytest
 
 from command_lines import UNCHECKED
 from processes import family, on_all_cores, until
-from qdqtune.cli.fleet import Children
-from qdqtune.cli.output import parsed_answer
+from qdqtune.cli import fleet
 from qdqtune.engines import devices
 from qdqtune.engines.devices import Device
 from remote_machines import parent_of
@@ -103,19 +102,17 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 
-    def ask(_: Children, values: dict[str, Any], device: Device, take: Callable[[str], None]) -> tuple[int, Any]:
+    def ask(request: dict[str, Any], device: Device, _: int) -> tuple[int, Any]:
         both.wait(timeout=60)
-        met.append((Path(values["model"]).name, device.cores))
-        take("   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float")
+        met.append((Path(request["options"]["model"]).name, device.cores))
         return 0, {"shipped": "tuned", "ratio": 0.5}
 
-    monkeypatch.setattr(Children, "ask", ask)
+    monkeypatch.setattr(fleet, "ask", ask)
     asked = ["tune", models, "-o", tmp_path / "out", *QUICK, "--workers", 4, "--cores-per-worker", 2]
-    code, out, err = call(*asked, "--json")
+    code, out, _ = call(*asked, "--json")
     assert code == 0
     assert [Path(row["model"]).name for row in json.loads(out)] == ["fast.onnx", "slow.onnx"]
     assert sorted(met) in ([("fast.onnx", a), ("slow.onnx", b)] for a, b in (((0, 1), (2, 3)), ((2, 3), (0, 1))))
-    assert "slow.onnx: 7   7/12 builds" in err
     jobs = tmp_path / "jobs.yaml"
     jobs.write_text(f"jobs: [{{model: {models}/fast.onnx, threads: 3}}, {{model: {models}/slow.onnx}}]")
     met.clear()
@@ -123,9 +120,3 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     assert {len(cores) for _, cores in met} == {3}
     code, _, err = call("run", jobs, "--workers", 4)
     assert (code, "--workers 4 of 3 cores each want 12 cores" in err) == (2, True)
-
-
-def test_what_a_child_writes_is_its_result_or_a_line_for_people() -> None:
-    assert parsed_answer('{"result": {"shipped": "tuned"}}') == {"shipped": "tuned"}
-    assert parsed_answer('{"line": "note: the machine is busy"}') == "note: the machine is busy"
-    assert [parsed_answer(line) for line in ("a library's line", "7", "{}")] == ["a library's line", "7", "{}"]

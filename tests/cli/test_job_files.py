@@ -65,7 +65,7 @@ STRUCTURES = [
     "\x00", "\x07jobs: []",
     "%YAML 7.0\n---\njobs: []", "jobs: [{model: a.onnx}]x", "a: " + "x" * (files.MOST_BYTES + 1),
     "{" * 3000, "[" * 100_000, "- " * 100_000, "? " * 100_000, "&a " * 1000, "jobs: " + "[" * 60,
-    f"jobs: {[{'model': 'a.onnx'}] * 1001}", f"jobs: [{{model: {'a' * 200_000}}}]", f"jobs: {['a'] * 1_000_001}",
+    f"jobs: [{{model: {'a' * 200_000}}}]", f"jobs: {['a'] * 1_000_001}",
     f"jobs: [{{model: 1{':1' * 99_999}}}]",
     f"jobs: &a {['a' * 9] * 100_000}\ndefaults: [{'*a,' * 11}]",
     "a: &a [x]\n" + "".join(f"{n}: &{n} [{f'*{p},' * 9}]\n" for p, n in pairwise("abcdefghijkl")) + "jobs: *l",

@@ -60,10 +60,13 @@ def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path
     (models / "broken.onnx").write_bytes(normal(4).tobytes())
     asked = ["tune", models, "-o", tmp_path / "out", *QUICK, *UNCHECKED]
 
-    code, out, _ = call(*asked, "--json")
+    code, out, err = call(*(word for word in asked if word != "-q"), "--json")
     rows = {Path(row["model"]).stem: row for row in json.loads(out)}
     assert code == 2
     assert {name: row["exit_code"] for name, row in rows.items()} == {"broken": 2, first.stem: 0, second.stem: 3}
+    assert "fast.onnx: measuring the float model" in err
+    assert "fast.onnx: note: " in err
+    assert "broken.onnx: error: " in err
     states = [tmp_path / "out" / name / "autotuner_state.yaml" for name in ("fast", "slow")]
     before = [state.read_bytes() for state in states]
     _, again, _ = call(*asked)

@@ -10,7 +10,6 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from command_lines import UNCHECKED
 from conftest import Call
 from qdqtune.cli import output, streams
 
@@ -69,15 +68,3 @@ def test_json_is_as_it_was(call: Call, model: Path) -> None:
     code, out, _ = call("inspect", hostile(model), "--json")
     assert code == 0
     assert BROKEN in json.loads(out)["regions"][-1]["nodes"][0]
-
-
-def test_a_child_reports_its_progress_as_lines_of_json(call, model, tmp_path, monkeypatch):
-    monkeypatch.setenv("QDQTUNE_EVENTS", "1")
-    quick = ("--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report", *UNCHECKED)
-    code, out, _ = call("tune", model, "-o", tmp_path / "out", *quick, "--builds", 5, "--json")
-    assert code == 0
-    *answers, result = [json.loads(line) for line in out.splitlines() if line]
-    assert result["result"]["shipped"] == "tuned"
-    lines = [answer["line"] for answer in answers]
-    assert any("/5 builds  best " in line for line in lines)
-    assert any(line.startswith("note: ") for line in lines)

@@ -170,6 +170,6 @@ def test_a_moving_picture_still_moves(tmp_path: Path, model: Path) -> None:
 
 
 def test_results_of_a_run_on_a_cluster_reach_standard_output(tmp_path: Path) -> None:
-    told = "from qdqtune.cli import children, streams; children.command_line = lambda: ['qdqtune', '--version']"
-    code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): children.run_on_ray()"', tmp_path)
+    told = "from qdqtune.cli import fleet, streams; fleet.command_line = lambda: ['qdqtune', '--version']"
+    code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): fleet.run_on_ray()"', tmp_path)
     assert (code, out.startswith("qdqtune"), err) == (0, True, "")

@@ -1,5 +1,4 @@
-"""The program that tunes one of several models. It gets options as JSON on standard input, and answers in lines of JSON
-on standard output: lines about its progress, and its result."""
+"""The program that tunes one of several models. It gets options as JSON on standard input."""
 
 from __future__ import annotations
 

@@ -1,27 +1,28 @@
-"""`tune` of several models, each in a process of its own, one on each device at a time; one that fails does not end the
-others."""
+"""Processes of qdqtune that this process starts: one for a run on Ray, and one for each of several models to tune, one
+on each device at a time. A model that fails does not end the others."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import geometric_mean
-from threading import Lock
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, TextIO
 
-from qdqtune.cli.children import DRIVER, LOST, started
 from qdqtune.cli.command import Terminal, command_line
-from qdqtune.cli.output import EVENTS, parsed_answer, print_json, print_lines, say, show
-from qdqtune.cli.streams import INTERRUPTED
+from qdqtune.cli.output import print_json, print_lines, say, show
+from qdqtune.cli.streams import INTERRUPTED, PARENT
 from qdqtune.commands.shown import Table
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
@@ -32,7 +33,7 @@ from qdqtune.engines.ray import NODE_LOST
 from qdqtune.engines.remote.connection import facts_of
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.explanation.formatting import builds, counted, duration
-from qdqtune.system.interpreter import end_group
+from qdqtune.system.interpreter import end_group, python
 from qdqtune.timing.ratios import speed
 
 CODES = (0, 3, 4)
@@ -40,11 +41,59 @@ CODES = (0, 3, 4)
 
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db", "accuracy")
 
-CLEANUP_SECONDS = 20.0
-"""How long interrupted children may take to clean up before they are killed. Chosen, not measured."""
+DRIVER = "QDQTUNE_RAY_DRIVER"
+"""The environment variable that marks the child which may use Ray."""
 
-FLEET = tuple(WorkerOptions.__annotations__)
-"""Options of the fleet, which each of its jobs gets otherwise."""
+LOST = 1
+"""The exit code of a program that Ray ends because its node is lost; commands of qdqtune use other codes."""
+
+PLAIN = {"TERM": "dumb", "TTY_COMPATIBLE": "0"}
+"""Environment variables with which a child prints lines without colours, also where the user forces these."""
+
+
+@contextmanager
+def lifeline() -> Iterator[tuple[int, TextIO]]:
+    """The two ends of a pipe: children watch the first, and end when this process closes the second, or is gone."""
+    reads, holds = os.pipe()
+    with os.fdopen(reads), os.fdopen(holds, "w") as holder:
+        yield reads, holder
+
+
+def start(
+    arguments: Sequence[str], variables: Mapping[str, str], pipe: int, fds: Sequence[int] = (), **how: Any
+) -> subprocess.Popen[str]:
+    """Start this Python with these arguments and additional environment variables, in a group of its own. It watches
+    `pipe` (see `lifeline`), `fds` stay open in it, and `how` are arguments of `subprocess.Popen`."""
+    words = python(*arguments, **variables, **{PARENT: str(pipe)})
+    return subprocess.Popen(**words, process_group=0, pass_fds=(pipe, *fds), **how)
+
+
+def is_driver() -> bool:
+    """Whether this process is the child that may use Ray."""
+    return os.environ.pop(DRIVER, None) is not None
+
+
+def run_on_ray() -> int:
+    """Run the typed command in a child, since Ray ends a program without a message when its node is lost. Returns the
+    exit code.
+
+    Raises:
+        EngineUnavailable: the child was ended.
+    """
+    with lifeline() as (pipe, _):
+        run = start(("-m", "qdqtune", *command_line()[1:]), {DRIVER: "1"}, pipe, stdout=sys.stdout.fileno())
+        while run.returncode is None:
+            try:
+                run.wait()
+            except KeyboardInterrupt:  # a terminal interrupts this process only
+                run.send_signal(signal.SIGINT)
+    if run.returncode != LOST and run.returncode >= 0:
+        return run.returncode
+    end_group(run.pid)
+    if run.returncode == LOST:
+        raise EngineUnavailable(NODE_LOST)
+    name = signal.Signals(-run.returncode).name
+    raise EngineUnavailable(f"{name} has ended the run: the same command goes on from what was measured")
 
 
 @dataclass
@@ -52,20 +101,19 @@ class Job:
     """One model to tune: the options of `tune`, and how it ended."""
 
     options: TuneOptions
-    name: str = ""
     code: int = 0
     result: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def model(self) -> Path:
+    def model(self) -> str:
         """The file of the model."""
-        return Path(str(self.options.model))
+        return str(self.options.model)
 
     def row(self) -> dict[str, Any]:
         """What became of the model, as `--json` prints it; of a dry run, the estimate."""
-        is_estimate = "patterns" in self.result and self.code == 0
+        is_estimate = "patterns" in self.result
         facts = self.result if is_estimate else {name: self.result.get(name) for name in FACTS}
-        return {"model": str(self.model), "exit_code": self.code, **facts}
+        return {"model": self.model, "exit_code": self.code, **facts}
 
 
 def run_jobs(jobs: Sequence[Job], options: WorkerOptions, terminal: Terminal) -> int:
@@ -77,11 +125,8 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, terminal: Terminal) ->
     """
     begun = time.monotonic()
     devices, more = _devices([job.options.spec() for job in jobs], options)
-    shown = {"as_machine": True, "quiet": terminal.quiet, "verbose": terminal.verbose}
-    alike = Counter(job.model.name for job in jobs)
-    for job in jobs:
-        job.name = job.model.name if alike[job.model.name] == 1 else f"{job.model.parent.name}/{job.model.name}"
-    Children(devices).run(jobs, shown | more)
+    more |= {"as_machine": True, "quiet": terminal.quiet, "verbose": terminal.verbose}
+    _tune_all(jobs, devices, more)
     rows = [job.row() for job in jobs]
     if terminal.as_machine:
         print_json(rows)
@@ -110,85 +155,57 @@ def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Seq
     return (ANYWHERE,) * len(devices), {"ray": options.ray, "workers": 1, "cores_per_worker": each}
 
 
-class Children:
-    """The processes of a fleet, one at a time on each device."""
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices, self._lock = devices, Lock()
-        self._running = list[subprocess.Popen[str]]()
-        self._is_ending, self._command = False, command_line()
-
-    def run(self, jobs: Sequence[Job], more: dict[str, Any]) -> None:
-        """Run all jobs, with `more` options; when one is interrupted, all are. Lines begin with the model's name."""
-        free = SimpleQueue[Device]()
-        for device in self._devices:
-            free.put(device)
+def _tune_all(jobs: Sequence[Job], devices: Sequence[Device], more: Mapping[str, Any]) -> None:
+    """Tune all models with `more` options, one on each device at a time; when one is interrupted, all are."""
+    free = SimpleQueue[Device]()
+    for device in devices:
+        free.put(device)
+    command, of_fleet = command_line(), WorkerOptions.__annotations__
+    with lifeline() as (pipe, holder), ThreadPoolExecutor(len(devices)) as pool:
 
         def run(job: Job) -> None:
+            values = {name: value for name, value in job.options.raw.items() if name not in of_fleet}
             device = free.get()
-            values = {name: value for name, value in job.options.raw.items() if name not in FLEET} | more
-
-            def take(text: str) -> None:
-                if not more["quiet"]:
-                    say(f"{job.name}: {text.strip()}")
-
-            job.code, job.result = self.ask(values, device, take)
+            job.code, job.result = ask({"options": {**values, **more}, "command": command}, device, pipe)
             free.put(device)
             if job.code == INTERRUPTED:
                 raise KeyboardInterrupt
 
-        with ThreadPoolExecutor(len(self._devices)) as pool:
-            try:
-                running = [pool.submit(run, job) for job in jobs]
-                for done in wait(running, return_when=FIRST_EXCEPTION).done:
-                    done.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self._end()
+        try:
+            running = [pool.submit(run, job) for job in jobs]
+            for done in wait(running, return_when=FIRST_EXCEPTION).done:
+                done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            holder.close()  # which ends the children that still run
 
-    def ask(self, values: dict[str, Any], device: Device, take: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-        """Have a child tune with these options on a device. `take` gets its lines. Gives exit code and result."""
-        result: dict[str, Any] = {}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        variables = device.environment | {EVENTS: "1", DRIVER: "1"}
-        with (
-            leased(device) as held,
-            pinned(device.cores),
-            started(("-m", "qdqtune.cli.child"), variables, held, text=True, errors="replace", **pipes) as child,
-        ):
-            with self._lock:
-                self._running.append(child)
-                if self._is_ending:
-                    child.send_signal(signal.SIGINT)
-            assert child.stdin is not None
-            assert child.stdout is not None
-            with suppress(BrokenPipeError), child.stdin:  # it was ended
-                json.dump({"options": values, "command": self._command}, child.stdin, default=str)
-            for line in filter(str.strip, child.stdout):
-                answer = parsed_answer(line.rstrip("\n"))
-                if isinstance(answer, str):
-                    take(answer)
-                else:
-                    result = answer
-            code = child.wait()
-        if code != LOST or "ray" not in values:
-            return code, result
-        take(f"error: {NODE_LOST}")
+
+def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dict[str, Any]]:
+    """Have a child tune a model on a device (see `cli.child`), and print its lines, which begin with the model. Gives
+    its exit code and its result."""
+    options = request["options"]
+
+    def show(text: str) -> None:
+        if not options["quiet"]:
+            say(f"{options['model']}: {text.strip()}")
+
+    variables = device.environment | {DRIVER: "1"} | PLAIN
+    with leased(device) as held, pinned(device.cores), TemporaryFile("w+") as results:
+        streams = {"stdin": subprocess.PIPE, "stdout": results, "stderr": subprocess.PIPE}
+        child = start(("-m", "qdqtune.cli.child"), variables, pipe, held, text=True, errors="replace", **streams)
+        assert child.stdin is not None
+        assert child.stderr is not None
+        with suppress(BrokenPipeError), child.stdin:  # it was ended
+            json.dump(request, child.stdin, default=str)
+        for line in filter(str.strip, child.stderr):
+            show(line)
+        code = child.wait()
+        results.seek(0)
+        text = results.read()
+    if code == LOST and "ray" in options:
+        show(f"error: {NODE_LOST}")
         return EngineUnavailable.exit_code, {}
-
-    def _end(self) -> None:
-        """Interrupt children that still run, and kill those that do not end."""
-        with self._lock:
-            self._is_ending = True
-            running = [child for child in self._running if child.poll() is None]
-        for child in running:
-            child.send_signal(signal.SIGINT)
-        until = time.monotonic() + CLEANUP_SECONDS
-        for child in running:
-            try:
-                child.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                end_group(child.pid)
+    return code, json.loads(text) if text else {}
 
 
 def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import glob
 import json
-import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,35 +25,6 @@ if TYPE_CHECKING:
 
 
 R = TypeVar("R", bound="Any")
-
-EVENTS = "QDQTUNE_EVENTS"
-"""The environment variable of a child, which answers in lines of JSON on standard output (see `cli.child`)."""
-
-
-def is_child() -> bool:
-    """Whether this process tunes one of several models for another one."""
-    return EVENTS in os.environ
-
-
-def emit(text: str, show: Callable[[str], None]) -> None:
-    """Show a line about progress to people with `show`; in a child, answer with it."""
-    if is_child():
-        _answer({"line": text})
-    else:
-        show(text)
-
-
-def _answer(value: object) -> None:
-    print(f"\n{json.dumps(value)}", flush=True)  # libraries may have left a line without an end
-
-
-def parsed_answer(line: str) -> str | dict[str, Any]:
-    """The line for people or the result in what a child wrote; text of libraries is a line as well."""
-    try:
-        answer = json.loads(line)
-        return str(answer["line"]) if "line" in answer else dict(answer["result"])
-    except (ValueError, TypeError, KeyError):
-        return line
 
 
 def flags() -> dict[str, str]:
@@ -84,12 +54,9 @@ def with_flags_in_notes(done: R) -> R:
 
 def say(text: str, style: str = "") -> None:
     """Write one line for people to standard error. On a terminal it is broken between words."""
-
-    def show(text: str) -> None:
-        here = console(is_error=True)
-        here.print(escaped(text), style=style, soft_wrap=not here.is_terminal)
-
-    emit(" ".join(with_flags(text).splitlines()), show)
+    here = console(is_error=True)
+    line = " ".join(with_flags(text).splitlines())
+    here.print(escaped(line), style=style, soft_wrap=not here.is_terminal)
 
 
 def say_error(text: str) -> None:
@@ -179,11 +146,8 @@ def print_prose(lines: Iterable[str]) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a result as JSON; in a child, answer with it."""
-    if is_child():
-        _answer({"result": value})
-    else:
-        print(json.dumps(value, indent=2))
+    """Print a result as JSON."""
+    print(json.dumps(value, indent=2))
 
 
 def to_exclude(nodes: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli.output import console, emit, is_child, with_flags
+from qdqtune.cli.output import console, with_flags
 from qdqtune.explanation.formatting import counted, duration
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.search.costs.rule_costs import left_nodes
@@ -31,7 +30,7 @@ LINE_SECONDS = 10.0
 def shown(*, quiet: bool = False, verbose: bool = False) -> Progress:
     """An observer that shows progress. Only lines appear where there is no terminal, or with `verbose`."""
     here = console(is_error=True, quiet=quiet)
-    return Progress(here, is_moving=here.is_terminal and not here.is_dumb_terminal and not verbose and not is_child())
+    return Progress(here, is_moving=here.is_terminal and not here.is_dumb_terminal and not verbose)
 
 
 class Progress:
@@ -98,10 +97,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
-        if self._live is not None:
-            self._console.print(text, highlight=False, markup=False)
-        elif not self._console.quiet:
-            emit(text, partial(self._console.print, highlight=False, soft_wrap=True, markup=False))
+        self._console.print(text, highlight=False, markup=False, soft_wrap=self._live is None)
 
     def _picture(self) -> RenderableType:
         row = Table.grid(padding=(0, 2))

@@ -17,8 +17,6 @@ from qdqtune.errors import BadOption, InputError, one_line
 from qdqtune.options import FILE, REQUIRED, File, flags_of, option, options_of
 from qdqtune.placement.files import parsed_yaml
 
-MOST_JOBS = 1000
-"""Most jobs of one file. Chosen, not measured."""
 MOST_CHARACTERS = 300
 """Most characters of what is said of a wrong value: a file may hold any text."""
 
@@ -31,7 +29,7 @@ KEYS = {"model": "model"} | {
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     """A jobs file: options of `tune` for each job, and for all of them."""
 
-    jobs: Annotated[list[Any], msgspec.Meta(min_length=1, max_length=MOST_JOBS)]
+    jobs: Annotated[list[Any], msgspec.Meta(min_length=1)]
     defaults: Any = msgspec.field(default_factory=dict)
 
 
@@ -68,7 +66,7 @@ def read_jobs(path: Path) -> list[Job]:
         file = msgspec.convert(parsed_yaml(path, "jobs"), _File)
     except msgspec.ValidationError as error:
         raise BadOption(
-            f"{path} names no jobs ({one_line(error)}): give `jobs:`, a list of 1 to {MOST_JOBS} jobs, which are "
+            f"{path} names no jobs ({one_line(error)}): give `jobs:`, a list of jobs, which are "
             "options by name with a `model` each, and `defaults:`, options for all"
         ) from error
     defaults = _values(file.defaults, f"{path}, defaults")

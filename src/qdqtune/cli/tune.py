@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.options import check_cache
-from qdqtune.cli import children, fleet, progress
+from qdqtune.cli import fleet, progress
 from qdqtune.cli.command import Terminal, command, command_line
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
@@ -90,8 +90,8 @@ def tune_command(options: TuneArguments) -> int:
         if code in fleet.CODES and not (options.dry_run or options.quiet):
             say(f"what ships lies in {options.output_dir}/MODEL/optimized_final.onnx, with a report.html beside it")
         return code
-    if options.ray is not None and not children.is_driver():
-        return children.run_on_ray()
+    if options.ray is not None and not fleet.is_driver():
+        return fleet.run_on_ray()
     return run(options)
 
 
