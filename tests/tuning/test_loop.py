@@ -38,7 +38,7 @@ from qdqtune.tuning.result import Result
 from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Measurement, Placement, Trial
 from runs import cost, hopeless, mixed, out, rows, settings, write
-from workers import Build, Workers, in_process
+from workers import Build, Watched, WatchedModel, Workers, in_process
 
 PROOF_BUILDS = 2 * USUAL_BUILDS
 """The builds of a proof of one file that its first block decides."""
@@ -667,3 +667,30 @@ def test_half_precision_that_nobody_timed_ships_for_nobody(tmp_path: Path) -> No
     result = tune(settings(model, precision="fp16", time_budget=0.01))
     assert (result.shipped, len(result.history)) == ("given", 0)
     assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_computes(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_exact: bool
+) -> None:
+    class Inexact(WatchedModel):
+        def run(self, inputs: Any) -> dict[str, Any]:
+            return {name: 1.5 * array for name, array in super().run(inputs).items()}
+
+    def build(engine: Watched, file: Path, log: Path) -> WatchedModel:
+        made = built(engine, file, log)
+        is_spoiled = file.name == "baseline.onnx" and not is_exact
+        return Inexact(made.workers, made.built, made.factor) if is_spoiled else made
+
+    built = Watched.build
+    monkeypatch.setattr(Watched, "build", build)
+    monkeypatch.setattr("qdqtune.tuning.subject.usual_precision", lambda *_: "fp16")
+    workers.slower = lambda build: 0.1 if build.path.name == "baseline.onnx" else 1
+    result = tune(settings(write(hopeless(), tmp_path)))
+    assert not result.placement
+    if is_exact:
+        assert result.shipped == "tuned"
+        assert 30 < result.summary["output_sqnr_db"] < 100
+    else:
+        assert result.shipped == "given"
+        assert any("proved faster, and was not taken: the output SQNR" in note for note in result.notes)

@@ -204,13 +204,34 @@ class Bench:
             except EngineRefused:
                 return exactness, None
 
+    def float_file(self, file: Path, given: Path, fixed: Sample) -> Accuracy:
+        """How near the outputs of the float model, as it was written to `file`, are to those of the user's own.
+
+        Raises:
+            EngineRefused: the engine does not run one of the files, or outputs are not finite.
+        """
+
+        def measured() -> Accuracy:
+            outputs = []
+            for one, inputs in ((given, fixed), (file, {})):
+                handle = self._runner.load(one, f"{one.stem}_outputs", fresh=True)
+                try:
+                    outputs.append(self._outputs(handle, inputs))
+                finally:
+                    self._runner.unload(handle)
+            reference, others = outputs
+            return accuracy(reference, others, scores_of(reference, self._conditions.scores))
+
+        return self._store.memo(f"float file:{len(self._conditions.samples)} samples", Accuracy, measured)
+
     def _given_accuracy(self, handle: Handle, fixed: Sample) -> Accuracy:
+        return accuracy(self.reference, self._outputs(handle, fixed), self.scores)
+
+    def _outputs(self, handle: Handle, fixed: Sample) -> list[dict[str, Array]]:
         samples = [{**sample, **fixed} for sample in self._conditions.samples]
-        reference = self.reference
-        outputs = self._runner.outputs(handle, samples)
-        outputs = [{name: one[name] for name in reference[0]} for one in outputs]
+        outputs = [{name: one[name] for name in self.reference[0]} for one in self._runner.outputs(handle, samples)]
         check_finite(outputs)
-        return accuracy(reference, outputs, self.scores)
+        return outputs
 
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
         """The layer report of the float model, or of a placement that was measured; empty if the engine has none."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines.acceptance import check_loads
-from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, writing
+from qdqtune.errors import BadOption, EngineRefused, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
@@ -31,7 +31,6 @@ from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.deploy import renew_kit
 from qdqtune.tuning.folder import (
-    BASELINE,
     DEPLOY_SETTINGS,
     FINAL,
     FRONT,
@@ -41,11 +40,13 @@ from qdqtune.tuning.folder import (
     alone,
     check_names,
 )
-from qdqtune.tuning.proof import Proof, copy_model, keep_rounds, prove
+from qdqtune.tuning.proof import Field, Proof, copy_model, keep_rounds, proof_of, prove, race_finished, trial_of
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import (
+    Attempt,
     Compared,
+    Finalists,
     first_faster,
     is_alike,
     is_proven,
@@ -145,34 +146,26 @@ def prove_front(history: Sequence[Trial], run: Run) -> Front:
     folder = run.output.clear(FRONT)
     with writing(folder):
         folder.mkdir(exist_ok=True)
-    run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
-    trials = [point.trial for point in _promising(history, run)]
-    files = {trial.placement: _written(trial.placement, run) for trial in trials}
-    held, builds = _proven(trials, files, run)
-    points = _named(unbeaten(held), files, run)
+    placements = tuple(point.placement for point in _promising(history, run))
+    files = {placement: _written(placement, run) for placement in placements}
+    queue = Finalists(placements, len(placements), are_points=True)
+    raced = race_finished(queue, Field(run.settings.model), history, run, files)
+    proven = [_point(attempt, history, run) for attempt in raced.attempts if is_proven(attempt.to_float)]
+    points = _named(unbeaten(proven), files, run)
     if not points:
         run.output.clear(FRONT)
-    notes = () if len(points) >= TARGET_POINTS else (_short_front(len(points), len(trials), run),)
-    if (best := shipped_point(points)) is None:
-        usual = prove(history, run)
-        apart = (PROVEN_APART,) if usual.shipped == "tuned" else ()
-        proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes, *apart))
-        return Front(proof, tuple(points))
-    run.given.check()
-    copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
-    proof = Proof(
-        shipped="tuned",
-        placement=best.trial.placement,
-        ratio=best.ratio,
-        float_seconds=best.shown.a_seconds,
-        final_seconds=best.shown.b_seconds,
-        notes=notes,
-        builds=builds,
-        contexts=best.contexts,
-        in_file=best.trial.placement,
-        trial=best.trial,
-    )
-    return Front(proof, tuple(points))
+    notes = raced.notes
+    if len(points) < TARGET_POINTS:
+        notes = (*notes, _short_front(len(points), len(placements), run))
+    if (best := shipped_point(points)) is not None:
+        run.given.check()
+        copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
+        won = Attempt(best.trial.placement, best.contexts)
+        return Front(proof_of(won, best.trial, notes, raced.builds, run.store), tuple(points))
+    usual = prove(history, run)
+    apart = (PROVEN_APART,) if usual.shipped == "tuned" else ()
+    told = tuple(dict.fromkeys([*usual.notes, *notes, *apart]))
+    return Front(replace(usual, builds=usual.builds + raced.builds, notes=told), tuple(points))
 
 
 def _promising(history: Sequence[Trial], run: Run) -> list[MeasuredPoint]:
@@ -198,44 +191,18 @@ def _written(placement: Placement, run: Run) -> Path:
     return file
 
 
-def _proven(trials: Sequence[Trial], files: Mapping[Placement, Path], run: Run) -> tuple[list[ProvenPoint], int]:
-    """The candidates that proved faster than the user's file, with the user's metric; and the builds that this took.
-    Where the engine fails on the user's file, the float model as we write it takes its place."""
-    given, builds, racer = run.settings.model, 0, run.racer
-    contexts_of = dict[Path, tuple[Compared, ...]]()
-    waiting = [files[trial.placement] for trial in trials]
-    while waiting and (not contexts_of or run.budget.provable(1)):
-        group = racer.together([given], waiting)
+def _point(attempt: Attempt, history: Sequence[Trial], run: Run) -> ProvenPoint:
+    """The point of a file that proved faster than the user's, with the user's metric."""
+    trial = trial_of(attempt.placement, history)
+    assert trial is not None  # the search compared its outputs
+    metric, holds = None, attempt.missed is None
+    if run.settings.has_metric:
         try:
-            race = racer.race([given, *group], [(0, at) for at in range(1, len(group) + 1)], "front")
-        except EngineRefused as refused:
-            run.given.check()
-            failed = {} if refused.is_transient and run.budget.lacks(0.0) else racer.refused([given, *group])
-            is_lost = given in failed and (refused.is_transient or given != run.settings.model)
-            if is_lost or not failed:
-                raise BaselineFailed(f"the engine failed on the finished files: {refused}") from refused
-            given = run.settings.output_dir / BASELINE if given in failed else given
-            waiting = [file for file in waiting if file not in failed]
-            continue
-        builds += race.builds
-        contexts_of |= {file: race.compared(0, at) for at, file in enumerate(group, 1)}
-        waiting = waiting[len(group) :]
-    proven = []
-    for trial in trials:
-        contexts = contexts_of.get(files[trial.placement], ())
-        if not contexts:
-            continue
-        if is_proven(contexts):
-            judged = run.limits.with_metric(trial, run.bench.metric)
-            value, holds = None, judged.holds is True
-            if run.settings.has_metric:
-                try:
-                    value = run.bench.metric(trial.placement).value
-                except EngineRefused:
-                    holds = False
-            keep_rounds(trial.placement, first_faster(contexts), run.store)
-            proven.append(ProvenPoint(judged, contexts, holds, value))
-    return proven, builds
+            metric = run.bench.metric(attempt.placement).value
+        except EngineRefused:
+            holds = False
+    keep_rounds(attempt.placement, first_faster(attempt.to_float), run.store)
+    return ProvenPoint(trial, attempt.to_float, holds, metric)
 
 
 def _short_front(points: int, candidates: int, run: Run) -> str:

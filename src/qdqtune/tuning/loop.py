@@ -9,7 +9,7 @@ from dataclasses import replace
 from qdqtune.search import Strategy, best_of, products_left_in_float
 from qdqtune.timing.limits import outcome
 from qdqtune.tuning.contexts import busy
-from qdqtune.tuning.folder import FRONT
+from qdqtune.tuning.folder import BASELINE, FRONT
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
@@ -19,7 +19,7 @@ from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import accepted
-from qdqtune.types import Trial
+from qdqtune.types import Placement, Trial
 
 
 def tune(settings: Settings, observer: Observer | None = None) -> Result:
@@ -53,6 +53,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     run.bench.stand_alone()
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")
+    run.candidates.write_whole(Placement(), settings.output_dir / BASELINE)
     if not settings.front:
         run.output.clear(FRONT)  # that of an earlier run would lie beside another result
     front = prove_front(history, run) if settings.front else None
@@ -73,19 +74,16 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
     history: list[Trial] = []
     pace: float | None = None
 
-    def is_useless(trial: Trial) -> bool:
-        return products_left_in_float(trial, run.subject.shaped, plan) > 0
-
     while room := budget.room(history, pace) or int(budget.is_brief(history)):
         begun = time.monotonic()
         batch = strategy.propose(history)
-        if any(map(is_useless, history)):
+        if any(products_left_in_float(trial, run.subject.shaped, plan) for trial in history):
             batch = [p for p in batch if not p.placement.edges]
         if not batch:
             break
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
-        measured_count = 0
+        known, measured_count = history, 0
         is_brief = not budget.room(history, pace)
         measured = run.bench.measured(len(history) + 1, batch[:room], best_of(history), is_brief=is_brief)
         with closing(measured):
@@ -103,6 +101,6 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
         if measured_count:
             pace = (time.monotonic() - begun) / measured_count
-        history += accepted(trials, plan, best, run.slower([*history, *trials]))
+        history = known
         run.bench.keep_only(best_of(history))
     return history, budget.shortfall(history, pace)

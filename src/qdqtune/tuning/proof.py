@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from qdqtune.tuning import shipping
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.records import Shipped, proof_key
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import CHANGES_ALONE, Attempt, Compared, first_faster, notes_of
+from qdqtune.tuning.shipping import CHANGES_ALONE, Attempt, Compared, Finalists, first_faster, notes_of
 from qdqtune.tuning.store import Store
 from qdqtune.types import Measurement, Placement, Proposal, Trial
 
@@ -71,15 +71,11 @@ class Proof:
 
 def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
     """What ships where nothing is timed: the cheapest placement by rule that holds the limits, or the float model."""
-    folder, placement = run.settings.output_dir, best_of(history)
-    if run.settings.withholds_pairs:
-        placement = Placement()
-    run.candidates.write_whole(Placement(), folder / BASELINE)
-    run.candidates.write_whole(placement, folder / FINAL)
+    placement = Placement() if run.settings.withholds_pairs else best_of(history)
+    run.candidates.write_whole(placement, run.settings.output_dir / FINAL)
     run.given.check()
-    trial = _trial_of(placement, history)
     shipped: Shipped = "tuned" if placement else "baseline"
-    return Proof(shipped, placement, in_file=placement, trial=trial)
+    return Proof(shipped, placement, in_file=placement, trial=trial_of(placement, history))
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:
@@ -89,7 +85,6 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     ship as well. If none proves itself, the user's file ships, or the float model where pairs of the user's own do not
     hold the limits."""
     settings, folder = run.settings, run.settings.output_dir
-    run.candidates.write_whole(Placement(), folder / BASELINE)
     given, metric = _given_file(run)
     pairs_hold = given is not None and given.holds is True
     queue = shipping.finalists(history, settings.plan, run.slower(history))
@@ -97,44 +92,17 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     if settings.withholds_pairs:  # rewrites are exact, and so is what the user asks for by name; half precision is not
         queue = shipping.Finalists()
         may_rewrite = may_rewrite and run.subject.precision in ("fp32", settings.precision)
-    field = Field.of(run, beats_given=pairs_hold or _is_folded(run), may_rewrite=may_rewrite)
-    attempts: list[Attempt] = []
-    notes: list[str] = []
-    builds, given_to_float, is_known = 0, None, not (field.is_rewritten or field.has_other_float)
-    while True:
-        placements = queue.next(attempts)
-        placements = placements[: run.budget.provable(len(placements))]
-        races_alone = not is_known and field.given is not None and run.budget.provable(1)
-        if not (placements or races_alone):
-            break
-        try:
-            raced = _raced(placements, field, run)
-        except EngineRefused as refused:
-            run.given.check()
-            is_over = refused.is_transient and run.budget.lacks(0.0)
-            files = {_unproven(placement, run): placement for placement in placements}
-            opponents = [] if field.given is None else [field.given]
-            failed = {} if is_over else run.racer.refused([*files, *opponents])
-            is_given_lost = any(failed.pop(file, None) is not None for file in opponents)
-            if is_given_lost and refused.is_transient:  # nothing runs now: the next session tries again
-                failed, is_given_lost = {}, False
-            for file, failure in failed.items():
-                edges = f"a candidate of {len(files[file])} edges"
-                notes.append(f"{edges} did not run as a finished file: {failure.reason}")
-            queue = queue.without([files[file] for file in failed])
-            if failed:
-                continue
-            if not is_given_lost:
-                raise BaselineFailed(f"the engine failed on the finished files: {refused}") from refused
-            notes.append(f"the engine does not run {settings.model.name} as it is, so it was not compared: {refused}")
-            field = replace(field, given=None)
-            continue
-        run.given.check()
-        is_known = True
-        builds, given_to_float = builds + raced.builds, raced.given_to_float or given_to_float
-        attempts += [_within_limits(attempt, history, run) for attempt in raced.attempts]
+    is_folded = _is_folded(run)
+    field = Field(
+        given=settings.model,
+        has_other_float=settings.from_qdq or is_folded,
+        beats_given=pairs_hold or is_folded,
+        is_rewritten=may_rewrite,
+    )
+    raced = race_finished(queue, field, history, run)
+    attempts, field, builds = raced.attempts, raced.field, raced.builds
     told = settings.model.name, run.subject.changes
-    notes = list(dict.fromkeys([*notes, *(note for attempt in attempts for note in notes_of(attempt, *told))]))
+    notes = list(dict.fromkeys([*raced.notes, *(note for attempt in attempts for note in notes_of(attempt, *told))]))
     if given is not None and given.accuracy is not None and not pairs_hold:
         notes.append(f"{settings.model.name} does not hold the limits on accuracy: {run.limits.why_refused(given)}")
     won = shipping.shipped(attempts)
@@ -147,37 +115,38 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         else:
             copy_model(folder / BASELINE, folder / FINAL)
             notes.append(CHANGES_ALONE.format(run.subject.changes))
-        return _proof(won, _trial_of(won.placement, history), tuple(notes), builds, run.store)
+        trial = trial_of(won.placement, history) if won.placement else _float_file(run)
+        return proof_of(won, trial, notes, builds, run.store)
     if settings.from_qdq:
         is_given = pairs_hold
-    elif _is_folded(run):
-        is_given = given_to_float is not None and given_to_float.ratio.verdict == "faster"
+    elif is_folded:
+        is_given = raced.given_to_float is not None and raced.given_to_float.ratio.verdict == "faster"
     else:
         is_given = field.given is not None
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     is_other = is_given and (field.has_other_float or bool(run.subject.changes))
-    unproven = Proof("given" if is_other else "baseline", Placement(), notes=tuple(notes), builds=builds)
     if attempts:
         seconds = attempts[-1].to_float[0].a_seconds
     else:  # the float build is that of the rewritten model
         seconds = run.bench.floats.seconds / (run.found.ratio if is_other and not settings.from_qdq else 1.0)
-    if given is None or not is_other:
-        return replace(unproven, float_seconds=seconds, final_seconds=seconds)
-    own_seconds = None if given_to_float is None else given_to_float.ratio.median * seconds
-    return replace(
-        unproven,
+    unproven = Proof(
+        shipped="given" if is_other else "baseline",
+        placement=Placement(),
         float_seconds=seconds,
-        final_seconds=own_seconds,
-        in_file=given.placement,
-        trial=given,
-        metric=metric,
+        final_seconds=seconds,
+        notes=tuple(notes),
+        builds=builds,
     )
+    if given is None or not is_other:
+        return unproven
+    own_seconds = None if raced.given_to_float is None else raced.given_to_float.ratio.median * seconds
+    return replace(unproven, final_seconds=own_seconds, in_file=given.placement, trial=given, metric=metric)
 
 
 @dataclass(frozen=True)
 class Field:
-    """The files that finalists race against: the user's file (`given`, None if the engine does not run it) and
-    `baseline`, the float model as we write it.
+    """The opponents of finalists: the user's file (`given`, None if the engine does not run it) and the float model as
+    we write it.
 
     `has_other_float`: the float model is not the user's file, which has pairs or other inputs. `beats_given`: a
     finalist has to be faster than the user's file, too. `is_rewritten`: the float model was rewritten, or is in another
@@ -185,40 +154,83 @@ class Field:
     """
 
     given: Path | None
-    baseline: Path
-    has_other_float: bool
-    beats_given: bool
-    is_rewritten: bool
-
-    @staticmethod
-    def of(run: Run, *, beats_given: bool, may_rewrite: bool) -> Field:
-        settings = run.settings
-        has_other_float = settings.from_qdq or _is_folded(run)
-        return Field(settings.model, settings.output_dir / BASELINE, has_other_float, beats_given, may_rewrite)
+    has_other_float: bool = False
+    beats_given: bool = False
+    is_rewritten: bool = False
 
 
 @dataclass(frozen=True)
 class Raced:
-    """What one race of finalists has shown, and the builds that it took. `given_to_float` compares the user's file with
-    the float model where that is another."""
+    """What races of finished files have shown, and the builds that they took. `given_to_float` compares the user's file
+    with the float model where that is another; `field` has no user's file if the engine does not run it."""
 
     attempts: tuple[Attempt, ...]
     builds: int
+    field: Field
     given_to_float: Compared | None = None
+    notes: tuple[str, ...] = ()
 
 
-def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
-    """Race the files of placements, or of the first ones that fit into memory, against the user's file and, where that
-    is another, the float model.
+def race_finished(
+    queue: Finalists, field: Field, history: Sequence[Trial], run: Run, files: Mapping[Placement, Path] | None = None
+) -> Raced:
+    """Race the files of finalists, written here unless `files` has them, against the user's file and, where that is
+    another, the float model. A file that the engine does not run even alone is left out.
 
     Raises:
-        EngineRefused: the engine fails on one of the files.
+        BaselineFailed: the engine fails on the files, and none of them is to blame.
     """
+    attempts: list[Attempt] = []
+    notes: list[str] = []
+    builds, given_to_float, is_known = 0, None, not (field.is_rewritten or field.has_other_float)
+
+    def file_of(placement: Placement) -> Path:
+        return _unproven(placement, run) if files is None else files[placement]
+
+    while True:
+        placements = queue.next(attempts)
+        placements = placements[: run.budget.provable(len(placements))]
+        races_alone = not is_known and field.given is not None and run.budget.provable(1)
+        if not (placements or races_alone):
+            return Raced(tuple(attempts), builds, field, given_to_float, tuple(notes))
+        try:
+            raced = _raced(placements, field, run, file_of)
+        except EngineRefused as refused:
+            run.given.check()
+            is_over = refused.is_transient and run.budget.lacks(0.0)
+            placement_of = {file_of(placement): placement for placement in placements}
+            opponents = [] if field.given is None else [field.given]
+            failed = {} if is_over else run.racer.refused([*placement_of, *opponents])
+            is_given_lost = any(failed.pop(file, None) is not None for file in opponents)
+            if is_given_lost and refused.is_transient:  # nothing runs now: the next session tries again
+                failed, is_given_lost = {}, False
+            for file, failure in failed.items():
+                edges = f"a candidate of {len(placement_of[file])} edges"
+                notes.append(f"{edges} did not run as a finished file: {failure.reason}")
+            queue = queue.without([placement_of[file] for file in failed])
+            if failed:
+                continue
+            if not is_given_lost:
+                raise BaselineFailed(f"the engine failed on the finished files: {refused}") from refused
+            name = run.settings.model.name
+            notes.append(f"the engine does not run {name} as it is, so it was not compared: {refused}")
+            field = replace(field, given=None)
+            continue
+        run.given.check()
+        is_known = True
+        builds, given_to_float = builds + raced.builds, raced.given_to_float or given_to_float
+        attempts += [_within_limits(attempt, history, run) for attempt in raced.attempts]
+
+
+def _raced(placements: Sequence[Placement], field: Field, run: Run, file_of: Callable[[Placement], Path]) -> Raced:
+    """Race the files of placements, or of the first ones that fit into memory. Raises EngineRefused if the engine fails
+    on one of the files."""
     needs_baseline = field.given is None or field.has_other_float or field.is_rewritten
-    files = [*filter(None, [field.given]), *([field.baseline] if needs_baseline else [])]
+    written = [run.settings.output_dir / BASELINE] if needs_baseline else []
+    files = [*filter(None, [field.given]), *written]
     given, baseline = 0, len(files) - 1
     floats = baseline if field.given is None or field.has_other_float else given
-    fitting = run.racer.together(files, [_unproven(placement, run) for placement in placements])
+    fitting = run.racer.together(files, [file_of(placement) for placement in placements])
     placements = placements[: len(fitting)]
     finalists = range(len(files), len(files) + len(placements))
     files += fitting
@@ -244,7 +256,11 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
     if field.is_rewritten and floats != baseline:
         attempts.append(Attempt(Placement(), race.compared(floats, baseline)))
     given_to_float = race.compared(baseline, given)[0] if given != baseline else None
-    return Raced(tuple(attempts), race.builds, given_to_float)
+    return Raced(tuple(attempts), race.builds, field, given_to_float)
+
+
+UNTIMED = Failure("run", "not timed")
+"""The result of a file of which only the outputs were compared."""
 
 
 def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
@@ -253,7 +269,7 @@ def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
     settings, own = run.settings, run.subject.imported
     if own is None or not settings.from_qdq:
         return None, None
-    untimed = Trial(0, Proposal("imported", own.placement), Placement(), Failure("run", "not timed"))
+    untimed = Trial(0, Proposal("imported", own.placement), Placement(), UNTIMED)
     try:
         accuracy, metric = run.bench.given_file(settings.model, fixed_inputs(settings.model, settings.fix_inputs))
     except EngineRefused:
@@ -264,25 +280,42 @@ def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
     return run.limits.with_metric(trial, lambda _: metric), metric
 
 
+def _float_file(run: Run) -> Trial | None:
+    """What half precision that nobody asked for does to the outputs, as the file that would ship computes them; None if
+    there is none. Where the user's metric decides, it was measured in half precision from the start."""
+    settings = run.settings
+    if run.subject.precision in ("fp32", settings.precision):
+        return None
+    untimed = Trial(0, Proposal("half precision", Placement()), Placement(), UNTIMED)
+    fixed = fixed_inputs(settings.model, settings.fix_inputs)
+    try:
+        accuracy = run.bench.float_file(settings.output_dir / BASELINE, settings.model, fixed)
+    except EngineRefused:
+        return replace(untimed, holds=False)
+    return replace(untimed, accuracy=accuracy, holds=run.limits.is_exact_enough(accuracy))
+
+
 def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Attempt:
     """The attempt, refused if it might ship and misses the limits: the search computes the user's metric only of
     candidates that were faster there. What was not measured on this very file does not ship."""
-    if not attempt.placement or attempt.verdict not in ("ships", "pairs do not pay"):
+    if attempt.verdict not in ("ships", "pairs do not pay"):
         return attempt
-    trial = _trial_of(attempt.placement, history)
+    trial = trial_of(attempt.placement, history) if attempt.placement else _float_file(run)
     if trial is None:
-        return replace(attempt, missed="its accuracy was not measured")
+        return replace(attempt, missed="its accuracy was not measured") if attempt.placement else attempt
     trial = run.limits.with_metric(trial, run.bench.metric)
     if trial.holds:
         return replace(attempt, exactness=trial.exactness)
     return replace(attempt, missed=run.limits.why_refused(trial) or "")
 
 
-def _trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
+def trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
+    """The trial of a placement whose outputs were compared; None if there is none."""
     return next((t for t in history if t.placement == placement and t.accuracy is not None), None)
 
 
-def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: int, store: Store) -> Proof:
+def proof_of(won: Attempt, trial: Trial | None, notes: Sequence[str], builds: int, store: Store) -> Proof:
+    """The proof of a file that ships, with figures of the context that is shown."""
     best = first_faster(won.to_float)
     keep_rounds(won.placement, best, store)
     return Proof(
@@ -292,7 +325,7 @@ def _proof(won: Attempt, trial: Trial | None, notes: tuple[str, ...], builds: in
         to_given=won.to_given[won.to_float.index(best)].ratio if won.to_given else None,
         float_seconds=best.a_seconds,
         final_seconds=best.b_seconds,
-        notes=notes,
+        notes=tuple(notes),
         builds=builds,
         contexts=won.to_float,
         in_file=won.placement,

@@ -64,6 +64,11 @@ def first_faster(contexts: Sequence[Compared]) -> Compared:
     return next((one for one in contexts if one.ratio.verdict == "faster"), contexts[0])
 
 
+def worst_of(contexts: Sequence[Compared]) -> Compared:
+    """The context in which b takes the most time of a."""
+    return max(contexts, key=lambda one: one.ratio.median)
+
+
 def rows_by_threads(contexts: Sequence[Compared]) -> list[dict[str, Any]]:
     """The rows `by_threads` of summary.json; none for an engine that has no number of threads."""
     return [{"threads": one.threads} | one.figures for one in contexts if one.threads is not None]
@@ -178,8 +183,7 @@ class Attempt:
     def verdict(self) -> AttemptVerdict:
         """Whether it may ship. Of a file with pairs and rewrites, the pairs must gain as well: they cost accuracy."""
         if not is_proven(self.to_float):
-            first, last = first_faster(self.to_float), max(self.to_float, key=lambda one: one.ratio.median)
-            is_elsewhere = first.ratio.verdict == "faster" and is_slower(last)
+            is_elsewhere = self.ratio.verdict == "faster" and is_slower(worst_of(self.to_float))
             return "slower elsewhere" if is_elsewhere else "not faster"
         if self.must_beat_given and self.to_given and not _beats(self.to_given):
             return "not faster than given"
@@ -202,10 +206,11 @@ def _beats(contexts: Sequence[Compared]) -> bool:
 @dataclass(frozen=True)
 class Finalists:
     """Placements that may ship, in the order of trying: the `first` of them until one ships, the others after one that
-    is slower in another context or misses the limits."""
+    is slower in another context or misses the limits. Where they `are_points` of a front, each is tried."""
 
     placements: tuple[Placement, ...] = ()
     first: int = 0
+    are_points: bool = False
 
     def without(self, others: Collection[Placement]) -> Finalists:
         """The same without some that were not tried."""
@@ -215,7 +220,7 @@ class Finalists:
         """The placements to race next, all together; empty if there is none."""
         tried = [attempt for attempt in attempts if attempt.placement]
         verdicts = {attempt.verdict for attempt in tried}
-        if verdicts & {"ships", "pairs do not pay"}:
+        if verdicts & {"ships", "pairs do not pay"} and not self.are_points:
             return ()
         if len(tried) < self.first:
             return self.placements[len(tried) : self.first]
@@ -260,8 +265,7 @@ def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
     """Why a file did not ship. `model` names the user's file, `changes` is what was done to that without pairs, see
     `Subject.changes`."""
     edges = f"a candidate of {len(attempt.placement)} edges" if attempt.placement else f"the float model {changes}"
-    first = first_faster(attempt.to_float)
-    last = max(attempt.to_float, key=lambda one: one.ratio.median)
+    first, last = first_faster(attempt.to_float), worst_of(attempt.to_float)
     match attempt.verdict:
         case "pairs do not pay":
             speedup = first_faster(attempt.to_rewritten).ratio.speedup
@@ -270,8 +274,8 @@ def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
             here = f"{first.ratio.speedup} the speed of float{at_threads(first.threads)}"
             yield f"{edges} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last.threads)}"
         case "not faster than given":
-            slowest = max((one.ratio for one in attempt.to_given), key=lambda ratio: ratio.median)
-            yield f"{edges} did not prove faster than {model}: {unproven(slowest, model)}"
+            slowest = worst_of(attempt.to_given)
+            yield f"{edges} did not prove faster than {model}: {unproven(slowest.ratio, model)}"
         case "misses the limits":
             yield f"{edges} proved faster, and was not taken: {attempt.missed}"
         case "not faster":
@@ -292,8 +296,7 @@ def at_threads(count: int | None) -> str:
 def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
     """A line for each of several workloads that is slower in what ships, with the context in which that is worst."""
     for number, workload in enumerate(mix if contexts and contexts[0].by_workload else ()):
-        alone = [one.by_workload[number] for one in contexts]
-        worst = max(alone, key=lambda one: one.ratio.median)
+        worst = worst_of([one.by_workload[number] for one in contexts])
         if is_slower(worst):
             at = at_threads(worst.threads) if len(contexts) > 1 else ""
             yield (
