@@ -27,7 +27,6 @@ from qdqtune.explanation.report import bars, report_of_run
 from qdqtune.explanation.report_values import Headline, Report
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.attribution import node_times
-from qdqtune.tuning.subgraphs.groups import from_layers
 from qdqtune.types import Edge, Layer, Placement
 
 OPENED = """() => new Promise(done => {
@@ -69,12 +68,11 @@ def made_up(count: int) -> Report:
     rans = []
     for told, pairs in ((layers, Placement()), (after, placement)):
         rans.append(Ran(pairs, told, node_times(model, pairs, told, 400.0)))
-    grouped = from_layers(model, layers, "")
     whys = {
         name: f"8 bits take 0.004 ms with the conversions around it, float would take {0.01 * (1 + i % 7):.3g} ms"
         for i, name in enumerate(names)
     }
-    drawn = draw(model, grouped.groups, (), rans[0], rans[1], {}, whys)
+    drawn = draw(model, [(name,) for name in names], rans[0], rans[1], {}, whys)
     verdict = Headline(f"{count} nodes", "A made-up network.", True)
     return Report(f"{count} nodes", verdict, bars=bars(drawn), map=drawn)
 

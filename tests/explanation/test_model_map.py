@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from models import conv_net
-from qdqtune.explanation.model_map import MOST_CELLS, alike, blocks, everywhere, flows, in_order
+from qdqtune.explanation.model_map import MOST_CELLS, Ran, alike, blocks, draw
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
+from qdqtune.types import Placement
 
 
 def divided(names: Sequence[str]) -> tuple[MapBlock, ...]:
@@ -40,15 +41,10 @@ def test_blocks_are_the_modules_that_names_tell_of() -> None:
 
 def test_groups_stand_behind_those_that_they_read_from() -> None:
     model = conv_net()
-    groups = in_order(model, [(node.name,) for node in reversed(model.nodes)])
-    assert all(a < b for a, b in flows(model, groups))
-    assert {name for group in groups for name in group} == {node.name for node in model.nodes}
-
-
-def test_pairs_may_stand_on_floats_only() -> None:
-    model = conv_net()
-    assert {edge.tensor for edge in everywhere(model)} <= set(model.producers) | set(model.inputs)
-    assert all(model.tensors[edge.tensor].is_float for edge in everywhere(model))
+    drawn = draw(model, [(node.name,) for node in reversed(model.nodes)], Ran(Placement()), None, {}, {})
+    assert drawn.flows
+    assert all(a < b for a, b in drawn.flows)
+    assert {node.name for node in drawn.nodes} == {node.name for node in model.nodes}
 
 
 def test_groups_of_repeated_modules_are_alike() -> None:

@@ -3,6 +3,8 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ import pytest
 from models import build, normal, ranges
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.engines import EngineSpec
-from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.units import Explanation, explanations, headline, tally, total
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.finished import read_run
+from qdqtune.timing.limits import Limits
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial, WeightFormat
@@ -65,8 +68,6 @@ def test_the_other_way_is_told_only_where_a_build_ran_it_with_the_same_units_aro
     assert (rows["skip"].source, rows["third"].source, rows["second"].source) == ("measured", "estimated", "")
     assert rows["second"].more_ms is None
     assert "(measured)" in rows["skip"].why
-    untried = replace(facts_of(read_run(tuned[0])), history=(), placement=Placement(), shipped="baseline")
-    assert all(row.more_ms is None for row in explanations(untried))
 
 
 def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_without_layer_times_no_unit_has_a_time(tmp_path: Path) -> None:
     assert all(row.ms is row.more_ms is None for row in explained.rows)
     assert "no layer times" in explained.table().caption
     assert rows["second"].state == "8 bits"
-    assert "x as fast as its opponent" in rows["third"].detail
+    assert "x): faster than the float model" in rows["third"].detail
     assert explained.tallies[0].ms is None
 
 
@@ -138,7 +139,7 @@ def test_what_computes_shapes_or_reads_no_floats_has_no_kernel(tmp_path: Path) -
     assert "on its input s0: it is not known to be a float tensor" in rows["twice"].detail
 
 
-def test_weights_in_fewer_bits_are_a_state_of_their_own() -> None:
+def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
     net = """net (float[4,64] x) => (float[4,64] y) {
         [a] p = MatMul(x, w0) [b] q = Tanh(p) [c] r = Softmax(q) [d] y = MatMul(r, w1) }"""
     model = build(net, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
@@ -150,9 +151,12 @@ def test_weights_in_fewer_bits_are_a_state_of_their_own() -> None:
     won = Measurement((4e-3,) * 12, (2.5e-3,) * 12)
     trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
     able = possible_edges(model, ranges(model))
-    facts = Facts(model, able, able, shipped, "tuned", floats, (trial,))
-    assert "weights of products in 4 bits, and no pairs" in headline(facts)
-    rows = explanations(facts)
+    summary: Any = {"shipped": "tuned", "rewrites": {}, "by_threads": (), "engine": {}, "baseline_ms": 4.0}
+    run = FinishedRun(tmp_path, summary | {"final_ms": 2.5}, *[None] * 2)  # type: ignore[arg-type]
+    vars(run).update(model=model, able=able, possible=able, placement=shipped, float_layers=floats, history=(trial,))
+    vars(run).update(log=SimpleNamespace(plan=Plan()), limits=Limits(), noise=None, shipped_layers=layers)
+    assert "weights of products in 4 bits, and no pairs" in headline(run)
+    rows = explanations(run)
     assert (rows[0].state, rows[0].precision, rows[0].otherwise, rows[0].reason) == ("4-bit weights", "w4", "float", "")
     assert (rows[0].ms, rows[0].float_ms) == pytest.approx((0.25, 1.0))
     assert (rows[1].state, rows[1].reason) == ("float", "not tried")

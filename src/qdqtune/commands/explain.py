@@ -9,7 +9,6 @@ from typing import Any
 
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
-from qdqtune.explanation.facts import facts_of
 from qdqtune.explanation.formatting import shortened
 from qdqtune.explanation.units import Explanation, Tally, explanations, headline, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
@@ -87,12 +86,12 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
         BadState: its state file is damaged, or missing.
     """
     run = read_run(folder)
-    facts, left = facts_of(run), run.summary.get("fallback")
+    left = run.summary.get("fallback")
     others = "" if left is None else f"; {left.in_words()}"
-    rows = explanations(facts)
+    rows = explanations(run)
     if pattern is not None:
         rows = _matching(rows, pattern)
-    return Explained(folder, headline(facts) + others, rows, pattern is not None)
+    return Explained(folder, headline(run) + others, rows, pattern is not None)
 
 
 def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation, ...]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal
 
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
@@ -48,45 +47,6 @@ class Ran:
     layers: Sequence[Layer] = ()
     spent: Mapping[str, NodeTime] = field(default_factory=dict)
 
-    def own(self, nodes: Iterable[str]) -> float | None:
-        """The time of some nodes in ms without their conversions; None if unknown."""
-        return sum(self.spent[name].own for name in nodes) if self.spent else None
-
-    def conversions(self, nodes: Iterable[str]) -> float:
-        """The time in ms of the conversions that are attributed to some nodes."""
-        return sum(self.spent[name].conversions for name in nodes) if self.spent else 0.0
-
-
-def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
-    """Pairs of groups, by number, of which the second reads from the first. Nodes outside of groups are ignored."""
-    owner = {name: number for number, group in enumerate(groups) for name in group}
-    pairs = set()
-    for node in model.nodes:
-        for tensor in (*node.inputs, *node.captures):
-            if (maker := model.maker(tensor)) is not None:
-                pairs.add((owner.get(maker.name), owner.get(node.name)))
-    return tuple(sorted((a, b) for a, b in pairs if a is not None and b is not None and a != b))
-
-
-def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The groups in topological order, ties in file order; groups in or behind a cycle come last, in file order."""
-    in_file = sorted((tuple(g) for g in groups), key=lambda g: max(model.index_of[n] for n in g))
-    waits = [0] * len(in_file)
-    readers: list[list[int]] = [[] for _ in in_file]
-    for a, b in flows(model, in_file):
-        waits[b] += 1
-        readers[a].append(b)
-    ready = [number for number, count in enumerate(waits) if not count]
-    ordered: dict[int, None] = {}
-    while ready:
-        number = heappop(ready)
-        ordered[number] = None
-        for reader in readers[number]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                heappush(ready, reader)
-    return [in_file[n] for n in ordered] + [group for n, group in enumerate(in_file) if n not in ordered]
-
 
 def blocks(groups: Sequence[Sequence[str]], operators: Mapping[str, str]) -> tuple[MapBlock, ...]:
     """Divide groups into blocks of consecutive ones, where modules begin as far as names show; none where all fit a
@@ -122,33 +82,19 @@ def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list
     return []
 
 
-def everywhere(model: Model) -> frozenset[Edge]:
-    """Every use of a float tensor by a node, constants aside."""
-    uses = ((t, n.name, slot) for n in model.nodes for slot, t in enumerate(n.inputs) if t not in model.constants)
-    return frozenset(Edge(*use) for use in uses if (info := model.tensors.get(use[0])) is not None and info.is_float)
-
-
-def op_of(model: Model, name: str) -> str:
-    return model.node(name).op
-
-
 def scope(name: str) -> tuple[str, ...]:
     """The modules in a node's name: those of /encoder/layer.0/attention/MatMul are encoder, layer.0, attention."""
     return tuple(part for part in name.split("/") if part)[:-1]
 
 
-def shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many modules two `scope`s have in common, from the outermost."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, is_module: bool) -> str:
     """A name for a block: its first and last module unless `is_module`; else its module, else common operators."""
-    depth = min(shared(scopes[0], other) for other in scopes)
-    ends = [scope[depth] for scope in (scopes[0], scopes[-1]) if len(scope) > depth]
+    same = takewhile(lambda names: len(set(names)) == 1, zip(*scopes, strict=False))
+    common = [names[0] for names in same]
+    ends = [scope[len(common)] for scope in (scopes[0], scopes[-1]) if len(scope) > len(common)]
     if len(set(ends)) == 2 and not is_module:
         return " – ".join(ends)
-    if common := scopes[0][:depth]:
+    if common:
         return "/".join(common[-2:])
     return " · ".join(op for op, _ in Counter(operators).most_common(2))
 
@@ -156,20 +102,6 @@ def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, 
 def group_label(operators: Sequence[str]) -> str:
     """The operators of a group, each once: Conv + Relu. Q, DQ and views count only if there is nothing else."""
     return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ | VIEWS) or dict.fromkeys(operators))
-
-
-def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The groups, with each group that holds VIEWS only joined to the group that makes its input."""
-    owner = {name: number for number, group in enumerate(groups) for name in group}
-    joined: dict[int, list[str]] = {number: [] for number in range(len(groups))}
-    home = list(range(len(groups)))
-    for number in sorted(joined, key=lambda n: model.index_of[groups[n][0]]):
-        nodes = [model.node(name) for name in groups[number]]
-        maker = model.maker(nodes[0].inputs[0]) if nodes[0].inputs else None
-        if maker is not None and maker.name in owner and all(node.op in VIEWS for node in nodes):
-            home[number] = home[owner[maker.name]]
-        joined[home[number]] += groups[number]
-    return [tuple(group) for group in joined.values() if group]
 
 
 def _shape_nodes(model: Model) -> frozenset[str]:
@@ -200,8 +132,7 @@ def alike(drawn: Map) -> list[list[int]]:
 
 def draw(
     model: Model,
-    groups: Sequence[Sequence[str]],
-    folded: Collection[str],
+    units: Sequence[Sequence[str]],
     before: Ran,
     after: Ran | None,
     error_db: Mapping[str, float],
@@ -209,51 +140,70 @@ def draw(
     tuned: str = "tuned",
     floats: str = "float",
 ) -> Map:
-    """The map of a model whose nodes form `groups`, with the builds `before` and `after`, which are called `floats` and
-    `tuned`. `folded`: nodes that the engine computes in advance. `error_db`: output SQNR by tensor, if only that
-    one is rounded. `whys`: reasons by node name."""
+    """The map of a model whose nodes form `units`, with the builds `before` and `after`, which are called `floats` and
+    `tuned`. `error_db`: output SQNR by tensor, if only that one is rounded. `whys`: reasons by node name.
+
+    A unit that only changes a shape joins the group that makes its input. Nodes that the engine computes in advance
+    form a group, and nodes that compute shapes.
+    """
     of_shapes = _shape_nodes(model)
-    shapes = [group for group in groups if of_shapes.issuperset(group)]
-    ordered = in_order(model, _with_views(model, [group for group in groups if not of_shapes.issuperset(group)]))
-    between = flows(model, ordered)
-    parts = blocks(ordered, {node.name: node.op for node in model.nodes})
-    for apart in ([name for group in shapes for name in group], folded):
-        if apart:
-            ordered.append(tuple(sorted(apart, key=model.index_of.__getitem__)))
-    hidden: dict[str, Literal["shapes", "folded"]] = dict.fromkeys((n for g in shapes for n in g), "shapes")
-    hidden |= dict.fromkeys(folded, "folded")
+    folded = {name for layer in before.layers if layer.kind == "folded" for name in layer.nodes}
+    groups, home = list[list[str]](), dict[str, int]()
+    hidden: dict[Literal["shapes", "folded"], list[str]] = {"shapes": [], "folded": []}
+    for unit in sorted(units, key=lambda unit: max(model.index_of[name] for name in unit)):
+        if folded.issuperset(unit) or of_shapes.issuperset(unit):
+            hidden["folded" if folded.issuperset(unit) else "shapes"] += unit
+            continue
+        nodes = [model.node(name) for name in unit]
+        maker = model.maker(nodes[0].inputs[0]) if nodes[0].inputs else None
+        number = len(groups)
+        if maker is not None and maker.name in home and all(node.op in VIEWS for node in nodes):
+            number = home[maker.name]
+        else:
+            groups.append([])
+        groups[number] += unit
+        home.update(dict.fromkeys(unit, number))
+    flows = set[tuple[int, int]]()
+    for node in model.nodes:
+        for tensor in (*node.inputs, *node.captures):
+            maker = model.maker(tensor)
+            if maker is not None and maker.name in home and home.get(node.name, home[maker.name]) != home[maker.name]:
+                flows.add((home[maker.name], home[node.name]))
+    parts = blocks(groups, {node.name: node.op for node in model.nodes})
     quantized = _quantized(model, after)
-    numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
-    nodes = tuple(MapNode(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
-    wide = frozenset(edge.node for edge in after.placement.wide) if after is not None else frozenset[str]()
-    boxes = tuple(_group(model, g, numbers, hidden, before, after, quantized, wide, error_db) for g in ordered)
-    return Map(nodes, boxes, between, parts, tuned, floats)
+    precisions: dict[str, Literal["8 bit", "16 bit", "folded", "shapes"]] = dict.fromkeys(quantized, "8 bit")
+    wide = frozenset[Edge]() if after is None else after.placement.wide
+    precisions.update(dict.fromkeys({edge.node for edge in wide} & quantized, "16 bit"))
+    for kind, names in hidden.items():
+        precisions.update(dict.fromkeys(names, kind))
+    groups += [sorted(names, key=model.index_of.__getitem__) for names in hidden.values() if names]
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+    boxes = []
+    for group in groups:
+        nodes = [model.node(name) for name in group]
+        ran = [precisions[name] for name in group if name in precisions]
+        errors = [error_db[tensor] for node in nodes for tensor in node.outputs if tensor in error_db]
+        own, conversions = _time(after, group)
+        boxes.append(
+            MapGroup(
+                nodes=tuple(numbers[name] for name in group),
+                label=group_label([node.op for node in nodes]),
+                precision="16 bit" if "16 bit" in ran else ran[0] if ran else "float",
+                float_ms=_time(before, group)[0],
+                tuned_ms=own,
+                conversion_ms=conversions,
+                error_db=min(errors, default=None),
+            )
+        )
+    drawn = tuple(MapNode(name, model.node(name).op, name in quantized, whys.get(name, "")) for name in numbers)
+    return Map(drawn, tuple(boxes), tuple(sorted(flows)), parts, tuned, floats)
 
 
-def _group(
-    model: Model,
-    group: Sequence[str],
-    numbers: Mapping[str, int],
-    hidden: Mapping[str, Literal["shapes", "folded"]],
-    before: Ran,
-    after: Ran | None,
-    quantized: frozenset[str],
-    wide: frozenset[str],
-    error_db: Mapping[str, float],
-) -> MapGroup:
-    operators = [op_of(model, name) for name in group]
-    low: Literal["8 bit", "16 bit"] = "8 bit" if wide.isdisjoint(group) else "16 bit"
-    nodes = [model.node(n) for n in group]
-    written = [t for node in nodes for t in node.outputs if t in error_db]
-    return MapGroup(
-        tuple(numbers[name] for name in group),
-        group_label(operators),
-        hidden.get(group[0]) or ("float" if quantized.isdisjoint(group) else low),
-        before.own(group),
-        None if after is None else after.own(group),
-        0.0 if after is None else after.conversions(group),
-        min((error_db[t] for t in written), default=None),
-    )
+def _time(ran: Ran | None, group: Sequence[str]) -> tuple[float | None, float]:
+    """The ms of a group in a build without its conversions, None if unknown, and those of its conversions."""
+    if ran is None or not ran.spent:
+        return None, 0.0
+    return sum(ran.spent[name].own for name in group), sum(ran.spent[name].conversions for name in group)
 
 
 def _quantized(model: Model, after: Ran | None) -> frozenset[str]:

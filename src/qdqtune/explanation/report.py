@@ -5,18 +5,29 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from qdqtune.errors import BadOption, Failure
+from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import longest
-from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, title
-from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
-from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
+from qdqtune.explanation.model_map import Ran, alike, draw
+from qdqtune.explanation.report_values import (
+    Bar,
+    Came,
+    Candidate,
+    Fact,
+    Headline,
+    Map,
+    MapGroup,
+    Point,
+    Report,
+    Speed,
+    Strip,
+)
 from qdqtune.explanation.result_rows import is_judged, remarks, result_rows
-from qdqtune.explanation.units import explanations
+from qdqtune.explanation.units import became, explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
@@ -27,9 +38,8 @@ from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.records import job_of
-from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.tuning.summary import RunLog, Summary
-from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, Trial, sqnr_of
+from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, sqnr_of
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""
@@ -51,8 +61,7 @@ def report_of_run(folder: Path) -> Report:
     run = read_run(folder)
     if not (folder / BASELINE).is_file():
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
-    facts = facts_of(run)
-    drawn, summary = _map(run, facts), msgspec.to_builtins(run.summary)
+    drawn, summary = _map(run), msgspec.to_builtins(run.summary)
     return Report(
         title=title(Path(run.summary["model"])),
         verdict=verdict(run),
@@ -65,7 +74,7 @@ def report_of_run(folder: Path) -> Report:
         floor_db=run.summary["min_sqnr_db"],
         has_accuracy=is_judged(run.summary),
         proof=tuple(strip(f"builds {n}", each, ratio(each, run.proof_plan)) for n, each in enumerate(run.proof, 1)),
-        candidates=tuple(candidates(run, facts.trial)),
+        candidates=tuple(candidates(run)),
         circumstances=tuple(circumstances(run)),
         commands=tuple(commands(run)),
     )
@@ -136,39 +145,29 @@ def _own_times(summary: Summary) -> str:
     return f"{summary['final_ms']:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
 
 
-def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
+def _shown(run: FinishedRun) -> tuple[Ran | None, str]:
     """The build to show beside that of the float model, with its name: the shipped one, or else that of the fastest
     candidate whose layers are known."""
-    if facts.placement:
-        return Ran(facts.placement, facts.shipped_layers, facts.spent), OWN if run.keeps_own_pairs else "tuned"
+    if run.placement:
+        return Ran(run.placement, run.shipped_layers, run.spent), OWN if run.keeps_own_pairs else "tuned"
     ratios = ratios_to_float(run.history, run.plan)
     reported = [t for t in run.history if t.layers and t.placement in ratios]
     if not reported:
-        return None
+        return None, ""
     best = min(reported, key=lambda t: (t.holds is False, ratios[t.placement]))
-    spent = node_times(facts.model, best.placement, best.layers or (), ratios[best.placement] * facts.float_ms)
+    ms = ratios[best.placement] * (run.float_ms or 0.0)
+    spent = node_times(run.model, best.placement, best.layers or (), ms)
     return Ran(best.placement, best.layers or (), spent), f"candidate {best.number}"
 
 
-def _map(run: FinishedRun, facts: Facts) -> Map:
-    model, layers = facts.model, facts.float_layers
-    grouped = from_layers(model, layers, "") if layers else by_rules(model, everywhere(model))
-    after, name = _shown(run, facts) or (None, "")
-    before = Ran(Placement(), layers, facts.float_spent)
-    error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
-    whys = {name: row.why for row in explanations(facts) for name in row.nodes}
-    floats = "rewritten float" if _has_measured_rewrites(run) else "float"
-    return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name, floats)
-
-
-def _has_measured_rewrites(run: FinishedRun) -> bool:
-    """Whether rewrites have changed the user's float model, and their gain was measured."""
-    return "gave" in run.summary["rewrites"]
-
-
-def _db(noise: float) -> float:
-    """SQNR in dB of a relative noise power, at most `EQUAL_DB`."""
-    return EQUAL_DB if (db := sqnr_of(noise)) is None else min(db, EQUAL_DB)
+def _map(run: FinishedRun) -> Map:
+    after, name = _shown(run)
+    before = Ran(Placement(), run.float_layers, run.float_spent)
+    error_db = {tensor: EQUAL_DB if (db := sqnr_of(noise)) is None else db for tensor, noise in run.alone.items()}
+    rows = explanations(run)
+    whys = {name: row.why for row in rows for name in row.nodes}
+    floats = "rewritten float" if "gave" in run.summary["rewrites"] else "float"
+    return draw(run.model, [row.nodes for row in rows], before, after, error_db, whys, name, floats)
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
@@ -214,15 +213,16 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     if run.float_ms is None:
         return ""
     text = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
-    if (run.final or run.keeps_own_pairs) and run.here["final_ms"] is not None:
+    if (run.placement) and run.here["final_ms"] is not None:
         text += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
     at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""
     text += f", as measured in rounds{at}, divided among the layers as the engine reports them of profiled inferences."
     if not drawn.tuned:
         return text
-    what = "the tuned model" if run.final else f"{drawn.tuned}, the fastest that was tried, which does not ship"
-    what = OWN if run.keeps_own_pairs else what
+    what = f"{drawn.tuned}, the fastest that was tried, which does not ship"
+    if run.placement:
+        what = OWN if run.keeps_own_pairs else "the tuned model"
     return f"{text} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
 
 
@@ -251,7 +251,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
     best = {point.trial.placement for point in undominated(run.history, run.plan)}
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
     for placement, trial in last.items():
-        is_final = placement == run.final
+        is_final = placement == run.placement and not run.keeps_own_pairs
         if is_final and proven:
             continue
         ends = Speed(1 / ratios[placement])
@@ -261,18 +261,21 @@ def _points(run: FinishedRun) -> Iterator[Point]:
         yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 
 
-def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
+def candidates(run: FinishedRun) -> Iterator[Candidate]:
     ratios = ratios_to_float(run.history, run.plan)
     seconds = {row.of: row.seconds for row in run.log.trials}
     for trial in run.history:
-        measured = judge(trial, run.plan)
+        measured, is_by_rule = judge(trial, run.plan), isinstance(trial.result, CostsByRule)
         shown = None
         if isinstance(trial.result, Measurement) and measured is not None:
             shown = strip(f"candidate {trial.number}", trial.result, measured)
-        came, text = _came(trial, run)
-        if trial is shipped:
+        came: Came = "accepted" if trial.accepted else outcome(trial, run.plan)
+        if is_by_rule and not trial.accepted:
+            came = "inaccurate" if trial.holds is False else "costlier"
+        text = became(trial, run)
+        if trial is run.trial:
             text = f"this is {FINAL}: proven on fresh builds against the float model"
-            if isinstance(trial.result, CostsByRule):
+            if is_by_rule:
                 text = f"this is {FINAL}: the cheapest by rule that holds the limits; nothing was timed"
         yield Candidate(
             number=trial.number,
@@ -284,36 +287,8 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
             sqnr_db=trial.sqnr_db,
             tensors=count_pairs(trial.placement),
             seconds=seconds.get(job_of(trial.placement.digest, trial.against.digest)),
-            ships=trial is shipped,
+            ships=trial is run.trial,
         )
-
-
-Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]
-
-
-def _came(trial: Trial, run: FinishedRun) -> tuple[Came, str]:
-    """What became of a candidate, in one word and in a sentence."""
-    other = "the best before it" if trial.against else "the float model"
-    is_by_rule = isinstance(trial.result, CostsByRule)
-    if isinstance(trial.result, Failure):
-        refused = "the engine refused it: " if trial.result.stage == "build" else ""
-        return "failed", f"{refused}{trial.result.reason}"
-    if trial.accepted:
-        text = f"faster than {other} beyond noise, and exact enough: the new best"
-        return "accepted", "cheaper by rule than all before it" if is_by_rule else text
-    came = outcome(trial, run.plan)
-    if trial.holds is False:
-        text = f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
-        return "inaccurate" if is_by_rule else came, text
-    if is_by_rule:
-        return "costlier", f"not cheaper by rule than {other}"
-    taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
-    words = {
-        "faster": f"faster than {other}, {taken}",
-        "slower": f"slower than {other}, beyond noise",
-        "undecided": f"the interval holds 1: too close to {other} to tell",
-    }
-    return came, words[came]
 
 
 # ---- how the run was made

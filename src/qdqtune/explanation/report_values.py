@@ -99,6 +99,9 @@ class Strip:
     speed: Speed
 
 
+Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A candidate of the search. `strip` compares it with the best candidate before it, `speed` is against the float
@@ -106,7 +109,7 @@ class Candidate:
 
     number: int
     origin: str
-    outcome: Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]
+    outcome: Came
     told: str
     strip: Strip | None
     speed: float | None

@@ -7,10 +7,11 @@ condition that does not hold is the likely reason; engines do not report theirs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import numpy as np
 from onnx import TensorProto
@@ -98,8 +99,7 @@ def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Findin
     )
 
 
-@dataclass(frozen=True)
-class _Reason:
+class _Reason(NamedTuple):
     """Why a conversion runs, and the node that causes it. `is_boundary`: the model needs it there."""
 
     text: str
@@ -113,10 +113,13 @@ class _Findings:
     def __init__(self, model: Model, layers: Sequence[Layer], numbers: NumericFormat | None) -> None:
         self._model = model
         self._layers = layers
-        self._home = {name: layer for layer in layers for name in layer.nodes}
         self._numbers = numbers
         self._formats = weight_only_formats(model)
         self._tables = tuple(table.dq.name for table in tables_of(model))
+        home = {name: layer for layer in layers for name in layer.nodes}
+        self._alone = {name for name, layer in home.items() if layer.kind == "quantize"}
+        low = {name for name, layer in home.items() if is_low(layer.precision) and layer.kind != "folded"}
+        self._low = low - self._alone
 
     def of_layer(self, number: int) -> Finding | None:
         layer = self._layers[number]
@@ -125,58 +128,44 @@ class _Findings:
         nodes = self._nodes_of(layer)
         pairs = [node for node in nodes if node.op in QDQ]
         others = [node for node in nodes if node.op not in QDQ]
-        if layer.kind == "quantize" and (apart := [n for n in nodes if n.name in self._formats]):
-            return self._weights_apart(layer, apart)
+        apart = [node for node in nodes if node.name in self._formats]
+        if layer.kind == "quantize" and apart:
+            name = self._formats[apart[0].name].name
+            reason = f"the engine does not draw weights of {name} into the product behind"
+            return _finding("standalone pair", layer, apart, _Reason(reason))
         if layer.elsewhere:
-            return self._elsewhere(number, pairs, others)
+            # The conversions at the model's float inputs and outputs may run anywhere.
+            is_border = bool(pairs) and not others and not self._conversion(number, pairs).fails
+            fails = not is_border and (bool(pairs) or any(map(self._is_meant_for_8_bits, others)))
+            kind: Symptom = "boundary" if is_border else "elsewhere"
+            return _finding(kind, layer, nodes, _Reason(f"runs {layer.elsewhere}"), fails=fails)
         if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
             finding = self._conversion(number, pairs)
             # A compute kernel that names only a Q is the rest of the operator in front of it, and no conversion.
             return None if layer.kind == "compute" and finding.fails else finding
-        return self._left_in_float(layer, others) if others else self._inserted(number)
+        if not others:
+            return self._inserted(number)
+        meant = [node for node in others if self._is_meant_for_8_bits(node)]
+        if not meant or not is_float(layer.precision):
+            return None
+        first = next((node for node in meant if node.op in COMPUTE), meant[0])
+        return _finding("float compute" if layer.kind == "compute" else "reformat", layer, meant, self._in_float(first))
 
     def _nodes_of(self, layer: Layer) -> list[Node]:
         return [self._model.node(name) for name in layer.nodes if name in self._model.index_of]
 
-    def _weights_apart(self, layer: Layer, apart: Sequence[Node]) -> Finding:
-        """A finding about weights in a weight format that become floats in a kernel of their own."""
-        reason = f"the engine does not draw weights of {self._formats[apart[0].name].name} into the product behind"
-        alone = {name for other in self._layers if other.kind == "quantize" for name in other.nodes}
-        if drawn := len(self._formats.keys() - alone):
-            reason += f", as it does with {drawn} of {len(self._formats)}: `nodes_to_exclude` leaves them in float"
-        return _finding("standalone pair", layer, apart, _Reason(reason))
-
-    def _elsewhere(self, number: int, pairs: Sequence[Node], others: Sequence[Node]) -> Finding:
-        """A finding about nodes that a provider leaves to another. The conversions at the model's float inputs and
-        outputs may run anywhere."""
-        layer = self._layers[number]
-        is_border = bool(pairs) and not others and not self._conversion(number, pairs).fails
-        fails = not is_border and (bool(pairs) or any(map(self._is_meant_for_8_bits, others)))
-        nodes = self._nodes_of(layer)
-        reason = _Reason(f"runs {layer.elsewhere}")
-        return _finding("boundary" if is_border else "elsewhere", layer, nodes, reason, fails=fails)
-
     def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
         layer = self._layers[number]
-        reasons = [self._of_conversion(node) for node in pairs]
-        certain = [r for r in reasons if r.text != UNKNOWN and not r.is_boundary]
-        border = next((r for r in reasons if r.is_boundary), None)
-        if border is not None and not certain:
-            return _finding("boundary", layer, pairs, border, fails=False)
         if not pairs:
             text = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
             return _finding("standalone pair", layer, (), _Reason(text))
+        reasons = [self._of_quantize(n) if n.op == "QuantizeLinear" else self._of_dequantize(n) for n in pairs]
+        certain = [reason for reason in reasons if reason.text != UNKNOWN and not reason.is_boundary]
+        border = next((reason for reason in reasons if reason.is_boundary), None)
+        if border is not None and not certain:
+            return _finding("boundary", layer, pairs, border, fails=False)
         unknown = _Reason(f"runs as a kernel of its own {UNKNOWN}")
         return _finding("standalone pair", layer, pairs, certain[0] if certain else unknown)
-
-    def _left_in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
-        """A finding about a layer that runs in float although nodes in it were meant to run in 8 bits; else None."""
-        meant = [n for n in others if self._is_meant_for_8_bits(n)]
-        if not meant or not is_float(layer.precision):
-            return None
-        first = next((n for n in meant if n.op in COMPUTE), meant[0])
-        kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
-        return _finding(kind, layer, meant, self._in_float(first))
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
         """Whether a convolution or product has a pair; or another operator has pairs on all inputs, and one of its
@@ -191,24 +180,18 @@ class _Findings:
             return False
         if node.op in COMPUTE:
             return True
-        return len(dqs) == len(operands) and any(self._running(node, dqs))
-
-    def _running(self, node: Node, dqs: Sequence[Node]) -> Iterator[bool]:
-        """Of each DQ in front of a node and each Q behind it, whether it is a layer of its own that need not be
-        there."""
-        for dq in dqs:
-            yield self._runs_alone(dq) and not self._of_dequantize(dq).is_boundary
-        for tensor in node.outputs:
-            for reader in self._readers(tensor):
-                yield reader.op == "QuantizeLinear" and self._runs_alone(reader)
+        if len(dqs) < len(operands):
+            return False
+        behind = [q for tensor in node.outputs for q in self._readers(tensor) if q.op == "QuantizeLinear"]
+        before = [dq for dq in dqs if not self._of_dequantize(dq).is_boundary]
+        return any(conversion.name in self._alone for conversion in before + behind)
 
     def _inserted(self, number: int) -> Finding | None:
         """A finding about a layer that the engine has added beside one in 8 bits to move values."""
         layer = self._layers[number]
         if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
             return None  # a copy that takes no time is not run
-        before, behind = self._neighbours(number)
-        beside = [neighbour for neighbour in (before, behind) if neighbour is not None]
+        beside = [neighbour for neighbour in self._neighbours(number) if neighbour is not None]
         if not any(is_low(neighbour.precision) for neighbour in beside):
             return None
         text = f"the engine changes layout or type {self._place(number)}"
@@ -232,17 +215,6 @@ class _Findings:
 
     # ---- reasons
 
-    def _runs_in_8_bits(self, node: Node) -> bool:
-        layer = self._home.get(node.name)
-        return layer is not None and layer.kind not in ("quantize", "folded") and is_low(layer.precision)
-
-    def _runs_alone(self, node: Node) -> bool:
-        layer = self._home.get(node.name)
-        return layer is not None and layer.kind == "quantize"
-
-    def _of_conversion(self, node: Node) -> _Reason:
-        return self._of_quantize(node) if node.op == "QuantizeLinear" else self._of_dequantize(node)
-
     def _of_quantize(self, q: Node) -> _Reason:
         """Why a Q runs as a kernel: its input is made in float, or another node reads that input as well."""
         tensor = q.inputs[0]
@@ -251,18 +223,21 @@ class _Findings:
             return _Reason("it quantizes a constant, which the engine has not done in advance")
         if self._comes_from_input(tensor):
             dqs = self._readers(q.outputs[0])
-            readers = [n for dq in dqs for n in self._readers(dq.outputs[0])]
-            if not all(map(self._runs_alone, dqs)) or any(map(self._runs_in_8_bits, readers)):
+            readers = [node for dq in dqs for node in self._readers(dq.outputs[0])]
+            if not all(dq.name in self._alone for dq in dqs) or any(node.name in self._low for node in readers):
                 return _Reason("first Q behind a float input of the model", is_boundary=True)
             return self._fused_in_float(readers[0]) if readers else _Reason(UNKNOWN)
         if maker is None:
             return _Reason(UNKNOWN)
-        before = self._unmoved(tensor)
+        unmoved = tensor
+        while (mover := self._model.maker(unmoved)) is not None and mover.op in KEEPS_VALUES:
+            unmoved = mover.inputs[0]
+        before = self._dq(unmoved)
         if before is not None and (before.index == maker.index or not self._same_numbers(before, q)):
             return self._twice(before, q)
-        if not self._runs_in_8_bits(maker):
+        if maker.name not in self._low:
             return self._fused_in_float(maker)
-        others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
+        others = [node for node in self._readers(tensor) if node.op != "QuantizeLinear"]
         if others or tensor in self._model.outputs:
             users = self._users(tensor, others)
             return _Reason(f"the result of {_named(maker)} is read in float as well: {users}", maker.name)
@@ -270,31 +245,28 @@ class _Findings:
 
     def _of_dequantize(self, dq: Node) -> _Reason:
         """Why a DQ runs as a kernel: a node reads its output in float."""
-        tensor = dq.outputs[0]
-        if self._ends_at_output(tensor):
+        tensor = end = dq.outputs[0]
+        outputs = self._model.outputs
+        while len(behind := self._readers(end)) == 1 and behind[0].op in PASSES and end not in outputs:
+            end = behind[0].outputs[0]
+        if not behind and end in outputs:
             return _Reason("last DQ in front of a float output of the model", is_boundary=True)
         readers = self._readers(tensor)
-        if again := next((n for n in readers if n.op == "QuantizeLinear"), None):
+        if again := next((node for node in readers if node.op == "QuantizeLinear"), None):
             return self._twice(dq, again)
-        in_float = [n for n in readers if not self._runs_in_8_bits(n)]
+        in_float = [node for node in readers if node.name not in self._low]
         if not in_float:
-            return _Reason(f"{tensor} is an output of the model as well" if tensor in self._model.outputs else UNKNOWN)
+            return _Reason(f"{tensor} is an output of the model as well" if tensor in outputs else UNKNOWN)
         first, others = self._fused_in_float(in_float[0]), len(readers) - len(in_float)
         also = f"; {others} of {len(readers)} readers take 8 bits" if others else ""
-        return replace(first, text=first.text + also)
+        return first._replace(text=first.text + also)
 
     def _fused_in_float(self, node: Node) -> _Reason:
         """Why a node, or the one in front of it that engines fuse it with, runs in float."""
         before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
-        if before is not None and before.op not in QDQ and not self._runs_in_8_bits(before):
+        if before is not None and before.op not in QDQ and before.name not in self._low:
             return self._fused_in_float(before)
         return self._in_float(node)
-
-    def _unmoved(self, tensor: str) -> Node | None:
-        """The DQ whose values a tensor holds, perhaps in another shape or order."""
-        while (maker := self._model.maker(tensor)) is not None and maker.op in KEEPS_VALUES:
-            tensor = maker.inputs[0]
-        return self._dq(tensor)
 
     def _twice(self, dq: Node, q: Node) -> _Reason:
         if self._same_numbers(dq, q):
@@ -302,29 +274,24 @@ class _Findings:
         return _Reason(f"{q.name} follows {dq.name} with another scale: give both pairs one")
 
     def _in_float(self, node: Node) -> _Reason:
-        """That an operator runs in float, and why."""
-        return _Reason(f"{_named(node)} runs in float: {self._of_float(node)}", node.name)
-
-    def _of_float(self, node: Node) -> str:
-        """Why an operator runs in float, as far as the graph shows."""
+        """That an operator runs in float, and why, as far as the graph shows."""
         operands = self._operands(node)
         bare = [tensor for tensor in operands if self._dq(tensor) is None]
-        if len(bare) == len(operands):
-            return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
-        if bare:
-            return self._partial(node, operands, bare)
-        causes = [self._clamp_before, self._kernel, self._pairs, self._output]
+        causes = [self._clamp_before, self._kernel, self._scale, self._type, self._output]
         if node.op in USUAL:
-            causes = [self._clamp_before, self._clamp_behind, self._pairs, self._bias, self._output, self._kernel]
-        return next((reason for cause in causes if (reason := cause(node))), UNKNOWN)
-
-    def _partial(self, node: Node, operands: Sequence[str], bare: Sequence[str]) -> str:
-        """A text about a node of whose inputs only some have a pair."""
-        if node.op in COMPUTE and any(map(self._is_constant, operands)):
+            causes = [self._clamp_before, self._clamp_behind, self._scale, self._type, self._bias, self._output]
+            causes.append(self._kernel)
+        if len(bare) == len(operands):
+            reason = "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
+        elif bare and node.op in COMPUTE and any(map(self._is_constant, operands)):
             has, lacks = ("activation", "weight") if self._is_constant(bare[0]) else ("weight", "activation")
-            return f"only its {has} carries a pair, its {lacks} {bare[0]} does not"
-        paired = len(operands) - len(bare)
-        return f"only {paired} of its {len(operands)} inputs carries a pair, {bare[0]} does not"
+            reason = f"only its {has} carries a pair, its {lacks} {bare[0]} does not"
+        elif bare:
+            paired = len(operands) - len(bare)
+            reason = f"only {paired} of its {len(operands)} inputs carries a pair, {bare[0]} does not"
+        else:
+            reason = next((text for cause in causes if (text := cause(node))), UNKNOWN)
+        return _Reason(f"{_named(node)} runs in float: {reason}", node.name)
 
     def _clamp_before(self, node: Node) -> str:
         q = self._q(self._operands(node)[0])
@@ -345,52 +312,41 @@ class _Findings:
                 return f"{_named(clamp)} behind it has to run, since {q.name} keeps values below 0"
         return ""
 
-    def _pairs(self, node: Node) -> str:
-        """What engines do not take about the scales of its pairs, else about their types."""
-        for look in (self._scale, self._type):
-            for number, tensor in enumerate(self._operands(node)):
-                dq = self._dq(tensor)
-                if dq is not None and (text := look(node, number, dq)):
-                    return text
+    def _scale(self, node: Node) -> str:
+        """What engines do not take about the scales of its pairs."""
+        for tensor in self._operands(node):
+            dq, q = self._dq(tensor), self._q(tensor)
+            if dq is None:
+                continue
+            scale = self._constant(dq, 1)
+            if scale is None:
+                return f"the scale of {dq.name} is no constant"
+            if q is not None and not self._same_numbers(q, dq):
+                return f"{q.name} and {dq.name} differ in scale or zero point"
+            if np.size(scale.array()) > 1 and not self._is_constant(tensor):
+                return f"{dq.name} has a scale for each channel of an activation, and engines want one for all"
+            if np.size(scale.array()) > 1 and self._numbers is not None and not self._numbers.per_channel:
+                return f"{dq.name} has a scale for each channel, and this engine wants one for all"
         return ""
 
-    def _scale(self, node: Node, number: int, dq: Node) -> str:
-        scale = self._constant(dq, 1)
-        q = self._q(dq.outputs[0])
-        if scale is None:
-            return f"the scale of {dq.name} is no constant"
-        if q is not None and not self._same_numbers(q, dq):
-            return f"{q.name} and {dq.name} differ in scale or zero point"
-        if np.size(scale.array()) == 1:
-            return ""
-        if not self._is_constant(dq.outputs[0]):
-            return f"{dq.name} has a scale for each channel of an activation, and engines want one for all"
-        if self._numbers is not None and not self._numbers.per_channel:
-            return f"{dq.name} has a scale for each channel, and this engine wants one for all"
-        info, wanted = self._model.tensors.get(dq.outputs[0]), _channel_axis(node, number)
-        if info is None or info.shape is None or wanted is None:
-            return ""
-        axis: int = dq.attributes.get("axis", 1) % len(info.shape)
-        if axis == wanted % len(info.shape):
-            return ""
-        return f"{dq.name} has its scales along axis {axis}, which is not that of the output channels"
-
-    def _type(self, node: Node, number: int, dq: Node) -> str:
-        """A text about a type that the engine does not take, unless it took the same elsewhere."""
-        if self._numbers is None:
-            return ""
-        zero = self._constant(dq, 2)
-        if self._numbers.symmetric and zero is not None and np.any(zero.array().astype(np.float32)):
-            return f"the zero point of {dq.name} is not 0, and this engine takes symmetric pairs only"
-        wanted = self._numbers.weight if self._is_constant(dq.outputs[0]) else self._numbers.activation
-        dtype = self._dtype(dq)
-        if dtype in (None, ONNX_TYPE[wanted]):
-            return ""
-        for other in self._like(node):
-            dqs = [self._dq(tensor) for tensor in self._operands(other)[number : number + 1]]
-            if any(each is not None and self._dtype(each) == dtype for each in dqs):
-                return ""
-        return f"{dq.name} takes {TensorProto.DataType.Name(dtype).lower()}, and this engine wants {wanted.value}"
+    def _type(self, node: Node) -> str:
+        """The type of a pair that the engine does not take, unless it took the same elsewhere."""
+        for number, tensor in enumerate(self._operands(node)):
+            dq = self._dq(tensor)
+            if dq is None or self._numbers is None:
+                continue
+            zero = self._constant(dq, 2)
+            if self._numbers.symmetric and zero is not None and np.any(zero.array().astype(np.float32)):
+                return f"the zero point of {dq.name} is not 0, and this engine takes symmetric pairs only"
+            wanted = self._numbers.weight if self._is_constant(tensor) else self._numbers.activation
+            dtype = self._dtype(dq)
+            others = (self._operands(other)[number : number + 1] for other in self._like(node))
+            taken = {self._dtype(self._dq(tensor)) for tensor in chain.from_iterable(others)}
+            if dtype is not None and dtype not in (ONNX_TYPE[wanted], *taken):
+                return (
+                    f"{dq.name} takes {TensorProto.DataType.Name(dtype).lower()}, and this engine wants {wanted.value}"
+                )
+        return ""
 
     def _bias(self, node: Node) -> str:
         """A text about a bias in another form than the engine wants, unless it took the same elsewhere."""
@@ -417,7 +373,7 @@ class _Findings:
         while node.op in COMPUTE | {"Add"} and len(readers) == 1 and readers[0].op in FUSED_BEHIND:
             tensor = readers[0].outputs[0]
             readers = self._readers(tensor)
-        others = [n for n in readers if n.op != "QuantizeLinear"]
+        others = [reader for reader in readers if reader.op != "QuantizeLinear"]
         if not others and tensor not in self._model.outputs:
             return ""
         return f"its output carries no pair on the way to {self._users(tensor, others)}"
@@ -455,9 +411,8 @@ class _Findings:
 
     def _is_constant(self, tensor: str) -> bool:
         """Whether a tensor is constant in front of its pair."""
-        dq, q = self._dq(tensor), self._q(tensor)
-        source = tensor if dq is None else dq.inputs[0] if q is None else q.inputs[0]
-        return source in self._model.constants
+        conversion = self._q(tensor) or self._dq(tensor)
+        return (tensor if conversion is None else conversion.inputs[0]) in self._model.constants
 
     def _readers(self, tensor: str) -> list[Node]:
         """The nodes that read a tensor's values. Those that ask for its shape do not count."""
@@ -466,10 +421,10 @@ class _Findings:
 
     def _like(self, node: Node) -> list[Node]:
         """Nodes of the same operator that run in 8 bits: what they have cannot be a reason."""
-        return [n for n in self._model.nodes if n.op == node.op and self._runs_in_8_bits(n)]
+        return [other for other in self._model.nodes if other.op == node.op and other.name in self._low]
 
-    def _dtype(self, dq: Node) -> int | None:
-        info = self._model.tensors.get(dq.inputs[0])
+    def _dtype(self, dq: Node | None) -> int | None:
+        info = None if dq is None else self._model.tensors.get(dq.inputs[0])
         return None if info is None else info.dtype
 
     def _same_numbers(self, a: Node, b: Node) -> bool:
@@ -486,16 +441,9 @@ class _Findings:
         return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")
 
     def _comes_from_input(self, tensor: str) -> bool:
-        while (maker := self._model.maker(tensor)) and maker.op in PASSES and not self._runs_in_8_bits(maker):
+        while (maker := self._model.maker(tensor)) and maker.op in PASSES and maker.name not in self._low:
             tensor = maker.inputs[0]
         return tensor in self._model.inputs
-
-    def _ends_at_output(self, tensor: str) -> bool:
-        """Whether a tensor reaches graph outputs only."""
-        outputs = self._model.outputs
-        while len(readers := self._readers(tensor)) == 1 and readers[0].op in PASSES and tensor not in outputs:
-            tensor = readers[0].outputs[0]
-        return not readers and tensor in outputs
 
     def _constant(self, node: Node, slot: int) -> Constant | None:
         return self._model.constants.get(node.inputs[slot]) if len(node.inputs) > slot else None
@@ -508,11 +456,3 @@ def _finding(kind: Symptom, layer: Layer, nodes: Iterable[Node], reason: _Reason
 
 def _named(node: Node) -> str:
     return f"{node.name} ({node.op})"
-
-
-def _channel_axis(node: Node, slot: int) -> int | None:
-    """The axis of the output channels in a weight; negative if counted from the back."""
-    if slot != 1:
-        return None
-    gemm = 0 if node.attributes.get("transB", 0) else 1
-    return {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": gemm}.get(node.op)

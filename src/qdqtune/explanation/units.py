@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from qdqtune.explanation.facts import Facts
+from qdqtune.errors import Failure
+from qdqtune.explanation.formatting import counted, origin_in_words
 from qdqtune.explanation.unfused import is_float, is_low
 from qdqtune.graph.model import GRAPH, Node
 from qdqtune.graph.operators import ASKS_SHAPE
@@ -33,7 +34,8 @@ from qdqtune.search.costs.units import (
 )
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
-from qdqtune.types import Edge, Layer, Placement, Trial, WeightFormat, sqnr_of
+from qdqtune.tuning.finished import FinishedRun
+from qdqtune.types import CostsByRule, Edge, Layer, Placement, Trial, WeightFormat, sqnr_of
 
 Reason = Literal[
     "",
@@ -132,22 +134,52 @@ def total(times: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def headline(facts: Facts) -> str:
+def headline(run: FinishedRun) -> str:
     """What shipped and where it comes from, in one sentence."""
-    if facts.placement:
-        ratio = None if facts.is_by_rule else ratios_to_float(facts.history, facts.plan).get(facts.placement)
+    if run.placement:
+        ratio = None if run.is_by_rule else ratios_to_float(run.history, run.plan).get(run.placement)
         share = "" if ratio is None else f", {speed(ratio)} as fast as float in the search"
-        return f"what ships is {facts.origin}{share}"
-    if facts.shipped == "tuned":
+        return f"what ships is {_origin(run)}{share}"
+    if run.summary["shipped"] == "tuned":
         return "the float model ships with its rewrites, which are faster alone than with any pair that was tried"
-    if not facts.history:
+    if not run.history:
         return "the float model ships: nothing was tried"
-    return f"the float model ships: of {len(facts.history)} candidates none was proven faster within the limits"
+    return f"the float model ships: of {len(run.history)} candidates none was proven faster within the limits"
 
 
-def explanations(facts: Facts) -> tuple[Explanation, ...]:
+def _origin(run: FinishedRun) -> str:
+    """Where the shipped placement comes from."""
+    if run.summary["shipped"] == "given":
+        return "your own Q/DQ model"
+    return origin_in_words(run.trial.proposal.origin) if run.trial else "an earlier run"
+
+
+def became(trial: Trial, run: FinishedRun) -> str:
+    """What became of a candidate, in a sentence without its subject."""
+    other = "the best before it" if trial.against else "the float model"
+    is_by_rule = isinstance(trial.result, CostsByRule)
+    if isinstance(trial.result, Failure):
+        refused = "the engine refused it: " if trial.result.stage == "build" else ""
+        return f"{refused}{trial.result.reason}"
+    if trial.accepted and is_by_rule:
+        return "cheaper by rule than all before it"
+    if trial.accepted:
+        return f"faster than {other} beyond noise, and exact enough: the new best"
+    if trial.holds is False:
+        return f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
+    if is_by_rule:
+        return f"not cheaper by rule than {other}"
+    taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
+    return {
+        "faster": f"faster than {other}, {taken}",
+        "slower": f"slower than {other}, beyond noise",
+        "undecided": f"the interval holds 1: too close to {other} to tell",
+    }[outcome(trial, run.plan)]
+
+
+def explanations(run: FinishedRun) -> tuple[Explanation, ...]:
     """A row for every unit, in graph order."""
-    table = _Table(facts)
+    table = _Table(run)
     return tuple(table.row(unit) for unit in table.parts.units)
 
 
@@ -160,7 +192,6 @@ class _Build:
     """
 
     trial: Trial | None
-    outcome: str
     states: Sequence[str]
     differing: frozenset[int]
     fresh: frozenset[int]
@@ -170,17 +201,15 @@ class _Build:
 class _Table:
     """Makes the rows; values that all of them need are computed once."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.parts = _units(facts)
-        self._states = self._states_in(facts.placement, facts.shipped_layers)
-        self._ratios = ratios_to_float(facts.history, facts.plan)
+    def __init__(self, run: FinishedRun) -> None:
+        self.run = run
+        self.parts = _units(run)
+        self._states = self._states_in(run.placement, run.shipped_layers)
         self._shipped_times = None
-        if facts.shipped_ms and facts.float_ms:
-            ratio = facts.shipped_ms / facts.float_ms
-            self._shipped_times = self._times(facts.placement, facts.shipped_layers, ratio)
+        if run.shipped_ms and run.float_ms:
+            self._shipped_times = self._times(run.placement, run.shipped_layers, run.shipped_ms / run.float_ms)
         self._able: dict[str, list[Edge]] = {}
-        for edge in facts.able:
+        for edge in run.able:
             self._able.setdefault(edge.node, []).append(edge)
 
     def _states_in(self, placement: Placement, layers: Sequence[Layer]) -> list[str]:
@@ -201,55 +230,50 @@ class _Table:
             states[number] = weight_format.name
         return states
 
-    def _times(self, placement: Placement, layers: Sequence[Layer], ratio: float) -> BuildTimes | None:
-        facts = self.facts
-        if not facts.float_ms or not any(layer.time_ms for layer in layers):
+    def _times(self, placement: Placement, layers: Sequence[Layer], ratio: float | None) -> BuildTimes | None:
+        if not self.run.float_ms or ratio is None or not any(layer.time_ms for layer in layers):
             return None
-        return attribute(facts.model, TimedBuild(placement, tuple(layers), ratio), facts.float_ms)
+        return attribute(self.run.model, TimedBuild(placement, tuple(layers), ratio), self.run.float_ms)
 
     @cached_property
     def _builds(self) -> list[_Build]:
-        facts = self.facts
-        states = {Placement(): self._states_in(Placement(), facts.float_layers)}
-        builds = [self._build(None, states[Placement()], (), self._times(Placement(), facts.float_layers, 1.0))]
-        for trial in facts.history:
-            states[trial.placement] = self._states_in(trial.placement, trial.layers or ())
-            ratio, times = self._ratios.get(trial.placement), None
-            if ratio is not None:
-                times = self._times(trial.placement, trial.layers or (), ratio)
-            builds.append(self._build(trial, states[trial.placement], states.get(trial.against, ()), times))
+        """The float model, and all candidates in order."""
+        run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
+        states, builds = dict[Placement, Sequence[str]](), list[_Build]()
+        for trial in (None, *run.history):
+            placement = Placement() if trial is None else trial.placement
+            layers = run.float_layers if trial is None else trial.layers or ()
+            states[placement] = ran = self._states_in(placement, layers)
+            before = () if trial is None else states.get(trial.against, ())
+            differing = frozenset(n for n, state in enumerate(ran) if state != self._states[n])
+            fresh = frozenset(n for n, state in enumerate(before) if ran[n] == "8 bits" != state)
+            times = self._times(placement, layers, ratios.get(placement))
+            builds.append(_Build(trial, ran, differing, fresh, times))
         return builds
-
-    def _build(
-        self, trial: Trial | None, states: Sequence[str], before: Sequence[str], times: BuildTimes | None
-    ) -> _Build:
-        differing = frozenset(n for n, state in enumerate(states) if state != self._states[n])
-        fresh = frozenset(n for n, state in enumerate(before) if states[n] == "8 bits" != state)
-        return _Build(trial, "" if trial is None else outcome(trial, self.facts.plan), states, differing, fresh, times)
 
     def row(self, unit: Unit) -> Explanation:
         """How a unit runs, what it takes, and why it does not run in 8 bits."""
-        facts, nodes = self.facts, self._nodes(unit)
+        run, nodes = self.run, self._nodes(unit)
         names = tuple(node.name for node in nodes)
-        ran = [layer for name in names if (layer := facts.layers.get(name)) is not None]
+        ran = [layer for name in names if (layer := self._layer_of.get(name)) is not None]
         state = self._states[unit.number]
         row = Explanation(
             nodes=names,
             operators=tuple(node.op for node in nodes),
             state=state,
             precision=next((layer.precision.lower() for layer in ran if layer.kind == "compute"), ""),
-            ms=sum(sum(facts.spent[name]) for name in names) if facts.spent else None,
-            float_ms=sum(sum(facts.float_spent[name]) for name in names) if facts.float_spent else None,
+            ms=sum(sum(run.spent[name]) for name in names) if run.spent else None,
+            float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
             otherwise="8 bits" if state == "float" else "float",
         )
-        least = facts.limits.min_sqnr
+        least = run.limits.min_sqnr
         limit = "the limits on accuracy" if least is None else f"{least:g} dB"
-        part = f"part of {facts.origin}, which was measured as a whole"
-        if facts.is_by_rule:
+        part = f"part of {_origin(run)}, which was measured as a whole"
+        if run.is_by_rule:
             part = f"8 bits cost the least, and the outputs hold {limit}"
         if elsewhere := next((layer.elsewhere for layer in ran if layer.elsewhere), ""):
             return replace(row, state="elsewhere", reason=NO_KERNEL, detail=f"it runs {elsewhere}")
-        if not facts.placement.wide.isdisjoint(unit.inputs):
+        if not run.placement.wide.isdisjoint(unit.inputs):
             detail = f"with 8 bits here too, the outputs would miss {limit}"
             return replace(row, state="16 bits", precision="uint16", reason="accuracy limit", detail=detail)
         if state == "8 bits":
@@ -260,14 +284,19 @@ class _Table:
             return replace(row, state=state, detail=f"its weights alone are {weight_format.name}, {part}")
         if ran and all(layer.kind == "folded" for layer in ran):
             return replace(row, reason="no gain beyond noise", detail="the engine computes it in advance")
-        if not self._edges(unit) <= facts.possible:
+        if not self._edges(unit) <= run.possible:
             return replace(row, reason="not tried", detail="the nodes that you have listed leave it in float")
         if without_kernel := self._without_kernel(unit):
             return replace(row, reason=NO_KERNEL, detail=without_kernel)
-        if facts.is_by_rule:
+        if run.is_by_rule:
             detail = f"nothing that was tried has it in 8 or 16 bits and holds {limit}"
             return replace(row, reason="accuracy limit", detail=detail)
         return self._in_float(unit, self._with_other_time(unit, row))
+
+    @cached_property
+    def _layer_of(self) -> Mapping[str, Layer]:
+        """The layer of the shipped build by node."""
+        return {name: layer for layer in self.run.shipped_layers for name in layer.nodes}
 
     # ---- the other way
 
@@ -282,7 +311,13 @@ class _Table:
     def _shown(self, unit: Unit, state: str) -> _Build | None:
         """The timed build that ran a unit in a state, and all units around it as in what ships, with the fewest other
         differences."""
-        around = self._around(unit)
+        model, owner, around = self.parts.model, self.parts.owner, set[int]()
+        for tensor in self._tensors(unit):
+            maker = model.maker(tensor)
+            if maker is not None:
+                around.add(owner[maker.name])
+            around.update(owner[model.nodes[use.node].name] for use in model.uses(tensor) if use.node != GRAPH)
+        around -= {unit.number}
         timed = [build for build in self._builds if build.times is not None and build.states[unit.number] == state]
         shown = [build for build in timed if around.isdisjoint(build.differing)]
         return min(shown, key=lambda build: len(build.differing), default=None)
@@ -294,17 +329,6 @@ class _Table:
         """The tensors that a unit reads and writes, constants aside."""
         tensors = {tensor for node in self._nodes(unit) for tensor in (*node.inputs, *node.outputs) if tensor}
         return tensors - self.parts.model.constants.keys()
-
-    def _around(self, unit: Unit) -> set[int]:
-        """The other units that read or write a tensor of a unit."""
-        model, owner = self.parts.model, self.parts.owner
-        around = set()
-        for tensor in self._tensors(unit):
-            maker = model.maker(tensor)
-            if maker is not None:
-                around.add(owner[maker.name])
-            around.update(owner[model.nodes[use.node].name] for use in model.uses(tensor) if use.node != GRAPH)
-        return around - {unit.number}
 
     def _own_time(self, times: BuildTimes, unit: Unit) -> float:
         return sum(times.nodes.get(node.name, 0.0) for node in self._nodes(unit))
@@ -326,7 +350,7 @@ class _Table:
     def _without_kernel(self, unit: Unit) -> str:
         """A text if a unit reads nothing that can carry a pair, no engine has an 8-bit kernel for it, or this one ran
         it in float in every build with pairs on all of its inputs; else empty."""
-        facts, model, nodes = self.facts, self.parts.model, self._nodes(unit)
+        run, model, nodes = self.run, self.parts.model, self._nodes(unit)
         if all(node.op in WITHOUT_KERNEL for node in nodes):
             return f"{nodes[0].op} computes no values in 8 bits"
         if not unit.inputs:
@@ -338,8 +362,8 @@ class _Table:
                         return f"no pair can stand on its input {tensor}: {why}"
             return "it reads no tensor but constants"
         reported = [(each.trial.placement, each.states) for each in self._builds if each.trial and each.trial.layers]
-        if facts.shipped_layers:
-            reported.append((facts.placement, self._states))
+        if run.shipped_layers:
+            reported.append((run.placement, self._states))
         edges = self._edges(unit)
         states = [states[unit.number] for placement, states in reported if edges <= placement.edges]
         if not states or "8 bits" in states:
@@ -357,29 +381,22 @@ class _Table:
             return replace(row, reason="accuracy limit", detail=lost)
         if row.more_ms is not None or row.ms == 0:
             return replace(row, reason="no gain beyond noise")
-        tried = [build for build in self._builds if unit.number in build.fresh]
+        tried = [(build, build.trial) for build in self._builds if unit.number in build.fresh]
         for came, reason in DECIDED.items():
-            builds = [build for build in tried if build.outcome == came]
-            if builds:
-                return replace(row, reason=reason, detail=self._came(min(builds, key=lambda b: len(b.fresh))))
+            chosen = [(b, trial) for b, trial in tried if trial and outcome(trial, self.run.plan) == came]
+            if chosen:
+                build, trial = min(chosen, key=lambda pair: len(pair[0].fresh))
+                others = len(build.fresh) - 1
+                more = f" with {counted(others, 'more unit')}" if others else ""
+                origin, measured = trial.proposal.origin, judge(trial, self.run.plan)
+                told = origin if measured is None else f"{origin}, {speed(measured.median)}"
+                detail = f"a candidate that ran it in 8 bits{more} ({told}): {became(trial, self.run)}"
+                return replace(row, reason=reason, detail=detail)
         return replace(row, reason="not tried", detail="no candidate ran it in 8 bits")
-
-    def _came(self, build: _Build) -> str:
-        """What became of a candidate."""
-        trial, others = build.trial, len(build.fresh) - 1
-        assert trial is not None
-        more = f" with {others} more unit{'s' * (others > 1)}" if others else ""
-        candidate = f"a candidate that ran it in 8 bits{more} ({trial.proposal.origin!r})"
-        ratio = judge(trial, self.facts.plan)
-        if ratio is None:
-            return f"{candidate} failed"
-        if build.outcome == "inaccurate":
-            return f"{candidate} was refused: {self.facts.limits.why_refused(trial) or 'too inexact'}"
-        return f"{candidate} was {speed(ratio.median)} as fast as its opponent"
 
     def _lost_accuracy(self, unit: Unit) -> str:
         """A text if rounding a unit is predicted to take the outputs below the limit; else empty."""
-        noise, most = self.facts.noise, self.facts.limits.max_noise
+        noise, most = self.run.noise, self.run.limits.max_noise
         if noise is None or most is None:
             return ""
         allowed, now, rounded = self._noise_now
@@ -398,21 +415,21 @@ class _Table:
     @cached_property
     def _noise_now(self) -> tuple[float, float, set[str]]:
         """The most noise that holds the limits, the noise of what ships, and the values that it rounds."""
-        noise, placement = self.facts.noise, self.facts.placement
+        noise, placement = self.run.noise, self.run.placement
         assert noise is not None
         rounded = {noise.value(edge.tensor) for edge in placement.edges}
-        return noise.allowed(self.facts.history), noise.summed(placement), rounded
+        return noise.allowed(self.run.history), noise.summed(placement), rounded
 
 
-def _units(facts: Facts) -> Partition:
+def _units(run: FinishedRun) -> Partition:
     """The kernels of the float build as units, each split where pairs of what ships stand inside it; as engines usually
     fuse nodes if the layers are unknown."""
-    model, possible = facts.model, facts.possible
+    model, possible = run.model, run.possible
     groups: list[Sequence[str]] = []
-    for group in fusion_groups(model, facts.float_layers):
-        inside = {edge for edge in inner_edges(model, group, possible) if edge in facts.placement}
+    for group in fusion_groups(model, run.float_layers):
+        inside = {edge for edge in inner_edges(model, group, possible) if edge in run.placement}
         groups += split(model, group, inside)
-    if not facts.float_layers:
+    if not run.float_layers:
         groups += usual_groups(model, possible)
-    formats = formats_in([facts.placement, *(trial.placement for trial in facts.history)])
+    formats = formats_in([run.placement, *(trial.placement for trial in run.history)])
     return partition(model, possible, groups, formats)

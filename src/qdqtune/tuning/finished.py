@@ -1,4 +1,9 @@
-"""Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file."""
+"""Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file.
+
+Nothing is run. The float model is read from baseline.onnx, the shipped placement from placement.yaml (from the shipped
+file where that is the user's own Q/DQ model); builds, ranges and noise from the state file. Times of layers and nodes
+add up to the measured latencies.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +18,37 @@ from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import BadOption, BadState, InputError
+from qdqtune.graph.inference import with_input_shapes
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
 from qdqtune.numerics.label_metrics import Score
-from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.files import every_edge, read_placement_file
+from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.reading import placement_in
+from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.attribution import NodeTime, node_times
+from qdqtune.search.costs.output_noise import Noise
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
-from qdqtune.tuning.folder import (
-    FRONT,
-    PLACEMENT,
-    RUN,
-)
-from qdqtune.tuning.records import (
-    TrialRecord,
-    proof_key,
-)
+from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, RUN
+from qdqtune.tuning.records import RangesRecord, TrialRecord, proof_key
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, read_journal
+from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.tuning.summary import AtThreads, RunLog, Summary, read_json, read_summary
-from qdqtune.types import Layer, Measurement, Placement, Trial
+from qdqtune.types import CostsByRule, Edge, Layer, Measurement, Placement, Trial
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has ended; `records` are those of its state file."""
+    """A run that has ended; `records` are those of its state file. Times are in ms.
+
+    What it reads from files raises BadOption where a file is missing or damaged, and BadState where the state file ends
+    too early, or records pairs of another model.
+    """
 
     folder: Path
     summary: Summary
@@ -45,23 +57,18 @@ class FinishedRun:
 
     @cached_property
     def log(self) -> RunLog:
-        """The content of run.json.
-
-        Raises:
-            BadOption: it is missing or damaged.
-        """
+        """The content of run.json."""
         log = read_json(self.folder / RUN, RunLog)
         if log is None:
             raise BadOption(f"{self.folder} has lost {RUN}: run the same tune command again, which writes it anew")
         return log
 
-    @property
+    @cached_property
     def limits(self) -> Limits:
         """The limits on accuracy that candidates had to hold."""
         summary = self.summary
-        digest = Placement().digest
         metrics = self.records.values("metric:", Score)
-        before = next((metrics[key] for key in reversed(metrics) if key.endswith(digest)), None)
+        before = next((metrics[key] for key in reversed(metrics) if key.endswith(Placement().digest)), None)
         if before is None and (value := summary["metric_before"]) is not None:
             before = Score(value)
         of_metric = summary["max_drop"], before
@@ -77,34 +84,6 @@ class FinishedRun:
         """As `plan`, for the proof."""
         return replace(self.plan, looks=self.log.proof)
 
-    @property
-    def here(self) -> Summary | AtThreads:
-        """Times and ratio of the shipped model at the number of threads that the search ran with."""
-        rows, threads = self.summary["by_threads"], self.summary["engine"].get("threads")
-        return next((row for row in rows if str(row["threads"]) == threads), self.summary)
-
-    @property
-    def float_ms(self) -> float | None:
-        """Time per inference in ms, measured in rounds, of the float model in which pairs were placed: the user's file,
-        or the rewritten float; None on a simulator."""
-        gave = self.summary["rewrites"].get("gave")
-        if gave is None:
-            return self.here["baseline_ms"]
-        if self.summary["edges"] or self.summary.get("weights"):
-            return gave * (self.here["baseline_ms"] or 0.0)
-        return self.here["final_ms"] or self.here["baseline_ms"]
-
-    @cached_property
-    def float_layers(self) -> tuple[Layer, ...]:
-        """The layers of the float build. Profiled inferences take longer than others, so layer times are scaled to add
-        up to `float_ms`."""
-        layers = self._layers("")
-        total = sum(layer.time_ms or 0.0 for layer in layers)
-        if not total or self.float_ms is None:
-            return layers
-        scale = self.float_ms / total
-        return tuple(replace(x, time_ms=None if x.time_ms is None else scale * x.time_ms) for x in layers)
-
     @cached_property
     def history(self) -> tuple[Trial, ...]:
         """The trials in the order of the search, with their judgements from run.json."""
@@ -119,39 +98,134 @@ class FinishedRun:
             if row.of in trials
         )
 
-    @cached_property
-    def final(self) -> Placement:
-        """The tuned placement that ships; empty if the float model or the user's file ships.
+    @property
+    def is_by_rule(self) -> bool:
+        """Whether nothing was timed, and costs by rule decided."""
+        return any(isinstance(trial.result, CostsByRule) for trial in self.history)
 
-        Raises:
-            BadOption: placement.yaml is missing or damaged.
-        """
-        is_tuned = self.summary["shipped"] == "tuned"
-        return read_placement_file(self.folder / PLACEMENT).placement if is_tuned else Placement()
+    @cached_property
+    def model(self) -> Model:
+        """The float model as it was measured."""
+        return with_input_shapes(load(self.folder / BASELINE), self.fingerprint.input_shapes)
 
     @property
     def keeps_own_pairs(self) -> bool:
         """Whether what ships is the user's Q/DQ file as it is."""
         return self.summary["shipped"] == "given" and self.fingerprint.from_qdq
 
-    def layers_of(self, placement: Placement) -> tuple[Layer, ...]:
-        """The layers of the model with a placement that ships; empty if unknown."""
-        found = (trial.layers for trial in reversed(self.history) if trial.placement == placement and trial.layers)
-        return self._layers(placement.digest) or next(found, ())
+    @cached_property
+    def placement(self) -> Placement:
+        """The placement of what ships; empty if that has no pairs."""
+        if self.keeps_own_pairs:
+            return placement_in(self.model, load(self.folder / FINAL))
+        return read_placement_file(self.folder / PLACEMENT).placement
+
+    @cached_property
+    def trial(self) -> Trial | None:
+        """The trial of the shipped placement, the last one if there are several; None where the user's own file ships,
+        which no candidate stands for."""
+        if self.summary["shipped"] == "given":
+            return None
+        return next((t for t in reversed(self.history) if t.placement == self.placement), None)
+
+    @cached_property
+    def able(self) -> frozenset[Edge]:
+        """The edges on which a pair can stand."""
+        seen = self.placement.edges.union(*(t.placement.edges for t in self.history))
+        if strange := seen - every_edge(self.model):
+            pair = min(map(str, strange))
+            raise BadState(f"{self.folder} records a pair at {pair}, which its {BASELINE} does not have")
+        if (calibrated := self.records.get("ranges", RangesRecord)) is None:
+            raise BadState(f"the state file of {self.folder} ends before the calibration: run qdqtune tune to its end")
+        return possible_edges(self.model, calibrated.ranges) | seen
+
+    @cached_property
+    def possible(self) -> frozenset[Edge]:
+        """The edges of `able` where the user allows a pair: those within the nodes that he lists, and those tried."""
+        if not self.fingerprint.node_filter:
+            return self.able
+        regions = discovery.find(self.model, self.fingerprint.regions)
+        listed = filtered(self.model, patterns.group(self.model, regions), self.fingerprint.node_filter)
+        seen = self.placement.edges.union(*(t.placement.edges for t in self.history))
+        return self.able & edges_within(listed) | seen
+
+    @property
+    def here(self) -> Summary | AtThreads:
+        """Times and ratio of the shipped model at the number of threads that the search ran with."""
+        rows, threads = self.summary["by_threads"], self.summary["engine"].get("threads")
+        return next((row for row in rows if str(row["threads"]) == threads), self.summary)
+
+    @property
+    def float_ms(self) -> float | None:
+        """Time per inference, measured in rounds, of the float model in which pairs were placed: the user's file, or
+        the rewritten float; None on a simulator."""
+        gave = self.summary["rewrites"].get("gave")
+        if gave is None:
+            return self.here["baseline_ms"]
+        if self.summary["edges"] or self.summary.get("weights"):
+            return gave * (self.here["baseline_ms"] or 0.0)
+        return self.here["final_ms"] or self.here["baseline_ms"]
+
+    @cached_property
+    def shipped_ms(self) -> float | None:
+        """Time per inference of what ships, at least as the search measured it; None if unknown."""
+        if not self.placement or self.float_ms is None:
+            return self.float_ms
+        if self.here["final_ms"] is not None:
+            return self.here["final_ms"]
+        ratio = ratios_to_float(self.history, self.plan).get(self.placement)
+        return None if ratio is None else ratio * self.float_ms
+
+    @cached_property
+    def float_layers(self) -> tuple[Layer, ...]:
+        """The layers of the float build. Profiled inferences take longer than others, so layer times are scaled to add
+        up to `float_ms`."""
+        layers = self._layers("")
+        total = sum(layer.time_ms or 0.0 for layer in layers)
+        if not total or self.float_ms is None:
+            return layers
+        scale = self.float_ms / total
+        return tuple(replace(x, time_ms=None if x.time_ms is None else scale * x.time_ms) for x in layers)
+
+    @cached_property
+    def shipped_layers(self) -> tuple[Layer, ...]:
+        """The layers of the shipped build, in order; empty if unknown."""
+        if not self.placement:
+            return self.float_layers
+        found = (trial.layers for trial in reversed(self.history) if trial.placement == self.placement and trial.layers)
+        return self._layers(self.placement.digest) or next(found, ())
+
+    @cached_property
+    def float_spent(self) -> Mapping[str, NodeTime]:
+        """The time of each node in the float model; empty if the engine gives no times."""
+        return node_times(self.model, Placement(), self.float_layers, self.float_ms or 0.0)
+
+    @cached_property
+    def spent(self) -> Mapping[str, NodeTime]:
+        """The time of each node in the shipped model; empty if unknown."""
+        if not self.placement:
+            return self.float_spent
+        ms = self.shipped_ms
+        return {} if ms is None else node_times(self.model, self.placement, self.shipped_layers, ms)
 
     @property
     def proof(self) -> tuple[Measurement, ...]:
         """Rounds of the float (a) and the shipped model (b) for each block of builds; empty if nothing is proven."""
         if self.summary["shipped"] != "tuned":
             return ()
-        return self.records.get(proof_key(self.final), tuple[Measurement, ...]) or ()
+        return self.records.get(proof_key(self.placement), tuple[Measurement, ...]) or ()
 
-    @property
+    @cached_property
     def alone(self) -> Mapping[str, float]:
         """By tensor, the power of the output error that rounding it alone causes, over the power of the output; empty
         if it was not measured."""
         noises = self.records.values("noise:", dict[str, float])
         return list(noises.values())[-1] if noises else {}
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """The noise of placements, where the run measured that of single tensors."""
+        return Noise(self.model, self.alone, self.limits.max_noise) if self.alone else None
 
     def _layers(self, of: str) -> tuple[Layer, ...]:
         return self.records.values("layers:", tuple[Layer, ...]).get(of, ())
