@@ -35,11 +35,12 @@ def test_options_of_apply_reach_it(monkeypatch, call, tuned, tmp_path):
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
     given: list[InspectOptions] = []
+    monkeypatch.setattr(Inspection, "overview", lambda _: ["overview"])
     monkeypatch.setattr(Inspection, "lines", lambda _, **shown: ["named" if shown["verbose"] else "shown"])
     monkeypatch.setattr(models, "inspect", lambda options: given.append(options) or Inspection({}))
     code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
-    assert (code, out) == (0, "named\n")
+    assert (code, out) == (0, "overview\n\nnamed\n")
     assert given == [
         inspect_command.kind(
             Path("m.onnx"), fix_inputs={"sr": 1}, regions="topology", max_sequence_size=4, include_all_regions=True,

@@ -2,6 +2,7 @@
 
 import json
 
+import onnx
 import pytest
 from onnx import TensorProto
 
@@ -23,6 +24,33 @@ def found():
     model = net.model()
     made = discovery.find(model)
     return model, made, patterns.group(model, made)
+
+
+def test_the_overview_tells_what_a_model_holds_and_what_keeps_it_from_8_bits(tmp_path):
+    text = """<ir_version: 8, opset_import: ["" : 11]>
+        g (float[2] x, bool on, float[N, 3] z) => (float[2] y, float[N, 4] p) {
+            y = If (on) <
+                then_branch = a () => (float[2] t) { t = Abs (x) },
+                else_branch = b () => (float[2] e) { e = Neg (x) }
+            >
+            w = Constant <value = float[3, 4] {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}> ()
+            p = MatMul (z, w)
+        }"""
+    file = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(text), file)
+    inspection = inspect.inspect(inspect.InspectOptions(model=file))
+    assert inspection.values["model"] == {
+        "opset": 11,
+        "nodes": 2,
+        "parameters": 12,
+        "inputs": ["x: float32[2]", "on: bool[]", "z: float32[?,3]"],
+        "outputs": ["y: float32[2]", "p: float32[?,4]"],
+        "operators": {"If": 1, "MatMul": 1},
+        "products": 1,
+        "all_products": 1,
+        "notes": ["2 nodes in the bodies of If stay in float; if on decides, `fix_inputs` on=VALUE may bring them out"],
+    }
+    assert inspection.overview()[-2].startswith("8 bits   1 of 1 ")
 
 
 def test_the_text_has_the_phases_the_summary_and_the_most_frequent_patterns(found):

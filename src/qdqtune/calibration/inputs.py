@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,11 @@ PICTURE, SEQUENCE = 224, 64
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
     """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table."""
-    if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
-        flags = [f"`input_shapes` {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
-        more = len(dynamic) - 1
+    if flags := size_hints(specs):
+        more = len(flags) - 1
         others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
         wanted = first_of(flags, " ")
-        what = f"input {dynamic[0]}{others} dynamic dimensions"
+        what = f"input {next(s for s in specs if None in s.shape[1:])}{others} dynamic dimensions"
         fitting = ", which have to fit together" if more else ""
         raise BadOption(
             f"{what}: give `calibration_data`, which have sizes, or those you run with{fitting}, like {wanted}"
@@ -101,6 +100,11 @@ def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count:
                 raise BadModel(f"inputs are too large to make up: {listed(specs)}") from error
 
     return produce
+
+
+def size_hints(specs: Iterable[InputSpec]) -> list[str]:
+    """For each input with open sizes besides the first, the option that gives likely ones."""
+    return [f"`input_shapes` {s.name}:{'x'.join(map(str, _typical(s)))}" for s in specs if None in s.shape[1:]]
 
 
 def _typical(spec: InputSpec) -> tuple[int, ...]:

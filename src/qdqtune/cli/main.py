@@ -140,7 +140,7 @@ SUMMARIES = {
         "build": "Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized "
         "ONNX file.",
         "compare": "Time every other of FILES against the first, in the same rounds on fresh builds of all.",
-        "inspect": "Show how MODEL divides into regions, and which of them share a pattern.",
+        "inspect": "Show what MODEL holds: inputs and outputs, operators, and what keeps it from running in 8 bits.",
     },
     "checks": {
         "check": "Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.",

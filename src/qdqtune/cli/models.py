@@ -38,19 +38,23 @@ from qdqtune.tuning import contexts
 
 @command(InspectOptions)
 def inspect_command(options: InspectOptions, terminal: Terminal) -> None:
-    """Show how MODEL divides into regions, and which of them share a pattern.
+    """Show what MODEL holds: inputs and outputs, operators, and what keeps it from running in 8 bits.
 
-    They are those of the graph that tune works on: without pairs, and with BatchNormalizations folded into layers.
-    More patterns mean a longer search: every pattern is tuned once, wherever it occurs. With --tree every region
-    is shown, with -v every node and tensor as well.
+    With --regions auto also how the graph that tune works on divides into regions (it has no pairs, and layers have
+    absorbed BatchNormalizations), and which of them share a pattern. In region mode more patterns mean a longer
+    search: every pattern is tuned once, wherever it occurs. With --tree every region is shown, with -v every node
+    and tensor as well.
     """
     inspection = inspect(options)
     if terminal.as_machine:
         print_json(inspection.to_dict())
     else:
-        print_lines(inspection.lines(tree=options.tree, verbose=terminal.verbose))
-        if not (options.tree or terminal.verbose):
-            print("Every region: --tree, with the names of nodes and tensors: -v")
+        print_lines(inspection.overview())
+        if options.regions or options.tree or terminal.verbose:
+            print()
+            print_lines(inspection.lines(tree=options.tree, verbose=terminal.verbose))
+        else:
+            print("Regions and patterns: --regions auto; every region: --tree, with the names of nodes and tensors: -v")
 
 
 @dataclass(kw_only=True)

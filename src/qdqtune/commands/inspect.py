@@ -1,20 +1,28 @@
-"""`qdqtune inspect`: the regions and patterns of a model, as JSON values and as text made of them."""
+"""`qdqtune inspect`: what a model holds, and its regions and patterns, as JSON values and as text made of them."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
+
+from qdqtune.calibration.inputs import InputSpec, size_hints
 from qdqtune.calibration.options import FixOption, RewriteOption
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines.formats import FORMATS
 from qdqtune.explanation.formatting import counted
-from qdqtune.graph.model import Model
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model, graphs, opset_of
+from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW
 from qdqtune.options import COUNT, SWITCH, Flag, Int, Option, Text, choice, option
+from qdqtune.placement.possible import refusal
+from qdqtune.placement.reading import is_quantized
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Region, Regions, RegionType
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
@@ -22,7 +30,7 @@ from qdqtune.tuning.options import Division
 from qdqtune.tuning.subject import tuned_graph
 
 MOST_FREQUENT = 10
-"""How many patterns are listed."""
+"""How many patterns, and how many kinds of operators, are listed."""
 
 REGIONS: Any = option(
     choice("auto", "names", "topology"),
@@ -39,7 +47,13 @@ class InspectOptions(RewriteOption, FixOption, ModelOption):
     engine: Text = option(
         choice(*sorted(FORMATS)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
     )
-    regions: Option[Division, Division] = REGIONS
+    regions: Option[Division | None, Division | None] = option(
+        choice("auto", "names", "topology"),
+        None,
+        "Show regions and patterns, divided by node names, by topology, or by what fits (auto).",
+        "Output",
+        short="regions and patterns as well",
+    )
     max_sequence_size: Int = option(COUNT, 10, "Largest leaf, in nodes.", "Search", short="largest leaf, in nodes")
     include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
     tree: Flag = option(
@@ -72,6 +86,20 @@ class Inspection(Shown):
     def to_dict(self) -> Mapping[str, Any]:
         return self.values
 
+    def overview(self) -> list[str]:
+        """What the model holds: inputs, outputs, operators, and what keeps it from running in 8 bits."""
+        model, width = self.values["model"], 8
+        lines = [f"{'file':{width}} {model['nodes']} nodes, {model['parameters']:,} parameters, opset {model['opset']}"]
+        for title in ("inputs", "outputs"):
+            for number, tensor in enumerate(model[title]):
+                lines.append(f"{'' if number else title:{width}} {tensor}")
+        operators = [f"{count} {op}" for op, count in model["operators"].items()]
+        more = [f"{len(operators) - MOST_FREQUENT} other kinds"] if len(operators) > MOST_FREQUENT else []
+        lines.append(f"{'nodes':{width}} {', '.join([*operators[:MOST_FREQUENT], *more])}")
+        kinds = "Conv, ConvTranspose, Gemm and MatMul"
+        lines.append(f"{'8 bits':{width}} {model['products']} of {model['all_products']} {kinds} can have pairs")
+        return lines + [f"{'':{width}} {note}" for note in model["notes"]]
+
     def lines(self, *, tree: bool = False, verbose: bool = False) -> list[str]:
         """A summary that fits on a screen; with `tree` every region as well, with `verbose` its nodes and tensors."""
         lines = list(_head(self.values))
@@ -93,9 +121,61 @@ def inspect(options: InspectOptions) -> Inspection:
     Raises:
         QdqtuneError: the model cannot be read, or an option does not fit.
     """
-    graph = tuned_graph(Path(str(options.model)), options.fix_inputs, options.rewrites, options.engine)
-    division = discovery.find(graph, options.regions, max_sequence_size=options.max_sequence_size)
-    return inspected(graph, division, group(graph, division), include_all_regions=options.include_all_regions)
+    file = Path(str(options.model))
+    graph = tuned_graph(file, options.fix_inputs, options.rewrites, options.engine)
+    division = discovery.find(graph, options.regions or "auto", max_sequence_size=options.max_sequence_size)
+    inspection = inspected(graph, division, group(graph, division), include_all_regions=options.include_all_regions)
+    model = load(file, fix_inputs=options.fix_inputs)
+    opset = opset_of(onnx.load(file, load_external_data=False))  # reading a model may raise it
+    return Inspection({"model": {"opset": opset, **overview_of(model)}, **inspection.values})
+
+
+def overview_of(model: Model) -> dict[str, Any]:
+    """What a model holds, as JSON values. A product can have pairs if both its inputs can."""
+    products = [node for node in model.nodes if node.op in COMPUTE and not node.domain]
+    refusals = [
+        next(
+            filter(None, (refusal(model, tensor, node.index, slot) for slot, tensor in enumerate(node.inputs[:2]))),
+            None,
+        )
+        for node in products
+    ]
+    notes = []
+    if is_quantized(model):
+        notes.append("the file has pairs already: `from_qdq` takes them over")
+    inputs, outputs = [_tensors(model, names) for names in (model.inputs, model.outputs)]
+    if hints := size_hints(inputs):
+        notes.append(f"open sizes: give `calibration_data`, or sizes like {' '.join(hints)}")
+    switches = [spec.name for spec in inputs if spec.dtype.kind in "iub" and not spec.shape]
+    if inside := sum(len(graph.node) for graph in graphs(model.proto.graph)) - len(model.nodes):
+        advice = f"; if {switches[0]} decides, `fix_inputs` {switches[0]}=VALUE may bring them out" if switches else ""
+        notes.append(f"{counted(inside, 'node')} in the bodies of {_bodied(model)} stay in float{advice}")
+    for reason, count in Counter(filter(None, refusals)).items():
+        notes.append(f"{counted(count, 'product')} cannot: {reason}")
+    return {
+        "nodes": len(model.nodes),
+        "parameters": sum(math.prod(constant.shape) for constant in model.constants.values()),
+        "inputs": [str(spec) for spec in inputs],
+        "outputs": [str(spec) for spec in outputs],
+        "operators": dict(Counter(node.op for node in model.nodes).most_common()),
+        "products": refusals.count(None),
+        "all_products": len(products),
+        "notes": notes,
+    }
+
+
+def _bodied(model: Model) -> str:
+    return ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))
+
+
+def _tensors(model: Model, names: Sequence[str]) -> list[InputSpec]:
+    """Those of the tensors whose type and rank are known."""
+    infos = [(name, model.tensors.get(name)) for name in names]
+    return [
+        InputSpec(name, onnx.helper.tensor_dtype_to_np_dtype(info.dtype), info.shape)
+        for name, info in infos
+        if info is not None and info.shape is not None and info.dtype != onnx.TensorProto.UNDEFINED
+    ]
 
 
 def inspected(

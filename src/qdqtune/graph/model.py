@@ -164,7 +164,7 @@ class Model:
     @property
     def opset(self) -> int:
         """Version of the default operator set."""
-        return next((o.version for o in self.proto.opset_import if o.domain in ("", "ai.onnx")), 1)
+        return opset_of(self.proto)
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -270,6 +270,11 @@ class Model:
         for name, constant in self.large.items():
             whole.graph.initializer.append(constant.to_proto(name))
         return whole
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    """Version of the default operator set; 1 if the file imports none."""
+    return next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 1)
 
 
 def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:
