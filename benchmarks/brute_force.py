@@ -201,7 +201,7 @@ def ranked(
             ((trial, _),) = bench.measured(number, [Proposal("all", placement)], against)
             if (judged := judge(trial, plan)) is not None:
                 ratios[placement] = judged.median
-            worker.loaded.keep_only(against)
+            worker.keep_only(against)
     return sorted(ratios, key=lambda p: ratios[p])
 
 

@@ -33,10 +33,9 @@ from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.ratios import USUAL_BUILDS, Plan, judge, speed
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.summary import read_summary
-from qdqtune.types import Measurement, Placement, Trial
+from qdqtune.types import Measurement, Placement
 from runs import cost, hopeless, mixed, out, rows, settings, write
 from workers import Build, Watched, WatchedModel, Workers, in_process
 
@@ -99,17 +98,6 @@ class TestAnImprovement:
             path = out(improved, f"region_models/region_{region.id}_level_{region.level}.onnx")
             assert cost(path) == pytest.approx(final)
         assert 0 < len(best) < len(tuned)
-
-    def test_models_of_regions_are_there_as_soon_as_they_won(self, tmp_path: Path) -> None:
-        model = write(mixed(), tmp_path)
-        seen = list[int]()
-
-        class Watcher(Silent):
-            def trial(self, trial: Trial, outcome: str, state: State) -> None:
-                seen.append(len(list(out(model, "region_models").glob("*.onnx"))))
-
-        tune(settings(model), Watcher())
-        assert seen[0] == 0 < seen[-1]
 
     def test_the_summary_has_every_key_and_agrees_with_the_files(self, improved: Path, result: Result) -> None:
         summary = json.loads(out(improved, "summary.json").read_text())

@@ -70,7 +70,7 @@ from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern, tunable
 from qdqtune.system.checks import Output, check_outputs, written_as
 from qdqtune.system.writing import atomic_write, temporary_folder
-from qdqtune.timing.pairing import compare_builds
+from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.folder import pattern_cache_of
 from qdqtune.tuning.records import ConversationRecord

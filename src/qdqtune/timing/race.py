@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.timing.ratios import (
     BLOCK_LOOKS,
     Plan,
@@ -24,7 +25,7 @@ from qdqtune.timing.ratios import (
     ratio,
     settled,
 )
-from qdqtune.types import Measurement, Times
+from qdqtune.types import Measurement, Tensors, Times, Turn
 
 Take = Callable[[Sequence[int], range], Times]
 """Takes rounds with these numbers of some of the models, which are given by their places in the race."""
@@ -57,6 +58,39 @@ def decided_candidates(plan: Plan) -> Leave:
         return [model for model in running[1:] if settled(ratio(times.pair(0, model), plan))]
 
     return leave
+
+
+def taking_rounds(
+    runner: Runner, builds: Sequence[Handle], plan: Plan, seed: int, samples: Sequence[Tensors] = ()
+) -> Take:
+    """A function that takes rounds of some of the builds, for `race`; for `samples` see `Runner.rounds`."""
+    turns: list[Turn] = []
+
+    def take(places: Sequence[int], rounds: range) -> Times:
+        if not turns:
+            turns.extend(runner.turns(builds, plan.turn_seconds))
+        running = [builds[place] for place in places]
+        return runner.rounds(running, rounds, seed=seed, turns=turns, warmup=plan.warmup, samples=samples)
+
+    return take
+
+
+def compare_builds(
+    runner: Runner,
+    a: Handle,
+    b: Handle,
+    plan: Plan,
+    seed: int,
+    decided: Callable[[Ratio], bool] = settled,
+    is_late: Callable[[], bool] = lambda: False,
+) -> Measurement:
+    """Rounds of two builds, look by look, until it is `decided` or late: by default until b is faster or slower, or
+    shows no gain."""
+
+    def leave(times: Times, _: Sequence[int]) -> tuple[int, ...]:
+        return (1,) if decided(ratio(times.pair(0, 1), plan)) else ()
+
+    return race(taking_rounds(runner, [a, b], plan, seed), 2, plan, leave, is_late).pair(0, 1)
 
 
 # ---------------------------------------------------------------- files, each with several builds

@@ -31,7 +31,6 @@ from qdqtune.tuning.trial_worker import (
     BRIEF_LOOKS,
     Batch,
     Conditions,
-    Loaded,
     TrialJob,
     TrialWorker,
     profiled_runs,
@@ -55,7 +54,7 @@ class Bench:
 
     def __init__(self, pool: WorkerPool[TrialWorker], store: Store, conditions: Conditions) -> None:
         self._pool, self._store, self._conditions = pool, store, conditions
-        self._first, self._is_alone = pool.first, False
+        self._first = pool.first
         self._asked_metrics = set[Placement]()
         self.deadline: float | None = None
         """The time of `time.monotonic` at which comparisons end with the rounds that they have."""
@@ -135,7 +134,7 @@ class Bench:
     def keep_only(self, placement: Placement) -> None:
         """Free all builds on all devices but those of this placement."""
         for worker in self._pool:
-            worker.loaded.keep_only(placement)
+            worker.keep_only(placement)
 
     def stand_alone(self) -> None:
         """End all workers but the first, which measures alone from now on. If it was lost, it starts again in the place
@@ -143,14 +142,23 @@ class Bench:
         for worker in self._pool:
             if worker is not self._first:
                 worker.runner.close()
-        self._is_alone = True
+        self._pool = WorkerPool([self._first])
 
     def _keep(self, trial: Trial) -> None:
         """Store a trial, in place of what an earlier run has stored of it."""
-        key, record = _key(trial.placement, trial.against), _record(trial)
+        record = TrialRecord(
+            origin=trial.proposal.origin,
+            pattern=trial.proposal.pattern,
+            predicted=trial.proposal.predicted,
+            against=trial.against.digest,
+            placement=trial.placement,
+            accuracy=trial.accuracy or Accuracy(),
+            result=Outcome.of(trial.result),
+            layers=trial.layers,
+        )
         failed = failure(trial)
         is_lost = failed is not None and failed.is_transient
-        self._store.put(key, record, on_disk=not is_lost, order="deterministic")
+        self._store.put(_key(trial.placement, trial.against), record, on_disk=not is_lost, order="deterministic")
 
     def metric(self, placement: Placement) -> Score:
         """The user's metric of a placement, on the engine.
@@ -162,11 +170,11 @@ class Bench:
         evaluation = self._conditions.evaluation
         assert evaluation is not None  # it is asked for with `evaluate`, `labels` or `metric` only
         self._asked_metrics.add(placement)
-        build = partial(self._loaded.load, placement, f"metric_{placement.digest}")
+        build = partial(self._worker.load, placement, f"metric_{placement.digest}")
         return self._metric(placement.digest, evaluation, build)
 
     def _metric(self, of: str, evaluation: Metric, build: Callable[[], Handle]) -> Score:
-        floats = partial(self._loaded.load, FLOAT, "baseline")
+        floats = partial(self._worker.load, FLOAT, "baseline")
         return self._store.memo(
             f"metric:{evaluation.digest}:{of}", Score, lambda: measure(evaluation, self._runner, build(), floats)
         )
@@ -239,7 +247,7 @@ class Bench:
 
         def profiled() -> tuple[Layer, ...]:
             runs = profiled_runs(self.floats.seconds)
-            handle = self._loaded.load(placement, "final_layers" if placement else "baseline")
+            handle = self._worker.load(placement, "final_layers" if placement else "baseline")
             return self._runner.layers(handle, runs)
 
         try:
@@ -258,7 +266,7 @@ class Bench:
         def again() -> Accuracy:
             samples = self._conditions.samples[:REPEATED]
             with rewording("the engine cannot run the float model again", BaselineFailed):
-                outputs = self._runner.outputs(self._loaded.load(Placement(), "baseline"), samples)
+                outputs = self._runner.outputs(self._worker.load(Placement(), "baseline"), samples)
             reference, scores = self.reference[: len(samples)], self.scores.first(len(samples))
             return accuracy(reference, outputs, scores)
 
@@ -266,15 +274,11 @@ class Bench:
 
     @property
     def _worker(self) -> TrialWorker:
-        return self._first if self._is_alone else self._pool.first
+        return self._pool.first
 
     @property
     def _runner(self) -> Runner:
         return self._worker.runner
-
-    @property
-    def _loaded(self) -> Loaded:
-        return self._worker.loaded
 
     @cached_property
     def floats(self) -> FloatRecord:
@@ -296,7 +300,7 @@ class Bench:
             seconds, turn, build, start = each, each, each, 0.0
         else:
             with rewording(*CANNOT_RUN):
-                handle = self._loaded.load(FLOAT, "baseline")
+                handle = self._worker.load(FLOAT, "baseline")
             with rewording("the engine cannot time the float model", BaselineFailed):
                 calls = self._runner.timed(handle, 1).seconds[0][0]
             mix = self._runner.mix
@@ -322,7 +326,7 @@ class Bench:
                 outputs = by_rule.reference()
         else:
             with rewording(*CANNOT_RUN):
-                outputs = self._runner.outputs(self._loaded.load(FLOAT, "baseline"), self._conditions.samples)
+                outputs = self._runner.outputs(self._worker.load(FLOAT, "baseline"), self._conditions.samples)
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
         return outputs
@@ -335,19 +339,6 @@ class Bench:
 
 def _key(placement: Placement, against: Placement) -> str:
     return f"trial:{job_of(placement.digest, against.digest)}"
-
-
-def _record(trial: Trial) -> TrialRecord:
-    return TrialRecord(
-        origin=trial.proposal.origin,
-        pattern=trial.proposal.pattern,
-        predicted=trial.proposal.predicted,
-        against=trial.against.digest,
-        placement=trial.placement,
-        accuracy=trial.accuracy or Accuracy(),
-        result=Outcome.of(trial.result),
-        layers=trial.layers,
-    )
 
 
 def remembered(number: int, proposal: Proposal, against: Placement, record: TrialRecord) -> Trial:

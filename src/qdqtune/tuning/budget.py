@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
-from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import MAX_POINTS
-from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, judge, least_rounds
+from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, least_rounds
 from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
@@ -164,22 +161,3 @@ class Budget:
             return None
         spent = f"{1 + len(trials)} of {1 + self.builds} builds"
         return f"`time_budget` has ended the search after {spent}: with more time the same command goes on from there"
-
-    def state(self, trials: Sequence[Trial], plan: Plan, seconds: float, *, replayed: bool) -> State:
-        """The progress of a run after these trials, which took `seconds`; `replayed` is about the last one."""
-        best, built, left = best_of(trials), len(trials), self.seconds_left
-        expected = max(0.0, min(seconds / built * (self.builds - built), inf if left is None else left))
-        floats, last = ratios_to_float(trials, plan), trials[-1]
-        own, against = judge(last, plan), floats[last.against]
-        ratio = None if own is None else own.scaled(against)
-        return State(
-            builds=1 + built,
-            limit=1 + self.builds,
-            best_ratio=floats[best],
-            best=best,
-            seconds=seconds,
-            seconds_left=expected + self.proof_seconds(1),
-            replayed=replayed,
-            ratio=ratio,
-            against_ratio=against,
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,9 @@ import numpy as np
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import load, usable_cores
 from qdqtune.engines.machine import COST_MODEL, MachineFacts, is_simulated
-from qdqtune.engines.runner import Runner, as_workloads
-from qdqtune.errors import BadOption, EngineRefused
+from qdqtune.engines.runner import as_workloads
+from qdqtune.errors import BadOption
 from qdqtune.types import Measurement, Mix, Placement, Trial
-
-GLANCE_ROUNDS = 3
-"""Rounds of the glance at one thread; each takes four inferences. Chosen, not measured."""
-
-CLEARLY_LESS = 0.9
-"""The most of the time at all threads that one thread may take to be told of. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +65,6 @@ def tuned_for(counts: Sequence[int | None], *, is_default: bool) -> str | None:
     listed = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
     by_default = ", the default here" if is_default else ""
     return f"{listed} thread{'s' * (numbers != ['1'])}{by_default}; other numbers were not measured"
-
-
-def glance_at_one_thread(runner: Runner, file: Path, mix: Mix, count: int) -> str | None:
-    """A note for the user if the float model in `file` is faster at one thread than at `count`, as a dozen inferences
-    at each tell; None where the engine fails."""
-    before, counts = runner.mix, (count, 1)
-    runner.feed(at_each(mix, counts))
-    try:
-        handle = runner.load(file, "glance")
-        try:
-            rounds = np.array(runner.timed(handle, GLANCE_ROUNDS, warmup=1).seconds[0])  # [round, call]
-        finally:
-            runner.unload(handle)
-    except EngineRefused:
-        return None
-    finally:
-        runner.feed(before)
-    usual, one = (1e3 * float(np.median(rounds @ view.shares)) for view in views_of(mix, counts))
-    if one > CLEARLY_LESS * usual:
-        return None
-    return f"the float model takes {one:.3g} ms at one thread and {usual:.3g} ms at {count}: `threads` 1 tunes for one"
 
 
 def at_each(mix: Mix, counts: Sequence[int | None]) -> Mix:

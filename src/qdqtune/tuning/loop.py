@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
-from qdqtune.search import Strategy, best_of, products_left_in_float
+from qdqtune.search import Strategy, best_of, products_left_in_float, ratios_to_float
 from qdqtune.timing.limits import outcome
+from qdqtune.timing.ratios import judge
 from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.folder import BASELINE, FRONT
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
-from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent
+from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
 from qdqtune.tuning.proof import chosen_by_rule, prove
 from qdqtune.tuning.result import Result, RunLogWriter, conclude
 from qdqtune.tuning.rewritten import with_rewrites
@@ -91,16 +92,34 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
                 measured_count += not replayed
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
-                state = budget.state(known, plan, time.monotonic() - started, replayed=replayed)
-                state = replace(
-                    state,
-                    missed=run.limits.why_refused(trials[-1]),
-                    timed=run.settings.is_timed,
-                    judged=run.settings.has_samples,
-                )
+                state = _state(known, run, time.monotonic() - started, replayed=replayed)
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
         if measured_count:
             pace = (time.monotonic() - begun) / measured_count
         history = known
         run.bench.keep_only(best_of(history))
     return history, budget.shortfall(history, pace)
+
+
+def _state(trials: Sequence[Trial], run: Run, seconds: float, *, replayed: bool) -> State:
+    """The progress of a run after these trials, which took `seconds`; `replayed` is about the last one."""
+    budget, plan, last = run.budget, run.settings.plan, trials[-1]
+    expected = seconds / len(trials) * (budget.builds - len(trials))
+    if budget.seconds_left is not None:
+        expected = max(0.0, min(expected, budget.seconds_left))
+    floats, ratio = ratios_to_float(trials, plan), judge(last, plan)
+    against = floats[last.against]
+    return State(
+        builds=1 + len(trials),
+        limit=1 + budget.builds,
+        best_ratio=floats[best_of(trials)],
+        best=best_of(trials),
+        seconds=seconds,
+        seconds_left=expected + budget.proof_seconds(1),
+        replayed=replayed,
+        ratio=None if ratio is None else ratio.scaled(against),
+        against_ratio=against,
+        missed=run.limits.why_refused(last),
+        timed=run.settings.is_timed,
+        judged=run.settings.has_samples,
+    )

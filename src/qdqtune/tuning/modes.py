@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from qdqtune.errors import writing
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
@@ -26,7 +27,7 @@ from qdqtune.search.subgraph import with_quiet_seeds
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.contexts import shares_at
 from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
-from qdqtune.tuning.observer import Observer, Silent, State
+from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.result import ModeResult, summary_by_rule
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
@@ -158,13 +159,19 @@ def region(run: Run) -> Mode:
     if settings.seed_builds > 0 and (by_cut := cut_search(run, noise)) is not None:
         by_cut = replace(by_cut, seeds={**by_region.from_cache(), **by_cut.seeds})
         strategy = TwoStage(by_cut, by_region, settings.seed_builds)
-    models = RegionModels(run)
+    folder = run.output.clear(REGION_MODELS)
+    run.output.claim(folder / CONSTANTS)
+    files = dict[str, Path]()
+    for pattern in subject.tuned:
+        first = pattern.instances[0]
+        files[pattern.digest] = run.output.claim(folder / f"region_{first.id}_level_{first.level}.onnx")
 
     def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
-        models.finish(history)
+        if history:
+            _write_regions(files, history, run)
         return ModeResult()
 
-    return Mode(strategy, record, (models,))
+    return Mode(strategy, record)
 
 
 def _tell_of_16_bits(run: Run) -> None:
@@ -172,45 +179,19 @@ def _tell_of_16_bits(run: Run) -> None:
         run.observer.note(f"`mode` {run.settings.mode} places pairs of 8 bits only; `mode` cut also those of 16")
 
 
-class RegionModels(Silent):
-    """Writes for each pattern a whole model, named after the pattern's first region, with the last accepted placement
-    that changed the pattern; if no scheme of the pattern was accepted, with the best placement of the search.
-
-    The models share a file of constants of their own, so that they can be opened while the search goes on.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._output, subject = run.output, run.subject
-        self._folder = run.output.clear(REGION_MODELS)
-        self._inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-        regions = ((pattern.digest, pattern.instances[0]) for pattern in subject.tuned)
-        self._names = {digest: f"region_{region.id}_level_{region.level}.onnx" for digest, region in regions}
-        self._written: dict[str, Placement] = {}
-        self._constants: ConstantFile | None = None
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        if state.best == trial.placement and (name := self._names.get(trial.proposal.pattern)):
-            self._write(name, trial.placement)
-
-    def finish(self, history: Sequence[Trial]) -> None:
-        """Write models that are missing, or that hold a placement that another one of its batch beat in the end."""
-        best = best_of(history)
-        won = {t.proposal.pattern: t.placement for t in history if t.accepted}
-        for digest, name in self._names.items() if history else ():
-            if self._written.get(name) != won.get(digest, best):
-                self._write(name, won.get(digest, best))
-        if self._constants is not None:
-            self._constants.__exit__()
-
-    def _write(self, name: str, placement: Placement) -> None:
-        path = self._output.claim(self._folder / name)
-        if self._constants is None:
-            with writing(self._folder):
-                self._folder.mkdir(exist_ok=True)
-            self._constants = ConstantFile(self._output.claim(self._folder / CONSTANTS))
-        with atomic_write(path) as fresh:
-            self._constants.save(self._inserter.insert(placement), fresh)
-        self._written[name] = placement
+def _write_regions(files: Mapping[str, Path], history: Sequence[Trial], run: Run) -> None:
+    """Write for each pattern, given by its digest, the whole model with the last accepted placement that changed it; if
+    no scheme of the pattern was accepted, with the best placement of the search. The models share one file of
+    constants."""
+    inserter = Inserter(run.subject.model, run.subject.ranges, run.subject.numbers)
+    folder, best = run.output.path / REGION_MODELS, best_of(history)
+    won = {t.proposal.pattern: t.placement for t in history if t.accepted}
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+    with ConstantFile(folder / CONSTANTS) as constants:
+        for pattern, file in files.items():
+            with atomic_write(file) as fresh:
+                constants.save(inserter.insert(won.get(pattern, best)), fresh)
 
 
 # ---------------------------------------------------------------- subgraph

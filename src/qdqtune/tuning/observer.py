@@ -9,7 +9,7 @@ from typing import Protocol
 from qdqtune.engines.execution import raise_if_cancelled
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Ratio
-from qdqtune.types import Deaf, Listener, Placement, Trial
+from qdqtune.types import Listener, Placement, Trial
 
 SEARCHING = "searching"
 """The stage in which candidates are measured. Other stages, such as measuring noise, may interrupt it."""
@@ -66,17 +66,8 @@ class Observer(Listener, Protocol):
         return
 
 
-class Silent(Deaf):
+class Silent(Observer):
     """An observer that ignores every event."""
-
-    def note(self, text: str) -> None:
-        """Ignore it."""
-
-    def patterns(self, tuned: Sequence[Pattern]) -> None:
-        """Ignore them."""
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """Ignore it."""
 
 
 class Observers:

@@ -25,7 +25,7 @@ from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.timing.pairing import compare_builds
+from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan, is_cut_short, ratio
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import NO_REWRITES, Form, Outcome, RewriteRecord, Tried, TriedRewrites

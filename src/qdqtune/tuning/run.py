@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qdqtune.engines import THREADED
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
 from qdqtune.engines.execution import Execution
@@ -33,7 +35,7 @@ from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget
-from qdqtune.tuning.contexts import GLANCE_ROUNDS, at_each, glance_at_one_thread, ratios_at, views_of
+from qdqtune.tuning.contexts import at_each, ratios_at, views_of
 from qdqtune.tuning.file_race import MOST_TRIES, Racer
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
@@ -55,8 +57,12 @@ FIRST, LESSONS = 3, 2
 from each batch, so that many workers do not spend all builds right after the first. Measured by benchmarks/batches.py:
 with two the files are at most 0.4 % slower than by one build at a time, with one up to 4 %."""
 
-GLANCE_SHARE = 0.05
-"""The share of the time left of a time budget that the glance at one thread may take. Chosen, not measured."""
+GLANCE_ROUNDS, GLANCE_SHARE = 3, 0.05
+"""Rounds of the glance at one thread, each of four inferences, and the share of the time left of a time budget that it
+may take. Chosen, not measured."""
+
+CLEARLY_LESS = 0.9
+"""The most of the time at all threads that one thread may take to be told of. Chosen, not measured."""
 
 DROP = 0.01
 """By which share the user's metric may fall if the user sets no limit on it. Chosen, not measured."""
@@ -260,8 +266,9 @@ def open_run(ready: Ready) -> Iterator[Run]:
 
 
 def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
-    """A note if the float model is faster at one thread than at those that the engine takes by default. Not looked at
-    where the user names the threads, for large models, or where time is short."""
+    """A note if the float model is faster at one thread than at those that the engine takes by default, as a dozen
+    inferences at each tell. Not looked at where the user names the threads, for large models, or where time is short.
+    """
     settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
     is_usual = settings.threads is None and settings.engine.name in THREADED and settings.is_timed
     if count in (None, 1) or not is_usual or runner.memory is not None:
@@ -270,10 +277,21 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
     takes = 2 * floats.build_seconds + 2 * GLANCE_ROUNDS * (1 + count) * floats.seconds
     if ready.ends is not None and takes > GLANCE_SHARE * (ready.ends - time.monotonic()):
         return None
-    file = ready.constants.write(ready.subject.model, "glance")
-    note = glance_at_one_thread(runner, file, ready.subject.mix, count)
-    file.unlink()
-    return note
+    file, before, counts = ready.constants.write(ready.subject.model, "glance"), runner.mix, (count, 1)
+    runner.feed(at_each(ready.subject.mix, counts))
+    try:
+        handle = runner.load(file, "glance")
+        seconds = np.array(runner.timed(handle, GLANCE_ROUNDS, warmup=1).seconds[0])  # [round, call]
+        runner.unload(handle)
+    except EngineRefused:
+        return None
+    finally:
+        runner.feed(before)
+        file.unlink()
+    usual, one = (1e3 * float(np.median(seconds @ view.shares)) for view in views_of(ready.subject.mix, counts))
+    if one > CLEARLY_LESS * usual:
+        return None
+    return f"the float model takes {one:.3g} ms at one thread and {usual:.3g} ms at {count}: `threads` 1 tunes for one"
 
 
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:

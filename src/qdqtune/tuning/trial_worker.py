@@ -21,8 +21,7 @@ from qdqtune.numerics.scores import Scores
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.pairing import taking_rounds
-from qdqtune.timing.race import decided_candidates, race
+from qdqtune.timing.race import decided_candidates, race, taking_rounds
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import (
     Array,
@@ -38,8 +37,7 @@ from qdqtune.types import (
 
 
 class Candidates:
-    """Files of one model's placements, each written when it is first asked for, in the folder of `constants`. Several
-    threads may ask."""
+    """Files of one model's placements, in the folder of `constants`. Several threads may ask."""
 
     def __init__(self, inserter: Inserter, constants: ConstantFile) -> None:
         self.folder = constants.path.parent
@@ -47,19 +45,15 @@ class Candidates:
         self._lock = Lock()
         self._used: Counter[Placement] = Counter()
 
-    def file(self, placement: Placement) -> Path:
-        """A small file of the placement that refers to the constants which all candidates share."""
+    def keep(self, placement: Placement) -> Path:
+        """A small file of the placement that refers to the constants which all candidates share. It exists until `drop`
+        was called as often as this."""
         path = self.folder / f"{placement.digest}.onnx"
         with self._lock:
+            self._used[placement] += 1
             if not path.exists():
                 self._constants.save(self._inserter.insert(placement), path)
         return path
-
-    def keep(self, placement: Placement) -> Path:
-        """The file of a placement, which exists until `drop` was called as often as this."""
-        with self._lock:
-            self._used[placement] += 1
-        return self.file(placement)
 
     def drop(self, placement: Placement) -> None:
         """Delete the file, unless another caller keeps it."""
@@ -71,37 +65,6 @@ class Candidates:
     def write_whole(self, placement: Placement, path: Path) -> None:
         """Write a placement as a self-contained file."""
         save(self._inserter.insert(placement), path, self._constants)
-
-
-class Loaded:
-    """Builds of one model's placements on one device, each made when it is first asked for."""
-
-    def __init__(self, runner: Runner, candidates: Candidates) -> None:
-        self._candidates = candidates
-        self._runner = runner
-        self._loaded: dict[Placement, Handle] = {}
-
-    def load(self, placement: Placement, log_name: str) -> Handle:
-        """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
-        if placement not in self._loaded:
-            file = self._candidates.keep(placement)
-            try:
-                self._loaded[placement] = self._runner.load(file, log_name)
-            except EngineRefused:
-                self._candidates.drop(placement)
-                raise
-        return self._loaded[placement]
-
-    def drop(self, placement: Placement) -> None:
-        """Unload a placement and delete its file, if it is loaded."""
-        if placement in self._loaded:
-            self._runner.unload(self._loaded.pop(placement))
-            self._candidates.drop(placement)
-
-    def keep_only(self, placement: Placement) -> None:
-        """Unload every placement but this one."""
-        for other in [p for p in self._loaded if p != placement]:
-            self.drop(other)
 
 
 NO_NODES = Failure("build", "the provider runs no node of the model: do its options name a chip that it knows?")
@@ -189,10 +152,33 @@ class TrialWorker:
 
     def __init__(self, runner: Runner, candidates: Candidates, conditions: Conditions, number: int = 0) -> None:
         self.runner = runner
-        self.loaded = Loaded(runner, candidates)
+        self._candidates = candidates
+        self._builds: dict[Placement, Handle] = {}
         self._mark = f"-{number + 1}" if number else ""
         self._conditions = conditions
         self._costs: dict[Placement, float] = {}
+
+    def load(self, placement: Placement, log_name: str) -> Handle:
+        """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
+        if placement not in self._builds:
+            file = self._candidates.keep(placement)
+            try:
+                self._builds[placement] = self.runner.load(file, log_name)
+            except EngineRefused:
+                self._candidates.drop(placement)
+                raise
+        return self._builds[placement]
+
+    def drop(self, placement: Placement) -> None:
+        """Unload a placement and delete its file, if it is loaded."""
+        if placement in self._builds:
+            self.runner.unload(self._builds.pop(placement))
+            self._candidates.drop(placement)
+
+    def keep_only(self, placement: Placement) -> None:
+        """Unload every placement but this one."""
+        for other in [p for p in self._builds if p != placement]:
+            self.drop(other)
 
     def trials(self, jobs: Sequence[TrialJob], batch: Batch) -> list[Trial]:
         """Measure candidates that are compared with the same placement, all in the same rounds.
@@ -213,15 +199,15 @@ class TrialWorker:
                     trials[job.number] = self._ruled(job, batch, by_rule)
             except EngineRefused as refused:
                 trials[job.number] = job.failed(refused.failure)
-                self.loaded.drop(job.proposal.placement)
+                self.drop(job.proposal.placement)
         for trial in self._raced(entrants, batch) if entrants else ():
             trials[trial.number] = trial
             if not self._conditions.may_be_taken(trial):
-                self.loaded.drop(trial.placement)
+                self.drop(trial.placement)
         return [trials[job.number] for job in jobs]
 
     def _entrant(self, job: TrialJob) -> Entrant:
-        build = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        build = self.load(job.proposal.placement, f"trial_{job.number:03}")
         if self.runner.start_seconds(build):
             return Entrant(job, build, None)
         outputs = self.runner.outputs(build, self._conditions.samples)
@@ -276,7 +262,7 @@ class TrialWorker:
 
     def _ruled(self, job: TrialJob, batch: Batch, by_rule: ByRule) -> Trial:
         """A candidate with its outputs, its layers, and its costs by rule; nothing is timed."""
-        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        candidate = self.load(job.proposal.placement, f"trial_{job.number:03}")
         outputs = self._deciding(candidate, batch)
         check_finite(outputs)
         layers = self.runner.layers(candidate, 1)
@@ -304,7 +290,7 @@ class TrialWorker:
         not run it, which is possible for the float model only, each of its nodes counts as one that runs elsewhere."""
         if placement not in self._costs:
             try:
-                layers = self.runner.layers(self.loaded.load(placement, f"best{self._mark}"), 1)
+                layers = self.runner.layers(self.load(placement, f"best{self._mark}"), 1)
             except EngineRefused:
                 layers = ()
             self._costs[placement] = by_rule.costs.cost(placement, layers)
@@ -312,7 +298,7 @@ class TrialWorker:
 
     def _opponent(self, job: TrialJob) -> Handle:
         with rewording("the engine does not build the best model so far again"):  # it has built it before
-            return self.loaded.load(job.against, f"best{self._mark}")
+            return self.load(job.against, f"best{self._mark}")
 
 
 def trial_seconds(

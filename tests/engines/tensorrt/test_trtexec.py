@@ -28,7 +28,7 @@ from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.tensorrt.trtexec import _outputs
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
-from qdqtune.timing.pairing import compare_builds
+from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.types import NumericFormat, QType

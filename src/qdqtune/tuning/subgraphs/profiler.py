@@ -31,7 +31,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Profile, SchemeResult, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.system.writing import atomic_write
-from qdqtune.timing.pairing import compare_builds
+from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS
 from qdqtune.tuning.observer import Observer
