@@ -106,10 +106,6 @@ class InProcess:
         """`Worker.kill`."""
         self._session = None
 
-    def exit_reason(self) -> str:
-        """`Worker.exit_reason`."""
-        return "no exit code"
-
     def printed(self) -> str:
         """`Worker.printed`."""
         return ""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qdqtune.engines import channel as channels
-from qdqtune.engines.channel import APART, Channel
+from qdqtune.engines.channel import Channel
 from qdqtune.engines.execution import Deadline, cancelled_by
 from qdqtune.errors import Cancelled, EngineFailure, Failure
 from qdqtune.types import Accuracy, Layer
@@ -40,7 +40,7 @@ def passed(message: object, ends: Ends) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("size", [0, 3, APART])
+@pytest.mark.parametrize("size", [0, 3, 2**16])
 def test_what_is_sent_arrives(size: int, ends: Ends) -> None:
     arrays = {"a": np.arange(size, dtype=np.float32), "b": np.full((2, size), 7, np.int8), "t": np.ones((size, 2)).T}
     good, answer = passed((True, arrays), ends)
@@ -137,4 +137,4 @@ def test_the_other_end_is_gone(ends: Ends) -> None:
     with pytest.raises(EOFError):
         ends[0].recv(Deadline(60.0))
     with pytest.raises(OSError):
-        ends[0].send(np.zeros(APART, np.float32), Deadline(60.0))
+        ends[0].send(np.zeros(2**16, np.float32), Deadline(60.0))

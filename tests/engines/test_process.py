@@ -13,8 +13,10 @@ import pytest
 from qdqtune.engines import EngineSpec, devices, process
 from qdqtune.engines.devices import Device, pinned
 from qdqtune.engines.execution import OVERTIME, Execution
-from qdqtune.engines.process import WorkerConnection, WorkerProcess
+from qdqtune.engines.process import WorkerProcess
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
+from workers import InProcess, Workers
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on Linux only")
 
@@ -47,18 +49,17 @@ def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("left", "limit"), [(None, 600.0), (300.0, 300.0), (0.0, OVERTIME), (-5.0, OVERTIME)])
-def test_a_time_budget_ends_requests_to_an_engine_that_hangs(left: float | None, limit: float) -> None:
+def test_a_time_budget_ends_requests_to_an_engine_that_hangs(tmp_path: Path, left: float | None, limit: float) -> None:
     """While a measurement in hand may be finished."""
     limits = list[float]()
 
-    class Recorded:
-        alive = True
-
-        def request(self, name: str, arguments: object, limit: float) -> tuple[bool, None]:
+    class Recorded(InProcess):
+        def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
             limits.append(limit)
-            return True, None
+            return super().request(name, arguments, limit)
 
     execution = Execution(600.0, None if left is None else time.monotonic() + left)
-    kind: Any = {"start": Recorded, "first_requests": lambda: (), "ended": lambda: None}
-    WorkerConnection(EngineSpec("fake"), execution, **kind).ask("describe", what="answering")
+    start = lambda *_: Recorded(Workers())  # noqa: E731
+    with Runner(EngineSpec("fake"), log_dir=tmp_path, execution=execution, start=start) as runner:
+        runner.describe()
     assert limits[-1] == pytest.approx(limit, abs=60.0 if left == 300.0 else 0.0)

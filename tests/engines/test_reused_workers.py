@@ -10,8 +10,7 @@ import pytest
 from engine_contract import IMAGE, conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION, Execution, cancelled_by
-from qdqtune.engines.reused_workers import reused_workers
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Runner, reused_workers
 from qdqtune.types import Tensors
 
 
@@ -20,8 +19,8 @@ def answer(execution: Execution, folder: Path, samples: list[Tensors], at_once: 
     spec = EngineSpec("onnxruntime", options)
     with Runner(spec, log_dir=folder / "logs", execution=execution, reuses=True) as runner:
         outputs = runner.outputs_of(folder / "plain.onnx", samples, at_once)
-        assert runner._connection.worker is not None
-        return runner._connection.worker._process, outputs
+        assert runner._worker is not None
+        return runner._worker._process, outputs
 
 
 @pytest.fixture

@@ -73,8 +73,8 @@ def failed(ask: Callable[[], object]) -> Failure:
 
 
 def pid(runner: Runner) -> int:
-    assert runner._connection.worker is not None
-    return runner._connection.worker._process.pid
+    assert runner._worker is not None
+    return runner._worker._process.pid
 
 
 def gone(process: int) -> bool:
@@ -152,9 +152,9 @@ def test_a_build_that_fails_leaves_the_rest_usable(
         a, b = runner.load(files.plain), runner.load(files.large)
         before = raced(runner, a, b, 2, **ROUNDS)
         for _ in range(2):
-            runner._connection.limit = 1.0 if fault == "hang" else 60.0
+            runner._execution = Execution(1.0 if fault == "hang" else 60.0)
             failure = failed(lambda: runner.load(files.quantized, "bad"))
-            runner._connection.limit = 60.0  # the good ones may take their time
+            runner._execution = Execution(60.0)  # the good ones may take their time
             assert failure.stage == stage
             assert words in failure.reason
             assert f"fault: {fault}" in failure.log
@@ -195,7 +195,7 @@ def kill_when_they_hang(runner: Runner, log: Path, count: int) -> None:
     killed: set[int] = set()
     while len(killed) < count:
         time.sleep(0.01)
-        if (worker := runner._connection.worker) is None or not log.exists() or "fault: hang" not in log.read_text():
+        if (worker := runner._worker) is None or not log.exists() or "fault: hang" not in log.read_text():
             continue
         number = worker._process.pid  # type: ignore[attr-defined]
         if number not in killed:
@@ -259,7 +259,7 @@ from qdqtune.engines.runner import Runner
 print("imported", flush=True)  # a worker that imported this script would say so again
 runner = Runner(EngineSpec("fake", {{"faults": {{"hang": "conv"}}}}), log_dir=Path({str(tmp_path)!r}))
 runner.load(Path({str(files.plain)!r}))
-print(runner._connection.worker._process.pid, flush=True)
+print(runner._worker._process.pid, flush=True)
 if {busy}:
     runner.load(Path({str(files.quantized)!r}))
 time.sleep(600)
@@ -310,7 +310,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 runner = Runner({trtexec(tmp_path)!r}, log_dir=Path({str(tmp_path / "logs")!r}))
 runner.load(Path({str(files.plain)!r}))
-print(runner._connection.worker._process.pid, flush=True)
+print(runner._worker._process.pid, flush=True)
 time.sleep(600)
 """)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment())

@@ -58,7 +58,7 @@ def test_every_runner_of_a_command_has_the_limit(call, tmp_path, command, monkey
 
     def watched(runner: Runner, *arguments: object, **more: object) -> None:
         made(runner, *arguments, **more)  # type: ignore[arg-type]
-        limits.append(runner._connection.limit)
+        limits.append(runner._execution.seconds)
 
     monkeypatch.setattr(Runner, "__init__", watched)
     code, _, err = call(command, *arguments, "--time-limit", "123s")

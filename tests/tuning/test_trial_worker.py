@@ -117,7 +117,7 @@ def test_the_proof_runs_alone(model: Path, monkeypatch: pytest.MonkeyPatch, many
     alive: list[int] = []
 
     def watched(history: Any, run: Any) -> Any:
-        alive.append(sum(runner._connection.worker is not None for runner in (run.runner, *run.others)))
+        alive.append(sum(runner._worker is not None for runner in (run.runner, *run.others)))
         return prove(history, run)
 
     monkeypatch.setattr(loop, "prove", watched)

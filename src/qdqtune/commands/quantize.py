@@ -37,8 +37,7 @@ from qdqtune.engines.formats import (
     weight_formats_like,
 )
 from qdqtune.engines.options import time_limit_option
-from qdqtune.engines.reused_workers import reused_workers
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Handle, Runner, reused_workers
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import placed
 from qdqtune.graph.float16 import Precision, load_for

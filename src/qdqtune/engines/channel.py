@@ -1,4 +1,4 @@
-"""Messages between two processes over two pipes: a length, an object in pickle's form, and large arrays as they are.
+"""Messages between two processes over two pipes: a length, an object in pickle's form, and arrays as they are.
 
 A process that is stopped reads nothing and answers nothing, so each send and each receive may have a deadline. The side
 that asks takes back values only: what another machine answers must not run code here.
@@ -16,9 +16,6 @@ from contextlib import suppress
 from typing import Any
 
 from qdqtune.engines.execution import Deadline
-
-APART = 2**16
-"""Bytes from which on an array goes behind its message, without a copy. Chosen, not measured."""
 
 PIPE_BYTES = 2**20
 """Size of a pipe where the system lets us choose: few changes between the processes for large arrays."""
@@ -56,15 +53,9 @@ class Channel:
             TimeoutError: the other end has not taken all of it; nothing can be sent any more.
             OSError: the other end has closed.
         """
-        arrays: list[memoryview] = []
-
-        def stays_inside(buffer: pickle.PickleBuffer) -> bool:
-            is_small = buffer.raw().nbytes < APART
-            if not is_small:
-                arrays.append(buffer.raw())
-            return is_small
-
-        parts = [memoryview(pickle.dumps(message, protocol=5, buffer_callback=stays_inside)), *arrays]
+        arrays: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
+        parts = [memoryview(data), *(array.raw() for array in arrays)]
         sizes = [part.nbytes for part in parts]
         self._write(memoryview(struct.pack(f">{1 + len(sizes)}Q", len(sizes), *sizes)), deadline)
         for part in parts:

@@ -1,4 +1,4 @@
-"""Worker processes as their parent sees them: how one starts, answers over two pipes, is killed, and is replaced."""
+"""Worker processes as their parent sees them: how one starts, answers over two pipes, and is killed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from qdqtune.engines import EngineSpec
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
-from qdqtune.engines.execution import Deadline, Execution
-from qdqtune.engines.memory import OUT_OF_RESOURCES
-from qdqtune.errors import EngineFailure, EngineRefused, EngineUnavailable, Failure, QdqtuneError, Stage, writing
+from qdqtune.engines.execution import Deadline
+from qdqtune.errors import EngineUnavailable, writing
 from qdqtune.system.interpreter import end_group, python
-from qdqtune.system.writing import WORKERS, Scratch, append
-
-START_SECONDS = 120.0
-"""Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
-
-LOG_LINES = 50
-"""Lines of a log that a `Failure` quotes. Chosen, not measured."""
-
-T = TypeVar("T")
+from qdqtune.system.writing import WORKERS, Scratch
 
 
 class Worker(Protocol):
@@ -44,14 +34,11 @@ class Worker(Protocol):
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
-            EOFError, OSError: the worker has ended.
+            EOFError: the worker has ended; the text says how.
         """
 
     def kill(self) -> None:
         """End the worker at once."""
-
-    def exit_reason(self) -> str:
-        """The exit code or the signal with which the worker has ended, for messages."""
 
     def printed(self) -> str:
         """What the worker has printed outside of builds."""
@@ -87,19 +74,18 @@ class Program:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def send(self, message: object, limit: float) -> None:
-        """Send a message that has no answer. Raises as `ask`."""
-        self.channel.send(message, Deadline(limit))
-
     def ask(self, message: object, limit: float) -> Any:
-        """Send a message and wait for its answer.
-
-        Raises:
-            TimeoutError: no answer within `limit` seconds.
-            EOFError, OSError: the process has ended.
-        """
-        self.send(message, limit)
-        return self.channel.recv(Deadline(limit))
+        """Send a message and wait for its answer. Raises as `Worker.request`."""
+        try:
+            self.channel.send(message, Deadline(limit))
+            return self.channel.recv(Deadline(limit))
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            code = self.exit_code(5.0)
+            if code is None:
+                raise EOFError("a closed connection") from error
+            raise EOFError(f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}") from error
 
     def end(self, seconds: float = 0.0) -> None:
         """End the process and all that it has started; it may take so long to end by itself, as its input closes. Its
@@ -117,13 +103,6 @@ class Program:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout=seconds)
         return None
-
-    def exit_reason(self) -> str:
-        """Implements `Worker.exit_reason`."""
-        code = self.exit_code(5.0)
-        if code is None:
-            return "a closed connection"
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def printed(self) -> str:
         """Implements `Worker.printed`."""
@@ -177,132 +156,3 @@ class WorkerProcess(Program):
         """Implements `Worker.kill`."""
         with contextlib.closing(self._scratch):  # also where Ctrl-C comes meanwhile
             self.end()
-
-
-class WorkerConnection:
-    """Sends requests to a worker, which is started before the first request, and replaced after it was lost.
-
-    `start` starts one. `first_requests` are sent to each new worker once its engine is open. `ended` is called when a
-    worker has ended, and with it the builds that it held. Each request has the time limits of `execution`.
-    """
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        execution: Execution,
-        *,
-        start: Callable[[], Worker],
-        first_requests: Callable[[], Iterable[tuple[Any, ...]]],
-        ended: Callable[[], None],
-    ) -> None:
-        self.worker: Worker | None = None
-        self.spec, self.limit, self.execution = spec, execution.seconds, execution
-        self._start, self._first_requests, self._ended = start, first_requests, ended
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a worker that answers."""
-        return self.worker is not None and self.worker.alive
-
-    def close(self) -> None:
-        """End the worker at once."""
-        if (worker := self.released()) is not None:
-            worker.kill()
-
-    def released(self) -> Worker | None:
-        """The worker, which the caller ends or uses for something else."""
-        worker, self.worker = self.worker, None
-        self._ended()
-        return worker
-
-    def ask(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        """The answer to a request. `what` says in messages what is being done; `log` is the log of a build; `extra`
-        seconds are added to the limit.
-
-        Raises:
-            EngineRefused: the engine refuses, or the worker gives no answer.
-            EngineUnavailable: the engine cannot be opened.
-            QdqtuneError: what else the engine raises.
-        """
-        try:
-            self.open()
-            return self.exchange(name, *arguments, what=what, log=log, limit=self.limit + extra)
-        except EngineRefused:
-            raise
-        except EngineFailure as error:
-            stage: Stage = "build" if name == "build" else "run"
-            if OUT_OF_RESOURCES.search(str(error)):
-                stage = "resources"
-            raise EngineRefused(Failure(stage, str(error), last_lines(log) if log else "")) from error
-
-    def open(self) -> None:
-        """Start a worker, unless there is one, and open the engine there.
-
-        Raises:
-            EngineUnavailable, BadOption: the engine cannot be opened.
-        """
-        if self.is_open:
-            return
-        self.close()
-        self.worker = self._start()
-        limit = max(self.limit, START_SECONDS)
-        spec = EngineSpec(self.spec.name, dict(self.spec.options))
-        try:
-            self.exchange("open", spec, what="opening the engine", limit=limit)
-            for name, *arguments in self._first_requests():
-                self.exchange(name, *arguments, what="opening the engine", limit=limit)
-        except EngineRefused as refused:
-            raise EngineUnavailable(f"engine {self.spec.name!r} does not work here: {refused}") from refused
-        except QdqtuneError:
-            self.close()
-            raise
-
-    def exchange(
-        self, name: str, *arguments: Any, what: str, log: Path | None = None, limit: float | None = None
-    ) -> Any:
-        """Send a request to the running worker, and return its answer.
-
-        Raises:
-            EngineRefused: the worker gave no answer.
-            QdqtuneError: the error that it answered with.
-        """
-        worker, limit = self.worker, self.execution.within_budget(self.limit if limit is None else limit)
-        assert worker is not None
-        answered = False
-        try:
-            good, result = worker.request(name, arguments, limit)
-            answered = True
-        except TimeoutError:
-            reason = f"{what} took longer than {limit:.4g} s"
-            raise EngineRefused(Failure("timeout", reason, last_lines(log, worker.printed()))) from None
-        except (EOFError, OSError):
-            reason = f"the engine process ended with {worker.exit_reason()} while {what}"
-            raise EngineRefused(Failure("crash", reason, last_lines(log, worker.printed()))) from None
-        finally:
-            if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
-                self.close()
-        if not good:
-            raise result
-        return result
-
-
-def twice(ask: Callable[[], T]) -> T:
-    """The result of `ask`; of a second call if the worker crashed in the first one: the system may have killed it."""
-    try:
-        return ask()
-    except EngineRefused as refused:
-        if refused.failure.stage != "crash":
-            raise
-    return ask()
-
-
-def finish_log(log: Path, path: Path, outcome: str) -> None:
-    """Write the outcome of a build to the end of its log: many engines print nothing."""
-    with contextlib.suppress(OSError):  # a full disk is reported where a write has to succeed
-        append(log, f"[qdqtune] {path.name}: {outcome}\n")
-
-
-def last_lines(log: Path | None, more: str = "") -> str:
-    """The last `LOG_LINES` lines of a build's log, followed by `more`."""
-    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
-    return "\n".join((text + more).splitlines()[-LOG_LINES:])

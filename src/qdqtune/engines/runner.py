@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.process import (
-    StartWorker,
-    Worker,
-    WorkerConnection,
-    WorkerProcess,
-    finish_log,
-    twice,
+from qdqtune.engines.memory import OUT_OF_RESOURCES, MemoryBudget
+from qdqtune.engines.process import StartWorker, Worker, WorkerProcess
+from qdqtune.errors import (
+    EngineFailure,
+    EngineRefused,
+    EngineUnavailable,
+    Failure,
+    QdqtuneError,
+    Stage,
+    rewording,
+    writing,
 )
-from qdqtune.errors import EngineRefused, EngineUnavailable, rewording, writing
 from qdqtune.graph.saving import nbytes
-from qdqtune.system.writing import temporary_folder
+from qdqtune.system.writing import append, temporary_folder
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 
 SLACK = 5.0
 """Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
+
+START_SECONDS = 120.0
+"""Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
+
+LOG_LINES = 50
+"""Lines of a log that a `Failure` quotes. Chosen, not measured."""
+
+T = TypeVar("T")
 
 AHEAD = 4
 """Samples for each thread in a request that runs several at once. Chosen, not measured."""
@@ -79,19 +89,14 @@ class Runner:
         memory: MemoryBudget | None = None,
     ) -> None:
         self.log_dir, self.device, self.memory, self._unpacked = log_dir, device, memory, unpacked
+        self._spec, self._execution = spec, execution
         self._idle = execution.idle if reuses else None
-        self._spec, self._start_worker = spec, start or (self._idle.start if self._idle else start_worker)
+        self._start = start or (self._idle.start if self._idle else start_worker)
+        self._worker: Worker | None = None
         self._mix: Mix = ()
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()  # builds that the worker holds; others are built again when they are needed
-        self._connection = WorkerConnection(
-            spec,
-            execution,
-            start=self._start,
-            first_requests=self._first_requests,
-            ended=self._forget_all,
-        )
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -104,16 +109,16 @@ class Runner:
     def close(self) -> None:
         """End the worker at once, or let it wait for the next runner. Loaded models are built again if this one is used
         again."""
-        if self._idle is not None and self._connection.is_open:
-            self._idle.keep(self._connection.released(), self.device)
-        else:
-            self._connection.close()
+        worker = self._worker
+        if self._idle is not None and worker is not None and worker.alive:
+            self._idle.keep(worker)
+            self._worker = None
+        self._end()
 
     @property
     def location(self) -> str:
         """The device and the host of the worker, for messages."""
-        worker = self._connection.worker
-        return " on ".join(filter(None, (self.device.name, "" if worker is None else worker.location)))
+        return " on ".join(filter(None, (self.device.name, "" if self._worker is None else self._worker.location)))
 
     def on_same_device(self, spec: EngineSpec, log_dir: Path, *, has_budget: bool = True) -> Runner:
         """A runner of another engine on the device of this one; it shares the memory budget if `has_budget`.
@@ -122,9 +127,8 @@ class Runner:
         """
         if self.device != ANYWHERE:
             self.close()
-        execution, start = self._connection.execution, self._start_worker
-        memory = self.memory if has_budget else None
-        return Runner(spec, log_dir=log_dir, execution=execution, start=start, device=self.device, memory=memory)
+        how: Any = {"execution": self._execution, "start": self._start, "device": self.device}
+        return Runner(spec, log_dir=log_dir, memory=self.memory if has_budget else None, **how)
 
     # The engine
 
@@ -153,7 +157,7 @@ class Runner:
     def feed(self, given: Tensors | Mix) -> None:
         """Set the inputs of `rounds` and `layers`: one sample, or several workloads."""
         self._mix = as_workloads(given)
-        if self._connection.worker is not None:
+        if self._worker is not None:
             self._ask("feed", self._mix)
 
     # Builds
@@ -174,11 +178,11 @@ class Runner:
         number = next(self._numbers)
         log = self.log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
         try:
-            seconds = twice(lambda: self._build(number, path, log))
+            seconds = _twice(lambda: self._build(number, path, log))
         except EngineRefused as refused:
-            finish_log(log, path, f"failed: {refused}")
+            _finish_log(log, path, f"failed: {refused}")
             raise
-        finish_log(log, path, f"built in {seconds:.3f} s")
+        _finish_log(log, path, f"built in {seconds:.3f} s")
         handle = Handle(path, number, seconds)
         self._logs[handle] = log
         return handle
@@ -202,7 +206,7 @@ class Runner:
         waiting, what = iter(samples), f"running {handle.path.name}"
         while part := list(itertools.islice(waiting, 1 if at_once == 1 else AHEAD * at_once)):
             asked = ("run", handle.build, part[0]) if at_once == 1 else ("run_all", handle.build, part, at_once)
-            answer = self._ask_of([handle], *asked, what=what, extra=(len(part) - 1) * self._connection.limit)
+            answer = self._ask_of([handle], *asked, what=what, extra=(len(part) - 1) * self._execution.seconds)
             results += [answer] if at_once == 1 else answer
         return results
 
@@ -226,7 +230,7 @@ class Runner:
 
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` for the inputs of `feed`, with the times of the average call."""
-        what, extra = f"profiling {handle.path.name}", SLACK * self._connection.limit
+        what, extra = f"profiling {handle.path.name}", SLACK * self._execution.seconds
         layers: tuple[Layer, ...] = self._ask_of([handle], "layers", handle.build, runs, what=what, extra=extra)
         return layers
 
@@ -291,15 +295,6 @@ class Runner:
 
     # Requests to the worker
 
-    def _start(self) -> Worker:
-        return self._start_worker(self.log_dir / f"{self.device.name or 'worker'}.log", self.device)
-
-    def _first_requests(self) -> Iterator[tuple[Any, ...]]:
-        if self.memory is not None:
-            yield ("save_memory",)
-        if self._mix:
-            yield "feed", self._mix
-
     def _ask(self, name: str, *arguments: Any) -> Any:
         """The answer to a request that concerns no model.
 
@@ -307,20 +302,20 @@ class Runner:
             EngineUnavailable: the request fails.
         """
         with rewording(f"engine {self._spec.name!r} does not work here", EngineUnavailable):
-            return twice(lambda: self._connection.ask(name, *arguments, what="answering"))
+            return _twice(lambda: self._request(name, *arguments, what="answering"))
 
     def _ask_of(self, handles: Sequence[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
         """The answer to a request that needs loaded builds."""
 
         def ask() -> Any:
             self._rebuild(handles)
-            return self._connection.ask(name, *arguments, what=what, extra=extra)
+            return self._request(name, *arguments, what=what, extra=extra)
 
-        return twice(ask)
+        return _twice(ask)
 
     def _rebuild(self, handles: Sequence[Handle]) -> None:
         """Build again those of `handles` that were lost with a worker, or freed for other builds."""
-        self._connection.open()
+        self._open()
         needed = frozenset(handle.build for handle in handles)
         for handle in handles:
             if handle not in self._logs:
@@ -335,7 +330,7 @@ class Runner:
         size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
-        seconds: float = self._connection.ask("build", number, path, log, what=f"building {path.name}", log=log)
+        seconds: float = self._request("build", number, path, log, what=f"building {path.name}", log=log)
         self._present.add(number)
         if self.memory is not None:
             self.memory.add((id(self), number), size, lambda: self._free(number))
@@ -344,18 +339,117 @@ class Runner:
     def _free(self, number: int) -> None:
         """Free a build in the worker."""
         self._forget(number)
-        if self._connection.is_open:
+        if self._is_open:
             with contextlib.suppress(EngineRefused):  # then the memory is free as well
-                self._connection.exchange("unload", number, what="unloading a model")
+                self._exchange("unload", number, what="unloading a model")
 
     def _forget(self, number: int) -> None:
         self._present.discard(number)
         if self.memory is not None:
             self.memory.remove((id(self), number))
 
-    def _forget_all(self) -> None:
+    @property
+    def _is_open(self) -> bool:
+        return self._worker is not None and self._worker.alive
+
+    def _end(self) -> None:
+        """End the worker, and with it its builds."""
+        worker, self._worker = self._worker, None
         for number in list(self._present):
             self._forget(number)
+        if worker is not None:
+            worker.kill()
+
+    def _open(self) -> None:
+        """Start a worker, unless there is one, and open the engine there.
+
+        Raises:
+            EngineUnavailable, BadOption: the engine cannot be opened.
+        """
+        if self._is_open:
+            return
+        self._end()
+        self._worker = self._start(self.log_dir / f"{self.device.name or 'worker'}.log", self.device)
+        first: list[tuple[Any, ...]] = [("open", EngineSpec(self._spec.name, dict(self._spec.options)))]
+        first += [("save_memory",)] if self.memory is not None else []
+        first += [("feed", self._mix)] if self._mix else []
+        extra = max(0.0, START_SECONDS - self._execution.seconds)
+        try:
+            for request in first:
+                self._exchange(*request, what="opening the engine", extra=extra)
+        except EngineRefused as refused:
+            raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {refused}") from refused
+        except QdqtuneError:
+            self._end()
+            raise
+
+    def _request(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
+        """The answer of the engine, which is opened if need be. `what` says in messages what is being done; `log` is
+        the log of a build; `extra` seconds are added to the limit.
+
+        Raises:
+            EngineRefused: the engine refuses, or the worker gives no answer.
+            EngineUnavailable: the engine cannot be opened.
+            QdqtuneError: what else the engine raises.
+        """
+        try:
+            self._open()
+            return self._exchange(name, *arguments, what=what, log=log, extra=extra)
+        except EngineRefused:
+            raise
+        except EngineFailure as error:
+            stage: Stage = "build" if name == "build" else "run"
+            if OUT_OF_RESOURCES.search(str(error)):
+                stage = "resources"
+            raise EngineRefused(Failure(stage, str(error), _last_lines(log))) from error
+
+    def _exchange(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
+        """The answer of the worker.
+
+        Raises:
+            EngineRefused: the worker gave no answer.
+            QdqtuneError: the error that it answered with.
+        """
+        worker, limit = self._worker, self._execution.within_budget(self._execution.seconds + extra)
+        assert worker is not None
+        answered = False
+        try:
+            good, result = worker.request(name, arguments, limit)
+            answered = True
+        except TimeoutError:
+            reason = f"{what} took longer than {limit:.4g} s"
+            raise EngineRefused(Failure("timeout", reason, _last_lines(log, worker.printed()))) from None
+        except (EOFError, OSError) as error:
+            reason = f"the engine process ended with {error} while {what}"
+            raise EngineRefused(Failure("crash", reason, _last_lines(log, worker.printed()))) from None
+        finally:
+            if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
+                self._end()
+        if not good:
+            raise result
+        return result
+
+
+def _twice(ask: Callable[[], T]) -> T:
+    """The result of `ask`; of a second call if the worker crashed in the first one: the system may have killed it."""
+    try:
+        return ask()
+    except EngineRefused as refused:
+        if refused.failure.stage != "crash":
+            raise
+    return ask()
+
+
+def _finish_log(log: Path, path: Path, outcome: str) -> None:
+    """Write the outcome of a build to the end of its log: many engines print nothing."""
+    with contextlib.suppress(OSError):  # a full disk is reported where a write has to succeed
+        append(log, f"[qdqtune] {path.name}: {outcome}\n")
+
+
+def _last_lines(log: Path | None, more: str = "") -> str:
+    """The last `LOG_LINES` lines of a build's log, followed by `more`."""
+    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
+    return "\n".join((text + more).splitlines()[-LOG_LINES:])
 
 
 def _names(handles: Sequence[Handle]) -> str:
@@ -370,6 +464,42 @@ def as_workloads(given: Tensors | Mix) -> Mix:
         replace(w, inputs={name: np.asarray(array) for name, array in w.inputs.items()}, share=w.share / total)
         for w in mix
     )
+
+
+class IdleWorkers:
+    """Workers that wait for their next runner. Their logs lie in `folder`, which outlives those of engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._numbers, self._free = folder, itertools.count(1), list[Worker]()
+
+    def start(self, log: Path, device: Device) -> Worker:
+        """A worker that waits, or else a new one: a `StartWorker` for devices without cores of their own."""
+        while self._free:
+            worker = self._free.pop()
+            if worker.alive:
+                return worker
+            worker.kill()
+        return start_worker(self._folder / f"{next(self._numbers)}-{log.name}", device)
+
+    def keep(self, worker: Worker) -> None:
+        """Let a worker wait: the next engine that opens there frees what this one has built."""
+        self._free.append(worker)
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop().kill()
+
+
+@contextlib.contextmanager
+def reused_workers(execution: Execution) -> Iterator[Execution]:
+    """`execution` with workers that its runners use one after the other: a process takes longer to start than many
+    models to run on all samples. They end with the block, or with that of the caller, if the caller has such a block
+    already."""
+    if execution.idle is not None:
+        yield execution
+        return
+    with temporary_folder() as folder, contextlib.closing(IdleWorkers(folder)) as idle:
+        yield replace(execution, idle=idle)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.reused_workers import reused_workers
+from qdqtune.engines.runner import reused_workers
 from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import COPIES, is_float, work

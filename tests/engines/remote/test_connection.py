@@ -151,8 +151,8 @@ def test_reasons_are_read_from_what_adb_prints(printed: str, words: str) -> None
 
 
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.engines.remote.connection.__version__", "9.9")
-    with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version on both"):
+    monkeypatch.setattr("qdqtune.engines.remote.worker.__version__", "9.9")
+    with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version"):
         facts_of(far.on)
     far.clean()
 
@@ -263,14 +263,14 @@ def test_contents_go_there_once_and_builds_are_removed_when_they_are_freed(
     board: tuple[Far, RemoteMachine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (far, machine) = saved_with_constants(tmp_path), board
-    sent, send = Counter[str](), Program.send
+    sent, ask = Counter[str](), Program.ask
 
-    def counted(program: Program, message: Any, *more: Any) -> None:
+    def counted(program: Program, message: Any, limit: float) -> Any:
         if message[0] == "put":
             sent[message[1]] += 1
-        send(program, message, *more)
+        return ask(program, message, limit)
 
-    monkeypatch.setattr(Program, "send", counted)
+    monkeypatch.setattr(Program, "ask", counted)
     inputs = {"x": np.ones((16, 64, 64), np.float32)}
     with Runner(FAKE, log_dir=tmp_path / "logs", start=machine.start) as runner:
         first, second = runner.load(model), runner.load(model, fresh=True)

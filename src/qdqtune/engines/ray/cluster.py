@@ -19,11 +19,10 @@ from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.execution import Deadline, cancelled_by
 from qdqtune.engines.process import Program
 from qdqtune.engines.ray import NODE_LOST
-from qdqtune.engines.remote.worker import FarWorker, greeting
+from qdqtune.engines.remote.worker import FarWorker, check_version, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.interpreter import python
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
-from qdqtune.version import __version__
 
 NETWORK_SECONDS = 60.0
 """How long a message may take on its way to another node and back, beside what it asks for. Chosen, not measured."""
@@ -52,19 +51,9 @@ class WorkerActor:
         """What the worker says first."""
         return greeting(self._program, WAIT_SECONDS)
 
-    def send(self, message: object, limit: float) -> None:
-        """Send a message that has no answer. If it does not arrive, nor does the next."""
-        with contextlib.suppress(OSError):
-            self._program.send(message, limit)
-
     def ask(self, message: object, limit: float) -> Any:
-        """The answer to a message. A worker that has ended says how."""
-        try:
-            return self._program.ask(message, limit)
-        except TimeoutError:
-            raise
-        except (EOFError, OSError) as error:
-            raise EOFError(self._program.exit_reason()) from error
+        """The answer to a message. Raises as `Program.ask`."""
+        return self._program.ask(message, limit)
 
     def end(self) -> None:
         """End the worker, and remove all files."""
@@ -76,10 +65,7 @@ class ActorProgram:
     """The program of an actor: a `remote.worker.Far`."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor, self.alive, self._reason = actor, True, "no reason given"
-
-    def send(self, message: object, limit: float) -> None:
-        self._actor.send.remote(message, limit)
+        self._actor, self.alive = actor, True
 
     def ask(self, message: object, limit: float) -> Any:
         try:
@@ -87,8 +73,8 @@ class ActorProgram:
         except TimeoutError:
             raise
         except RayError as error:
-            self.alive, self._reason = False, _reason(error)
-            raise EOFError from error
+            self.alive = False
+            raise EOFError(_reason(error)) from error
 
     def end(self, seconds: float = 0.0) -> None:
         """End the actor. If it is idle it removes its files first; otherwise its worker does so when it ends."""
@@ -96,9 +82,6 @@ class ActorProgram:
         with contextlib.suppress(RayError):
             ray.wait([self._actor.end.remote()], timeout=seconds)
             ray.kill(self._actor)
-
-    def exit_reason(self) -> str:
-        return self._reason
 
     def printed(self) -> str:
         return ""
@@ -122,24 +105,20 @@ class Cluster:
         wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote()
         program = ActorProgram(actor)
-        try:
-            with cancelled_by(partial(self._check_start, cores)):
-                words = _await_answer(actor.greeting.remote(), WAIT_SECONDS)
-        except TimeoutError:
-            program.end()
-            wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
-            raise EngineUnavailable(
-                f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer `workers`"
-            ) from None
-        except RayError as error:
-            program.end()
-            raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
-        if words["version"] != __version__:
-            program.end()
-            raise EngineUnavailable(
-                f"{words['host']} has qdqtune {words['version']}, and here is {__version__}: install one version "
-                "everywhere"
-            )
+        with contextlib.ExitStack() as undo:
+            undo.callback(program.end)
+            try:
+                with cancelled_by(partial(self._check_start, cores)):
+                    words = _await_answer(actor.greeting.remote(), WAIT_SECONDS)
+            except TimeoutError:
+                wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
+                raise EngineUnavailable(
+                    f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer `workers`"
+                ) from None
+            except RayError as error:
+                raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
+            check_version(words, words["host"])
+            undo.pop_all()
         worker = FarWorker(program, words["host"], cores)
         self.started.append(worker)
         return worker

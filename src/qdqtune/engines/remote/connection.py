@@ -18,7 +18,7 @@ import msgspec
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.process import Program
-from qdqtune.engines.remote.worker import ENDING_SECONDS, FarWorker, greeting
+from qdqtune.engines.remote.worker import ENDING_SECONDS, FarWorker, check_version, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 from qdqtune.system.writing import temporary_folder
 from qdqtune.version import __version__
@@ -139,10 +139,7 @@ class RemoteMachine:
             raise EngineUnavailable(f"`on` needs the program {command[0]}: {one_line(error)}") from error
         try:
             words = greeting(program, START_SECONDS)
-            if words["version"] != __version__:
-                raise EngineUnavailable(
-                    f"{host} has qdqtune {words['version']}, and here is {__version__}: install one version on both"
-                )
+            check_version(words, host)
             return program, replace(msgspec.convert(words["facts"], MachineFacts), where=host)
         except TimeoutError:
             program.end()

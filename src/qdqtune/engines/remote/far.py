@@ -1,6 +1,6 @@
 """The worker process on another machine: `python -m qdqtune.engines.remote.far`, which SSH, adb or Ray starts there.
 
-It greets with what is known of the machine. Then it reads three kinds of messages: `missing` asks which of some
+It greets with what is known of the machine. Then it answers three kinds of messages: `missing` asks which of some
 contents it lacks, `put` brings one, and `ask` is a request as for `engines.worker`, whose large arrays and constants
 are named by their content. It ends, and removes its files, when its input closes.
 """
@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -199,13 +199,13 @@ def main() -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = str(scratch.path)
     channel.send({"version": __version__, "host": gethostname(), "facts": asdict(this_machine())})
     desk = FarDesk(scratch.path)
+    answers: dict[str, Callable[..., Any]] = {
+        "missing": desk.contents.missing,
+        "put": desk.contents.put,
+        "ask": desk.ask,
+    }
     for kind, *content in received(channel):
-        if kind == "put":
-            desk.contents.put(*content)
-        elif kind == "missing":
-            channel.send(desk.contents.missing(*content))
-        else:
-            channel.send(desk.ask(*content))
+        channel.send(answers[kind](*content))
     scratch.close()
     end_group(0)
 

@@ -19,6 +19,7 @@ from qdqtune.engines.remote.far import GREETING
 from qdqtune.errors import BadOption, EngineUnavailable, reading
 from qdqtune.graph.constants import inner_tensors
 from qdqtune.types import Array
+from qdqtune.version import __version__
 
 STORED_BYTES = 2**16
 """Size from which an array is sent by content. A smaller one is part of the request. Chosen, not measured."""
@@ -36,13 +37,9 @@ class Far(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def send(self, message: object, limit: float) -> None: ...
-
     def ask(self, message: object, limit: float) -> Any: ...
 
     def end(self, seconds: float = 0.0) -> None: ...
-
-    def exit_reason(self) -> str: ...
 
     def printed(self) -> str: ...
 
@@ -75,10 +72,12 @@ class FarWorker:
             sent = arguments
         request = io.BytesIO()
         _Request(request, contents).dump((name, sent))
-        if contents:
-            for digest in self._program.ask(("missing", list(contents)), limit):
-                self._program.send(("put", digest, contents[digest]), limit)
-        good, result = self._program.ask(("ask", request.getvalue()), limit)
+        try:
+            for digest in self._program.ask(("missing", list(contents)), limit) if contents else ():
+                self._program.ask(("put", digest, contents[digest]), limit)
+            good, result = self._program.ask(("ask", request.getvalue()), limit)
+        except EOFError as error:
+            raise EOFError(f"{error} on {self.location}") from error
         if good and name == "build":
             text, good, result = result
             if text:
@@ -95,10 +94,6 @@ class FarWorker:
         """Implements `Worker.kill`."""
         self._program.end(ENDING_SECONDS)
 
-    def exit_reason(self) -> str:
-        """Implements `Worker.exit_reason`."""
-        return f"{self._program.exit_reason()} on {self.location}"
-
     def printed(self) -> str:
         """Implements `Worker.printed`."""
         return self._program.printed()
@@ -112,6 +107,18 @@ def greeting(program: Program, limit: float) -> dict[str, Any]:
     if not isinstance(words, dict) or not {"version", "host", "facts"} <= words.keys():
         raise EOFError("no greeting")
     return words
+
+
+def check_version(words: dict[str, Any], host: str) -> None:
+    """Refuse a program by its greeting.
+
+    Raises:
+        EngineUnavailable: it has another version of qdqtune.
+    """
+    if words["version"] != __version__:
+        raise EngineUnavailable(
+            f"{host} has qdqtune {words['version']}, and here is {__version__}: install one version everywhere"
+        )
 
 
 def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
