@@ -283,10 +283,9 @@ class Machine:
             patch.setattr(devices, "physical_cores", lambda: [[core] for core in range(CORES)])
             patch.setattr(devices, "is_free", lambda _: True)
             patch.setattr(allocation, "ThreadPoolExecutor", OneAfterTheOther)
-            threads = SimpleNamespace(
-                Thread=lambda **how: self.threads.thread(**how), Condition=lambda: self.threads.condition()
-            )
-            patch.setattr(pool, "threading", threads)
+            patch.setattr(pool, "ThreadPoolExecutor", lambda count: self.threads.executor(count))
+            patch.setattr(pool, "SimpleQueue", lambda: self.threads.queue())
+            patch.setattr(pool, "wait", lambda *how: self.threads.wait(*how))
             patch.setattr(process, "channel_to", lambda of: Channel(self, of))
             patch.setattr(process, "end_group", lambda pid: self.processes[pid - 1].end(-9))
             patch.setattr(process, "python", lambda *_, **__: {})

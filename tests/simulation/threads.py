@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from math import inf
 from random import Random
 from types import SimpleNamespace
@@ -71,13 +73,21 @@ class Threads:
         self.clock.advance(first.until - self.clock.now)
         return first
 
-    def thread(self, target: Callable[..., None], args: Sequence[Any] = (), **_: Any) -> "Thread":
-        """In place of `threading.Thread`."""
-        return Thread(self, target, args)
+    def executor(self, count: int) -> "Executor":
+        """In place of a `ThreadPoolExecutor`."""
+        return Executor(self, count)
 
-    def condition(self) -> "Condition":
-        """In place of `threading.Condition`."""
-        return Condition(self)
+    def queue(self) -> "Queue":
+        """In place of a `SimpleQueue`."""
+        return Queue(self)
+
+    def wait(self, futures: set[Future[Any]], timeout: float, _: str) -> tuple[set[Future[Any]], set[Future[Any]]]:
+        """In place of `concurrent.futures.wait`."""
+        ends = self.clock.now + timeout
+        while not any(future.done() for future in futures) and self.clock.now < ends:
+            self.pause(ends)
+        done = {future for future in futures if future.done()}
+        return done, futures - done
 
     def begin(self, strand: Strand, run: Callable[[], None]) -> None:
         """Begin a thread, which waits for its turn."""
@@ -101,48 +111,60 @@ class Threads:
         threading.Thread(target=turns, daemon=True).start()
 
 
-class Thread:
-    """See `Threads.thread`."""
+class Executor:
+    """See `Threads.executor`."""
 
-    def __init__(self, threads: Threads, target: Callable[..., None], args: Sequence[Any]) -> None:
-        self._threads, self._run, self._strand = threads, lambda: target(*args), Strand()
+    def __init__(self, threads: Threads, count: int) -> None:
+        self._threads, self._count = threads, count
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._strands: list[Strand] = []
 
-    def start(self) -> None:
-        self._threads.begin(self._strand, self._run)
+    def __enter__(self) -> "Executor":
+        return self
 
-    def join(self) -> None:
-        while not self._strand.is_over:
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def submit(self, do: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        self._waiting.append((future := Future[Any](), partial(do, *arguments)))
+        if len(self._strands) < self._count:
+            self._strands.append(Strand())
+            self._threads.begin(self._strands[-1], self._serve)
+        return future
+
+    def _serve(self) -> None:
+        while self._waiting:
+            future, do = self._waiting.pop(0)
+            try:
+                future.set_result(do())
+            except BaseException as error:  # noqa: BLE001  (raised where the result is read)
+                future.set_exception(error)
+            self._threads.wake([self._threads.main])
+
+    def shutdown(self, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            self._waiting.clear()
+        while not all(strand.is_over for strand in self._strands):
             self._threads.pause()
 
 
-class Condition:
-    """See `Threads.condition`. Nothing has to be locked: only waiting gives way."""
+class Queue:
+    """See `Threads.queue`."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
+        self._content: list[Any] = []
         self._waiting: list[Strand] = []
 
-    def __enter__(self) -> bool:
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._waiting.append(mine := self._threads.current)
-        self._threads.pause(inf if timeout is None else self._threads.clock.now + timeout)
-        if mine in self._waiting:
-            self._waiting.remove(mine)
-
-    def wait_for(self, is_over: Callable[[], Any], timeout: float | None = None) -> Any:
-        ends = inf if timeout is None else self._threads.clock.now + timeout
-        while not (found := is_over()) and (now := self._threads.clock.now) < ends:
-            self.wait(None if ends == inf else ends - now)
-        return found
-
-    def notify_all(self) -> None:
+    def put(self, content: object) -> None:
+        self._content.append(content)
         self._threads.wake(self._waiting)
-        self._waiting = []
+
+    def get(self) -> Any:
+        while not self._content:
+            self._waiting.append(self._threads.current)
+            self._threads.pause()
+        return self._content.pop(0)
 
 
 class OneAfterTheOther:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextvars import copy_context
-from typing import Any, Generic, TypeVar
+from queue import SimpleQueue
+from threading import Lock
+from typing import Generic, TypeVar
 
 from qdqtune.engines.execution import CHECK_SECONDS, cancelled_by, raise_if_cancelled
 from qdqtune.errors import EngineUnavailable
@@ -24,6 +26,7 @@ class WorkerPool(Generic[W]):
 
     def __init__(self, workers: Iterable[W], notify: Callable[[str], None] = lambda _: None) -> None:
         self._workers, self._notify = list(workers), notify
+        self._lock, self._losses = Lock(), list[EngineUnavailable]()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -50,90 +53,54 @@ class WorkerPool(Generic[W]):
             for number, job in enumerate(jobs):
                 yield number, job(self.first)
             return
-        batch = _Batch(self._workers, jobs)
-        threads: list[threading.Thread] = []
-        try:
-            for worker in self:
-                thread = threading.Thread(target=copy_context().run, args=(batch.serve, worker), daemon=True)
-                thread.start()
-                threads.append(thread)
-            for _ in jobs:
-                while (outcome := batch.next_outcome()) is None:
-                    self._notify_lost(batch)
+        free: SimpleQueue[W] = SimpleQueue()
+        for worker in self:
+            free.put(worker)
+        is_closed = False
+
+        def raise_if_closed() -> None:
+            if is_closed:
+                raise _Cancelled
+
+        def do(job: Callable[[W], T]) -> T:
+            while True:
+                worker, is_lost = free.get(), False
+                try:
+                    with cancelled_by(raise_if_closed):
+                        raise_if_closed()
+                        return job(worker)
+                except EngineUnavailable as error:
+                    is_lost = self._is_lost(worker, error)
+                    if not is_lost:
+                        raise
+                finally:
+                    if not is_lost:
+                        free.put(worker)
+
+        with ThreadPoolExecutor(len(self)) as threads:
+            try:
+                numbers = {threads.submit(copy_context().run, do, job): number for number, job in enumerate(jobs)}
+                waiting = set(numbers)
+                while waiting:
+                    done, waiting = wait(waiting, CHECK_SECONDS, FIRST_COMPLETED)
+                    self._notify_lost()
                     raise_if_cancelled()
-                self._notify_lost(batch)
-                number, result, error = outcome
-                if error is not None:
-                    raise error
-                yield number, result
-        finally:
-            batch.close()
-            for thread in threads:
-                thread.join()
-            self._notify_lost(batch)
+                    for ended in sorted(done, key=numbers.__getitem__):
+                        yield numbers[ended], ended.result()
+            finally:
+                is_closed = True
+                threads.shutdown(cancel_futures=True)
+                self._notify_lost()
 
-    def _notify_lost(self, batch: _Batch[W]) -> None:
-        while batch.losses:
-            self._notify(f"a worker is lost, and the others go on with its job: {batch.losses.pop(0)}")
-
-
-class _Batch(Generic[W]):
-    """Jobs, and what came of them. `workers` is the list of the pool, from which those that are lost are removed."""
-
-    def __init__(self, workers: list[W], jobs: Sequence[Callable[[W], Any]]) -> None:
-        self._workers, self._waiting = workers, list(enumerate(jobs))
-        self._outcomes: list[tuple[int, Any, BaseException | None]] = []
-        self._running, self._is_closed = 0, False
-        self._changed = threading.Condition()
-        self.losses: list[EngineUnavailable] = []
-
-    def next_outcome(self) -> tuple[int, Any, BaseException | None] | None:
-        """The number, the result and the error of a job that has ended; None if none ends for a while."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._outcomes or self.losses, CHECK_SECONDS)
-            return self._outcomes.pop(0) if self._outcomes else None
-
-    def close(self) -> None:
-        """Let no further job begin, and cancel those that run."""
-        with self._changed:
-            self._is_closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
-
-    def serve(self, worker: W) -> None:
-        """The thread of a worker: do jobs while there are any and the worker is not lost."""
-        with cancelled_by(self._raise_if_closed):
-            while (task := self._take()) is not None and self._do(*task, worker):
-                pass
-
-    def _raise_if_closed(self) -> None:
-        if self._is_closed:
-            raise _Cancelled
-
-    def _take(self) -> tuple[int, Callable[[W], Any]] | None:
-        with self._changed:
-            # A job that runs comes back if its worker is lost.
-            self._changed.wait_for(lambda: self._waiting or not self._running)
-            if not self._waiting:
-                return None
-            self._running += 1
-            return self._waiting.pop(0)
-
-    def _do(self, number: int, job: Callable[[W], Any], worker: W) -> bool:
-        """Do a job; whether the worker can do more. The last worker is never lost: its job fails instead."""
-        result, error = None, None
-        try:
-            result = job(worker)
-        except BaseException as raised:  # noqa: BLE001  (raised where the result is read)
-            error = raised
-        with self._changed:
-            self._running -= 1
-            self._changed.notify_all()
-            if isinstance(error, EngineUnavailable) and len(self._workers) > 1:
+    def _is_lost(self, worker: W, error: EngineUnavailable) -> bool:
+        """Take a worker out of the pool, unless it is the last one: its job fails instead."""
+        with self._lock:
+            if len(self._workers) > 1:
                 self._workers.remove(worker)
-                self.losses.append(error)
-                if not self._is_closed:
-                    self._waiting.insert(0, (number, job))
-                return False
-            self._outcomes.append((number, result, error))
-            return True
+                self._losses.append(error)
+                return True
+        return False
+
+    def _notify_lost(self) -> None:
+        while self._losses:
+            self._notify(f"a worker is lost, and the others go on with its job: {self._losses.pop(0)}")
