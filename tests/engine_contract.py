@@ -10,7 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from qdqtune.engines import Engine, EngineSpec, contract, open_engine
+from qdqtune.engines import Engine, EngineSpec, open_engine
+from qdqtune.engines.coverage import has_sensible_times, wrong_nodes
 from qdqtune.errors import EngineFailure
 from qdqtune.types import NumericFormat, QType
 
@@ -216,11 +217,11 @@ class EngineContract:
         model = named(make())
         onnx.save(model, tmp_path / "m.onnx")
         layers = engine.build(tmp_path / "m.onnx", log).layers(ROWS if kind == "matmul" else IMAGE, 3)
-        assert contract.wrong_nodes({node.name: node.op_type for node in model.graph.node}, layers) == ""
+        assert wrong_nodes({node.name: node.op_type for node in model.graph.node}, layers) == ""
         assert [layer.kind for layer in layers[:-1]].count("folded") == 0
         assert all(layer.time_ms == 0 for layer in layers if layer.kind == "folded")
         timed = [layer for layer in layers if layer.time_ms is not None]
-        assert contract.has_sensible_times(timed)
+        assert has_sensible_times(timed)
         assert {layer.kind for layer in layers} <= {"compute", "reformat", "copy", "quantize", "folded", "unknown"}
 
     def test_a_layer_holds_what_was_fused_into_it(self, engine: Engine, tmp_path: Path, log: Path) -> None:

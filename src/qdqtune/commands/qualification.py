@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import prod
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import onnx
+from onnx import numpy_helper, parser
 
-from qdqtune.commands import qualification_graphs as graphs
 from qdqtune.commands.doctor import DoctorOptions, find_gpus, this_processor
 from qdqtune.commands.inputs import execution_of, sample_source
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.tune import TuneOptions, tune
-from qdqtune.engines import LAUNCHED, TENSORRT_FAMILY, EngineSpec, contract
+from qdqtune.engines import LAUNCHED, TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.coverage import has_sensible_times, wrong_nodes
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.engines.runner import Handle, Runner, as_workloads
 from qdqtune.engines.tensorrt.options import Span, with_spans
-from qdqtune.errors import BadOption, EngineRefused, EngineUnavailable, QdqtuneError, rewording
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, rewording
 from qdqtune.explanation.unfused import check as findings_of
 from qdqtune.explanation.unfused import is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
-from qdqtune.numerics.simulation import Outputs, Session, onnxruntime_session, with_integer_softmax
+from qdqtune.numerics.simulation import Session, onnxruntime_session, with_integer_softmax
 from qdqtune.system.writing import temporary_folder
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.contexts import views_of
@@ -43,7 +46,6 @@ from qdqtune.types import EQUAL_DB, Layer, Sample
 from qdqtune.version import __version__
 
 State = Literal["held", "not held", "not applicable"]
-STATES: tuple[State, ...] = get_args(State)
 
 QUICKLY: Mapping[str, Any] = {"calibration_method": "minmax", "bias_correction": False}
 """How ranges are found: their accuracy is not what is checked."""
@@ -51,48 +53,141 @@ QUICKLY: Mapping[str, Any] = {"calibration_method": "minmax", "bias_correction":
 FP8_SINCE = 8.9
 """The first compute capability of NVIDIA's with FP8."""
 
-RUNS = 5
-"""Profiled inferences of a file. Chosen, not measured."""
+RUNS, ROUNDS, LAUNCHED_ROUNDS, TUNE_SECONDS = 5, 24, 12, 60.0
+"""Profiled inferences of a file; rounds of a comparison, the latter where each turn starts a process; the time budget
+of a search. Chosen, not measured."""
 
 FLOAT_DB, LOST_DB = 40.0, 3.0
 """The least SQNR of float outputs, which TF32 and float16 reach; and how far the SQNR of a quantized model may be below
 that of the simulation, of which what lies above `FLOAT_DB` is not asked for. Chosen, not measured."""
 
-TUNE_SECONDS = 60.0
-"""The time budget of a search. Chosen, not measured."""
+OPEN, SIZES = "tokens", ((2, 64, 128), (4, 96, 128), (8, 128, 128))
+"""The input of the graph with dynamic shapes, and its smallest, usual and largest sizes."""
 
-ROUNDS, LAUNCHED_ROUNDS = 24, 12
-"""Rounds of a comparison, the latter where each turn starts a process. Chosen, not measured."""
+SAMPLES, WIDTH, SIDE, HEADS, ROWS = 8, 64, 28, 4, 128
+"""Samples of each graph; channels and pixels of images, heads and tokens of attention: enough that 8 bits pay on most
+engines. Chosen, not measured."""
 
 PLAIN, ITSELF, DEEPER = "convolutions", "a file and itself", "a file and one of four times its layers"
 
 
-class BrokenError(Exception):
-    """A claim did not hold; the message says why."""
+# Graphs
 
 
-class NotApplicableError(Exception):
-    """The engine cannot do what a claim is about; the message says why."""
+def samples_of(file: Path) -> list[Sample]:
+    """Normally distributed inputs; those of the open input have its sizes in turn."""
+    random, (value,) = np.random.default_rng(1), onnx.load(file).graph.input
+    sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    shapes = [SIZES[i % 3] if value.name == OPEN else sizes for i in range(SAMPLES)]
+    return [{value.name: random.standard_normal(shape).astype(np.float32)} for shape in shapes]
+
+
+def _model(shape: Sequence[int | str], nodes: str, name: str = "x", constants: str = "") -> onnx.ModelProto:
+    """A model of nodes in ONNX's text format, from the input `name` to the output `y`. Constants such as
+    `weight_a_64x32` get values: weights are random, and keep the variance of values."""
+    sizes = ",".join(map(str, shape))
+    head = '<ir_version: 8, opset_import: ["": 17]>'  # with LayerNormalization, and for TensorRT 8.6 as well
+    model = parser.parse_model(f"{head} net (float[{sizes}] {name}) => (float y) <{constants}> {{{nodes}}}")
+    random, graph = np.random.default_rng(0), model.graph
+    graph.output[0].type.tensor_type.ClearField("shape")
+    for constant in dict.fromkeys(tensor for node in graph.node for tensor in node.input):
+        if parts := re.fullmatch(r"(weight|bias|one)_\w+?_([0-9x]+)", constant):
+            dims = [int(size) for size in parts[2].split("x")]
+            summands = {1: 16, 2: dims[0]}.get(len(dims), prod(dims[1:]))
+            values = np.ones(dims) if parts[1] == "one" else random.standard_normal(dims) / np.sqrt(summands)
+            graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), constant))
+    for number, node in enumerate(graph.node):
+        node.name = f"/{node.op_type.lower()}_{number}"
+    return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+
+
+def _conv(x: str, y: str, before: int = WIDTH, after: int = WIDTH, kernel: int = 3, group: int = 1) -> str:
+    sizes = f"{after}x{before // group}x{kernel}x{kernel}"
+    how = f"pads: ints = {[kernel // 2] * 4}, group: int = {group}"
+    return f" {y} = Conv <{how}> ({x}, weight_{y}_{sizes}, bias_{y}_{after})"
+
+
+def _product(x: str, y: str, rows: int, columns: int) -> str:
+    return f" {y}_0 = MatMul({x}, weight_{y}_{rows}x{columns}) {y} = Add({y}_0, bias_{y}_{columns})"
+
+
+def _norm(x: str, y: str, width: int) -> str:
+    return f" {y} = LayerNormalization <axis: int = -1> ({x}, one_{y}_{width}, bias_{y}_{width})"
+
+
+def convolutions(depth: int = 4) -> onnx.ModelProto:
+    nodes = _conv("x", "c0", 3)
+    for n in range(1, depth):
+        nodes += f" r{n} = Relu(c{n - 1})" + _conv(f"r{n}", f"c{n}")
+    return _model((1, 3, SIDE, SIDE), f"{nodes} y = Relu(c{depth - 1})")
+
+
+def residual() -> onnx.ModelProto:
+    """An inverted residual: 1x1, depthwise, 1x1, and an Add around all; then a global average and a Gemm."""
+    nodes = _conv("x", "a", WIDTH, 2 * WIDTH, 1) + " b = Clip(a, low, high)"
+    nodes += _conv("b", "c", 2 * WIDTH, 2 * WIDTH, 3, 2 * WIDTH) + " d = Clip(c, low, high)"
+    nodes += _conv("d", "e", 2 * WIDTH, WIDTH, 1) + " f = Add(e, x) g = GlobalAveragePool(f) h = Flatten(g)"
+    nodes += f" y = Gemm(h, weight_last_{WIDTH}x16)"
+    return _model((1, WIDTH, SIDE, SIDE), nodes, constants="float low = {0}, float high = {6}")
+
+
+def transformer(head: int, is_fused: bool = False) -> onnx.ModelProto:
+    """A layer of attention with heads of a size, and two products with a Gelu between them. Queries, keys and values
+    come from one product or from three."""
+    width = HEADS * head
+    nodes = _norm("x", "n", width)
+    if is_fused:
+        nodes += _product("n", "all", width, 3 * width) + " apart = Reshape(all, five)"
+        nodes += " turned = Transpose <perm: ints = [2, 0, 3, 1, 4]> (apart) a, b, c = Split <axis: int = 0> (turned)"
+        nodes += " q = Squeeze(a, first) k = Squeeze(b, first) v = Squeeze(c, first)"
+    for name in () if is_fused else "qkv":
+        nodes += _product("n", f"{name}_1", width, width) + f" {name}_2 = Reshape({name}_1, four)"
+        nodes += f" {name} = Transpose <perm: ints = [0, 2, 1, 3]> ({name}_2)"
+    nodes += " t = Transpose <perm: ints = [0, 1, 3, 2]> (k) scores = MatMul(q, t) scaled = Mul(scores, scale)"
+    nodes += " shares = Softmax <axis: int = -1> (scaled) mixed = MatMul(shares, v)"
+    nodes += " joined = Transpose <perm: ints = [0, 2, 1, 3]> (mixed) flat = Reshape(joined, three)"
+    nodes += _product("flat", "out", width, width) + " middle = Add(out, x)" + _norm("middle", "m", width)
+    nodes += _product("m", "wide", width, 4 * width) + " d = Div(wide, root) e = Erf(d) f = Add(e, unit)"
+    nodes += " g = Mul(wide, f) h = Mul(g, half)" + _product("h", "last", 4 * width, width) + " y = Add(last, middle)"
+    sizes = f"int64[5] five = {{0, 0, 3, {HEADS}, {head}}}, int64[1] first = {{0}}"
+    constants = sizes if is_fused else f"int64[4] four = {{0, 0, {HEADS}, {head}}}"
+    constants += f", int64[3] three = {{0, 0, {width}}}, float scale = {{{head**-0.5}}}"
+    constants += f", float root = {{{2**0.5}}}, float unit = {{1}}, float half = {{0.5}}"
+    return _model((1, ROWS, width), nodes, constants=constants)
+
+
+def products(shape: Sequence[int | str] = (1, 4, 256), name: str = "x") -> onnx.ModelProto:
+    width = int(shape[-1])
+    nodes = _product(name, "a", width, 2 * width) + " b = Relu(a)"
+    nodes += _product("b", "c", 2 * width, 2 * width) + " d = Relu(c)" + _product("d", "y", 2 * width, width)
+    return _model(shape, nodes, name)
+
+
+GRAPHS: Mapping[str, tuple[Callable[[], onnx.ModelProto], Mapping[str, str]]] = {
+    PLAIN: (convolutions, {}),
+    "residual": (residual, {}),
+    **{f"transformer, heads of {size}": (partial(transformer, size), {}) for size in (16, 32, 64)},
+    "transformer, fused qkv": (partial(transformer, 32, is_fused=True), {}),
+    "dynamic shapes": (partial(products, ("batch", "rows", SIZES[0][-1]), OPEN), {}),
+    "weights of 8 bits": (products, {"weight_only": "w8"}),
+    "weights of 4 bits": (products, {"weight_only": "w4"}),
+    "fp8": (convolutions, {"quant_type": "fp8"}),
+}
+"""Graphs by name: the model in float, and the options of `quantize` that differ from the defaults."""
+
+
+# Results
 
 
 @dataclass(frozen=True)
 class Seen:
     """Whether a claim held for one subject, what was seen or why it did not, and the seconds that it took."""
 
+    check: str
     subject: str
     state: State
     told: str
     seconds: float
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """What a check saw of each subject. A claim holds if it does for one subject, and fails for none."""
-
-    name: str
-    claim: str
-    state: State
-    seen: tuple[Seen, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,44 +196,46 @@ class Qualification(Shown):
 
     engine: Mapping[str, str]
     machine: Mapping[str, str]
-    checks: tuple[CheckResult, ...]
+    checks: tuple[Seen, ...]
     seconds: float
 
     @property
     def holds(self) -> bool:
-        return all(check.state != "not held" for check in self.checks)
+        return all(seen.state != "not held" for seen in self.checks)
 
     def in_words(self) -> str:
-        counts = Counter(check.state for check in self.checks)
-        told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+        counts = Counter(seen.state for seen in self.checks)
+        told = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
         engine = f"{self.engine['engine']} {self.engine['version']} on {self.engine['device']}"
-        return f"{engine}: of {len(self.checks)} claims {told}; {self.seconds:.0f} s"
+        return f"{engine}: of {len(self.checks)} checks {told}; {self.seconds:.0f} s"
 
     def table(self) -> Table:
         """A row for each claim."""
         rows = []
-        for check in self.checks:
-            counts = Counter(seen.state for seen in check.seen)
-            held = (
-                "" if check.state == "not applicable" else f"{counts['held']} of {counts['held'] + counts['not held']}"
-            )
-            seconds = sum(seen.seconds for seen in check.seen)
-            rows.append((check.name, check.claim, check.state, held, f"{seconds:.0f}"))
-        columns = ("check", "claim", "result", "held for", "seconds")
-        return Table(columns, rows, left=columns[:4])
+        for check in CHECKS:
+            own = [seen for seen in self.checks if seen.check == check.name]
+            counts = Counter(seen.state for seen in own)
+            numbers = [str(counts[state]) for state in get_args(State)]
+            rows.append((check.name, check.claim, *numbers, f"{sum(seen.seconds for seen in own):.0f}"))
+        return Table(("check", "claim", *get_args(State), "seconds"), rows, left=("check", "claim"))
 
-    def notable(self) -> Iterator[str]:
-        """What did not hold, and then what is not applicable, once a reason."""
-        told = set()
-        for state in ("not held", "not applicable"):
-            for check in self.checks:
-                for seen in check.seen:
-                    if seen.state == state and (state, seen.told) not in told:
-                        yield f"{state}: {check.name}, {seen.subject}: {seen.told}"
-                        told |= {(state, seen.told)} if state == "not applicable" else set()
+    def notable(self) -> list[str]:
+        """What did not hold or is not applicable, once a reason."""
+        lines: dict[tuple[State, str], str] = {}
+        for seen in self.checks:
+            line = f"{seen.state}: {seen.check}, {seen.subject}: {seen.told}"
+            lines.setdefault((seen.state, seen.told), line)
+        return [line for (state, _), line in lines.items() if state != "held"]
 
     def to_dict(self) -> dict[str, Any]:
         return {"qdqtune": __version__, "holds": self.holds, **asdict(self), "seconds": round(self.seconds, 1)}
+
+
+# Checks
+
+
+class NotApplicableError(Exception):
+    """The engine cannot do what a claim is about; the message says why."""
 
 
 @dataclass
@@ -150,43 +247,34 @@ class EngineAtHand:
     folder: Path
     runner: Runner
     simulation: Session
-    observer: Observer
     execution: Execution
-    described: Mapping[str, str]
+    observer: Observer
+    capability: float
+    """The compute capability of an NVIDIA GPU; infinite without one."""
     data: dict[str, str] = field(default_factory=dict)
-    _layers: dict[Path, tuple[Layer, ...]] = field(default_factory=dict)
 
     def plain(self, name: str) -> Path:
         """The float file of a graph; its samples are in the folder or file `data[name]`."""
         file = self.folder / name.replace(" ", "_") / "float.onnx"
         if name not in self.data:
             file.parent.mkdir()
-            onnx.save(graphs.GRAPHS[name].make(), file)
-            self.data[name] = str(sample_source(graphs.samples_of(onnx.load(file)), file.parent, self.execution))
+            onnx.save(GRAPHS[name][0](), file)
+            self.data[name] = str(sample_source(samples_of(file), file.parent, self.execution))
         return file
 
-    def samples(self, name: str) -> list[Sample]:
-        return graphs.samples_of(onnx.load(self.plain(name)))
-
     def quantized(self, name: str) -> Path:
-        """The file of a graph with pairs by the engine's rules, or with weight formats.
-
-        Raises:
-            NotApplicableError: the engine has no such numbers.
-            QdqtuneError: the file cannot be made.
-        """
-        capability = self.described.get("compute_capability", "")
-        if name == "fp8" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) < FP8_SINCE:
-            raise NotApplicableError(f"GPUs of compute capability {capability} have no FP8")
-        plain, how = self.plain(name), graphs.GRAPHS[name].how
+        """The file of a graph with pairs by the engine's rules, or with weight formats."""
+        if name == "fp8" and self.capability < FP8_SINCE:
+            raise NotApplicableError(f"GPUs of compute capability {self.capability} have no FP8")
+        plain, how = self.plain(name), GRAPHS[name][1]
         file = plain.with_name("quantized.onnx")
         if file.exists():
             return file
-        given: dict[str, Any] = {"engine": self.spec.name, "time_limit": self.execution.seconds, **QUICKLY, **how}
+        options: dict[str, Any] = {"engine": self.spec.name, "time_limit": self.execution.seconds, **QUICKLY, **how}
         try:
-            if "quant_type" in how:
-                self.runner.numeric_format(how["quant_type"])
-            quantize(QuantizeOptions(plain, file, calibration_data=self.data[name], **given))
+            if name == "fp8":
+                self.runner.numeric_format("fp8")
+            quantize(QuantizeOptions(plain, file, calibration_data=self.data[name], **options))
         except BadOption as error:
             if not how:  # pairs in 8 bits are for every engine
                 raise
@@ -197,197 +285,116 @@ class EngineAtHand:
         with rewording(f"{file.name} is not built"):
             return self.runner.load(file)
 
-    def outputs(self, file: Path, name: str) -> Outputs:
-        with rewording(f"the {file.stem} file does not run"):
-            return self.runner.outputs(self.loaded(file), self.samples(name))
-
-    def layers(self, file: Path, name: str) -> tuple[Layer, ...]:
-        if file not in self._layers:
-            self.runner.feed(self.samples(name)[0])
-            handle = self.loaded(file)
-            with rewording(f"{file.name} has no layers"):
-                self._layers[file] = self.runner.layers(handle, RUNS)
-        return self._layers[file]
-
-    def insist_on_device(self) -> None:
-        """Go on only where models can run.
-
-        Raises:
-            NotApplicableError: the engine only builds here.
-        """
-        if self.described["device"] == "none":
-            raise NotApplicableError("the engine only builds here: its device is not present")
+    def layers(self, file: Path) -> tuple[Layer, ...]:
+        self.runner.feed(samples_of(file)[0])
+        handle = self.loaded(file)
+        with rewording(f"{file.name} has no layers"):
+            return self.runner.layers(handle, RUNS)
 
 
-@contextmanager
-def opened(spec: EngineSpec, observer: Observer, execution: Execution) -> Iterator[EngineAtHand]:
-    """An engine in a temporary folder.
-
-    Raises:
-        EngineUnavailable, BadOption: the engine cannot be opened.
-    """
-    with ExitStack() as stack:
-        folder = stack.enter_context(temporary_folder())
-        spec = with_timing_cache(spec, folder)
-        sized = with_spans(spec, {graphs.OPEN: Span(*graphs.SIZES)}) if spec.name in TENSORRT_FAMILY else spec
-        runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
-        described = runner.describe()
-        if spec.name == "trtexec" and (gpus := find_gpus()[0]):  # it does not say this of its GPU
-            described["compute_capability"] = gpus[0].compute_capability
-        exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
-        yield EngineAtHand(spec, folder, runner, stack.enter_context(exact), observer, execution, described)
-
-
-def _builds_float(engine: EngineAtHand, name: str) -> str:
-    return f"built in {engine.loaded(engine.plain(name)).build_seconds:.2f} s"
-
-
-def _builds_quantized(engine: EngineAtHand, name: str) -> str:
-    return f"built in {engine.loaded(engine.quantized(name)).build_seconds:.2f} s"
+def _builds(engine: EngineAtHand, name: str) -> str:
+    files = [engine.quantized(name)] if GRAPHS[name][1] else [engine.plain(name), engine.quantized(name)]
+    return ", ".join(f"{file.stem} in {engine.loaded(file).build_seconds:.2f} s" for file in files)
 
 
 def _reports_layers(engine: EngineAtHand, name: str) -> str:
     counts = []
     for file in (engine.plain(name), engine.quantized(name)):
-        layers = engine.layers(file, name)
+        layers = engine.layers(file)
         operators = {node.name: node.op for node in load(file).nodes}
-        if wrong := contract.wrong_nodes(operators, layers):
-            raise BrokenError(f"{file.name} has {wrong}")
-        counts.append(f"{len(operators)} nodes in {len(layers)} layers")
-    return " in float, ".join(counts)
-
-
-def _times_layers(engine: EngineAtHand, name: str) -> str:
-    engine.insist_on_device()
-    layers = [layer for layer in engine.layers(engine.quantized(name), name) if layer.kind != "folded"]
-    times = [layer.time_ms for layer in layers if layer.time_ms is not None]
-    if not times:
-        raise NotApplicableError("the engine gives no times of layers")
-    told = f"{sum(times):.4g} ms in {len(times)} of {len(layers)} layers"
-    if not contract.has_sensible_times(layers):
-        raise BrokenError(told)
-    return told
+        if wrong := wrong_nodes(operators, layers):
+            raise EngineFailure(f"{file.name} has {wrong}")
+        times = [layer.time_ms for layer in layers if layer.kind != "folded" and layer.time_ms is not None]
+        counts.append(f"{file.stem}: {len(operators)} nodes in {len(layers)} layers, {sum(times):.4g} ms")
+        if times and not has_sensible_times(layers):
+            raise EngineFailure(f"layers without sensible times in {counts[-1]}")
+    return "; ".join(counts)
 
 
 def _keeps_8_bits(engine: EngineAtHand, name: str) -> str:
     """Convolutions and products with pairs run in 8 bits, and products read weights in weight formats themselves. What
     else `qdqtune check` finds, such as conversions between 8 bits and float, costs time and is counted."""
-    file, how = engine.quantized(name), graphs.GRAPHS[name].how
-    model, layers = load(file), engine.layers(file, name)
-    numbers = None if "weight_only" in how else engine.runner.numeric_format(how.get("quant_type", "int8"))
+    file, how = engine.quantized(name), GRAPHS[name][1]
+    model, layers = load(file), engine.layers(file)
+    numbers = None if "weight_only" in how else engine.runner.numeric_format("fp8" if name == "fp8" else "int8")
     failing = [finding for finding in findings_of(model, layers, numbers) if finding.fails]
     products = {node.name for node in model.nodes if node.op in COMPUTE}
     lost = [f for f in failing if numbers is None or (f.kind == "float compute" and not products.isdisjoint(f.nodes))]
     running = [layer for layer in layers if layer.kind != "folded"]
     low = sum(is_low(layer.precision) for layer in running)
     if lost:
-        raise BrokenError(f"{len(lost)} of {len(running)} layers, the first: {lost[0].reason}")
+        raise EngineFailure(f"{len(lost)} of {len(running)} layers, the first: {lost[0].reason}")
     if not low and numbers is not None:
-        raise BrokenError(f"none of {len(running)} layers runs in 8 bits")
+        raise EngineFailure(f"none of {len(running)} layers runs in 8 bits")
     return f"{low} of {len(running)} layers in 8 bits, {len(failing)} other findings of `qdqtune check`"
 
 
 def _agrees_with_simulation(engine: EngineAtHand, name: str) -> str:
-    engine.insist_on_device()
     plain, quantized = engine.plain(name), engine.quantized(name)
-    exact = _simulated(engine, plain, name)
-    level = _db(exact, engine.outputs(plain, name))
-    expected = _db(exact, _simulated(engine, quantized, name))
-    measured = _db(exact, engine.outputs(quantized, name))
-    told = f"{measured:.1f} dB, {expected:.1f} dB in the simulation; in float {level:.0f} dB"
-    if level < FLOAT_DB or measured < min(expected, FLOAT_DB) - LOST_DB:
-        raise BrokenError(told)
+    samples, levels = samples_of(plain), []
+    models = [load(plain), load(quantized)]
+    if engine.spec.name == "onnxruntime":
+        models = [with_integer_softmax(model) for model in models]
+    with rewording("a file does not run"):
+        exact, expected = (engine.simulation.outputs(model, "simulated", samples) for model in models)
+        in_float, measured = (engine.runner.outputs(engine.loaded(file), samples) for file in (plain, quantized))
+    for outputs in (in_float, expected, measured):
+        if not is_finite(outputs):
+            raise EngineFailure(NOT_FINITE.reason)
+        db = sqnr_db(exact, outputs)
+        levels.append(EQUAL_DB if db is None else db)
+    told = f"{levels[2]:.1f} dB, {levels[1]:.1f} dB in the simulation; in float {levels[0]:.0f} dB"
+    if levels[0] < FLOAT_DB or levels[2] < min(levels[1], FLOAT_DB) - LOST_DB:
+        raise EngineFailure(told)
     return told
 
 
-def _simulated(engine: EngineAtHand, file: Path, name: str) -> Outputs:
-    model = with_integer_softmax(load(file)) if engine.spec.name == "onnxruntime" else load(file)
-    with rewording("ONNX Runtime does not run the file"):
-        return engine.simulation.outputs(model, "simulated", engine.samples(name))
-
-
-def _db(exact: Outputs, outputs: Outputs) -> float:
-    if not is_finite(outputs):
-        raise BrokenError(NOT_FINITE.reason)
-    level = sqnr_db(exact, outputs)
-    return EQUAL_DB if level is None else level
-
-
 def _tells_apart(engine: EngineAtHand, subject: str) -> str:
-    engine.insist_on_device()
     plain, other = engine.plain(PLAIN), engine.folder / "deeper.onnx"
-    onnx.save(graphs.convolutions(depth=16), other)
+    onnx.save(convolutions(depth=16), other)
     plan = Plan((LAUNCHED_ROUNDS if engine.spec.name in LAUNCHED else ROUNDS,))
-    mix = as_workloads(engine.samples(PLAIN)[0])
+    mix = as_workloads(samples_of(plain)[0])
     engine.runner.feed(mix)
     racer = Racer(engine.runner, plan, 0, views_of(mix, (None,)))
     with rewording("the files cannot be timed"):
         race = racer.race([plain, plain if subject == ITSELF else other], [(0, 1)], "apart")
     (compared,) = race.compared(0, 1)
-    ratio = compared.ratio
-    told = f"the second file is {ratio.verdict}, {ratio.speedup}"
-    if ratio.verdict != ("undecided" if subject == ITSELF else "slower"):
-        raise BrokenError(told)
+    told = f"the second file is {compared.ratio.verdict}, {compared.ratio.speedup}"
+    if compared.ratio.verdict != ("undecided" if subject == ITSELF else "slower"):
+        raise EngineFailure(told)
     return told
 
 
-def _survives_lack_of_memory(engine: EngineAtHand, subject: str) -> str:
-    engine.insist_on_device()
-    large = engine.folder / "boundless.onnx"
-    onnx.save(graphs.boundless(), large)
-    try:
-        engine.runner.outputs_of(large, [{"x": np.ones(1, np.float32)}])
-    except EngineRefused as refused:
-        failure = refused.failure
-    else:
-        raise BrokenError("the request was answered as if nothing had happened")
-    with rewording("the next request fails"):
-        engine.runner.outputs_of(engine.plain(PLAIN), engine.samples(PLAIN)[:1])
-    return f"{failure.stage}: {failure.reason}"
-
-
 def _tunes(engine: EngineAtHand, mode: str) -> str:
-    engine.insist_on_device()
     plain, folder = engine.plain(PLAIN), engine.folder / f"tune_{mode}"
-    given: dict[str, Any] = {"engine": engine.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
-    options = TuneOptions(plain, calibration_data=engine.data[PLAIN], output_dir=folder, **given, **QUICKLY)
+    how: dict[str, Any] = {"engine": engine.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
+    options = TuneOptions(plain, calibration_data=engine.data[PLAIN], output_dir=folder, **how, **QUICKLY)
     done = tune(options.settings(), engine.observer)
     if done.improved and (done.ratio is None or done.ratio.verdict != "faster"):
-        raise BrokenError(f"a file ships that is not proven to be faster: {done.ratio}")
+        raise EngineFailure(f"a file ships that is not proven to be faster: {done.ratio}")
     with rewording("the engine does not run what ships"):
-        engine.runner.outputs_of(done.file, engine.samples(PLAIN)[:1])
+        engine.runner.outputs_of(done.file, samples_of(plain)[:1])
     return done.in_words() if done.ratio is None else f"proven, {done.ratio.speedup}"
 
 
-@dataclass(frozen=True)
-class Check:
-    """A claim about an engine. `look` checks it for one of the `subjects`, and gives what was seen. What it raises says
-    that the claim did not hold, except for `NotApplicableError`."""
+class Check(NamedTuple):
+    """A claim about an engine. `look` checks it for one of the `subjects`, and gives what was seen; a QdqtuneError says
+    that it did not hold. It is asked only where models can run if it `runs` them."""
 
     name: str
     claim: str
     subjects: tuple[str, ...]
     look: Callable[[EngineAtHand, str], str]
+    runs: bool = False
 
-
-_ALL = tuple(graphs.GRAPHS)
-_FLOAT = tuple(name for name, graph in graphs.GRAPHS.items() if not graph.how)
 
 CHECKS = (
-    Check("float", "float graphs build", _FLOAT, _builds_float),
-    Check(
-        "pairs",
-        "graphs build with pairs, or stored weights, by our rules",
-        _ALL,
-        _builds_quantized,
-    ),
-    Check("layers", "each node is in one layer of the report", _ALL, _reports_layers),
-    Check("layer times", "each layer that runs has a time", _ALL, _times_layers),
-    Check("8 bits", "convolutions and products with pairs run in 8 bits", _ALL, _keeps_8_bits),
-    Check("numbers", "outputs are as accurate as in the simulation", _ALL, _agrees_with_simulation),
-    Check("times", "equal files are not told apart, others are", (ITSELF, DEEPER), _tells_apart),
-    Check("memory", "lack of memory is told, and the next request works", ("2^46 values",), _survives_lack_of_memory),
-    Check("search", "a search ends, and ships what is proven, or float", get_args(Mode), _tunes),
+    Check("builds", "graphs build in float, and with pairs or stored weights by our rules", tuple(GRAPHS), _builds),
+    Check("layers", "each node is in one layer of the report, with its time", tuple(GRAPHS), _reports_layers),
+    Check("8 bits", "convolutions and products with pairs run in 8 bits", tuple(GRAPHS), _keeps_8_bits),
+    Check("numbers", "outputs are as accurate as in the simulation", tuple(GRAPHS), _agrees_with_simulation, runs=True),
+    Check("times", "equal files are not told apart, others are", (ITSELF, DEEPER), _tells_apart, runs=True),
+    Check("search", "a search ends, and ships what is proven, or float", get_args(Mode), _tunes, runs=True),
 )
 """The claims, in the order in which they are checked."""
 
@@ -398,30 +405,37 @@ def qualify(options: DoctorOptions, observer: Observer) -> Qualification:
     Raises:
         EngineUnavailable, BadOption: the engine cannot be opened, or is simulated.
     """
-    begun = monotonic()
-    if is_simulated(options.engine_name):
-        told = simulated(options.engine_name)
+    begun, execution, spec = monotonic(), execution_of(options), options.spec()
+    if is_simulated(spec.name):
+        told = simulated(spec.name)
         raise EngineUnavailable(f"{told}, and most claims are about times: leave `qualify` out, check and compare work")
-    with opened(options.spec(), observer, execution_of(options)) as engine:
-        checks = tuple(_result(engine, check) for check in CHECKS)
-        cpu, gpus = this_processor(), find_gpus()[0]
-        machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
-        machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
-        return Qualification(engine.described, machine, checks, monotonic() - begun)
+    cpu, gpus = this_processor(), find_gpus()[0]
+    capability = float(gpus[0].compute_capability) if gpus and spec.name in TENSORRT_FAMILY else float("inf")
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())
+        spec = with_timing_cache(spec, folder)
+        sized = with_spans(spec, {OPEN: Span(*SIZES)}) if spec.name in TENSORRT_FAMILY else spec
+        runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
+        described = runner.describe()
+        exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
+        simulation = stack.enter_context(exact)
+        engine = EngineAtHand(spec, folder, runner, simulation, execution, observer, capability)
+        can_run = described["device"] != "none"
+        checks = [_seen(engine, check, subject, can_run) for check in CHECKS for subject in check.subjects]
+    machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
+    machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
+    return Qualification(described, machine, tuple(checks), monotonic() - begun)
 
 
-def _result(engine: EngineAtHand, check: Check) -> CheckResult:
-    seen = []
-    for subject in check.subjects:
-        engine.observer.stage(f"{check.name}: {subject}")
-        begun, state = monotonic(), STATES[0]
-        try:
-            told = check.look(engine, subject)
-        except NotApplicableError as error:
-            state, told = "not applicable", str(error)
-        except (BrokenError, QdqtuneError) as error:
-            state, told = "not held", str(error)
-        seen.append(Seen(subject, state, told, round(monotonic() - begun, 2)))
-    states = {one.state for one in seen}
-    worst = next(state for state in ("not held", "held", "not applicable") if state in states)
-    return CheckResult(check.name, check.claim, worst, tuple(seen))
+def _seen(engine: EngineAtHand, check: Check, subject: str, can_run: bool) -> Seen:
+    engine.observer.stage(f"{check.name}: {subject}")
+    begun, state = monotonic(), get_args(State)[0]
+    try:
+        if check.runs and not can_run:
+            raise NotApplicableError("the engine only builds here: its device is not present")
+        told = check.look(engine, subject)
+    except NotApplicableError as error:
+        state, told = "not applicable", str(error)
+    except QdqtuneError as error:
+        state, told = "not held", str(error)
+    return Seen(check.name, subject, state, told, round(monotonic() - begun, 2))
