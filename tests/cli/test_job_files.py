@@ -15,14 +15,13 @@ from qdqtune.cli.run import KEYS, read_jobs
 from qdqtune.cli.tune import TuneArguments
 from qdqtune.errors import BadOption
 from qdqtune.options import SWITCH, options_of
-from qdqtune.placement import files
 from runs import environment
 
 HUGE = "9" * 5000
 
 NEVER = {
     "null": "null", "nothing": "", "date": "2024-01-01", "time": "2024-01-01 10:00:00", "mapping": "{a: 1}",
-    "jobs": "{jobs: [{model: a.onnx}]}", "NUL": r'"a\0b"', "surrogate": r'"\ud800"', "digits": HUGE, "tag": "!!str a",
+    "jobs": "{jobs: [{model: a.onnx}]}", "NUL": r'"a\0b"', "surrogate": r'"\ud800"', "digits": HUGE,
     "python": "!!python/object/apply:os.system [echo]", "binary": "!!binary aGk=", "list of lists": "[[1], [2]]",
     "unknown alias": "*nobody", "an alias of itself": "&a [*a]", "merge": "<<", "empty": '""', "equals": "=",
 }  # fmt: skip
@@ -53,17 +52,16 @@ STRUCTURES = [
     "jobs: [null]", "jobs: [[{model: a.onnx}]]", "jobs: [{builds: 3}]", "jobs: [{}]", "jobs: [{model: a.onnx, 1: 2}]",
     "jobs: [{model: a.onnx, '': x}]", "jobs: [{model: a.onnx, ' builds': 3}]", "jobs: [{model: a.onnx, --builds: 3}]",
     "jobs: [{model: a.onnx, help: true}]", "jobs: [{model: a.onnx, help-all: true}]", "jobs: [{model: a.onnx, o: b}]",
-    "jobs: [{model: a.onnx, [1]: 2}]", "jobs: [{model: a.onnx, null: 2}]", "jobs: [{model: a.onnx, model: b.onnx}]",
-    "jobs: [{model: a.onnx, fix_input: a=1, fix-input: b=1}]", "jobs: [{model: a.onnx}]\njobs: [{model: b.onnx}]",
+    "jobs: [{model: a.onnx, [1]: 2}]", "jobs: [{model: a.onnx, null: 2}]",
+    "jobs: [{model: a.onnx, fix_input: a=1, fix-input: b=1}]",
     "jobs: [{model: a.onnx}]\nmore: 1", "jobs: [{model: a.onnx}]\ndefaults: [1]", "jobs: [{model: a.onnx}]\ndefaults:",
     "jobs: [{model: a.onnx}]\ndefaults: {model: b.onnx}", "jobs: [{model: a.onnx}]\n---\njobs: [{model: b.onnx}]",
     "jobs: [{model: [a.onnx]}]", "jobs: [{model: 5}]",
     "jobs: [{model: a.onnx, time-budget: soon}]", "jobs: [{model: a.onnx, input-shape: 'x:1xy'}]",
     "jobs: [{model: a.onnx, fix-input: [n]}]", "jobs: [{model: a.onnx, engine-option: [n]}]",
     "jobs: [{model: a.onnx, node-filter: gone}]",
-    "jobs: [{model: a.onnx, <<: {builds: 3}}]",
     "\x00", "\x07jobs: []",
-    "%YAML 7.0\n---\njobs: []", "jobs: [{model: a.onnx}]x", "a: " + "x" * (files.MOST_BYTES + 1),
+    "%YAML 7.0\n---\njobs: []", "jobs: [{model: a.onnx}]x",
     "{" * 3000, "[" * 100_000, "- " * 100_000, "? " * 100_000, "&a " * 1000, "jobs: " + "[" * 60,
     f"jobs: [{{model: {'a' * 200_000}}}]", f"jobs: {['a'] * 1_000_001}",
     f"jobs: [{{model: 1{':1' * 99_999}}}]",
@@ -145,7 +143,6 @@ def test_a_wrong_file_ends_the_command_before_anything_begins(call, tmp_path, mo
         "jobs: [{model: 5}]": "job 1 has no model: give the name of a file",
         "jobs: [{model: a.onnx, time-budget: 10x}]": "job 1 (a.onnx): --time-budget: '10x' is no duration",
         "jobs: [{model: a.onnx}]\ndefaults: {'': 1}": "defaults: there is no option ''",
-        "jobs: [{model: a.onnx, builds: 1, builds: 2}]": "line 1: the key 'builds' comes twice",
     }.items():
         file.write_text(text)
         code, out, err = call("run", file)
@@ -191,11 +188,7 @@ def test_a_job_may_run_on_a_machine_with_more_cores(tmp_path: Path) -> None:
     assert job.options.spec().options == {"threads": 4096}
 
 
-def test_devices_folders_and_huge_files_are_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "huge.yaml").open("wb") as huge:
-        huge.truncate(33 * 2**20)
-    with pytest.raises(BadOption, match="more than 32 MiB"):
-        read_jobs(tmp_path / "huge.yaml")
+def test_devices_and_folders_are_not_read() -> None:
     with pytest.raises(BadOption, match="it is no file"):
         read_jobs(Path("/dev/zero"))
     with pytest.raises(BadOption, match="cannot read jobs"):

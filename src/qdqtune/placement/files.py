@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
+import msgspec
 import yaml
-from yaml.constructor import SafeConstructor
-from yaml.resolver import Resolver
 
 from qdqtune.calibration.scales import Calibration
 from qdqtune.errors import BadOption, check_file, one_line, reading
@@ -28,7 +27,12 @@ WIDE_BITS = 16
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
 """Keys of pattern caches and state files of ModelOpt's autotuner, which files of qdqtune lack."""
 
-QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
+DEEPEST = 50
+"""Most levels of nested lists and mappings."""
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+Slot = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class PlacementFile:
     """The content of placement.yaml."""
 
     placement: Placement
-    quant_type: str
+    quant_type: QuantType
     engine: str
     fix_inputs: Mapping[str, float | int | str]
     calibration: Calibration = field(default_factory=Calibration)
@@ -75,51 +79,60 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
     )
 
 
+class _PairRow(msgspec.Struct):
+    """An edge with a pair: input `input` of a node, or graph output `output`."""
+
+    tensor: str
+    node: str = ""
+    input: Slot | None = None
+    output: Slot | None = None
+    bits: Literal[8, 16] = 8
+
+    def edge(self) -> Edge:
+        slot = self.input if self.node else self.output
+        if slot is None:
+            raise ValueError(f"an edge of {self.tensor!r} names neither an input nor an output")
+        return Edge(self.tensor, self.node, slot)
+
+
+class _WeightRow(msgspec.Struct):
+    tensor: str
+    node: str
+    input: Slot
+    storage: str
+
+
+class _Content(msgspec.Struct):
+    """What is read of placement.yaml; other keys are for people."""
+
+    quant_type: QuantType
+    engine: str
+    edges: list[_PairRow]
+    fix_inputs: dict[str, float | int | str | bool] = {}
+    calibration: Calibration = Calibration()
+    rewrites: Rewrites = Rewrites()
+    weights: list[_WeightRow] = []
+    portable: bool = False
+
+
 def read_placement_file(path: Path) -> PlacementFile:
     """Read placement.yaml."""
-    content = read_yaml(path, "placement")
     try:
-        edges = [
-            Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
-        ]
-        wide = [edge for edge, e in zip(edges, content["edges"], strict=True) if _is_wide(**e)]
-        formats = [
-            (Edge(e["tensor"], e["node"], e["input"]), WeightFormat.named(e["storage"]))
-            for e in content.get("weights", [])
-        ]
-        recorded = PlacementFile(
-            Placement.of(filter(_is_valid, edges), (p for p in formats if _is_valid(p[0])), filter(_is_valid, wide)),
-            content["quant_type"],
-            content["engine"],
-            dict(content.get("fix_inputs") or {}),
-            Calibration(**content.get("calibration", {})),
-            _rewrites(**content.get("rewrites", {})),
-            content.get("portable", False) is True,
-        )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise BadOption(f"{path} is no placement file: {wrong_part(error)}") from error
-    fixed = all(isinstance(k, str) and isinstance(v, float | int | str) for k, v in recorded.fix_inputs.items())
-    edges += [edge for edge, _ in formats]
-    if not all(map(_is_valid, edges)) or recorded.quant_type not in QUANT_TYPES or not fixed:
-        raise BadOption(f"{path} is no placement file: an edge, the quant_type or a fixed input is none")
-    if not isinstance(recorded.engine, str):
-        raise BadOption(f"{path} is no placement file: {recorded.engine!r} is no engine")
-    return recorded
-
-
-def _rewrites(folded: bool = False, names: Sequence[str] = (), merged: Sequence[str] = ()) -> Rewrites:
-    return Rewrites(folded, tuple(names), tuple(merged))
-
-
-def _is_wide(bits: object = 8, **_: object) -> bool:
-    if bits not in (8, WIDE_BITS):
-        raise ValueError(bits)
-    return bits == WIDE_BITS
-
-
-def _is_valid(edge: Edge) -> bool:
-    is_number = isinstance(edge.index, int) and not isinstance(edge.index, bool) and edge.index >= 0
-    return isinstance(edge.tensor, str) and isinstance(edge.node, str) and is_number
+        content = msgspec.convert(read_yaml(path, "placement"), _Content)
+        edges = {row.edge(): row.bits for row in content.edges}
+        formats = [(Edge(w.tensor, w.node, w.input), WeightFormat.named(w.storage)) for w in content.weights]
+        placement = Placement.of(edges, formats, [edge for edge, bits in edges.items() if bits == WIDE_BITS])
+    except ValueError as error:
+        raise BadOption(f"{path} is no placement file: {one_line(error)}") from error
+    return PlacementFile(
+        placement,
+        content.quant_type,
+        content.engine,
+        content.fix_inputs,
+        content.calibration,
+        content.rewrites,
+        content.portable,
+    )
 
 
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:
@@ -183,125 +196,22 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-MOST_BYTES = 32 * 2**20
-"""Size of the largest file in bytes. A placement takes about 100 bytes for each pair."""
-
-MOST_VALUES = 1_000_000
-"""Most values of a file. A value counts as often as aliases repeat it, and once more for every hundred characters."""
-
-DEEPEST = 50
-"""Most levels of nested lists and mappings."""
-
-LONGEST_NUMBER = 100
-"""Most characters of a number: the time to read one grows with the square of its digits."""
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-TAGS = "tag:yaml.org,2002:"
-RESOLVER: Any = Resolver()
-CONSTRUCTOR = SafeConstructor()
-
-
 def parsed_yaml(path: Path, what: str) -> Any:
-    """The content of a YAML file: None, bools, numbers, texts, and lists and dicts of these. `what` names its kind in
-    errors."""
+    """The content of a YAML file. `what` names its kind in errors."""
     with reading(f"{what} {path}"):
         check_file(path)
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
+        text = path.read_bytes()
     try:
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
-        return _Document(yaml.parse(text.decode("utf-8"), Loader=LOADER)).content()
-    except (ValueError, yaml.YAMLError) as error:
+        depth = 0
+        for event in yaml.parse(text, Loader=LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:  # at some thousands the C code behind `load` overflows its stack
+                raise ValueError(f"more than {DEEPEST} lists and mappings within each other")
+        return yaml.load(text, Loader=LOADER)
+    except (RecursionError, ValueError, yaml.YAMLError) as error:
         raise BadOption(f"{path} is no {what} file, or damaged: {one_line(error)}") from error
 
 
 def wrong_part(error: Exception) -> str:
     """What is wrong with values that a file holds, from what Python raised when it read them."""
     return f"it lacks {error}" if isinstance(error, KeyError) else f"a part has another form ({one_line(error)})"
-
-
-class _Document:
-    """Turns the events of a YAML parser into Python values. Raises ValueError for what `parsed_yaml` forbids."""
-
-    def __init__(self, events: Iterator[Any]) -> None:
-        self._events = events
-        self._left = MOST_VALUES
-        self._repeated: dict[str, tuple[Any, int]] = {}
-
-    def content(self) -> Any:
-        """The only document; None where there is none."""
-        next(self._events)  # the beginning of the stream
-        content = None
-        if isinstance(next(self._events), yaml.DocumentStartEvent):
-            content = self._value(next(self._events), 0)
-            next(self._events)  # the end of the document
-            if not isinstance(next(self._events), yaml.StreamEndEvent):
-                raise ValueError("it holds more than one document")
-        return content
-
-    def _value(self, event: Any, depth: int) -> Any:
-        before, anchor = self._left, event.anchor
-        if isinstance(event, yaml.AliasEvent):
-            if anchor not in self._repeated:
-                raise ValueError(f"{_line(event)}: nothing is called &{anchor}")
-            value, size = self._repeated[anchor]
-            self._spend(size)
-            return value
-        if event.tag is not None:
-            raise ValueError(f"{_line(event)}: tags such as {event.tag} are not read")
-        if depth > DEEPEST:
-            raise ValueError(f"{_line(event)}: more than {DEEPEST} lists and mappings within each other")
-        if isinstance(event, yaml.ScalarEvent):
-            self._spend(1 + len(event.value) // 100)
-            value = _scalar(event)
-        else:
-            self._spend(1)
-            value = self._list(depth) if isinstance(event, yaml.SequenceStartEvent) else self._dict(depth)
-        if anchor is not None:
-            self._repeated[anchor] = value, before - self._left
-        return value
-
-    def _list(self, depth: int) -> list[Any]:
-        made = []
-        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            made.append(self._value(event, depth + 1))
-        return made
-
-    def _dict(self, depth: int) -> dict[Any, Any]:
-        made: dict[Any, Any] = {}
-        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-            key = self._value(event, depth + 1)
-            if isinstance(key, list | dict):
-                raise ValueError(f"{_line(event)}: a key is a list or a mapping")
-            if key in made:
-                raise ValueError(f"{_line(event)}: the key {key!r} comes twice")
-            made[key] = self._value(next(self._events), depth + 1)
-        return made
-
-    def _spend(self, values: int) -> None:
-        self._left -= values
-        if self._left < 0:
-            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
-
-
-def _scalar(event: Any) -> Any:
-    """The Python value of a YAML scalar: in quotes a string; without quotes a string, number, bool or None."""
-    if not event.implicit[0]:
-        return event.value
-    tag = RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))
-    kind = tag.removeprefix(TAGS)
-    if kind == "str":
-        return event.value
-    if kind not in ("null", "bool", "int", "float"):
-        raise ValueError(f"{_line(event)}: {event.value:.40} is read as a {kind}: put text in quotes")
-    if len(event.value) > LONGEST_NUMBER:
-        raise ValueError(f"{_line(event)}: a number of {len(event.value)} characters")
-    try:
-        return getattr(CONSTRUCTOR, f"construct_yaml_{kind}")(yaml.ScalarNode(tag, event.value))
-    except (OverflowError, ValueError) as error:
-        raise ValueError(f"{_line(event)}: {event.value!r} is no number") from error
-
-
-def _line(event: Any) -> str:
-    return f"line {event.start_mark.line + 1}"
