@@ -13,9 +13,9 @@ from __future__ import annotations
 import importlib.util
 import inspect as inspection
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import cycle
 from pathlib import Path
@@ -24,24 +24,20 @@ from typing import Any, ParamSpec, TypeVar
 from rich.console import Console
 
 from qdqtune.cli import progress as lines
-from qdqtune.commands import apply as apply_command
-from qdqtune.commands import build as build_command
-from qdqtune.commands import check as check_command
-from qdqtune.commands import inspect as inspect_command
-from qdqtune.commands import quantize as quantize_command
-from qdqtune.commands.check import Checked, CheckOptions, check_file
+from qdqtune.commands import apply as applying
+from qdqtune.commands import build as building
+from qdqtune.commands import check as checking
+from qdqtune.commands import inspect as inspecting
+from qdqtune.commands import quantize as quantizing
+from qdqtune.commands import verify as verifying
 from qdqtune.commands.compare import CompareOptions, Comparison
 from qdqtune.commands.compare import compare as compare_files
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import ModelLike, execution_of, model_file, on_disk
 from qdqtune.commands.paths import check_options
-from qdqtune.commands.quantize import QuantizeOptions
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
-from qdqtune.commands.verify import Verified, VerifyOptions
-from qdqtune.commands.verify import verify as verify_run
 from qdqtune.engines.execution import cancelled_by
-from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import BadOption, Cancelled
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
@@ -85,20 +81,20 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
     """
     assert isinstance(kind, type)
     name = run.__name__.strip("_")
-
-    shown = inspection.signature(kind)
-    keyword_only = inspection.Parameter.KEYWORD_ONLY
-    first, *others = [p.name for p in shown.parameters.values() if p.kind is not keyword_only] or [""]
+    signature = inspection.signature(kind)
+    first = next(iter(signature.parameters))
 
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
         if len(arguments) > 1:
-            hint = f": write {' or '.join(f'{other}=...' for other in others)}" if others else ""
-            raise BadOption(f"{name} takes keywords behind its {first}{hint}")
-        _check_keywords(kind, name, keywords)
-        given = kind(*arguments, **keywords)
-        check_options(given)
-        watching = observing(given.observer, given.progress, given.cancel)
-        with watching as observer, on_disk(given, execution_of(given)) as here:
+            raise BadOption(f"{name} takes keywords behind its {first}")
+        for keyword in keywords.keys() - signature.parameters.keys():
+            near = get_close_matches(keyword, signature.parameters, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(signature.parameters))}"
+            raise BadOption(f"{name} has no option {keyword!r}; {hint}")
+        options = kind(*arguments, **keywords)
+        check_options(options)
+        watching = observing(options.observer, options.progress, options.cancel)
+        with watching as observer, on_disk(options, execution_of(options)) as here:
             done = run(here, observer)
         for note in getattr(done, "notes", ()):
             LOGGER.warning("%s", note)
@@ -108,20 +104,11 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
     helps = (f"    {name}: {own.help}" for name, own in options_of(kind).items())
     call.__doc__ = "\n".join([inspection.cleandoc(run.__doc__ or ""), "", "Args:", *helps])
     plain = [
-        p.replace(annotation=inspection.Parameter.empty, kind=p.kind if p.name == first else keyword_only)
-        for p in shown.parameters.values()
+        p.replace(annotation=p.empty, kind=p.kind if p.name == first else p.KEYWORD_ONLY)
+        for p in signature.parameters.values()
     ]
-    call.__signature__ = shown.replace(parameters=plain, return_annotation=inspection.Signature.empty)  # type: ignore[attr-defined]
+    call.__signature__ = signature.replace(parameters=plain, return_annotation=signature.empty)  # type: ignore[attr-defined]
     return call
-
-
-def _check_keywords(kind: type[Any], name: str, given: Iterable[str]) -> None:
-    known = [field.name for field in fields(kind)]
-    for keyword in given:
-        if keyword not in known:
-            near = get_close_matches(keyword, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known))}"
-            raise BadOption(f"{name} has no option {keyword!r}{hint}")
 
 
 @dataclass
@@ -134,7 +121,7 @@ class TuneCall(ModelCallOptions, TuneOptions):
 
 
 @dataclass(kw_only=True)
-class QuantizeCall(ModelCallOptions, QuantizeOptions):
+class QuantizeCall(ModelCallOptions, quantizing.QuantizeOptions):
     """Keywords of `quantize`."""
 
 
@@ -144,32 +131,32 @@ class CompareCall(CallOptions, CompareOptions):
 
 
 @dataclass(kw_only=True)
-class ApplyCall(ModelCallOptions, apply_command.ApplyOptions):
+class ApplyCall(ModelCallOptions, applying.ApplyOptions):
     """Keywords of `apply`."""
 
 
 @dataclass(kw_only=True)
-class CheckCall(ModelCallOptions, CheckOptions):
+class CheckCall(ModelCallOptions, checking.CheckOptions):
     """Keywords of `check`."""
 
 
 @dataclass(kw_only=True)
-class LayersCall(ModelCallOptions, check_command.LayersOptions):
+class LayersCall(ModelCallOptions, checking.LayersOptions):
     """Keywords of `layers`."""
 
 
 @dataclass(kw_only=True)
-class BuildCall(ModelCallOptions, build_command.BuildOptions):
+class BuildCall(ModelCallOptions, building.BuildOptions):
     """Keywords of `build`."""
 
 
 @dataclass(kw_only=True)
-class InspectCall(ModelCallOptions, inspect_command.InspectOptions):
+class InspectCall(ModelCallOptions, inspecting.InspectOptions):
     """Keywords of `inspect`."""
 
 
 @dataclass(kw_only=True)
-class VerifyCall(CallOptions, VerifyOptions):
+class VerifyCall(CallOptions, verifying.VerifyOptions):
     """Keywords of `verify`."""
 
 
@@ -193,74 +180,10 @@ def _tune(options: TuneCall, observer: Observer) -> Result:
     return done
 
 
-def _quantize(options: QuantizeCall, observer: Observer) -> quantize_command.Quantized:
-    """Write a Q/DQ version of a float model, its pairs placed by the rules of an engine, which need not be installed.
-
-    Raises:
-        QdqtuneError: see `commands.quantize.quantize`.
-    """
-    return quantize_command.quantize(options, observer)
-
-
-def _apply(options: ApplyCall, observer: Observer) -> apply_command.Applied:
-    """Put the pairs of a placement file into a model, with scales calibrated anew: no search, no timing.
-
-    Raises:
-        QdqtuneError: see `commands.apply.apply`.
-    """
-    return apply_command.apply(options, observer)
-
-
-def _check(options: CheckCall, observer: Observer) -> Checked:
-    """Find what the engine does not fuse in a Q/DQ model, and why.
-
-    Raises:
-        QdqtuneError: see `commands.check.check_file`.
-    """
-    return check_file(options)
-
-
-def _layers(options: LayersCall, observer: Observer) -> check_command.Layers:
-    """The layers that the engine runs for a model, in order, with their nodes and times.
-
-    Raises:
-        QdqtuneError: see `commands.check.layers`.
-    """
-    return check_command.layers(options)
-
-
-def _build(options: BuildCall, observer: Observer) -> build_command.Artifact:
-    """Build a model, and save it in the engine's own format.
-
-    Raises:
-        QdqtuneError: see `commands.build.build`.
-    """
-    spec = with_timing_cache(options.spec(), options.output.parent)
-    return build_command.build(Path(str(options.model)), options.output, spec, execution_of(options))
-
-
-def _inspect(options: InspectCall, observer: Observer) -> inspect_command.Inspection:
-    """The regions of a model, and which of them share a pattern.
-
-    Raises:
-        QdqtuneError: the model cannot be read.
-    """
-    return inspect_command.inspect(options)
-
-
-def _verify(options: VerifyCall, observer: Observer) -> Verified:
-    """Whether what a run has proven holds on this machine: `folder` is its output folder.
-
-    Raises:
-        QdqtuneError: see `commands.verify.verify`.
-    """
-    return verify_run(options, observer)
-
-
-tune, quantize, apply = function(TuneCall, _tune), function(QuantizeCall, _quantize), function(ApplyCall, _apply)
-check, layers = function(CheckCall, _check), function(LayersCall, _layers)
-build, inspect = function(BuildCall, _build), function(InspectCall, _inspect)
-verify = function(VerifyCall, _verify)
+tune, quantize = function(TuneCall, _tune), function(QuantizeCall, quantizing.quantize)
+apply, verify = function(ApplyCall, applying.apply), function(VerifyCall, verifying.verify)
+check, layers = function(CheckCall, checking.check), function(LayersCall, checking.layers)
+build, inspect = function(BuildCall, building.build), function(InspectCall, inspecting.inspect)
 
 
 def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:

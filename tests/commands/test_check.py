@@ -14,7 +14,7 @@ from conftest import Call
 from engine_contract import quantized_conv_model
 from models import UINT8, build, normal
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands.check import profiled as layers_of_engine
+from qdqtune.commands import check
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.types import Edge, Placement
@@ -123,13 +123,16 @@ def test_of_a_provider_without_a_table_nobody_looks(call, model, monkeypatch, tm
 def test_what_a_provider_leaves_is_told_of_float_models_too(call, model, monkeypatch, tmp_path):
     """A table is put over the fake engine, whose first layer is said to run elsewhere."""
 
-    def profiled(*given, **named):
-        first, *rest = layers_of_engine(*given, **named)
-        return (replace(first, elsewhere="on the CPU: no kernel"), *rest)
+    layers_of_engine = check._profile
+
+    def profiled(*given):
+        ran = layers_of_engine(*given)
+        first, *rest = ran.layers
+        return replace(ran, layers=(replace(first, elsewhere="on the CPU: no kernel"), *rest))
 
     monkeypatch.setattr("qdqtune.commands.check.PROVIDERS", {"fake": None})
     assert "all " in call("check", model, "--engine", "fake")[1].splitlines()[-1]
-    monkeypatch.setattr("qdqtune.commands.check.profiled", profiled)
+    monkeypatch.setattr(check, "_profile", profiled)
     code, out, _ = call("check", model, "--engine", "fake")
     assert code == 0
     assert re.search(r"^\d+ of \d+ nodes run elsewhere, \d+ borders?.*on the CPU: no kernel", out, re.MULTILINE)
@@ -153,5 +156,5 @@ def test_weights_that_overflow_on_this_processor_are_told(
     known = Ranges({"x": Range(-3.0, 3.0), "y": Range(-30.0, 30.0)})
     save(insert(model, edges, known, replace(UINT8, reduced_weights=reduced)), tmp_path / "q.onnx")
     _, out, err = call("check", tmp_path / "q.onnx", "--engine", "onnxruntime", "--allow-boundary", "*")
-    told = "1 weight has 8 bits, so that sums of products overflow here"
+    told = "1 weight of 8 bits: sums of products overflow here"
     assert (told in " ".join((out + err).split())) is is_told

@@ -12,7 +12,7 @@ from typing import Any
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, command
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
-from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check_file, layers, time_of
+from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check, layers, time_of
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug, level
 from qdqtune.commands.doctor import (
     DoctorOptions,
@@ -66,7 +66,7 @@ def check_command(options: CheckArguments) -> int:
         return _show_layers(options)
     checked = []
     for model in models:
-        done = check_file(CheckOptions(**shared_values(options, CheckOptions) | {"model": model}))
+        done = check(CheckOptions(**shared_values(options, CheckOptions) | {"model": model}))
         checked.append(done)
         say_notes(done.notes)
         if not options.as_machine:

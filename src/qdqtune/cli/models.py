@@ -22,11 +22,10 @@ from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.build import BuildOptions, build
 from qdqtune.commands.compare import CompareOptions, compare
 from qdqtune.commands.gate import RUNS, Gated
-from qdqtune.commands.inputs import MODEL, execution_of
+from qdqtune.commands.inputs import MODEL
 from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.shown import Table
 from qdqtune.engines.devices import usual_threads
-from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.explanation.formatting import placed
 from qdqtune.numerics.accuracy import closeness_of, concern
@@ -162,8 +161,7 @@ def build_command(options: BuildOptions, terminal: Terminal) -> None:
     \b
     qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
     """
-    spec = with_timing_cache(options.spec(), options.output.parent)
-    artifact = build(Path(str(options.model)), options.output, spec, execution_of(options))
+    artifact = build(options)
     if terminal.as_machine:
         print_json(artifact.to_dict())
     else:

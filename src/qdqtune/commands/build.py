@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MODULES, EngineSpec
-from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
@@ -21,6 +20,7 @@ from qdqtune.graph.saving import model_outputs
 from qdqtune.options import REQUIRED, File, Values, option, writes
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
+from qdqtune.tuning.observer import Observer
 
 FORMATS = {
     "onnxruntime": "an optimized ONNX file",
@@ -82,8 +82,8 @@ class Artifact(Shown):
         return {"engine": self.engine, "files": files, "bytes": self.nbytes, "seconds": self.seconds}
 
 
-def build(model: Path, output: Path, spec: EngineSpec, execution: Execution) -> Artifact:
-    """Build the model in a file, and write it in the engine's format. `output` appears whole or not at all.
+def build(options: BuildOptions, observer: Observer | None = None) -> Artifact:
+    """Build a model, and save it in the engine's own format. `output` appears whole or not at all.
 
     Raises:
         BadModel: the file cannot be read.
@@ -92,11 +92,13 @@ def build(model: Path, output: Path, spec: EngineSpec, execution: Execution) -> 
         EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, cannot save it, or does not
             load what it has saved.
     """
+    model, output = Path(str(options.model)), options.output
+    spec = with_timing_cache(options.spec(), output.parent)
     check_inputs(spec, Model(read(model)))
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
-    with temporary_runner(spec, execution) as runner, atomic_write(output, ARTIFACT) as fresh:
+    with temporary_runner(spec, execution_of(options)) as runner, atomic_write(output, ARTIFACT) as fresh:
         handle = runner.load(model, "build")
         runner.save(handle, fresh)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import Fallback, fallback
-from qdqtune.engines.machine import MachineFacts, is_simulated
+from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.runner import Runner, temporary_runner
+from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, InputError, parsed_json, rewording
+from qdqtune.explanation import unfused
 from qdqtune.explanation.formatting import counted, placed
-from qdqtune.explanation.unfused import Finding, allow, check, is_low
+from qdqtune.explanation.unfused import Finding, allow, is_low
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
@@ -35,12 +36,13 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import BASELINE, PLACEMENT, SUMMARY
-from qdqtune.types import Layer, NumericFormat, QType, QuantType, Sample
+from qdqtune.tuning.observer import Observer
+from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 
 @dataclass(kw_only=True)
-class ProfileOptions(EngineOptions, DataOptions):
-    """Options about the source of layers: an engine that runs the model, or an exported report."""
+class LayersOptions(EngineOptions, DataOptions, ModelOption):
+    """The options of `layers`: an engine that runs the model, or an exported report."""
 
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
     runs: Int = option(
@@ -61,11 +63,6 @@ class ProfileOptions(EngineOptions, DataOptions):
         metavar="FILE",
     )
     on: MaybeText = on_option()
-
-
-@dataclass(kw_only=True)
-class LayersOptions(ProfileOptions, ModelOption):
-    """The options of `layers`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,42 +101,55 @@ class Layers(Shown):
         }
 
 
-def layers(options: LayersOptions) -> Layers:
-    """The layers of a model. Model and samples lie in files (see `on_disk`).
+def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
+    """The layers that the engine runs for a model, in order, with their nodes and times.
+
+    Model and samples lie in files (see `on_disk`).
 
     Raises:
         BadOption: options exclude each other.
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
-    model = Path(str(options.model))
+    path = Path(str(options.model))
+    ran = _profile(options, path, load(path))
+    return Layers(ran.engine, ran.layers, ran.machine)
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """The layers of a model on an engine with these `numbers`, for inputs of these `sizes`. `described` is what the
+    engine says of itself, None of an exported report; `machine` is the other one that ran it, if any."""
+
+    engine: str
+    layers: tuple[Layer, ...]
+    numbers: NumericFormat
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    described: Mapping[str, str] | None = None
+    machine: str | None = None
+
+
+def _profile(options: LayersOptions, path: Path, graph: Model) -> _Profile:
+    """Read the report that `graph_json` names, or have the engine run the model. Where times mean nothing, layers have
+    none."""
+    carriers = {node.inputs[0] for node in graph.nodes if node.op == DQ} & graph.tensors.keys()
+    is_fp8 = any(graph.tensors[carrier].dtype == TensorProto.FLOAT8E4M3FN for carrier in carriers)
+    quant_type: QuantType = "fp8" if is_fp8 else "int8"
     if options.graph_json is not None:
-        return Layers("tensorrt", read_report(options.graph_json, options.profile_json, read(model)))
+        reported = read_report(options.graph_json, options.profile_json, read(path))
+        return _Profile("tensorrt", reported, TENSORRT[quant_type])
     if options.profile_json is not None:
         raise BadOption("`profile_json` goes with `graph_json`")
-    spec = options.spec(options.input_shapes)
-    execution = execution_of(options)
-    graph = load(model)
-    (sample,) = prepared_for(graph, spec, data_of(options, execution, model), execution, 0).samples.first(1)
+    spec, execution = options.spec(options.input_shapes), execution_of(options)
+    (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
     spec = built_for_sample(spec, graph, sample)
     with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
-        refusal = f"{spec.name} has no layers of {model}"
-        found = profiled(runner, model, sample, options.runs, refusal=refusal, machine=machine)
-        return Layers(spec.name, found, None if machine is None else machine.where)
-
-
-def profiled(
-    runner: Runner, model: Path, sample: Sample, runs: int, *, refusal: str, machine: MachineFacts | None = None
-) -> tuple[Layer, ...]:
-    """The layers of a model with their times, without where these mean nothing on the `machine` that runs it.
-
-    Raises:
-        EngineFailure: the engine fails; the message is `refusal`, and the reason.
-    """
-    with rewording(refusal):
-        layers = runner.report(model, sample, runs, "layers")
-    if is_simulated(runner.describe()["engine"], machine):
-        return tuple(replace(layer, time_ms=None, parts=()) for layer in layers)
-    return layers
+        numbers, described = runner.numeric_format(quant_type), runner.describe()
+        with rewording(f"{spec.name} has no layers of {path}"):
+            ran = runner.report(path, sample, options.runs, "layers")
+    if is_simulated(described["engine"], machine):
+        ran = tuple(replace(layer, time_ms=None, parts=()) for layer in ran)
+    sizes = {name: np.shape(array) for name, array in sample.items()}
+    return _Profile(spec.name, ran, numbers, sizes, described, None if machine is None else machine.where)
 
 
 TENSORRT = {
@@ -162,7 +172,7 @@ OF_WEIGHTS = re.compile(r"[wW][48]")
 
 
 @dataclass(kw_only=True)
-class CheckOptions(ProfileOptions, ModelOption):
+class CheckOptions(LayersOptions):
     """The options of `check`."""
 
     allow_boundary: Names = option(
@@ -262,63 +272,38 @@ def time_of(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
     return sum(times) if times else None
 
 
-def check_file(options: CheckOptions) -> Checked:
-    """Find what the engine does not fuse in a model. Model and samples lie in files (see `on_disk`).
+def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
+    """Find what the engine does not fuse in a Q/DQ model, and why. Model and samples lie in files (see `on_disk`).
 
     Raises:
         BadOption: options do not go together.
         QdqtuneError: the engine cannot run the model, say.
     """
-    if options.profile_json is not None and options.graph_json is None:
-        raise BadOption("`profile_json` goes with `graph_json`")
     path = Path(str(options.model))
-    graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
-    spec = options.spec(options.input_shapes)
-    told = () if options.graph_json else tuple(filter(None, [unwatched(spec)]))
-    if not is_quantized(graph) and engine not in PROVIDERS:
-        return Checked(path, graph, engine, (), (), notes=told)
-    described: Mapping[str, str] | None = None
-    machine: MachineFacts | None = None
-    left: Fallback | None = None
-    execution = execution_of(options)
-    if options.graph_json:
-        layers, numbers = read_report(options.graph_json, options.profile_json, read(path)), TENSORRT[_numbers(graph)]
-    else:
-        (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
-        spec = built_for_sample(spec, graph, sample)
-        with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
-            numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
-            refusal = f"{path} cannot be checked"
-            layers = profiled(runner, path, sample, options.runs, refusal=refusal, machine=machine)
-        if engine in PROVIDERS:
-            sizes = {name: np.shape(array) for name, array in sample.items() if name in graph.inputs}
-            left = fallback(with_input_shapes(graph, sizes), layers)
-    found = check(graph, layers, numbers)
-    where = None if machine is None else machine.where
-    told += _overflows(graph, numbers, "here" if where is None else f"on {where}")
-    measured = described is not None and _is_measured(path, graph, described)
-    return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, told, left, where)
+    graph, is_report = load(path), options.graph_json is not None
+    notes = () if is_report else tuple(filter(None, [unwatched(options.spec(options.input_shapes))]))
+    if not is_quantized(graph) and (is_report or options.engine_name not in PROVIDERS):
+        return Checked(path, graph, "tensorrt" if is_report else options.engine_name, (), (), notes=notes)
+    ran = _profile(options, path, graph)
+    left = None
+    if ran.engine in PROVIDERS:
+        sizes = {name: shape for name, shape in ran.sizes.items() if name in graph.inputs}
+        left = fallback(with_input_shapes(graph, sizes), ran.layers)
+    findings = allow(unfused.check(graph, ran.layers, ran.numbers), options.allow_boundary)
+    if wide := _weights_of_8_bits(graph) if ran.numbers.reduced_weights else 0:
+        at = "here" if ran.machine is None else f"on {ran.machine}"
+        many = f"{counted(wide, 'weight')} of 8 bits: sums of products overflow {at}"
+        notes += (f"{many}; quantize or tune {at}, or with `portable`",)
+    measured = ran.described is not None and _is_measured(path, graph, ran.described)
+    return Checked(path, graph, ran.engine, ran.layers, findings, measured, notes, left, ran.machine)
 
 
-def _overflows(graph: Model, numbers: NumericFormat, at: str) -> tuple[str, ...]:
-    """A note if weights have 8 bits where the engine's `numbers` have 7, since sums of products saturate `at` the
-    machine that runs them."""
-    if not numbers.reduced_weights:
-        return ()
+def _weights_of_8_bits(graph: Model) -> int:
+    """How many weights beside a quantized activation leave the range of 7 bits."""
     both = ([graph.maker(tensor) for tensor in node.inputs[:2]] for node in graph.nodes if node.op in COMPUTE)
     pairs = [maker.inputs[0] for makers in both for maker in makers if all(m and m.op == DQ for m in makers) and maker]
     stored = (graph.constants[name].array() for name in dict.fromkeys(pairs) if name in graph.constants)
-    wide = sum(a.dtype == np.int8 and int(np.abs(a.astype(np.int16)).max(initial=0)) > SEVEN_BITS for a in stored)
-    if not wide:
-        return ()
-    count = f"{wide} weight{'s have' if wide > 1 else ' has'} 8 bits"
-    return (f"{count}, so that sums of products overflow {at}: quantize or tune {at}, or with `portable`",)
-
-
-def _numbers(model: Model) -> QuantType:
-    carriers = (node.inputs[0] for node in model.nodes if node.op == DQ)
-    types = {model.tensors[tensor].dtype for tensor in carriers if tensor in model.tensors}
-    return "fp8" if TensorProto.FLOAT8E4M3FN in types else "int8"
+    return sum(a.dtype == np.int8 and int(np.abs(a.astype(np.int16)).max(initial=0)) > SEVEN_BITS for a in stored)
 
 
 def _is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:

@@ -26,6 +26,7 @@ from qdqtune.placement.reading import is_quantized
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Region, Regions, RegionType
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
+from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
 from qdqtune.tuning.subject import tuned_graph
 
@@ -114,7 +115,7 @@ class Inspection(Shown):
         return [*lines, "", *_pattern_lines(self.values["patterns"])]
 
 
-def inspect(options: InspectOptions) -> Inspection:
+def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspection:
     """Divide the graph that a run tunes in a model, in a file (see `on_disk`), into regions, and find which of them
     share a pattern.
 
