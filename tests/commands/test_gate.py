@@ -10,7 +10,7 @@ import pytest
 import qdqtune
 from command_lines import errors
 from conftest import Call
-from qdqtune.commands.gate import Gate, Gated, junit, markdown, passes
+from qdqtune.commands.gate import Gated, GateOptions, junit, markdown, passes
 from qdqtune.commands.shown import Table
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Accuracy
@@ -33,25 +33,25 @@ FAST = Ratio(0.5, 0.48, 0.52)
     ],
 )
 def test_a_speedup_is_missed_only_where_all_of_its_interval_lies_below(ratio, least, outcome):
-    (gated,) = Gate(fail_below=least).of_speed("b.onnx", ratio)
+    (gated,) = GateOptions(fail_below=least).of_speed("b.onnx", ratio)
     assert gated.outcome == outcome
     assert passes([gated]) is (outcome != "missed")
-    assert not list(Gate().of_speed("b.onnx", ratio))
+    assert not list(GateOptions().of_speed("b.onnx", ratio))
 
 
 @pytest.mark.parametrize(
     ("gate", "accuracy", "outcome", "told"),
     [
-        (Gate(min_sqnr=25), Accuracy(sqnr_db=30.0), "holds", "30.0 dB"),
-        (Gate(min_sqnr=25), Accuracy(sqnr_db=24.0), "missed", "24.0 dB, and 25 dB are asked for"),
-        (Gate(min_sqnr=25), Accuracy(sqnr_db=None), "holds", "exact"),
-        (Gate(min_sqnr=25), Accuracy(sqnr_db=None, agreement=0.5), "undecided", "`min_agreement`"),
-        (Gate(min_sqnr=25), None, "failed", "NaN"),
-        (Gate(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.95), "holds", "95.0%"),
-        (Gate(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.5), "missed", "50.0%"),
-        (Gate(min_agreement=0.9), Accuracy(sqnr_db=9.0), "undecided", "`scores`"),
+        (GateOptions(min_sqnr=25), Accuracy(sqnr_db=30.0), "holds", "30.0 dB"),
+        (GateOptions(min_sqnr=25), Accuracy(sqnr_db=24.0), "missed", "24.0 dB, and 25 dB are asked for"),
+        (GateOptions(min_sqnr=25), Accuracy(sqnr_db=None), "holds", "exact"),
+        (GateOptions(min_sqnr=25), Accuracy(sqnr_db=None, agreement=0.5), "undecided", "`min_agreement`"),
+        (GateOptions(min_sqnr=25), None, "failed", "NaN"),
+        (GateOptions(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.95), "holds", "95.0%"),
+        (GateOptions(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.5), "missed", "50.0%"),
+        (GateOptions(min_agreement=0.9), Accuracy(sqnr_db=9.0), "undecided", "`scores`"),
         (
-            Gate(min_sqnr=20.0),
+            GateOptions(min_sqnr=20.0),
             Accuracy(sqnr_db=43.7, slice_name="y[:, 4]", slice_db=-2.0, slice_is_lost=True),
             "missed",
             "y[:, 4] lost its values: -2.0 dB, hidden in an output SQNR of 43.7 dB",

@@ -1,7 +1,6 @@
 """Calls of different shapes: timed together by their shares, judged on all, proven as one and told one by one."""
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,14 +151,12 @@ def test_onnxruntime_times_batches_of_one_and_eight_together(tmp_path: Path) -> 
         assert {"first", "second"} <= {node for layer in layers for node in layer.nodes}
 
 
-def test_compare_reports_each_workload(model: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.commands.compare.LONG_COMPARISON", 0.0)
+def test_compare_reports_each_workload(model: Path, call: Any) -> None:
     tune(settings(model, WEIGHTS))
     final = model.parent / "out" / "optimized_final.onnx"
     mix = [part for name in CALLS for part in ("--workload", f"{model.with_name(name)}.npz:{WEIGHTS[name]}")]
     code, out, err = call("compare", model, final, "--engine", "fake", *mix, "--json", "--timing-runs", "12")
     assert (code, "random" in err) == (0, False)
-    assert re.search(r"timing optimized_final.onnx against model.onnx: \d+ s, more where", err)
     (row,) = json.loads(out)["others"]
     assert row["ratio"]["median"] == pytest.approx(mean(final) / mean(model))
     assert [part["ratio"]["median"] for part in row["workloads"]] == pytest.approx(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
-from qdqtune.commands.gate import NO_GATE, RUNS, Gate, Gated, GateOptions, passes
+from qdqtune.commands.gate import RUNS, Gated, GateOptions, passes
 from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
@@ -22,23 +21,24 @@ from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.runner import Runner, temporary_runner
-from qdqtune.errors import BadOption, EngineFailure, EngineRefused
-from qdqtune.explanation.formatting import samples
+from qdqtune.errors import BadOption, EngineRefused, rewording
+from qdqtune.explanation.formatting import counted, samples
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, closeness_cell, concern, is_finite, slice_cell
 from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
+from qdqtune.numerics.simulation import Outputs
 from qdqtune.options import Int, MaybeText, Option, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
-from qdqtune.timing.ratios import USUAL_BUILDS, Plan, Ratio, Verdict
+from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import warmup_option
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.shipping import Compared
-from qdqtune.types import Accuracy, Array, Measurement, Mix, Sample, Workload
+from qdqtune.types import Accuracy, Mix, Sample, Workload
 
 DEFAULT_ROUNDS = 24
 """Rounds of each pair of builds by default. Chosen, not measured."""
@@ -87,7 +87,7 @@ class Comparison(Shown):
     notes: tuple[str, ...] = ()
     judged: int = 0
     is_held_out: bool = False
-    gate: Gate = NO_GATE
+    gate: GateOptions = field(default_factory=GateOptions)
 
     @property
     def gated(self) -> tuple[Gated, ...]:
@@ -152,8 +152,14 @@ class Comparison(Shown):
         return {"first": self.first, "others": others, **told, **gate, "notes": notes}
 
 
-def compare(files: Sequence[Path], options: CompareOptions, observer: Observer | None = None) -> Comparison:
-    """Time every other file against the first, in the same rounds on fresh builds of all.
+def compare(
+    files: Sequence[Path],
+    options: CompareOptions,
+    observer: Observer | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Comparison:
+    """Time every other file against the first, in the same rounds on fresh builds of all. Where nothing else says which
+    sizes inputs have, random ones have `shapes`.
 
     Raises:
         InputError: files, samples or options cannot be used, or not together.
@@ -164,20 +170,19 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
         usual = usual_threads() if machine is None else machine.physical_cores
         spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
         is_timed = not is_simulated(spec.name, machine)
-        data = data_of(options, execution, *files)
         if options.fail_below is not None and not is_timed:
             raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
-        given = [fixed_inputs(file, options.fix_inputs) for file in files]
-        models = comparable(files, [{name: options.fix_inputs[name] for name in one} for one in given])
+        data = data_of(options, execution, *files)
+        if shapes and data.calibration_data is None and not data.workloads and not data.input_shapes:
+            data = replace(data, input_shapes=shapes)
+        fixed_in = [fixed_inputs(file, options.fix_inputs) for file in files]
+        models = comparable(files, [{name: options.fix_inputs[name] for name in one} for one in fixed_in])
         check_named(options.scores, models[0])
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
-        if options.gate.needs_samples and not prepared.has_real_samples:
+        if options.needs_samples and not prepared.has_real_samples:
             raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
         threads = options.threads or ()
-        counts = counts_of(spec, threads, machine=machine) if len(threads) > 1 else None
-        fixed = dict(ChainMap(*given))
-        judging = [{**sample, **fixed} for sample in prepared.judging]
-        mix = tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix)
+        fixed = dict(ChainMap(*fixed_in))
         with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
             cpu: Runner | None = None
             if not is_timed:
@@ -186,32 +191,29 @@ def compare(files: Sequence[Path], options: CompareOptions, observer: Observer |
             rows = compare_files(
                 files,
                 runner,
-                judging,
+                [{**sample, **fixed} for sample in prepared.judging],
                 options.plan,
                 has_real_samples=prepared.has_real_samples,
-                mix=mix or None,
-                counts=counts or (None,),
+                mix=tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix),
+                counts=counts_of(spec, threads, machine=machine) if len(threads) > 1 else (None,),
                 seed=options.seed,
                 observer=observer,
                 asked=options.scores,
                 reference_from=cpu,
             )
-        notes = told_of_inputs(options, prepared)
-        warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
-        warned |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
-        notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
-        if machine is not None:
-            notes += filter(None, (f"run {'and timed ' * is_timed}on {machine.where}", busy(spec, machine)))
-        if not is_timed:
-            notes.append(f"{simulated(spec.name, machine)}: outputs are against {files[0]} on ONNX Runtime's CPU")
-        judged = len(prepared.judging) if prepared.has_real_samples else 0
-        return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options.gate)
+    notes = told_of_inputs(options, prepared)
+    warnings = {row.file: concern(row.accuracy) for row in rows if row.accuracy is not None}
+    warnings |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
+    notes += [f"{file} against {files[0]}: {warning}" for file, warning in warnings.items() if warning]
+    if machine is not None:
+        notes += filter(None, (f"run {'and timed ' * is_timed}on {machine.where}", busy(spec, machine)))
+    if not is_timed:
+        notes.append(f"{simulated(spec.name, machine)}: outputs are against {files[0]} on ONNX Runtime's CPU")
+    judged = len(prepared.judging) if prepared.has_real_samples else 0
+    return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options)
 
 
-LONG_COMPARISON = 20.0
-"""Seconds from which on the expected time of a comparison is shown. Chosen, not measured."""
-
-HIDDEN = frozenset({"rounds", "is_same", "scores"})
+HIDDEN = frozenset({"is_same", "scores"})
 """Fields of a row that JSON leaves out."""
 
 
@@ -230,10 +232,9 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio, `unlike` why outputs cannot be compared; `rounds` holds a measurement for each
-    pair of builds. `is_same`: both hold the same bytes, in their external data as well. `threads` is set if several
-    numbers of threads were asked for; `workloads` has a part for each of several. `scores` are those in the outputs,
-    None if inputs are random.
+    `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `is_same`: both hold the same bytes, in
+    their external data as well. `threads` is set if several numbers of threads were asked for; `workloads` has a part
+    for each of several. `scores` are those in the outputs, None if inputs are random.
     """
 
     file: str
@@ -242,7 +243,6 @@ class Row:
     ratio: Ratio | None = None
     sqnr_db: float | None = None
     reason: str = ""
-    rounds: tuple[Measurement, ...] = ()
     accuracy: Accuracy | None = None
     unlike: str = ""
     is_same: bool = False
@@ -253,7 +253,7 @@ class Row:
     @property
     def name(self) -> str:
         """The file, with the number of threads if several were compared."""
-        return self.file if self.threads is None else f"{self.file}, {self.threads} thread{'s' * (self.threads > 1)}"
+        return self.file if self.threads is None else f"{self.file}, {counted(self.threads, 'thread')}"
 
     @property
     def words(self) -> str:
@@ -274,7 +274,7 @@ class Row:
         """Faster or slower than the first file, if the interval says so."""
         return self.ratio.verdict if self.ratio else None
 
-    def gated(self, gate: Gate) -> tuple[Gated, ...]:
+    def gated(self, gate: GateOptions) -> tuple[Gated, ...]:
         """What became of each limit."""
         if self.reason:
             return (Gated(self.name, RUNS, "failed", self.reason),)
@@ -313,7 +313,7 @@ def compare_files(
     plan: Plan,
     *,
     has_real_samples: bool = True,
-    mix: Mix | None = None,
+    mix: Mix = (),
     counts: Sequence[int | None] = (None,),
     seed: int = 0,
     observer: Observer | None = None,
@@ -333,30 +333,26 @@ def compare_files(
     observer.stage(f"running {first.name}")
     timed = mix or (Workload(judging[0]),)
     runner.feed(at_each(timed, counts))
-    is_timed = reference_from is None
-    try:
-        reference = _outputs(first, reference_from or runner, judging)
-    except EngineRefused as refused:
-        reason = refused.failure.reason
-        raise EngineFailure(f"{first} does not run, so there is nothing to compare with: {reason}") from refused
-    scores = scores_of(reference.values, asked) if has_real_samples else None
+    with rewording(f"{first} does not run, so there is nothing to compare with"):
+        reference = (reference_from or runner).outputs_of(first, judging)
+    scores = scores_of(reference, asked) if has_real_samples else None
     rows = []
     digest = content_digest(files_of(first))
     for file in files[1:]:
         observer.stage(f"running {file.name}")
-        rows.append(_judged_row(digest, file, runner, judging, reference.values, scores))
-    racing = [row for row in rows if not row.reason]
+        row = Row(str(file), is_same=digest == content_digest(files_of(file)), scores=scores)
+        try:
+            outputs = runner.outputs_of(file, judging if has_real_samples else judging[:1])
+            rows.append(row if scores is None else _judged(row, reference, outputs, scores))
+        except EngineRefused as refused:
+            rows.append(Row(str(file), reason=str(refused)))
+    racing = [Path(row.file) for row in rows if not row.reason]
     compared: dict[str, tuple[Compared, ...] | str] = {}
-    if is_timed and racing:
-        calls = len(timed) * len(counts)
-        each = USUAL_BUILDS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * calls
-        seconds = each * (1 + len(racing))
-        told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG_COMPARISON else ""
-        names = ", ".join(Path(row.file).name for row in racing)
-        observer.stage(f"timing {names} against {first.name}{told}")
+    if reference_from is None and racing:
+        observer.stage(f"timing {', '.join(file.name for file in racing)} against {first.name}")
         precision = EFFORTS["default"].precision_seconds
         racer = Racer(runner, plan, seed, views_of(timed, counts), observer, precision_seconds=precision)
-        compared = _raced(racer, first, [Path(row.file) for row in racing])
+        compared = _raced(racer, first, racing)
     return [
         replace(_with_times(row, compared.get(row.file), at, timed), threads=count if len(counts) > 1 else None)
         for at, count in enumerate(counts)
@@ -364,23 +360,8 @@ def compare_files(
     ]
 
 
-def _judged_row(
-    digest: str,
-    file: Path,
-    runner: Runner,
-    judging: Sequence[Sample],
-    reference: list[dict[str, Array]],
-    scores: Scores | None,
-) -> Row:
-    """The row of a file before it is timed: how close its outputs are to those of the first one, which has this content
-    `digest`."""
-    row = Row(str(file), is_same=digest == content_digest(files_of(file)), scores=scores)
-    try:
-        outputs = _outputs(file, runner, judging if scores is not None else judging[:1]).values
-    except EngineRefused as refused:
-        return Row(str(file), reason=refused.failure.reason)
-    if scores is None:
-        return row
+def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> Row:
+    """The row of a file with how close its outputs are to those of the first one, or why they cannot be compared."""
     if outputs[0].keys() != reference[0].keys():
         return replace(row, unlike="they have other names")
     if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
@@ -398,11 +379,8 @@ def _raced(racer: Racer, first: Path, others: Sequence[Path]) -> dict[str, tuple
         race = racer.race([first, *others], [(0, 1 + at) for at in range(len(others))], "compare")
     except EngineRefused as refused:
         if len(others) == 1:
-            return {str(others[0]): refused.failure.reason}
-        found: dict[str, tuple[Compared, ...] | str] = {}
-        for other in others:
-            found |= _raced(racer, first, [other])
-        return found
+            return {str(others[0]): str(refused)}
+        return dict(ChainMap(*(_raced(racer, first, [other]) for other in others)))
     return {str(other): race.compared(0, 1 + at) for at, other in enumerate(others)}
 
 
@@ -414,30 +392,8 @@ def _with_times(row: Row, compared: tuple[Compared, ...] | str | None, at: int, 
         return Row(row.file, reason=compared)
     one = compared[at]
     parts = tuple(
-        Part(workload.name, workload.share, *_median_ms(part), part.ratio)
+        Part(workload.name, workload.share, 1e3 * part.a_seconds, 1e3 * part.b_seconds, part.ratio)
         for workload, part in zip(timed, one.by_workload, strict=False)
     )
-    first_ms, ms = _median_ms(one)
-    return replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, rounds=one.measured, workloads=parts)
-
-
-def _median_ms(compared: Compared) -> tuple[float, float]:
-    """Median latencies in ms: of the first file, and of the other."""
-    return 1e3 * compared.a_seconds, 1e3 * compared.b_seconds
-
-
-class _Ran(NamedTuple):
-    """The outputs on all samples, and the seconds that they took."""
-
-    values: list[dict[str, Array]]
-    seconds: float
-
-
-def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Ran:
-    handle = runner.load(file, f"compare_{file.stem}")
-    try:
-        begun = time.monotonic()
-        outputs = runner.outputs(handle, samples)
-        return _Ran(outputs, time.monotonic() - begun)
-    finally:
-        runner.unload(handle)
+    first_ms, ms = 1e3 * one.a_seconds, 1e3 * one.b_seconds
+    return replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, workloads=parts)

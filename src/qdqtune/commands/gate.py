@@ -26,7 +26,7 @@ RUNS = "runs"
 
 @dataclass(kw_only=True)
 class GateOptions(Options):
-    """Limits on a file that is compared with another."""
+    """Limits on a file that is compared with another; what is None sets none."""
 
     fail_below: MaybeNumber = option(
         in_range(0, is_open=True),
@@ -52,35 +52,6 @@ class GateOptions(Options):
         "Accuracy",
         metavar="SHARE",
     )
-
-    @property
-    def gate(self) -> Gate:
-        """These limits."""
-        return Gate(self.fail_below, self.min_sqnr, self.min_agreement)
-
-
-@dataclass(frozen=True)
-class Gated:
-    """What became of one limit on one file, and why."""
-
-    file: str
-    limit: str
-    outcome: Outcome
-    told: str
-
-    @property
-    def in_words(self) -> str:
-        """The outcome, and what it is about."""
-        return f"{self.outcome}: {self.file}, {self.limit}{': ' if self.told else ''}{self.told}"
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The least speedup, output SQNR in dB, and agreement; what is None sets no limit."""
-
-    fail_below: float | None = None
-    min_sqnr: float | None = None
-    min_agreement: float | None = None
 
     @property
     def needs_samples(self) -> bool:
@@ -119,7 +90,19 @@ class Gate:
                 yield Gated(file, limit, "missed" if missed else "holds", missed or held)
 
 
-NO_GATE = Gate()
+@dataclass(frozen=True)
+class Gated:
+    """What became of one limit on one file, and why."""
+
+    file: str
+    limit: str
+    outcome: Outcome
+    told: str
+
+    @property
+    def in_words(self) -> str:
+        """The outcome, and what it is about."""
+        return f"{self.outcome}: {self.file}, {self.limit}: {self.told}"
 
 
 def passes(gated: Sequence[Gated]) -> bool:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.commands.compare import CompareOptions, Comparison, MeasureOptions, compare
-from qdqtune.commands.gate import Gate, Gated
+from qdqtune.commands.gate import Gated, GateOptions
 from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores
-from qdqtune.engines.execution import Execution
 from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import Threads, on_device, on_option, threads_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
@@ -32,7 +30,6 @@ from qdqtune.options import (
 )
 from qdqtune.timing.ratios import overlap
 from qdqtune.tuning.deploy import DeploySettings, changed_files, read_settings
-from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.observer import Observer
 
 Finding = Literal["holds", "does not hold", "cannot tell"]
@@ -148,11 +145,14 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         took = f"the proof took {min(settings.proven.threads)} threads"
         return found("cannot tell", f"{took}, and {at} are {cores} cores to use: give `threads`")
     files = folder / settings.baseline, folder / settings.model
-    done = compare(files, _as_compare(options, settings, spec, counts, execution), observer)
-    asked, proven = options.gate, settings.proven
-    gate = replace(asked, fail_below=asked.fail_below or (1.0 if proven.timed else None))
-    if done.judged:
-        gate = Gate(gate.fail_below, gate.min_sqnr or proven.min_sqnr_db, gate.min_agreement or proven.min_agreement)
+    shapes = {name: shape for name, (_, shape) in settings.inputs.items()}
+    done = compare(files, _as_compare(options, settings, spec, counts), observer, shapes)
+    proven = settings.proven
+    gate = GateOptions(
+        fail_below=options.fail_below or (1.0 if proven.timed else None),
+        min_sqnr=options.min_sqnr or (proven.min_sqnr_db if done.judged else None),
+        min_agreement=options.min_agreement or (proven.min_agreement if done.judged else None),
+    )
     gated = tuple(one for row in done.rows for one in row.gated(gate))
     finding, why = _finding(done, gated, gate, settings, at)
     more = (*done.notes, *_doubts(done, settings, counts))
@@ -180,28 +180,20 @@ def _counts(spec: EngineSpec, settings: DeploySettings, options: VerifyOptions, 
 
 
 def _as_compare(
-    options: VerifyOptions,
-    settings: DeploySettings,
-    spec: EngineSpec,
-    counts: tuple[int | None, ...],
-    execution: Execution,
+    options: VerifyOptions, settings: DeploySettings, spec: EngineSpec, counts: tuple[int | None, ...]
 ) -> CompareOptions:
-    """The options of the comparison. Without samples, the inputs are those of the run in the folder; if these are gone,
-    they are random, of the shapes of the proof."""
+    """The options of the comparison."""
     given = {name: getattr(options, name) for name in options_of(MeasureOptions)}
     given["fix_inputs"] = {**settings.fix_inputs, **options.fix_inputs}
     threads = [count for count in counts if count is not None]
     if threads:
         given["threads"] = threads
         spec = EngineSpec(spec.name, {**spec.options, "threads": threads[0]})
-    is_fed = options.calibration_data is not None or any(isinstance(w, WorkloadFile) for w in options.workloads)
-    if not is_fed and not options.input_shapes and data_beside(options.folder / settings.model, execution) is None:
-        given["input_shapes"] = {name: shape for name, (_, shape) in settings.inputs.items()}
     return CompareOptions(engine=spec, time_limit=options.time_limit, on=options.on, **given)
 
 
 def _finding(
-    done: Comparison, gated: Sequence[Gated], gate: Gate, settings: DeploySettings, at: str
+    done: Comparison, gated: Sequence[Gated], gate: GateOptions, settings: DeploySettings, at: str
 ) -> tuple[Finding, str]:
     """What the comparison `at` the machine that measures says, as the proof would: slower at no number of threads,
     faster at one, within limits."""
