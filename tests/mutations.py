@@ -603,7 +603,6 @@ def _of_names(rng: random.Random, base: Path, folder: Path) -> Case:
         ["compare", model, quantized, *fake, "--workload", f"{base / 'mixed.npz'}:1"],
         ["debug", model, quantized, "--calibration-data", str(base / "mixed.npz")],
         ["build", model, "--engine", "onnxruntime", *out],
-        ["report", str(base / "cut"), "-o", str(folder / f"{OUT}.html")],
         ["explain", str(base / "cut"), "*"],
         ["run", str(folder / "jobs.yaml")],
     ]  # fmt: skip

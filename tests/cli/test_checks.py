@@ -104,7 +104,7 @@ def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file
      "there is no program 'no-such-program'"),
     (["fused.onnx", "--graph-json", "none.json"], 2, "cannot read the layer information none.json: No such file"),
     (["fused.onnx", "--engine", "fake", "--engine-option", 'faults={"refuse": "*"}'], 5,
-     "fused.onnx cannot be checked: fake engine: no implementation for a quantized node"),
+     "fake has no layers of fused.onnx: fake engine: no implementation for a quantized node"),
 ])  # fmt: skip
 def test_what_goes_wrong_is_one_line(arguments, code, words, call, fused, float_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

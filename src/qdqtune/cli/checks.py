@@ -11,7 +11,7 @@ from typing import Any
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, command
-from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
+from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude
 from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check, layers, time_of
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug, level
 from qdqtune.commands.doctor import (
@@ -127,9 +127,7 @@ def debug_command(options: DebugOptions, terminal: Terminal) -> int:
     qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
     qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
     """
-    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
-        done = with_flags_in_notes(debug(options, observer))
-    say_notes(done.notes)
+    done = progress.ran(debug, options, terminal)
     if terminal.as_machine:
         print_json(done.to_dict() | {"flags": to_exclude(done.excluded)})
     else:

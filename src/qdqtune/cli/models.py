@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, command
-from qdqtune.cli.output import (
-    print_json,
-    print_lines,
-    say_error,
-    say_notes,
-    show,
-    with_flags,
-    with_flags_in_notes,
-)
+from qdqtune.cli.output import print_json, print_lines, say_error, say_notes, show, with_flags
 from qdqtune.commands import gate
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.build import BuildOptions, build
@@ -28,7 +21,7 @@ from qdqtune.commands.shown import Table
 from qdqtune.engines.devices import usual_threads
 from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.explanation.formatting import placed
-from qdqtune.numerics.accuracy import closeness_of, concern
+from qdqtune.numerics.accuracy import closeness_of
 from qdqtune.options import REQUIRED, MaybeFile, Option, PathLike, option, several, writes
 from qdqtune.system.checks import record
 from qdqtune.system.writing import atomic_write
@@ -95,8 +88,7 @@ def compare_command(options: CompareArguments) -> int:
     if options.on is None and (busy := contexts.busy(spec)) is not None:
         say_notes([busy])
     try:
-        with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
-            done = with_flags_in_notes(compare(files, options, observer))
+        done = progress.ran(partial(compare, files), options, options)
     except EngineFailure as error:  # the engine does not run the first file
         _write_gate(options, "nothing could be compared", None, [Gated(str(files[0]), RUNS, "failed", str(error))])
         raise
@@ -106,7 +98,6 @@ def compare_command(options: CompareArguments) -> int:
     else:
         show(done.table())
         print_lines(one.in_words for one in done.gated if one.limit != RUNS)
-    say_notes(done.notes)
     for refusal in done.refusals:
         say_error(refusal)
     return EngineFailure.exit_code if done.refusals else 0 if done.passes else ConstraintUnmet.exit_code
@@ -130,18 +121,7 @@ def apply_command(options: ApplyOptions, terminal: Terminal) -> None:
     For a network that was trained again: its placement holds, its scales do not. They are found as that search found
     its own, unless an option about ranges says otherwise.
     """
-    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
-        done = with_flags_in_notes(apply(options, observer))
-    say_notes(done.notes)
-    if done.random_data:
-        say_notes(["no --calibration-data: the scales come from random inputs"])
-    if not done.placement and not done.lost:
-        say_notes(["this placement holds no pair: with none was the model fastest, or within the limits"])
-    if done.lost:
-        scaled = "" if done.matched is None else " or have no scale"
-        say_notes([f"{len(done.lost)} edges are not in this model{scaled}, the first: {done.lost[0]}"])
-    if done.accuracy is not None and (warning := concern(done.accuracy)):
-        say_notes([warning])
+    done = progress.ran(apply, options, terminal)
     if terminal.as_machine:
         print_json(done.to_dict())
     else:

@@ -8,8 +8,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
     from rich.segment import Segment
     from rich.table import Table as RichTable
-
-
-R = TypeVar("R", bound="Any")
 
 
 def flags() -> dict[str, str]:
@@ -45,11 +41,6 @@ def flags() -> dict[str, str]:
 def with_flags(text: str) -> str:
     """The text with options spelled as they are typed."""
     return errors.with_flags(text, flags()) if "`" in text else text
-
-
-def with_flags_in_notes(done: R) -> R:
-    """A result whose notes spell options as they are typed (see `with_flags`)."""
-    return replace(done, notes=tuple(map(with_flags, done.notes)))
 
 
 def say(text: str, style: str = "") -> None:

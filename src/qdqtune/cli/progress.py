@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -13,7 +14,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli.output import console, with_flags
+from qdqtune.cli.command import Terminal
+from qdqtune.cli.output import console, say_notes, with_flags
 from qdqtune.explanation.formatting import counted, duration
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.search.costs.rule_costs import left_nodes
@@ -23,6 +25,9 @@ from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import CostsByRule, Trial
 
+O = TypeVar("O")  # noqa: E741
+R = TypeVar("R", bound=Any)
+
 LINE_SECONDS = 10.0
 """Seconds between two lines about how far a stage is. Chosen, not measured."""
 
@@ -31,6 +36,16 @@ def shown(*, quiet: bool = False, verbose: bool = False) -> Progress:
     """An observer that shows progress. Only lines appear where there is no terminal, or with `verbose`."""
     here = console(is_error=True, quiet=quiet)
     return Progress(here, is_moving=here.is_terminal and not here.is_dumb_terminal and not verbose)
+
+
+def ran(command: Callable[[O, Progress], R], options: O, terminal: Terminal) -> R:
+    """Run a command with its progress on the terminal, then print its notes. Gives its result, whose notes spell
+    options as they are typed."""
+    with shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
+        done = command(options, observer)
+    done = replace(done, notes=tuple(map(with_flags, done.notes)))
+    say_notes(done.notes)
+    return done
 
 
 class Progress:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, command
-from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude, with_flags_in_notes
+from qdqtune.cli.output import print_json, print_lines, show, to_exclude
 from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.saving import nbytes
@@ -29,9 +29,7 @@ def quantize_command(options: QuantizeOptions, terminal: Terminal) -> None:
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
-    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
-        done = with_flags_in_notes(quantize(options, observer))
-    say_notes(done.notes)
+    done = progress.ran(quantize, options, terminal)
     if not terminal.as_machine:
         if options.report:
             show(done.table())

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, command
-from qdqtune.cli.output import flags, print_json, print_lines, print_prose, say_notes, show, with_flags_in_notes
+from qdqtune.cli.output import flags, print_json, print_lines, print_prose, show
 from qdqtune.commands.explain import ExplainOptions, explain_run
 from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
 from qdqtune.explanation.units import Explanation
-from qdqtune.options import REQUIRED, File, MaybeFile, Values, option, reads, writes
-from qdqtune.system.checks import Output, below, in_list, written_as
+from qdqtune.options import OF_RUN, REQUIRED, File, option
+from qdqtune.system.checks import Output, check_outputs, in_list, written_as
 from qdqtune.tuning.folder import REPORT
 
 
@@ -52,18 +52,6 @@ def _by_unit(rows: Sequence[Explanation]) -> Iterator[str]:
         yield f"    {row.why}"
 
 
-def _record(text: str) -> list[Path]:
-    """The files of a run, except its report."""
-    folder = Path(text)
-    return [path for path in below(folder) if path != folder / REPORT]
-
-
-def _report(path: Path, name: str, values: Values) -> list[Output]:
-    folder, is_page = values["directory"], written_as("page")
-    own = folder / REPORT
-    return [Output(path, name, lambda file: is_page(file) or (file == own and in_list(folder)(file)))]
-
-
 CANNOT_TELL = 3
 """The exit code of `verify` where a measurement decides nothing."""
 
@@ -80,15 +68,13 @@ def verify_command(options: VerifyOptions, terminal: Terminal) -> int:
     \b
     qdqtune verify qdqtune_output --calibration-data samples.npz
     """
-    with progress.shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
-        done = with_flags_in_notes(verify(options, observer))
+    done = progress.ran(verify, options, terminal)
     if terminal.as_machine:
         print_json(done.to_dict())
     else:
         if done.comparison is not None:
             show(done.table())
         print_lines([done.in_words()])
-    say_notes(done.notes)
     return {"holds": 0, "cannot tell": CANNOT_TELL}.get(done.finding, ConstraintUnmet.exit_code)
 
 
@@ -96,37 +82,26 @@ def verify_command(options: VerifyOptions, terminal: Terminal) -> int:
 class ReportOptions(Terminal):
     """The options of `report`."""
 
-    directory: File = option(
-        reads(_record, "record of the run"), REQUIRED, "The output folder of a finished run.", is_positional=True
-    )
-    output: MaybeFile = option(
-        writes(_report, lambda given: None if given["as_machine"] else given["directory"] / REPORT),
-        None,
-        "File to write.",
-        "Output",
-        short="file to write",
-        flags="-o --output",
-        default_in_words=f"{REPORT} in DIRECTORY",
-    )
+    directory: File = option(OF_RUN, REQUIRED, "The output folder of a finished run.", is_positional=True)
 
 
 @command(ReportOptions)
 def report_command(options: ReportOptions) -> None:
     """Write the report of a finished run: one HTML file that works offline and makes no request.
 
-    The run is the one in DIRECTORY. `tune` writes its report by itself; this is for runs with --no-report, and for
-    another place. With --json nothing is written.
+    The run is the one in DIRECTORY. `tune` writes its report by itself; this is for runs with --no-report. With --json
+    nothing is written.
 
     \b
     qdqtune report qdqtune_output
     """
-    report = report_of_run(options.directory)
     if options.as_machine:
-        print_json(asdict(report))
-        return
-    target = options.output or options.directory / REPORT
-    write_report(report, target, flags())
-    print(target)
+        print_json(asdict(report_of_run(options.directory)))
+    else:
+        folder = options.directory
+        is_page, is_listed = written_as("page"), in_list(folder)
+        check_outputs([Output(folder / REPORT, "the report", lambda file: is_page(file) or is_listed(file))], {})
+        print(leave_report(folder))
 
 
 def leave_report(folder: Path) -> Path:

@@ -11,7 +11,7 @@ from qdqtune.calibration.caches import Matched
 from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import ModelOption, execution_of
-from qdqtune.commands.shown import Shown, Table
+from qdqtune.commands.shown import Shown
 from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.formats import follow_processor, numeric_format, portable, usual_precision
@@ -21,7 +21,7 @@ from qdqtune.explanation.formatting import counted, placed
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
-from qdqtune.numerics.accuracy import closeness_of
+from qdqtune.numerics.accuracy import closeness_of, concern
 from qdqtune.numerics.fitting import with_wide
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metrics import ScoreOption
@@ -67,7 +67,6 @@ class Applied(Shown):
     output: Path
     placement: Placement
     lost: tuple[Edge, ...]
-    random_data: bool
     accuracy: Accuracy | None = None
     """The accuracy of the outputs on ONNX Runtime; None if it cannot run them, or inputs are random."""
     matched: Matched | None = None
@@ -80,10 +79,6 @@ class Applied(Shown):
         """The file, how many tensors have a pair, and how close its outputs are."""
         known = "" if self.accuracy is None else f", outputs {closeness_of(self.accuracy)}"
         return f"{self.output}, {placed(self.placement)}, {len(self.lost)} edges lost{known}"
-
-    def table(self) -> Table:
-        """A row for each lost edge."""
-        return Table(("edge that is not in this model",), [(str(edge),) for edge in self.lost])
 
     def to_dict(self) -> dict[str, Any]:
         accuracy = None if self.accuracy is None else asdict(self.accuracy)
@@ -158,8 +153,16 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
             judged, scores = _judged(ready, inserter, placed, engine, options.scores)
         except EngineRefused as refused:
             notes.append(f"outputs were not compared: {refused}")
-    is_random = ready.prepared is not None and not ready.prepared.has_real_samples
-    return Applied(options.target, placed, lost, is_random, judged, ready.matched, tuple(notes), scores)
+    if ready.prepared is not None and not ready.prepared.has_real_samples:
+        notes.append("no `calibration_data`: the scales come from random inputs")
+    if not recorded.placement:
+        notes.append("this placement holds no pair: with none was the model fastest, or within the limits")
+    if lost:
+        scaled = "" if ready.matched is None else " or have no scale"
+        notes.append(f"{counted(len(lost), 'edge')} of the placement not in this model{scaled}, the first: {lost[0]}")
+    if judged is not None and (warning := concern(judged)):
+        notes.append(warning)
+    return Applied(options.target, placed, lost, judged, ready.matched, tuple(notes), scores)
 
 
 def _judged(

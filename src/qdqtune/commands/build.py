@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.commands.inputs import ModelOption, execution_of
-from qdqtune.commands.shown import Shown, Table
+from qdqtune.commands.shown import Shown
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
 from qdqtune.engines.providers import PROVIDERS
@@ -72,10 +72,6 @@ class Artifact(Shown):
         others = (file.suffix for file in self.files if SUFFIXES.get(file.suffix, kind) not in kind)
         despite = "".join(f" in spite of the suffix {suffix}" for suffix in others)
         return f"{written}: {kind}{despite}, {self.nbytes / 1e6:.1f} MB, built in {self.seconds:.1f} s"
-
-    def table(self) -> Table:
-        """The files."""
-        return Table(("file",), [(str(file),) for file in self.files])
 
     def to_dict(self) -> dict[str, Any]:
         files = [str(file) for file in self.files]

@@ -64,6 +64,10 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
     )
     on: MaybeText = on_option()
 
+    def __post_init__(self) -> None:
+        if self.profile_json is not None and self.graph_json is None:
+            raise BadOption("`profile_json` goes with `graph_json`")
+
 
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
@@ -137,8 +141,6 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> _Profile:
     if options.graph_json is not None:
         reported = read_report(options.graph_json, options.profile_json, read(path))
         return _Profile("tensorrt", reported, TENSORRT[quant_type])
-    if options.profile_json is not None:
-        raise BadOption("`profile_json` goes with `graph_json`")
     spec, execution = options.spec(options.input_shapes), execution_of(options)
     (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
     spec = built_for_sample(spec, graph, sample)

@@ -232,9 +232,9 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `is_same`: both hold the same bytes, in
-    their external data as well. `threads` is set if several numbers of threads were asked for; `workloads` has a part
-    for each of several. `scores` are those in the outputs, None if inputs are random.
+    `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `is_same`: both hold the same bytes,
+    in their external data as well. `threads` is set if several numbers of threads were asked for; `workloads` has a
+    part for each of several. `scores` are those in the outputs, None if inputs are random.
     """
 
     file: str

@@ -41,9 +41,9 @@ class Shown:
     def in_words(self) -> str:
         """The result in a sentence."""
 
-    @abstractmethod
     def table(self) -> Table:
-        """The result as a table."""
+        """The result as a table; empty where the sentence says it all."""
+        return Table((), ())
 
     @abstractmethod
     def to_dict(self) -> Mapping[str, Any]:

@@ -86,7 +86,7 @@ class Verified(Shown):
 
     def table(self) -> Table:
         """The comparison of float and tuned model; empty if nothing was measured."""
-        return Table((), ()) if self.comparison is None else self.comparison.table()
+        return super().table() if self.comparison is None else self.comparison.table()
 
     def to_dict(self) -> dict[str, Any]:
         return {
