@@ -15,7 +15,7 @@ from qdqtune.numerics.sensitivity import quantized_weights
 from qdqtune.tuning import rounding_noise
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.rounding_noise import LazyMapping, noise_of
+from qdqtune.tuning.rounding_noise import noise_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Caveat, Store
 from qdqtune.types import WeightFormat
@@ -36,7 +36,7 @@ def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
     deadline: float | None, is_cut_short: bool, tmp_path: Path
 ) -> None:
     run = SimpleNamespace(
-        subject=SimpleNamespace(accuracy=feeds(MODEL)),
+        subject=SimpleNamespace(accuracy=feeds(MODEL), shaped=MODEL),
         settings=SimpleNamespace(model=write(MODEL, tmp_path)),
         budget=SimpleNamespace(builds=1, deadline=deadline),
         bench=SimpleNamespace(trial_seconds=1.0),
@@ -45,7 +45,7 @@ def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
     )
     weights = quantized_weights(MODEL, dict.fromkeys(SHARES, W8))
     caveat = Caveat()
-    assert rounding_noise._measured(cast(Run, run), "storing weights", MODEL, weights, 0.0, 0.5, caveat)
+    assert rounding_noise._Alone(cast(Run, run), 0.0, 0.5).measured("storing weights", weights, caveat)
     assert caveat == Caveat(is_hurried=is_cut_short)
 
 
@@ -73,12 +73,3 @@ def test_that_of_dynamic_quantization_includes_the_activations(tmp_path: Path) -
     assert noise is not None
     for edge in SHARES:
         assert 1.1 * noise.of_weight(edge, W8) < noise.of_weight(edge, dynamic) < 10 * noise.of_weight(edge, W8)
-
-
-def test_a_missing_key_of_the_computation_is_no_missing_key_of_the_mapping() -> None:
-    def find() -> dict[str, int]:
-        return {"a": dict[str, int]()["b"]}
-
-    assert LazyMapping("a", find).get("c") is None
-    with pytest.raises(KeyError, match="b"):
-        LazyMapping("a", find).get("a")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -69,16 +70,12 @@ class LazyMapping(Mapping[Key, Found]):
         return self._find()
 
     def __getitem__(self, key: Key) -> Found:
+        if key not in self._keys:
+            raise KeyError(key)
         return self._found[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As of every mapping, but a KeyError of the computation is not taken for a key that is missing."""
-        if key not in self._keys:
-            return default
-        return self[key]
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys)
@@ -122,13 +119,11 @@ def noise_of(run: Run) -> Noise | None:
     reads the values, and then stored. Where ONNX Runtime cannot run the model with each pair switched on and off, or no
     time is left, all tensors count the same.
     """
-    subject, limits = run.subject, run.limits
-    coarsest = {edge: _coarsest(shares) for edge, shares in run.format_shares.items()}
-    is_front = run.settings.front
+    subject, limits, is_front = run.subject, run.limits, run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
-    floor = FRONT_FLOOR if is_front else NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
-    share = TIME_SHARE / 2 if coarsest else TIME_SHARE
+    coarsest = {edge: _coarsest(shares) for edge, shares in run.format_shares.items()}
+    alone = _Alone(run, FRONT_FLOOR if is_front else _floor(run), TIME_SHARE / 2 if coarsest else TIME_SHARE)
     tensors = sorted({e.tensor for e in subject.possible})
     weights = [(e.tensor, weight_format.name) for e, shares in run.format_shares.items() for weight_format in shares]
 
@@ -137,17 +132,20 @@ def noise_of(run: Run) -> Noise | None:
         return accuracy.noise if accuracy is not None and is_front else _counted(run, accuracy)
 
     def tensor_noise() -> Mapping[str, float]:
-        return dict.fromkeys(tensors, 1.0) if run.budget.is_late else _tensor_noise(run, tensors, floor, share)
+        return dict.fromkeys(tensors, 1.0) if run.budget.is_late else alone.tensors()
 
     def weight_noise() -> Mapping[tuple[str, str], float]:
-        if run.budget.is_late or not coarsest:
-            return dict.fromkeys(weights, 1.0)
-        return _weight_noise(run, coarsest, floor, share)
+        return dict.fromkeys(weights, 1.0) if run.budget.is_late or not coarsest else alone.weights(coarsest)
 
     if is_front:  # its search needs all values from the start
         return Noise(subject.shaped, tensor_noise(), limits.max_noise, simulate=noise_at, weight_noise=weight_noise())
-    alone, of_formats = LazyMapping(tensors, tensor_noise), LazyMapping(weights, weight_noise)
-    return Noise(subject.shaped, alone, limits.max_noise, simulate=noise_at, weight_noise=of_formats)
+    of_tensors, of_weights = LazyMapping(tensors, tensor_noise), LazyMapping(weights, weight_noise)
+    return Noise(subject.shaped, of_tensors, limits.max_noise, simulate=noise_at, weight_noise=of_weights)
+
+
+def _floor(run: Run) -> float:
+    most = run.limits.max_noise
+    return 0.0 if most is None else NEGLIGIBLE_SHARE * most
 
 
 def _counted(run: Run, accuracy: Accuracy | None) -> float | None:
@@ -159,168 +157,138 @@ def _counted(run: Run, accuracy: Accuracy | None) -> float | None:
     return max(accuracy.noise, MISSED * most)
 
 
-def simulated_noise(run: Run) -> Callable[[Placement], float | None]:
-    """A function that gives the noise of a placement on ONNX Runtime; None once that has taken `TIME_SHARE`."""
-    ends: list[float] = []
+def noise_of_bits(run: Run) -> Noise:
+    """The noise of rounding each tensor alone in 8 and in 16 bits; the latter is zero where the engine has none. That
+    of placements is simulated until this has taken `TIME_SHARE`."""
+    subject, alone = run.subject, _Alone(run, _floor(run), TIME_SHARE)
+    tensors = sorted({e.tensor for e in subject.possible})
+    none, ends = dict.fromkeys(tensors, 0.0), list[float]()
 
     def noise_at(placement: Placement) -> float | None:
         if not ends:
-            ends.append(_deadline(run, TIME_SHARE))
-        is_late = time.monotonic() > ends[0]
-        return None if is_late else _counted(run, predicted_accuracy(run, placement))
+            ends.append(alone.deadline)
+        return None if time.monotonic() > ends[0] else _counted(run, predicted_accuracy(run, placement))
 
-    return noise_at
+    narrow = LazyMapping(tensors, lambda: none | dict(alone.tensors()))
+    wide: Mapping[str, float] = {}
+    if subject.numbers.wide is not None:
+        wide = LazyMapping(tensors, lambda: none | dict(alone.tensors_in_16_bits(narrow)))
+    return Noise(subject.shaped, narrow, run.limits.max_noise, simulate=noise_at, wide_noise=wide)
 
 
 WeightNoise = tuple[tuple[str, str, float], ...]
 """Rows of tensor, name of the weight format, and the output noise that storing the weight so causes."""
 
 
-def noise_of_bits(run: Run) -> Noise:
-    """The noise of rounding each tensor alone in 8 and in 16 bits; the latter is zero where the engine has none."""
-    subject, limits = run.subject, run.limits
-    floor = NEGLIGIBLE_SHARE * limits.max_noise if limits.max_noise is not None else 0.0
-    tensors = sorted({e.tensor for e in subject.possible})
-    none = dict.fromkeys(tensors, 0.0)
-    narrow = LazyMapping(tensors, lambda: none | dict(_tensor_noise(run, tensors, floor, TIME_SHARE)))
-    wide: Mapping[str, float] = {}
-    if subject.numbers.wide is not None:
-        wide = LazyMapping(tensors, lambda: none | dict(_wide_noise(run, narrow, floor)))
-    return Noise(subject.shaped, narrow, limits.max_noise, simulate=simulated_noise(run), wide_noise=wide)
+@dataclass(frozen=True)
+class _Alone:
+    """The noise of single tensors, from the state file or measured within `share` of the time left; tensors that
+    together make less than `floor` share it."""
 
+    run: Run
+    floor: float
+    share: float
 
-def _wide_noise(run: Run, narrow: Mapping[str, float], floor: float) -> Mapping[str, float]:
-    """The noise of rounding each tensor alone in 16 bits. That of weights, and what was not measured, follows from that
-    in 8 bits: noise goes with the square of a step."""
-    subject = run.subject
-    caveat = Caveat()
+    @property
+    def deadline(self) -> float:
+        """When measuring has to end: after a share of the time that is left, or of the time of all builds."""
+        deadline, now = self.run.budget.deadline, time.monotonic()
+        if deadline is None:
+            return now + max(LEAST_SECONDS, self.share * self.run.budget.builds * self.run.bench.trial_seconds)
+        return now + self.share * (deadline - now)
 
-    def measured() -> dict[str, float]:
-        values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible, wide=True)
-        what = "rounding each tensor to 16 bits"
-        alone = _measured_or_not(run, what, subject.shaped, values, floor, TIME_SHARE, caveat)
-        steps = {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()}
-        return steps | (alone or {})
+    def tensors(self) -> Mapping[str, float]:
+        """The noise of rounding each tensor to 8 bits; all count the same if ONNX Runtime cannot run the model."""
+        subject, caveat = self.run.subject, Caveat()
 
-    return run.store.memo(f"noise in 16 bits:{floor:.3g}", dict[str, float], measured, caveat)
+        def measured() -> dict[str, float]:
+            values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
+            alone = self.measured("rounding each tensor", values, caveat)
+            return dict.fromkeys((edge.tensor for edge in subject.possible), 1.0) if alone is None else alone
 
+        return self._stored("noise", dict[str, float], measured, caveat)
 
-def _processes(run: Run) -> int:
-    """How many processes may run the model to measure noise: one for each worker, as nothing else runs meanwhile, but
-    no more than there are cores, or than `BYTES_AT_ONCE` has room for."""
-    size = bytes_of_files(run.settings.model)
-    return max(1, min(1 + len(run.others), usable_cores(), BYTES_AT_ONCE // max(size, 1)))
+    def tensors_in_16_bits(self, narrow: Mapping[str, float]) -> Mapping[str, float]:
+        """That of rounding each tensor to 16 bits. Of weights, and of what was not measured, it follows from that in 8
+        bits (`narrow`): noise goes with the square of a step."""
+        subject, caveat = self.run.subject, Caveat()
 
+        def measured() -> dict[str, float]:
+            values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible, wide=True)
+            alone = self.measured("rounding each tensor to 16 bits", values, caveat)
+            return {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()} | (alone or {})
 
-def _deadline(run: Run, share: float) -> float:
-    """When measuring noise has to end: after a share of the time that is left, or of the time of all builds."""
-    deadline, now = run.budget.deadline, time.monotonic()
-    if deadline is None:
-        return now + max(LEAST_SECONDS, share * run.budget.builds * run.bench.trial_seconds)
-    return now + share * (deadline - now)
+        return self._stored("noise in 16 bits", dict[str, float], measured, caveat)
 
+    def weights(self, coarsest: Mapping[Edge, WeightFormat]) -> Mapping[tuple[str, str], float]:
+        """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format
+        that keeps least, and for other formats scaled by the error of the weight itself. That of dynamic quantization
+        includes the noise of rounding the activation, which the products that read it share."""
+        run, model, caveat = self.run, self.run.subject.shaped, Caveat()
 
-def _tensor_noise(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
-    """The noise of rounding each tensor alone: from the state file, or measured (see `_measured` for arguments)."""
-    subject, caveat = run.subject, Caveat()
+        def measured() -> WeightNoise:
+            is_dynamic = any(s.dynamic for shares in run.format_shares.values() for s in shares)
+            part = replace(self, share=self.share / 2) if is_dynamic else self
+            of_activation = part.activations(caveat) if is_dynamic else {}
+            what = "storing each weight in fewer bits"
+            alone = part.measured(what, quantized_weights(model, coarsest), caveat)
+            shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
+            rows = []
+            for edge, weight_formats in run.format_shares.items():
+                noise = shares[edge] if alone is None else alone[edge.tensor]
+                for weight_format in weight_formats:
+                    own = noise * error_of(model, edge, weight_format) / shares[edge]
+                    shared = of_activation.get(edge, 0.0) if weight_format.dynamic else 0.0
+                    rows.append((edge.tensor, weight_format.name, own + shared))
+            return tuple(rows)
 
-    def measured() -> dict[str, float]:
-        values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
-        return _measured(run, "rounding each tensor", subject.shaped, values, floor, share, caveat)
+        rows = self._stored("weight noise", WeightNoise, measured, caveat)
+        return {(tensor, name): noise for tensor, name, noise in rows}
 
-    try:
-        return run.store.memo(f"noise:{floor:.3g}", dict[str, float], measured, caveat)
-    except EngineRefused:
-        return dict.fromkeys(tensors, 1.0)
+    def activations(self, caveat: Caveat) -> Mapping[Edge, float]:
+        """By the edge of a weight that may have dynamic quantization, the noise of rounding the activation of its
+        product: its part, where several products read the activation. Empty if it cannot be measured.
 
+        It is measured apart from weights, whose noise in 4 bits would hide it where neighbours share what they do
+        together.
+        """
+        model = self.run.subject.shaped
+        able = (edge for edge, shares in self.run.format_shares.items() if any(s.dynamic for s in shares))
+        inputs = {edge: model.node(edge.node).into[0] for edge in able}
+        alone = self.measured("rounding activations at run time", dict.fromkeys(inputs.values()), caveat)
+        readers = Counter(e.tensor for e in inputs.values())
+        return {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
 
-def _weight_noise(
-    run: Run, coarsest: Mapping[Edge, WeightFormat], floor: float, share: float
-) -> Mapping[tuple[str, str], float]:
-    """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format
-    that keeps least, and for other formats scaled by the error of the weight itself. That of dynamic quantization
-    includes the noise of rounding the activation, which the products that read it share."""
-    model, caveat = run.subject.shaped, Caveat()
-
-    def measured() -> WeightNoise:
-        is_dynamic = any(s.dynamic for shares in run.format_shares.values() for s in shares)
-        part = share / 2 if is_dynamic else share
-        of_activation = _activation_noise(run, floor, part, caveat) if is_dynamic else {}
-        weights = quantized_weights(model, coarsest)
-        alone = _measured_or_not(run, "storing each weight in fewer bits", model, weights, floor, part, caveat)
-        shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
-        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in coarsest}
-        return tuple(
-            (
-                edge.tensor,
-                weight_format.name,
-                noise[edge] * error_of(model, edge, weight_format) / shares[edge]
-                + (of_activation.get(edge, 0.0) if weight_format.dynamic else 0.0),
+    def measured(self, what: str, pairs: Mapping[Edge, How], caveat: Caveat) -> dict[str, float] | None:
+        """The noise of each tensor alone; None if ONNX Runtime cannot run the model. `what` names the measurement to
+        the user. It is hurried if a time budget left tensors that are not told apart."""
+        run, deadline, is_thinned = self.run, self.deadline, list[bool]()
+        run.observer.stage(f"measuring what {what} does to the outputs")
+        # One process for each worker, as nothing else runs meanwhile.
+        most = min(usable_cores(), BYTES_AT_ONCE // max(bytes_of_files(run.settings.model), 1))
+        try:
+            alone = sensitivities(
+                run.subject.shaped,
+                pairs,
+                run.subject.accuracy,
+                floor=self.floor,
+                listener=run.observer,
+                deadline=deadline,
+                workers=max(1, min(1 + len(run.others), most)),
+                budget=run.runner.memory,
+                execution=run.execution,
+                on_fewer=lambda: is_thinned.append(True),
             )
-            for edge, weight_formats in run.format_shares.items()
-            for weight_format in weight_formats
-        )
+        except EngineRefused as refused:
+            caveat.is_lost |= refused.is_transient
+            return None
+        finally:
+            run.observer.stage(SEARCHING)
+        caveat.is_hurried |= run.budget.deadline is not None and (bool(is_thinned) or time.monotonic() > deadline)
+        return alone
 
-    rows = run.store.memo(f"weight noise:{floor:.3g}", WeightNoise, measured, caveat)
-    return {(tensor, name): noise for tensor, name, noise in rows}
-
-
-def _activation_noise(run: Run, floor: float, share: float, caveat: Caveat) -> Mapping[Edge, float]:
-    """By the edge of a weight that may have dynamic quantization, the noise of rounding the activation of its product:
-    its part, where several products read the activation. Empty if it cannot be measured.
-
-    It is measured apart from weights, whose noise in 4 bits would hide it where neighbours share what they do together.
-    """
-    model = run.subject.shaped
-    able = (edge for edge, shares in run.format_shares.items() if any(s.dynamic for s in shares))
-    inputs = {edge: model.node(edge.node).into[0] for edge in able}
-    what = "rounding activations at run time"
-    alone = _measured_or_not(run, what, model, dict.fromkeys(inputs.values()), floor, share, caveat)
-    readers = Counter(e.tensor for e in inputs.values())
-    return {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
-
-
-def _measured_or_not(
-    run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float, caveat: Caveat
-) -> dict[str, float] | None:
-    """As `_measured`; None if ONNX Runtime cannot run the model."""
-    try:
-        return _measured(run, what, model, pairs, floor, share, caveat)
-    except EngineRefused as refused:
-        caveat.is_lost |= refused.is_transient
-        return None
-
-
-def _measured(
-    run: Run, what: str, model: Model, pairs: Mapping[Edge, How], floor: float, share: float, caveat: Caveat
-) -> dict[str, float]:
-    """The noise of each tensor alone, measured within `share` of the time left; tensors that together make less than
-    `floor` share it. `what` names the measurement to the user. It is hurried if a time budget left tensors that are not
-    told apart."""
-    run.observer.stage(f"measuring what {what} does to the outputs")
-    deadline, is_thinned = _deadline(run, share), False
-
-    def thinned() -> None:
-        nonlocal is_thinned
-        is_thinned = True
-
-    try:
-        alone = sensitivities(
-            model,
-            pairs,
-            run.subject.accuracy,
-            floor=floor,
-            listener=run.observer,
-            deadline=deadline,
-            workers=_processes(run),
-            budget=run.runner.memory,
-            execution=run.execution,
-            on_fewer=thinned,
-        )
-    finally:
-        run.observer.stage(SEARCHING)
-    caveat.is_hurried |= run.budget.deadline is not None and (is_thinned or time.monotonic() > deadline)
-    return alone
+    def _stored(self, name: str, kind: type[Found], measured: Callable[[], Found], caveat: Caveat) -> Found:
+        return self.run.store.memo(f"{name}:{self.floor:.3g}", kind, measured, caveat)
 
 
 def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
