@@ -76,7 +76,7 @@ EVERY: tuple[Any, ...] = (
         seconds=0.1, turn_seconds=0.2, build_seconds=1.5, start_seconds=0.0, kinds=("f", "i"),
         axis={"y": 1}, classes={"y": 10}, why_no_scores="none",
     ),
-    kinds.RewriteRecord(result=Outcome(samples=MEASURED), builds=2),
+    kinds.RewriteRecord(results={"h": Outcome(samples=MEASURED)}, builds=2),
     kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",)),
     Times((((1.0, 2.0),), ((2.0, 1.0),)), (0.5, 0.5)),
     kinds.SchemeRecord(rounds=MEASURED, layers=LAYERS),

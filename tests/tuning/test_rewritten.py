@@ -120,7 +120,7 @@ def test_a_model_is_read_again_only_for_a_rewrite_that_has_something_to_do(tmp_p
 
 def alter(patch: pytest.MonkeyPatch, name: str, apply: Callable[[Model], Model]) -> None:
     """Let a rewrite do something else."""
-    changed = {**REWRITES, name: replace(REWRITES[name], apply=apply)}
+    changed = {**rewrites.REWRITES, name: replace(REWRITES[name], apply=apply)}
     for module in (rewritten, rewrites):
         patch.setattr(module, "REWRITES", changed)
 
@@ -133,6 +133,16 @@ def test_a_rewrite_that_does_not_pay_is_left_out(tmp_path: Path, monkeypatch: py
     assert [(row["form"], row["kept"]) for row in told["tried"]] == [("float", False), ("pairs", False)]
     assert all(row["ratio"] > 1 for row in told["tried"])
     assert "gave" not in told
+
+
+def test_rewrites_race_together_and_all_that_pay_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alter(monkeypatch, "rmsnorm", REWRITES["hardswish"].apply)
+    alter(monkeypatch, "layernorm", slowed)
+    told = tune(run(tmp_path, swishing())).summary["rewrites"]
+    assert told["names"] == ["hardswish", "rmsnorm"]
+    tried = [(row["name"], row["form"]) for row in told["tried"]]
+    assert tried == [*((name, "float") for name in rewritten.NAMES), ("layernorm", "pairs")]
+    assert told["builds"] == 4 + 2
 
 
 def slowed(model: Model) -> Model:
@@ -223,7 +233,7 @@ def test_a_rewrite_that_an_accident_kept_out_is_tried_by_the_next_run(tmp_path, 
         raise EngineRefused(Failure("crash", "the engine process ended"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewritten, "compare_builds", crash)
+        patch.setattr(rewritten, "race", crash)
         first = tune(run(tmp_path, swishing()))
     assert first.summary["rewrites"]["names"] == []
     second = tune(run(tmp_path, swishing()))

@@ -107,9 +107,9 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class RewriteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A model with one more rewrite compared with the model without it, and the builds that this took."""
+    """Models with one more rewrite each, by its name, compared with the model without, and the builds of the race."""
 
-    result: Outcome
+    results: dict[str, Outcome]
     builds: int
 
 
@@ -119,7 +119,7 @@ Form = Literal["float", "pairs"]
 
 @dataclass(frozen=True)
 class Tried:
-    """A rewrite tried on top of those kept before. `ratio`: the time with it over that without, None if it failed."""
+    """A rewrite that was tried. `ratio`: the time with it over that without, None if it failed."""
 
     name: str
     form: Form
