@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqtune.graph.model import GRAPH
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Flow, RegionType, post_dominators
 from region_models import Network, networks, resnet
@@ -70,12 +71,12 @@ def test_post_dominators_agree_with_the_definition(net):
     every: dict[int, set[int]] = {}  # vertex to all its post-dominators
     for v in reversed(flow.order):
         paths = [every[u] for u in flow.after[v] if u in every]
-        if paths or flow.leaves_graph[v]:
+        if paths or v in flow.leaves_graph:
             every[v] = {v}.union(set.intersection(*paths) if paths else ())
     nearest = post_dominators(flow)
+    assert nearest.keys() == every.keys()
     for v, dominators in every.items():
-        others = dominators - {v}
-        assert nearest[v] == (min(others, key=flow.position.__getitem__) if others else -1)
+        assert nearest[v] == min(dominators - {v}, key=flow.position.__getitem__, default=GRAPH)
 
 
 def test_a_residual_block_is_a_composite_of_leaves_that_start_at_a_convolution():

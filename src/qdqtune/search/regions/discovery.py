@@ -7,16 +7,18 @@ it, or a short sequence.
 
 By topology, regions are where the graph diverges, and where all branches meet again. Every node (or graph input) with
 several users opens a block that ends at its immediate post-dominator, the first node that all paths from it pass.
-Blocks are intervals of one depth-first order, so that nesting is a matter of comparing numbers; post-dominators come
-from lowest common ancestors by jump pointers, in O(n log n) whatever the graph.
+Blocks are intervals of one depth-first order, so that nesting is a matter of comparing numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
+from functools import reduce
+from itertools import accumulate, count
+from math import inf
 from typing import Literal, NamedTuple
 
 from qdqtune.graph.model import GRAPH, Model
@@ -49,11 +51,10 @@ class Region:
             raise ValueError(f"leaf region {self.id} must hold nodes and no regions")
 
     def walk(self) -> Iterator[Region]:
-        stack = [self]
-        while stack:
-            region = stack.pop()
-            yield region
-            stack.extend(reversed(region.children))
+        """This region and everything under it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
 
     def all_nodes(self) -> tuple[int, ...]:
         """The node indices of this region and everything under it, in graph order."""
@@ -77,8 +78,6 @@ Scheme = frozenset[Point]
 
 NAMED_SHARE = 0.6
 """Method auto takes module names if more than this share of nodes have them. Chosen, not measured."""
-
-Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +103,8 @@ class Regions:
 
     def walk(self) -> Iterator[Region]:
         """All leaves and composites, parents first, in graph order."""
-        regions = self.root.walk()
-        next(regions)
-        return regions
+        for top in self.root.children:
+            yield from top.walk()
 
     @property
     def leaves(self) -> tuple[Region, ...]:
@@ -132,189 +130,35 @@ def find(
     `max_sequence_size` bounds leaves. Blocks of at most `min_topdown_size` nodes with at most one heavy operator are
     not divided. Method auto takes names where more than 60 % of the nodes have them.
     """
+    paths = [_path(node.name) for node in model.nodes]
     if method == "auto":
-        method = "names" if has_module_names(model) else "topology"
-    flow = Flow(model)
-    blocks = nested_blocks(flow, min_topdown_size)
-    groups = outline_by_names(flow, min_topdown_size) if method == "names" else outline_by_topology(flow, blocks)
-    groups = _without_wrappers(flow, groups)
-    structure = Structure(model)
-    parts = leaves_within(flow, structure, groups, units_of(flow, blocks), max_sequence_size)
-    return _numbered(structure, _tree(groups, parts), method)
-
-
-def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
-    """Remove groups of groups that hold most of the model's heavy operators: a whole encoder is too large to be tuned
-    as one region."""
-    heavy, children = [0] * len(groups.parent), [0] * len(groups.parent)
-    for node, home in enumerate(groups.home):
-        heavy[home] += flow.heavy[flow.first + node]
-    for g in range(len(groups.parent) - 1, 0, -1):
-        heavy[groups.parent[g]] += heavy[g]
-        children[groups.parent[g]] += 1
-    instead = list(range(len(groups.parent)))
-    for g in range(1, len(groups.parent)):
-        if children[g] > 1 and 2 * heavy[g] > heavy[0]:
-            instead[g] = instead[groups.parent[g]]
-    return Outline([instead[p] for p in groups.parent], [instead[h] for h in groups.home])
-
-
-@dataclass(eq=False)
-class _Tree:
-    """A region before it is numbered. `nodes` includes the nodes of its children."""
-
-    nodes: list[int]
-    children: Sequence[_Tree] = ()
-
-
-def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Tree:
-    """The leaves in their groups; a group that would hold only one region is replaced by that region."""
-    held: list[list[_Tree]] = [[] for _ in groups.parent]
-    for nodes in parts:
-        held[groups.home[nodes[0]]].append(_Tree(nodes))
-    for group in range(len(held) - 1, 0, -1):
-        if len(held[group]) > 1:
-            children = sorted(held[group], key=lambda d: d.nodes[0])
-            held[group] = [_Tree(sorted(n for d in children for n in d.nodes), children)]
-        held[groups.parent[group]] += held[group]
-    top = sorted(held[0], key=lambda d: d.nodes[0])
-    return _Tree(sorted(n for d in top for n in d.nodes), top)
-
-
-def _numbered(structure: Structure, tree: _Tree, method: Literal["names", "topology"]) -> Regions:
-    """The regions of a tree, made without recursion, since hierarchies can be deep."""
-    model, order, stack = structure.model, list[tuple[_Tree, int]](), [(tree, -1)]
-    while stack:
-        order.append(stack.pop())
-        own, level = order[-1]
-        stack.extend((child, level + 1) for child in reversed(own.children))
-    regions: dict[int, Region] = {}
-    listings: dict[Region, Listing] = {}
-    for number in range(len(order) - 1, 0, -1):
-        own, level = order[number]
-        listing = structure.listing([child.nodes for child in own.children] or [own.nodes])
-        outputs = tuple(model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
-        children = tuple(regions.pop(id(child)) for child in own.children)
-        kind, nodes = (RegionType.COMPOSITE, ()) if children else (RegionType.LEAF, tuple(own.nodes))
-        region = Region(number - 1, level, kind, nodes, children, listing.borders, outputs)
-        regions[id(own)], listings[region] = region, listing
-    tops = tuple(regions[id(child)] for child in tree.children)
-    inputs = tuple(t for t in model.inputs if any(use.node != GRAPH for use in model.uses(t)))
-    outputs = tuple(t for t in model.outputs if t in model.producers)
-    return Regions(Region(-1, -1, RegionType.ROOT, (), tops, inputs, outputs), method, listings)
-
-
-def has_module_names(model: Model) -> bool:
-    """Whether most nodes have names such as `/a/b/Op`."""
-    return sum(len(_path(n.name) or ()) > 0 for n in model.nodes) > NAMED_SHARE * len(model.nodes)
-
-
-def outline_by_names(flow: Flow, whole: int) -> Outline:
-    """Nested groups of nodes: the modules with more than `whole` nodes or more than one heavy operator. The node
-    `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/layer.0/attention/self/query.
-
-    A node without a path belongs to the module of its producer, or else of its user. An elementwise operator that alone
-    uses a module's result belongs to the module.
-    """
-    paths = _paths(flow)
-    sizes: dict[Path, int] = {}
-    heavies: dict[Path, int] = {}
-    for node, path in enumerate(paths):
-        for k in range(1, len(path) + 1):
-            sizes[path[:k]] = sizes.get(path[:k], 0) + 1
-            heavies[path[:k]] = heavies.get(path[:k], 0) + flow.heavy[flow.first + node]
-    group: dict[Path, int] = {(): 0}
-    parent = [0]
-    home = []
-    for path in paths:
-        for k in range(1, len(path) + 1):
-            around, module = group[path[: k - 1]], path[:k]
-            if module in group:
-                continue
-            if sizes[module] <= whole and heavies[module] <= 1:
-                group[module] = around
-            else:
-                group[module] = len(parent)
-                parent.append(around)
-        home.append(group[path])
-    _move_epilogues(flow, home, parent)
-    return Outline(parent, home)
-
-
-def _path(name: str) -> Path | None:
-    """The module path in a node name, () for a node of the model itself; None where the name has no path."""
-    return tuple(name.split("/")[1:-1]) if name.startswith("/") else None
-
-
-def _paths(flow: Flow) -> list[Path]:
-    paths = [_path(n.name) for n in flow.model.nodes]
-    for vertices, neighbours in ((flow.order, flow.before), (flow.order[::-1], flow.after)):
-        for node in (v - flow.first for v in vertices if v >= flow.first):
-            if paths[node] is None:
-                near = (paths[v - flow.first] for v in neighbours[flow.first + node] if v >= flow.first)
-                paths[node] = next((path for path in near if path is not None), None)
-    return [path or () for path in paths]
-
-
-def _move_epilogues(flow: Flow, home: list[int], parent: list[int]) -> None:
-    """Move epilogues into the group that feeds them: elementwise nodes right behind it that alone use its result."""
-    level = [0] * len(parent)
-    for g in range(1, len(parent)):
-        level[g] = level[parent[g]] + 1
-
-    def is_inside(g: int, around: int) -> bool:
-        while level[g] > level[around]:
-            g = parent[g]
-        return g == around
-
-    for vertex in flow.order:
-        node = vertex - flow.first
-        if node < 0 or flow.op(node) not in ELEMENTWISE:
-            continue
-        sources = [
-            b
-            for b in flow.before[vertex]
-            if b >= flow.first and len(flow.after[b]) == 1 and flow.is_float[b] and not flow.leaves_graph[b]
-        ]
-        if sources:
-            last = max(sources, key=flow.position.__getitem__)
-            if home[last - flow.first] != home[node] and is_inside(home[last - flow.first], home[node]):
-                home[node] = home[last - flow.first]
-
-
-EPILOGUE = 3
-"""The most nodes that a block takes in behind the point where it converges. Chosen, not measured."""
-
-NESTING = 6
-"""The most levels of blocks. Outer blocks of deeper nests are dropped, so that the work stays linear in the nodes."""
-
-
-CONTINUING = ELEMENTWISE | REARRANGES | LAST_AXIS_NORMALIZATIONS
-"""Operators that a block may take in behind its convergence."""
+        method = "names" if sum(map(bool, paths)) > NAMED_SHARE * len(paths) else "topology"
+    flow, structure = Flow(model), Structure(model)
+    blocks = _blocks(flow, min_topdown_size)
+    outline = _modules(flow, paths, min_topdown_size) if method == "names" else _divergences(flow, blocks)
+    outline = _without_wrappers(flow, outline)
+    leaves = _Clusters(flow, structure, outline.home, _units(flow, blocks), max_sequence_size).leaves()
+    return _numbered(structure, _tree(outline, leaves), method)
 
 
 class Flow:
-    """The activation graph. Vertices are the graph inputs and then the nodes; edges are tensors and captures."""
+    """The activation graph. A node is the vertex of its index, input i of the graph the vertex i - len(inputs), which
+    is below zero; edges are tensors and captures."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.first = len(model.inputs)
-        """The vertex of node 0."""
-        vertex = {t: i for i, t in enumerate(model.inputs)}
-        vertex.update({t: self.first + n for t, n in model.producers.items()})
-        inputs = [{vertex[t] for t in (*n.inputs, *n.captures) if t in vertex} for n in model.nodes]
-        self.before: list[tuple[int, ...]] = [()] * self.first + [tuple(sorted(vertices)) for vertices in inputs]
-        users: list[list[int]] = [[] for _ in self.before]
-        for here, vertices in enumerate(self.before):
-            for v in vertices:
-                users[v].append(here)
-        self.after = [tuple(vertices) for vertices in users]
-        self.heavy = [False] * self.first + [n.op in HEAVY for n in model.nodes]
-        self.is_float = [True] * self.first + [any(may_be_float(model, t) for t in n.outputs if t) for n in model.nodes]
-        self.leaves_graph = [False] * len(self.before)
-        for tensor in model.outputs:
-            if tensor in vertex:
-                self.leaves_graph[vertex[tensor]] = True
+        vertex = {t: i - len(model.inputs) for i, t in enumerate(model.inputs)} | dict(model.producers)
+        self.vertices = range(-len(model.inputs), len(model.nodes))
+        self.before: dict[int, tuple[int, ...]] = dict.fromkeys(self.vertices, ())
+        self.after: dict[int, list[int]] = {v: [] for v in self.vertices}
+        for node in model.nodes:
+            read = {vertex[t] for t in (*node.inputs, *node.captures) if t in vertex}
+            self.before[node.index] = tuple(sorted(read))
+            for v in self.before[node.index]:
+                self.after[v].append(node.index)
+        self.heavy = {node.index for node in model.nodes if node.op in HEAVY}
+        self.floats = {v for t, v in vertex.items() if v < 0 or may_be_float(model, t)}
+        self.leaves_graph = {vertex[t] for t in model.outputs if t in vertex}
         self.order = self._depth_first()
         """All vertices, producers first; what only one user needs stands right before it."""
         self.position = {v: i for i, v in enumerate(self.order)}
@@ -324,42 +168,19 @@ class Flow:
 
     def _depth_first(self) -> list[int]:
         """Producers are visited in graph order: side inputs that branches share (masks) then come before them."""
-        done = [False] * len(self.before)
-        order: list[int] = []
-        for sink in (v for v, users in enumerate(self.after) if not users):
+        order, seen = list[int](), set[int]()
+        for sink in (v for v in self.vertices if not self.after[v]):
             stack = [(sink, iter(self.before[sink]))]
-            done[sink] = True
             while stack:
                 vertex, producers = stack[-1]
-                for producer in producers:
-                    if not done[producer]:
-                        done[producer] = True
-                        stack.append((producer, iter(self.before[producer])))
-                        break
-                else:
+                producer = next((v for v in producers if v not in seen), None)
+                if producer is None:
                     order.append(vertex)
                     stack.pop()
+                else:
+                    seen.add(producer)
+                    stack.append((producer, iter(self.before[producer])))
         return order
-
-
-class Block(NamedTuple):
-    """The vertices at positions `start` + 1 to `end` of the depth-first order: after a divergence, to its end."""
-
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, eq=False)
-class Nest:
-    """Blocks that contain each other or are disjoint, outer ones first.
-
-    `parent` is the index of the block around each, or -1. A `small` block is not worth dividing: it has at most one
-    heavy operator and at most as many nodes as the caller said.
-    """
-
-    blocks: Sequence[Block]
-    parent: Sequence[int]
-    small: Sequence[bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,45 +194,229 @@ class Outline:
     home: Sequence[int]
 
 
-def nested_blocks(flow: Flow, whole: int) -> Nest:
-    """The blocks of a graph. Those of at most `whole` nodes, with at most one heavy operator, are small."""
-    kept = sorted(_without_crossings(_blocks(flow), len(flow.order)), key=lambda b: (b.start, -b.end))
-    sizes = [0, *accumulate(int(v >= flow.first) for v in flow.order)]
-    heavies = [0, *accumulate(int(flow.heavy[v]) for v in flow.order)]
-    parent, stack = [], list[int]()
-    for i, block in enumerate(kept):
-        while stack and kept[stack[-1]].end <= block.start:
-            stack.pop()
-        parent.append(stack[-1] if stack else -1)
-        stack.append(i)
-    small = [
-        sizes[b.end + 1] - sizes[b.start + 1] <= whole and heavies[b.end + 1] - heavies[b.start + 1] <= 1 for b in kept
-    ]
-    return Nest(kept, parent, small)
+def _without_wrappers(flow: Flow, outline: Outline) -> Outline:
+    """Remove groups of groups that hold most of the model's heavy operators: a whole encoder is too large to be tuned
+    as one region."""
+    parent, groups = outline.parent, range(1, len(outline.parent))
+    heavy = Counter(outline.home[node] for node in flow.heavy)
+    for g in reversed(groups):
+        heavy[parent[g]] += heavy[g]
+    children = Counter(parent[g] for g in groups)
+    instead = [0]
+    for g in groups:
+        instead.append(instead[parent[g]] if children[g] > 1 and 2 * heavy[g] > heavy[0] else g)
+    return Outline([instead[p] for p in parent], [instead[h] for h in outline.home])
 
 
-def outline_by_topology(flow: Flow, found: Nest) -> Outline:
+@dataclass(eq=False)
+class _Tree:
+    """A region before it is numbered. `nodes` includes the nodes of its children."""
+
+    nodes: list[int]
+    children: Sequence[_Tree] = ()
+
+    @staticmethod
+    def around(children: Iterable[_Tree]) -> _Tree:
+        in_order = sorted(children, key=lambda child: child.nodes[0])
+        return _Tree(sorted(n for child in in_order for n in child.nodes), in_order)
+
+
+def _tree(outline: Outline, leaves: Sequence[list[int]]) -> _Tree:
+    """The leaves in their groups; a group that would hold only one region is replaced by that region."""
+    held: list[list[_Tree]] = [[] for _ in outline.parent]
+    for nodes in leaves:
+        held[outline.home[nodes[0]]].append(_Tree(nodes))
+    for group in range(len(held) - 1, 0, -1):
+        held[outline.parent[group]] += [_Tree.around(held[group])] if len(held[group]) > 1 else held[group]
+    return _Tree.around(held[0])
+
+
+def _numbered(structure: Structure, tree: _Tree, method: Literal["names", "topology"]) -> Regions:
+    model, numbers, listings = structure.model, count(), dict[Region, Listing]()
+
+    def numbered(tree: _Tree, level: int) -> Region:
+        number = next(numbers)
+        children = tuple(numbered(child, level + 1) for child in tree.children)
+        listing = structure.listing([child.nodes for child in tree.children] or [tree.nodes])
+        outputs = tuple(model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
+        kind, nodes = (RegionType.COMPOSITE, ()) if children else (RegionType.LEAF, tuple(tree.nodes))
+        region = Region(number, level, kind, nodes, children, listing.borders, outputs)
+        listings[region] = listing
+        return region
+
+    tops = tuple(numbered(top, 0) for top in tree.children)
+    inputs = tuple(t for t in model.inputs if any(use.node != GRAPH for use in model.uses(t)))
+    outputs = tuple(t for t in model.outputs if t in model.producers)
+    return Regions(Region(-1, -1, RegionType.ROOT, (), tops, inputs, outputs), method, listings)
+
+
+# ---------------------------------------------------------------- groups by names
+
+Path = tuple[str, ...]
+
+
+def _path(name: str) -> Path | None:
+    """The module path in a node name, () for a node of the model itself; None where the name has no path."""
+    return tuple(name.split("/")[1:-1]) if name.startswith("/") else None
+
+
+def _modules(flow: Flow, paths: list[Path | None], whole: int) -> Outline:
+    """Nested groups of nodes: the modules with more than `whole` nodes or more than one heavy operator. The node
+    `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/layer.0/attention/self/query.
+
+    A node without a path belongs to the module of its producer, or else of its user. An elementwise operator that alone
+    uses a module's result belongs to the module.
+    """
+    for vertices, neighbours in ((flow.order, flow.before), (flow.order[::-1], flow.after)):
+        for node in vertices:
+            if node >= 0 and paths[node] is None:
+                near = (paths[v] for v in neighbours[node] if v >= 0)
+                paths[node] = next((path for path in near if path is not None), None)
+    modules = [path or () for path in paths]
+    sizes, heavies = Counter[Path](), Counter[Path]()
+    for node, path in enumerate(modules):
+        for k in range(1, len(path) + 1):
+            sizes[path[:k]] += 1
+            heavies[path[:k]] += node in flow.heavy
+    group: dict[Path, int] = {(): 0}
+    parent, home = [0], list[int]()
+    for path in modules:
+        for k in range(1, len(path) + 1):
+            around, module = group[path[: k - 1]], path[:k]
+            if sizes[module] <= whole and heavies[module] <= 1:
+                group[module] = around
+            elif module not in group:
+                group[module] = len(parent)
+                parent.append(around)
+        home.append(group[path])
+    _move_epilogues(flow, home, parent)
+    return Outline(parent, home)
+
+
+def _move_epilogues(flow: Flow, home: list[int], parent: Sequence[int]) -> None:
+    """Move epilogues into the group that feeds them: elementwise nodes right behind it that alone use its result."""
+    for node in flow.order:
+        if node < 0 or flow.op(node) not in ELEMENTWISE:
+            continue
+        sources = [b for b in flow.before[node] if b >= 0 and b in flow.floats and flow.after[b] == [node]]
+        last = max((b for b in sources if b not in flow.leaves_graph), key=flow.position.__getitem__, default=node)
+        group = home[last]
+        while group > home[node]:
+            group = parent[group]
+        if group == home[node]:
+            home[node] = home[last]
+
+
+# ---------------------------------------------------------------- groups by topology
+
+EPILOGUE = 3
+"""The most nodes that a block takes in behind the point where it converges. Chosen, not measured."""
+
+NESTING = 6
+"""The most levels of blocks. Outer blocks of deeper nests are dropped, so that the work stays linear in the nodes."""
+
+CONTINUING = ELEMENTWISE | REARRANGES | LAST_AXIS_NORMALIZATIONS
+"""Operators that a block may take in behind its convergence."""
+
+
+class Block(NamedTuple):
+    """The vertices at positions `start` + 1 to `end` of the depth-first order: after a divergence, to its end. It holds
+    `height` levels of blocks that are worth dividing, and is so itself unless it `is_small`."""
+
+    start: int
+    end: int
+    is_small: bool
+    height: int
+
+
+def _blocks(flow: Flow, whole: int) -> list[Block]:
+    """The blocks of a graph, which contain each other or are disjoint, outer ones first. Those of at most `whole` nodes
+    with at most one heavy operator are small."""
+    ends = post_dominators(flow)
+    starts_of: dict[int, list[int]] = {}
+    for vertex in flow.order:
+        if len(flow.after[vertex]) > 1 and ends.get(vertex, GRAPH) != GRAPH:
+            starts_of.setdefault(_epilogue(flow, ends[vertex]), []).append(flow.position[vertex])
+    # many blocks can end at one node (dense connections, masks): the innermost and the outermost are enough
+    spans = [(start, end) for end, starts in starts_of.items() for start in {min(starts), max(starts)}]
+    # of two blocks that cross, as those of unrelated branches may do, the shorter one is kept
+    kept, inside = list[tuple[int, int]](), bytearray(len(flow.order) + 1)
+    for start, end in sorted(spans, key=lambda span: (span[1] - span[0], span)):
+        if not inside[start] and not inside[end]:
+            kept.append((start, end))
+            inside[start + 1 : end] = bytes([1]) * (end - start - 1)
+    sizes = [0, *accumulate(v >= 0 for v in flow.order)]
+    heavies = [0, *accumulate(v in flow.heavy for v in flow.order)]
+    blocks, nested = list[Block](), list[Block]()
+    for start, end in sorted(kept, key=lambda span: (-span[0], span[1])):  # inner blocks first
+        small = sizes[end + 1] - sizes[start + 1] <= whole and heavies[end + 1] - heavies[start + 1] <= 1
+        height = 0
+        while nested and nested[-1].start < end:
+            child = nested.pop()
+            height = max(height, 0 if child.is_small else child.height + 1)
+        nested.append(Block(start, end, small, height))
+        blocks.append(nested[-1])
+    return blocks[::-1]
+
+
+def _epilogue(flow: Flow, vertex: int) -> int:
+    """The position where a block that converges at `vertex` ends."""
+    for _ in range(EPILOGUE):
+        if vertex in flow.leaves_graph or len(flow.after[vertex]) != 1:
+            break
+        (follower,) = flow.after[vertex]
+        next_in_order = flow.position[follower] == flow.position[vertex] + 1
+        if flow.op(follower) not in CONTINUING or len(flow.before[follower]) > 1 or not next_in_order:
+            break
+        vertex = follower
+    return flow.position[vertex]
+
+
+def post_dominators(flow: Flow) -> dict[int, int]:
+    """For each vertex that a graph output depends on, the first vertex that all its paths to the end pass; GRAPH if
+    there is none.
+
+    A path ends at a vertex without users. An output that is used further (a cache, a hidden state) does not end one.
+    """
+    nearest: dict[int, int] = {}
+    position = flow.position | {GRAPH: inf}  # no input of the graph post-dominates another vertex
+
+    def common(a: int, b: int) -> int:
+        while a != b:
+            if position[a] < position[b]:
+                a = nearest[a]
+            else:
+                b = nearest[b]
+        return a
+
+    for vertex in reversed(flow.order):
+        users = [user for user in flow.after[vertex] if user in nearest]
+        if users:
+            nearest[vertex] = reduce(common, users)
+        elif vertex in flow.leaves_graph:
+            nearest[vertex] = GRAPH
+    return nearest
+
+
+def _divergences(flow: Flow, blocks: Sequence[Block]) -> Outline:
     """The blocks that are not small, as nested groups; of deep nests only the innermost levels."""
-    height = [0] * len(found.blocks)
-    for i in reversed(range(len(found.blocks))):
-        if not found.small[i] and found.parent[i] >= 0:
-            height[found.parent[i]] = max(height[found.parent[i]], height[i] + 1)
     parent, home = [0], [0] * len(flow.model.nodes)
-    for i, block in enumerate(found.blocks):
-        if not found.small[i] and height[i] < NESTING:
-            parent.append(home[flow.order[block.end] - flow.first])
+    for block in blocks:
+        if not block.is_small and block.height < NESTING:
+            parent.append(home[flow.order[block.end]])
             for node in _members(flow, block):
                 home[node] = len(parent) - 1
     return Outline(parent, home)
 
 
-def units_of(flow: Flow, found: Nest) -> list[int]:
+def _units(flow: Flow, blocks: Sequence[Block]) -> list[int]:
     """For each node the last node of the outermost small block around it, or itself."""
-    unit = list(range(len(flow.model.nodes)))
-    for i, block in enumerate(found.blocks):
-        if found.small[i] and (found.parent[i] < 0 or not found.small[found.parent[i]]):
+    unit, end = list(range(len(flow.model.nodes))), 0
+    for block in blocks:
+        if block.is_small and block.start >= end:
+            end = block.end
             for node in _members(flow, block):
-                unit[node] = flow.order[block.end] - flow.first
+                unit[node] = flow.order[end]
     return unit
 
 
@@ -426,212 +431,114 @@ def _members(flow: Flow, block: Block) -> list[int]:
         if not inside.isdisjoint(flow.before[vertex]):
             inside.add(vertex)
     for vertex in reversed(span):
-        if vertex not in inside and not flow.leaves_graph[vertex] and inside.issuperset(flow.after[vertex]):
+        if vertex not in inside and vertex not in flow.leaves_graph and inside.issuperset(flow.after[vertex]):
             inside.add(vertex)
-    return [v - flow.first for v in span if v in inside and v >= flow.first]
+    return [v for v in span if v in inside and v >= 0]
 
 
-def _blocks(flow: Flow) -> list[Block]:
-    """A block for each divergence: to its convergence, and the operators that continue it."""
-    ends = post_dominators(flow)
-    starts_of: dict[int, list[int]] = {}
-    for vertex in flow.order:
-        if len(flow.after[vertex]) > 1 and ends[vertex] >= 0:
-            starts_of.setdefault(_epilogue(flow, ends[vertex]), []).append(flow.position[vertex])
-    # many blocks can end at one node (dense connections, masks): the innermost and the outermost are enough
-    return [Block(start, end) for end, starts in starts_of.items() for start in sorted({min(starts), max(starts)})]
-
-
-def _epilogue(flow: Flow, vertex: int) -> int:
-    """The position where a block that converges at `vertex` ends."""
-    for _ in range(EPILOGUE):
-        if flow.leaves_graph[vertex] or len(flow.after[vertex]) != 1:
-            break
-        follower = flow.after[vertex][0]
-        next_in_order = flow.position[follower] == flow.position[vertex] + 1
-        if flow.op(follower - flow.first) not in CONTINUING or len(flow.before[follower]) > 1 or not next_in_order:
-            break
-        vertex = follower
-    return flow.position[vertex]
-
-
-def _without_crossings(found: Sequence[Block], length: int) -> list[Block]:
-    """Keep the shorter of two blocks that cross, as blocks of unrelated branches in one part of the order may do."""
-    inner = list(range(length + 1))  # inner[p]: the next border from p on that lies inside no kept block
-
-    def open_border(p: int) -> int:
-        while inner[p] != p:
-            inner[p] = p = inner[inner[p]]
-        return p
-
-    kept = []
-    for block in sorted(found, key=lambda b: (b.end - b.start, b)):
-        if open_border(block.start) == block.start and open_border(block.end) == block.end:
-            kept.append(block)
-            border = open_border(block.start + 1)
-            while border < block.end:
-                inner[border] = border + 1
-                border = open_border(border)
-    return kept
-
-
-def post_dominators(flow: Flow) -> list[int]:
-    """For each vertex the first vertex that all its paths to the end pass; -1 if there is none.
-
-    A path ends at a vertex without users. What no graph output depends on is no path, and an output that is used
-    further (a cache, a hidden state) does not end one. Ancestors are found with skew-binary jump pointers.
-    """
-    end = len(flow.order)
-    parent, depth, jump = [end] * (end + 1), [0] * (end + 1), [end] * (end + 1)
-    live = [False] * (end + 1)
-
-    def common(a: int, b: int) -> int:
-        while depth[a] != depth[b]:
-            if depth[a] < depth[b]:
-                a, b = b, a
-            a = jump[a] if depth[jump[a]] >= depth[b] else parent[a]
-        while a != b:
-            a, b = (jump[a], jump[b]) if jump[a] != jump[b] else (parent[a], parent[b])
-        return a
-
-    for vertex in reversed(flow.order):
-        users = [u for u in flow.after[vertex] if live[u]]
-        live[vertex] = bool(users) or flow.leaves_graph[vertex]
-        above = users[0] if users else end
-        for user in users[1:]:
-            above = common(above, user)
-        parent[vertex], depth[vertex] = above, depth[above] + 1
-        higher = jump[above]
-        even = depth[above] - depth[higher] == depth[higher] - depth[jump[higher]]
-        jump[vertex] = jump[higher] if even else above
-    return [p if p != end else -1 for p in parent[:-1]]
-
-
-def leaves_within(
-    flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int
-) -> list[list[int]]:
-    """Divide the nodes into leaves within the groups of the outline, with at most `max_size` nodes unless a unit has
-    more.
-
-    `units[n]` is the last node of the unit (small block) of node n; a unit whose nodes lie in several groups is
-    ignored. Leaves are in graph order of their first nodes, and so are the nodes in each.
-    """
-    clusters = _Clusters(flow, structure, outline, units, max_size)
-    clusters.follow_producers()
-    clusters.join_consumers()
-    clusters.join_producers()
-    return clusters.result()
+# ---------------------------------------------------------------- leaves
 
 
 class _Clusters:
-    """Sets of nodes that grow; each is named after the last node of the unit that it started with."""
+    """Sets of nodes that grow into leaves within the groups of an outline (`home`), with at most `max_size` nodes
+    unless a unit has more. Each is named after the last node of the unit that it started with.
 
-    def __init__(self, flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int) -> None:
-        self._flow, self._structure, self._home, self._max_size = flow, structure, outline.home, max_size
-        torn = {u for n, u in enumerate(units) if outline.home[n] != outline.home[u]}
-        self._unit = [n if u in torn else u for n, u in enumerate(units)]
-        self._cluster = list(self._unit)
+    `units[n]` is the last node of the unit (small block) of node n; a unit whose nodes lie in several groups is
+    ignored.
+    """
+
+    def __init__(
+        self, flow: Flow, structure: Structure, home: Sequence[int], units: Sequence[int], max_size: int
+    ) -> None:
+        self._flow, self._structure, self._home, self._max_size = flow, structure, home, max_size
+        torn = {u for n, u in enumerate(units) if home[n] != home[u]}
+        self._unit = {n: n if u in torn else u for n, u in enumerate(units)}
+        self._cluster = dict(self._unit)
         self._members: dict[int, list[int]] = {}
-        for v in flow.order:
-            if v >= flow.first:
-                self._members.setdefault(self._unit[v - flow.first], []).append(v - flow.first)
-        self._sole_user = [self._sole_user_of(v) for v in range(len(flow.order))]
-        self._heavy = {u: any(flow.heavy[flow.first + n] for n in nodes) for u, nodes in self._members.items()}
-        self._depth = [0] * len(flow.order)
+        self._depth: dict[int, int] = {}
         for v in flow.order:
             self._depth[v] = 1 + max((self._depth[b] for b in flow.before[v]), default=0)
+            if v >= 0:
+                self._members.setdefault(self._unit[v], []).append(v)
+        self._heavy = {self._unit[n] for n in flow.heavy}
 
-    def result(self) -> list[list[int]]:
+    def leaves(self) -> list[list[int]]:
+        """The leaves in graph order of their first nodes, and so are the nodes in each."""
+        self._follow_producers()
+        self._join_consumers()
+        self._join_producers()
         return sorted(sorted(nodes) for nodes in self._members.values())
 
-    def follow_producers(self) -> None:
+    def _follow_producers(self) -> None:
         """Join each light unit to a producer that feeds nothing else: the epilogue of a heavy operator, or a sequence.
 
         Of several such producers, an elementwise operator joins the heavy one at the end of the longest path (a
         residual Add is fused into the last convolution); other operators, such as Concat, start a leaf.
         """
-        flow = self._flow
+        flow, unit_of = self._flow, self._unit
         for unit in self._in_order():
-            nodes, feeds_only = list(self._members[unit]), self._sole_user
-            if self._heavy[unit] or not any(feeds_only[b] == unit for n in nodes for b in flow.before[flow.first + n]):
+            if unit in self._heavy:
                 continue
-            before = {b for n in nodes for b in flow.before[flow.first + n] if not self._is_in(b, unit)}
-            data = [b for b in before if flow.is_float[b]]
+            nodes = self._members[unit]
+            before = {b for n in nodes for b in flow.before[n] if unit_of.get(b) != unit}
+            data = before & flow.floats
             if len(data) > 1 and len(nodes) == 1 and flow.op(unit) not in ELEMENTWISE:
                 continue
-            sources = [b for b in data or before if b >= flow.first and feeds_only[b] == unit]
-            sources = [b for b in sources if self._fits(self._cluster[b - flow.first], unit)]
+            sources = [
+                b
+                for b in data or before
+                if b >= 0
+                and b not in flow.leaves_graph
+                and {unit_of[u] for u in flow.after[b]} - {unit_of[b]} == {unit}
+                and self._fits(self._cluster[b], unit)
+            ]
             if sources:
-                self._join(unit, self._cluster[self._best(sources) - flow.first])
+                self._join(unit, self._cluster[self._best(sources)])
 
     def _best(self, sources: Sequence[int]) -> int:
         """The heaviest, deepest source; of equal ones a choice by structure, so that equal blocks choose alike."""
-        rank = {b: (self._heavy[self._cluster[b - self._flow.first]], self._depth[b]) for b in sources}
+        rank = {b: (self._cluster[b] in self._heavy, self._depth[b]) for b in sources}
         highest = max(rank.values())
         first = [b for b in sources if rank[b] == highest]
         if len(first) == 1:
             return first[0]
-        texts, prints = self._structure.texts, self._structure.fingerprints
-        return max(first, key=lambda b: (texts[b - self._flow.first], prints[b - self._flow.first], b))
+        return max(first, key=lambda b: (self._structure.texts[b], self._structure.fingerprints[b], b))
 
-    def join_consumers(self) -> None:
+    def _join_consumers(self) -> None:
         """Join each light cluster to its only consumer, unless it feeds activations to a heavy one, which starts a
         leaf."""
         for cluster in reversed(self._in_order()):
-            users = set[int]() if self._heavy[cluster] else self._users(cluster)
-            if len(users) == 1:
-                (user,) = users
-                if (
-                    user != GRAPH
-                    and self._fits(cluster, user)
-                    and not (self._heavy[user] and self._gives_floats(cluster))
-                ):
-                    self._join(cluster, user)
+            users = self._users(cluster, self._members[cluster])
+            if cluster in self._heavy or len(users) != 1 or GRAPH in users:
+                continue
+            (user,) = users
+            if self._fits(cluster, user) and not (user in self._heavy and self._gives_floats(cluster)):
+                self._join(cluster, user)
 
-    def join_producers(self) -> None:
+    def _join_producers(self) -> None:
         """Join shape arithmetic to the one cluster whose shapes it reads."""
-        flow = self._flow
         for cluster in self._in_order():
-            if self._heavy[cluster] or self._gives_floats(cluster):
+            if cluster in self._heavy or self._gives_floats(cluster):
                 continue
-            before = {b for n in self._members[cluster] for b in flow.before[flow.first + n]}
-            if any(b < flow.first for b in before):
-                continue
-            sources = {self._cluster[b - flow.first] for b in before} - {cluster}
-            if len(sources) == 1 and self._fits(source := sources.pop(), cluster):
+            before = {b for n in self._members[cluster] for b in self._flow.before[n]}
+            sources = {self._cluster.get(b, GRAPH) for b in before} - {cluster}
+            if len(sources) == 1 and GRAPH not in sources and self._fits(source := sources.pop(), cluster):
                 self._join(cluster, source)
 
     def _in_order(self) -> list[int]:
-        flow = self._flow
-        return sorted(self._members, key=lambda c: flow.position[flow.first + self._members[c][-1]])
+        return sorted(self._members, key=lambda c: self._flow.position[self._members[c][-1]])
 
-    def _is_in(self, vertex: int, unit: int) -> bool:
-        return vertex >= self._flow.first and self._unit[vertex - self._flow.first] == unit
-
-    def _sole_user_of(self, vertex: int) -> int:
-        """The only other unit that uses a vertex, -1 if there is none or if there are several."""
-        flow = self._flow
-        users = {self._unit[u - flow.first] for u in flow.after[vertex]}
-        if vertex >= flow.first:
-            users.discard(self._unit[vertex - flow.first])
-        return users.pop() if len(users) == 1 and not flow.leaves_graph[vertex] else -1
-
-    def _users(self, cluster: int) -> set[int]:
-        """The other clusters (GRAPH for a graph output) that use a cluster's results."""
-        flow, users = self._flow, set[int]()
-        for v in (flow.first + n for n in self._members[cluster]):
-            users.update([self._cluster[u - flow.first] for u in flow.after[v]])
-            if flow.leaves_graph[v]:
-                users.add(GRAPH)
+    def _users(self, cluster: int, nodes: Iterable[int]) -> set[int]:
+        """The other clusters (GRAPH for a graph output) that use the results of some nodes of a cluster."""
+        users = set[int]()
+        for n in nodes:
+            users.update([self._cluster[u] for u in self._flow.after[n]])
+            users.update([GRAPH] if n in self._flow.leaves_graph else ())
         return users - {cluster}
 
     def _gives_floats(self, cluster: int) -> bool:
         """Whether a result that is used outside is float."""
-        flow = self._flow
-        floats = (v for v in (flow.first + n for n in self._members[cluster]) if flow.is_float[v])
-        return any(
-            flow.leaves_graph[v] or any(self._cluster[u - flow.first] != cluster for u in flow.after[v]) for v in floats
-        )
+        return bool(self._users(cluster, self._flow.floats.intersection(self._members[cluster])))
 
     def _fits(self, a: int, b: int) -> bool:
         return self._home[a] == self._home[b] and len(self._members[a]) + len(self._members[b]) <= self._max_size
@@ -640,4 +547,5 @@ class _Clusters:
         for node in self._members[source]:
             self._cluster[node] = target
         self._members[target] += self._members.pop(source)
-        self._heavy[target] |= self._heavy.pop(source)
+        if source in self._heavy:
+            self._heavy.add(target)

@@ -49,8 +49,7 @@ class Pattern:
     @cached_property
     def points(self) -> tuple[Point, ...]:
         """All insertion points that a scheme can choose from, in canonical order."""
-        region = self.instances[0]
-        return tuple(_edges(self.model, region, self.listings[region]))
+        return tuple(self.edges[self.instances[0]])
 
     @cached_property
     def edges(self) -> Mapping[Region, Mapping[Point, frozenset[Edge]]]:
@@ -136,17 +135,17 @@ def _signature(listing: Listing, region: Region) -> str:
 
 def _edges(model: Model, region: Region, listing: Listing) -> Mapping[Point, frozenset[Edge]]:
     """Every point of a region that means an edge, in canonical order, with its edges."""
-    child = _children(region, listing)
+    child, inside = _children(region, listing), frozenset(listing.nodes)
     edges: dict[Point, set[Edge]] = {}
     entering: dict[int, dict[str, set[Edge]]] = {}
     for number, node in enumerate(listing.nodes):
         inputs, into = listing.inputs[number], model.nodes[node].into
         for k, slot in enumerate(listing.orders[number]):
-            tensor, own = inputs.tensors[slot], {into[slot]} if inputs.carries[slot] else set[Edge]()
-            if not child or tensor.source != "activation":
+            read, own = inputs.tensors[slot], {into[slot]} if inputs.carries[slot] else set[Edge]()
+            if not child or read.source != "activation":
                 edges[Point("node_input", number, k)] = own
-            elif child.get(tensor.producer) != child[node]:
-                entering.setdefault(child[node], {}).setdefault(tensor.name, set()).update(own)
+            elif child.get(read.producer) != child[node]:
+                entering.setdefault(child[node], {}).setdefault(read.name, set()).update(own)
     for c in sorted(entering):
         for k, own in enumerate(entering[c].values()):
             edges[Point("child_input", c, k)] = own
@@ -157,10 +156,7 @@ def _edges(model: Model, region: Region, listing: Listing) -> Mapping[Point, fro
         if child:
             k = counts[child[node]] = counts.get(child[node], -1) + 1
             point = Point("child_output", child[node], k)
-        edges[point] = _uses_outside(model, model.nodes[node].outputs[output], frozenset(listing.nodes))
+        tensor = model.nodes[node].outputs[output]
+        uses = (use for use in model.uses(tensor) if use.node not in inside)
+        edges[point] = {model.edge(tensor, use) for use in uses if can_carry(model, tensor, use.node, use.slot)}
     return {point: frozenset(own) for point, own in edges.items() if own}
-
-
-def _uses_outside(model: Model, tensor: str, inside: frozenset[int]) -> set[Edge]:
-    uses = (use for use in model.uses(tensor) if use.node not in inside)
-    return {model.edge(tensor, use) for use in uses if can_carry(model, tensor, use.node, use.slot)}

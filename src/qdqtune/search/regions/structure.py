@@ -9,10 +9,11 @@ whole model, and only then by graph order.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import onnx
@@ -29,7 +30,6 @@ TYPE_LETTERS: Mapping[int, str] = {
     onnx.TensorProto.BOOL: "b",
     onnx.TensorProto.STRING: "s",
 }
-
 
 FREE = -2
 """The role of every input that may change places with others."""
@@ -69,11 +69,11 @@ class Inputs(NamedTuple):
     captured: int
 
 
-def digest(content: bytes) -> str:
+def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def written(node: Node, model: Model) -> str:
+def _written(node: Node, model: Model) -> str:
     """An operator with its domain and attributes, as text."""
     attributes = {name: _attribute(value) for name, value in node.attributes.items()}
     if node.attributes.get("group", 1) != 1 and _is_depthwise(node, model):
@@ -94,19 +94,19 @@ def _is_depthwise(node: Node, model: Model) -> bool:
 def _attribute(value: object) -> str:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "backslashreplace")
-        return str(value) if len(value) <= 32 else digest(value.encode())
+        return str(value) if len(value) <= 32 else _digest(value.encode())
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, onnx.TensorProto):
         array = numpy_helper.to_array(value)
-        return f"{array.dtype}{list(array.shape)}:{digest(array.tobytes())}"
+        return f"{array.dtype}{list(array.shape)}:{_digest(array.tobytes())}"
     if isinstance(value, onnx.GraphProto):
         return "[" + " ".join(_body_node(n) for n in value.node) + "]"
     if isinstance(value, Message):
-        return digest(value.SerializeToString(deterministic=True))
+        return _digest(value.SerializeToString(deterministic=True))
     if isinstance(value, Iterable):
         text = ",".join(_attribute(v) for v in value)
-        return f"[{text}]" if len(text) <= 256 else digest(text.encode())
+        return f"[{text}]" if len(text) <= 256 else _digest(text.encode())
     return str(value)
 
 
@@ -123,15 +123,15 @@ class Listing:
     """A part of the graph in canonical order.
 
     `nodes` are node indices; `inputs[k]` are the inputs of the k-th, `orders[k]` their canonical order. `borders` are
-    the activations that enter, `exits` the outputs that leave, as (canonical node number, output number), with whether
-    a use outside can carry a pair. `lines` describe all of it as text: if they are equal, equal numbers correspond.
+    the activations that enter, `exits` the outputs that leave, as (canonical node number, output number). `lines`
+    describe all of it as text: if they are equal, equal numbers correspond.
     """
 
     nodes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
     orders: tuple[Sequence[int], ...]
     borders: tuple[str, ...]
-    exits: Mapping[tuple[int, int], bool]
+    exits: tuple[tuple[int, int], ...]
     lines: tuple[str, ...]
 
 
@@ -141,41 +141,32 @@ class Structure:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.texts = tuple([written(n, model) for n in model.nodes])
-        carries = [self._carries(n) for n in model.nodes]
-        self.tensors = self._tensors(carries)
-        """All tensors by name, and MISSING by the empty name."""
-        self.inputs = tuple(map(self._inputs, model.nodes, carries))
+        self.texts = tuple(_written(n, model) for n in model.nodes)
         self._hashes: dict[str, int] = {}
-
-    def _carries(self, node: Node) -> tuple[bool, ...]:
-        at_inputs = [can_carry(self.model, t, node.index, slot) for slot, t in enumerate(node.inputs)]
-        return (*at_inputs, *(False for _ in node.captures))
-
-    def _tensors(self, carries: Sequence[Sequence[bool]]) -> Mapping[str, Tensor]:
-        model = self.model
-        users: dict[str, list[int]] = {t: [] for t in model.producers}
-        carriers: dict[str, list[int]] = {t: [] for t in model.producers}
-        uses = (
-            (t, n.index, c)
-            for n in model.nodes
-            for t, c in zip((*n.inputs, *n.captures), carries[n.index], strict=True)
-        )
-        leaving = ((t, GRAPH, can_carry(model, t, GRAPH, 0)) for t in model.outputs)
-        for tensor, user, carrying in chain(uses, leaving):
-            if tensor in users:
-                users[tensor].append(user)
+        users, carriers = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+        carries = []
+        for node in model.nodes:
+            at_inputs = [can_carry(model, t, node.index, slot) for slot, t in enumerate(node.inputs)]
+            carries.append((*at_inputs, *(False for _ in node.captures)))
+            for tensor, carrying in zip((*node.inputs, *node.captures), carries[-1], strict=True):
+                users[tensor].append(node.index)
                 if carrying:
-                    carriers[tensor].append(user)
+                    carriers[tensor].append(node.index)
+        for tensor in model.outputs:
+            users[tensor].append(GRAPH)
+            if can_carry(model, tensor, GRAPH, 0):
+                carriers[tensor].append(GRAPH)
         letter = self.type_letter
-        known = {t: Tensor("activation", t, letter(t), -1, i) for i, t in enumerate(model.inputs)}
+        self.tensors = {t: Tensor("activation", t, letter(t), -1, i) for i, t in enumerate(model.inputs)}
+        """All tensors by name, and MISSING by the empty name."""
         for node in model.nodes:
             for i, t in enumerate(node.outputs):
-                if t:
-                    known[t] = Tensor("activation", t, letter(t), node.index, i, tuple(users[t]), tuple(carriers[t]))
+                uses = tuple(users[t]), tuple(carriers[t])
+                self.tensors[t] = Tensor("activation", t, letter(t), node.index, i, *uses)
         for t, constant in model.constants.items():
-            known[t] = Tensor("constant", t, f"{letter(t)}{len(constant.shape)}")
-        return {**known, "": MISSING}
+            self.tensors[t] = Tensor("constant", t, f"{letter(t)}{len(constant.shape)}")
+        self.tensors[""] = MISSING
+        self.inputs = tuple(map(self._inputs, model.nodes, carries))
 
     def _inputs(self, node: Node, carries: tuple[bool, ...]) -> Inputs:
         free = node.op in COMMUTATIVE and not node.domain
@@ -191,153 +182,137 @@ class Structure:
 
     def hash(self, text: str) -> int:
         if text not in self._hashes:
-            self._hashes[text] = int(digest(text.encode()), 16)
+            self._hashes[text] = int(_digest(text.encode()), 16)
         return self._hashes[text]
 
     @cached_property
     def fingerprints(self) -> Mapping[int, int]:
         """A label of each node within the whole model: it distinguishes nodes that look alike inside their own
         region."""
-        return _Part(self, [range(len(self.model.nodes))]).labels.nodes
+        return _Part(self, [range(len(self.model.nodes))]).labels
 
     def listing(self, parts: Sequence[Sequence[int]]) -> Listing:
         """The canonical order of the nodes of `parts`; how they are divided into parts is structure as well."""
-        return _Numbering(_Part(self, parts)).run()
-
-
-class _Part:
-    """Some nodes of the model and their outputs, before they are numbered."""
-
-    def __init__(self, structure: Structure, parts: Sequence[Sequence[int]]) -> None:
-        self.structure = structure
-        self.part_of = {n: p for p, nodes in enumerate(parts) for n in nodes}
-        self.order = sorted(self.part_of)  # graph order is topological
-        self._inside = set(self.part_of).issuperset
-        self.results = {n: self._results(n) for n in self.order}
-
-    def _results(self, node: int) -> str:
-        """How the listing writes a node's outputs: type, and ! (a use outside can carry a pair) or ' (none can)."""
-        texts = []
-        for name in self.structure.model.nodes[node].outputs:
-            tensor = self.structure.tensors[name]
-            mark = "" if self._inside(tensor.users) else "'" if self._inside(tensor.carriers) else "!"
-            texts.append((tensor.letter or "_") + mark)
-        return ",".join(texts)
-
-    @cached_property
-    def entries(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each activation made outside the part: its uses inside, as (node, role; see `Inputs.roles`)."""
-        readers: dict[str, list[tuple[int, int]]] = {}
-        for n in self.order:
-            inputs = self.structure.inputs[n]
-            for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-                if tensor.source == "activation" and tensor.producer not in self.part_of:
-                    readers.setdefault(tensor.name, []).append((n, role))
-        return readers
-
-    @cached_property
-    def labels(self) -> _Labels:
-        """Computed on demand: a chain has only one order, and needs none."""
-        return _labels(self)
-
-
-class _Labels(NamedTuple):
-    """Weisfeiler-Lehman labels of some nodes and of the activations that enter them: equal where structure is equal."""
-
-    nodes: Mapping[int, int]
-    borders: Mapping[str, int]
-
-
-def _labels(part: _Part) -> _Labels:
-    """Three passes: what follows a node, what precedes it, what follows it again."""
-    structure = part.structure
-    hashed, texts = structure.hash, structure.texts
-    producers = {n: _producers_by_role(part, n) for n in part.order}
-    nodes = _with_users(part, producers, {n: _mix(hashed(texts[n]), hashed(part.results[n])) for n in part.order})
-    nodes = _with_users(part, producers, _with_producers(part, nodes, _border_labels(part, nodes)))
-    return _Labels(nodes, _border_labels(part, nodes))
-
-
-def _producers_by_role(part: _Part, node: int) -> Sequence[tuple[int, Sequence[int]]]:
-    """The producers inside that a node reads, by the role of the input (one for all commutative inputs)."""
-    producers_of: dict[tuple[int, int], list[int]] = {}
-    inputs, own = part.structure.inputs[node], part.part_of[node]
-    for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-        home = part.part_of.get(tensor.producer)
-        if home is not None:
-            producers_of.setdefault((role, 2 * tensor.position + (home != own)), []).append(tensor.producer)
-    return [(_mix(*role), producers) for role, producers in producers_of.items()]
-
-
-def _with_users(
-    part: _Part, producers: Mapping[int, Sequence[tuple[int, Sequence[int]]]], labels: Mapping[int, int]
-) -> dict[int, int]:
-    """New labels, from the last node to the first: each with the new labels of the node's users."""
-    new, below = dict[int, int](), dict.fromkeys(labels, 0)
-    for n in reversed(part.order):
-        new[n] = _mix(labels[n], below[n])
-        for role, read in producers[n]:
-            label = _mix(new[n], role)
-            for producer in read:
-                below[producer] += label
-    return new
-
-
-def _border_labels(part: _Part, labels: Mapping[int, int]) -> dict[str, int]:
-    return {t: sum(_mix(labels[user], role) for user, role in uses) for t, uses in part.entries.items()}
-
-
-def _with_producers(part: _Part, labels: Mapping[int, int], borders: Mapping[str, int]) -> dict[int, int]:
-    """New labels, from the first node to the last: each with the new labels of the node's producers."""
-    new: dict[int, int] = {}
-    for n in part.order:
-        inputs, above = part.structure.inputs[n], 0
-        for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-            if tensor.producer in new:
-                label = _mix(new[tensor.producer], tensor.position)
-            else:
-                kind = part.structure.hash(tensor.source + tensor.letter)
-                label = _mix(borders.get(tensor.name, 0), kind)
-            above += _mix(label, role)
-        new[n] = _mix(labels[n], above)
-    return new
+        return _Part(self, parts).listing()
 
 
 _Rank = tuple[int, int, int, int, int]
 """The sort key of inputs that may change places: group, label, surroundings, producer, position."""
 
+_Producers = Sequence[tuple[int, Sequence[int]]]
+"""The producers inside a part that a node reads, by the role of the input (one for all commutative inputs)."""
 
-class _Numbering:
-    """Turns labels into numbers, level by level; what a node reads is numbered before the node."""
 
-    def __init__(self, part: _Part) -> None:
-        self._part, self._structure = part, part.structure
+class _Part:
+    """Some nodes of the model, which get labels, and from these numbers, level by level; what a node reads is numbered
+    before the node."""
+
+    def __init__(self, structure: Structure, parts: Sequence[Sequence[int]]) -> None:
+        self._structure, self._inputs = structure, structure.inputs
+        self._part_of = {n: p for p, nodes in enumerate(parts) for n in nodes}
+        self._order = sorted(self._part_of)  # graph order is topological
+        self._inside = set(self._part_of).issuperset
+        self._results = {n: self._results_of(n) for n in self._order}
         self._number: dict[int, int] = {}
         self._border: dict[str, int] = {}
-        self._orders: list[Sequence[int]] = []
-        self._lines: list[str] = []
 
-    def run(self) -> Listing:
-        for _, level in sorted(self._levels().items()):
-            for node in self._sorted_level(level) if len(level) > 1 else level:
-                self._number_node(node)
-        nodes = tuple(self._number)
-        inputs = tuple(self._structure.inputs[n] for n in nodes)
-        return Listing(
-            nodes, inputs, tuple(self._orders), tuple(self._border), dict(self._exits(nodes)), tuple(self._lines)
-        )
+    def _results_of(self, node: int) -> str:
+        """How the listing writes a node's outputs: type, and ! (a use outside can carry a pair) or ' (none can)."""
+        texts = []
+        for name in self._structure.model.nodes[node].outputs:
+            tensor = self._structure.tensors[name]
+            mark = "" if self._inside(tensor.users) else "'" if self._inside(tensor.carriers) else "!"
+            texts.append((tensor.letter or "_") + mark)
+        return ",".join(texts)
 
-    def _levels(self) -> dict[int, list[int]]:
-        depth: dict[int, int] = {}
+    # ------------------------------------------------ labels, on demand: a chain has only one order, and needs none
+
+    @cached_property
+    def labels(self) -> Mapping[int, int]:
+        """Weisfeiler-Lehman labels of the nodes, equal where structure is equal, in three passes: what follows a node,
+        what precedes it, what follows it again."""
+        hashed, texts = self._structure.hash, self._structure.texts
+        producers = {n: self._producers_by_role(n) for n in self._order}
+        labels = {n: _mix(hashed(texts[n]), hashed(self._results[n])) for n in self._order}
+        labels = self._with_producers(self._with_users(producers, labels))
+        return self._with_users(producers, labels)
+
+    @cached_property
+    def _border_labels(self) -> Mapping[str, int]:
+        return self._labels_of_borders(self.labels)
+
+    def _producers_by_role(self, node: int) -> _Producers:
+        producers_of: dict[tuple[int, int], list[int]] = {}
+        inputs = self._inputs[node]
+        for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
+            home = self._part_of.get(tensor.producer)
+            if home is not None:
+                key = role, 2 * tensor.position + (home != self._part_of[node])
+                producers_of.setdefault(key, []).append(tensor.producer)
+        return [(_mix(*role), producers) for role, producers in producers_of.items()]
+
+    def _with_users(self, producers: Mapping[int, _Producers], labels: Mapping[int, int]) -> dict[int, int]:
+        """New labels, from the last node to the first: each with the new labels of the node's users."""
+        new, below = dict[int, int](), dict.fromkeys(labels, 0)
+        for n in reversed(self._order):
+            new[n] = _mix(labels[n], below[n])
+            for role, read in producers[n]:
+                label = _mix(new[n], role)
+                for producer in read:
+                    below[producer] += label
+        return new
+
+    def _labels_of_borders(self, labels: Mapping[int, int]) -> dict[str, int]:
+        """Labels of the activations that enter the part: each with the labels of its uses inside."""
+        borders: dict[str, int] = {}
+        for n in self._order:
+            for tensor, role in zip(self._inputs[n].tensors, self._inputs[n].roles, strict=True):
+                if tensor.source == "activation" and tensor.producer not in self._part_of:
+                    borders[tensor.name] = borders.get(tensor.name, 0) + _mix(labels[n], role)
+        return borders
+
+    def _with_producers(self, labels: Mapping[int, int]) -> dict[int, int]:
+        """New labels, from the first node to the last: each with the new labels of the node's producers."""
+        new, borders = dict[int, int](), self._labels_of_borders(labels)
+        for n in self._order:
+            above = 0
+            for tensor, role in zip(self._inputs[n].tensors, self._inputs[n].roles, strict=True):
+                if tensor.producer in new:
+                    label = _mix(new[tensor.producer], tensor.position)
+                else:
+                    kind = self._structure.hash(tensor.source + tensor.letter)
+                    label = _mix(borders.get(tensor.name, 0), kind)
+                above += _mix(label, role)
+            new[n] = _mix(labels[n], above)
+        return new
+
+    # ------------------------------------------------ numbers
+
+    def listing(self) -> Listing:
         levels: dict[int, list[int]] = {}
-        for n in self._part.order:
-            depth[n] = 1 + max([depth.get(t.producer, 0) for t in self._structure.inputs[n].tensors], default=0)
+        depth: dict[int, int] = {}
+        for n in self._order:
+            depth[n] = 1 + max([depth.get(t.producer, 0) for t in self._inputs[n].tensors], default=0)
             levels.setdefault(depth[n], []).append(n)
-        return levels
+        orders, lines = list[Sequence[int]](), list[str]()
+        exits: list[tuple[int, int]] = []
+        for _, level in sorted(levels.items()):
+            for node in self._sorted(level):
+                orders.append(self._order_of_inputs(node))
+                inputs = ", ".join(self._texts_of_inputs(node, orders[-1]))
+                lines.append(f"{self._structure.texts[node]}({inputs})->{self._results[node]}")
+                number = self._number[node] = len(self._number)
+                texts = self._results[node].split(",")
+                exits += [(number, k) for k, text in enumerate(texts) if text.endswith(("!", "'"))]
+        nodes = tuple(self._number)
+        inputs_of = tuple(self._inputs[n] for n in nodes)
+        return Listing(nodes, inputs_of, tuple(orders), tuple(self._border), tuple(exits), tuple(lines))
 
-    def _sorted_level(self, level: Iterable[int]) -> Iterator[int]:
-        label = self._part.labels.nodes.__getitem__
-        for _, alike in groupby(sorted(level, key=label), label):
+    def _sorted(self, level: Sequence[int]) -> Iterator[int]:
+        if len(level) == 1:
+            yield from level
+            return
+        for _, alike in groupby(sorted(level, key=self.labels.__getitem__), self.labels.__getitem__):
             nodes = list(alike)
             if len(nodes) > 1:
                 prints = self._structure.fingerprints
@@ -345,48 +320,31 @@ class _Numbering:
             yield from nodes
 
     def _surroundings(self, node: int) -> list[tuple[int, ...]]:
-        tensors = self._structure.inputs[node].tensors
-        return [self._key(tensors[k])[:3] for k in self._order(node)]
+        tensors = self._inputs[node].tensors
+        return [self._rank(tensors[k])[:3] for k in self._order_of_inputs(node)]
 
-    def _number_node(self, node: int) -> None:
-        order = self._order(node)
-        inputs = ", ".join(self._inputs(node, order))
-        self._lines.append(f"{self._structure.texts[node]}({inputs})->{self._part.results[node]}")
-        self._number[node] = len(self._number)
-        self._orders.append(order)
-
-    def _order(self, node: int) -> Sequence[int]:
+    def _order_of_inputs(self, node: int) -> Sequence[int]:
         """The numbers of a node's inputs, with those that may stand in any order in canonical order."""
-        tensors, roles, _, _ = self._structure.inputs[node]
-        first = len(roles) - roles.count(FREE)
-        if len(roles) - first < 2:
-            return range(len(roles))
-        keys = [self._key(tensor) for tensor in tensors[first:]]
-        return (*range(first), *[first + k for k in sorted(range(len(keys)), key=keys.__getitem__)])
+        tensors, roles, _, _ = self._inputs[node]
+        fixed, free = range(len(roles) - roles.count(FREE)), range(len(roles) - roles.count(FREE), len(roles))
+        return (*fixed, *sorted(free, key=lambda k: self._rank(tensors[k]))) if len(free) > 1 else range(len(roles))
 
-    def _key(self, tensor: Tensor) -> _Rank:
-        """Sort key of inputs: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
+    def _rank(self, tensor: Tensor) -> _Rank:
+        """Numbered nodes come first, then numbered borders, other borders by label and surroundings, constants."""
         producer, label, surroundings = tensor.producer, 0, 0
         if producer in self._number:
             group, label = 0, self._number[producer]
         elif tensor.name in self._border:
             group, label = 1, self._border[tensor.name]
         elif tensor.source == "activation":
-            group, label = 2, self._part.labels.borders[tensor.name]
+            group, label = 2, self._border_labels[tensor.name]
             surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
         else:
             group, label = 3, self._structure.hash(tensor.letter)
         return group, label, surroundings, producer, tensor.position
 
-    def _exits(self, nodes: Iterable[int]) -> Iterator[tuple[tuple[int, int], bool]]:
-        for number, node in enumerate(nodes):
-            for k, text in enumerate(self._part.results[node].split(",")):
-                if text[-1:] in ("!", "'"):
-                    yield (number, k), text[-1] == "!"
-
-    def _inputs(self, node: int, order: Iterable[int]) -> Iterator[str]:
-        """The texts of a node's inputs in its line of the listing."""
-        (tensors, _, _, captured), number, border = self._structure.inputs[node], self._number, self._border
+    def _texts_of_inputs(self, node: int, order: Iterable[int]) -> Iterator[str]:
+        (tensors, _, _, captured), number, border = self._inputs[node], self._number, self._border
         for k in order:
             source, name, letter, producer, position, _, _ = tensors[k]
             if producer in number:
