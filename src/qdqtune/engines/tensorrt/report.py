@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,6 @@ MOVE_STEPS = re.compile(r"(Move|Tran|Resh|Cast|Conc|Slic)+")
 ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
 """Steps of a kernel that quantizes or dequantizes, provided that it converts to or from a low precision."""
 
-PROFILE_SUFFIX = re.compile(r" \[profile (\d+)\]$")
-PROFILE_LINE = re.compile(r'\{\s*"name"\s*:\s*"(.*)"\s*,\s*"timeMs"\s*:(.*)\}\s*$', re.MULTILINE)
-TIME_FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
-
-
 LAYER_FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
 LISTED_TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)")
 """Fields and tensors of layers as a builder lists them."""
@@ -100,34 +95,31 @@ def read_report(
             is the time of a layer that it lacks: TensorRT does not time layers that do nothing.
         model: the model that the engine was built from; weights are not needed. With it each node is in one layer, by
             the name that `loading.load` gives it: a node that no layer mentions in the layer that absorbed it, and
-            nodes that depend on constants only in one last layer of kind "folded". Without it, a layer has the names
-            that it mentions, which may be those of constants.
+            nodes that depend on constants only in one last layer of kind "folded". Without it, a layer has the words
+            between the separators in its name, names of constants among them.
 
-    `precision` is the type of the values that the layer multiplies or, if unknown, of those that it writes. Layers of
-    an optimization profile that the profiled run did not use are left out. Rows of the profile that fit no layer become
-    layers of kind "unknown" without nodes.
+    `precision` is the type of the values that the layer multiplies or, if unknown, of those that it writes. Rows of the
+    profile that fit no layer become layers of kind "unknown" without nodes.
 
     Raises:
         BadOption: a text has another form, or the texts and the model do not belong together.
     """
     entries = _reported_layers(_text_of(graph, "layer information"), _constants_of(model))
     times = _profile_rows(profile)
-    entries = _of_one_profile(entries, times)
     names = None if model is None else NodeNames(model.graph)
-    mentions = [_mentions(entry, names) for entry in entries]
+    mentions = [_mentions(entry.name, entry.metadata, names) for entry in entries]
     nodes, folded = mentions, tuple[str, ...]()
     operators: dict[str, str] = {}
     if model is not None and names is not None:
         named = [(entry.name, own) for entry, own in zip(entries, mentions, strict=True)]
         nodes, folded = assign(model, names, named)
         operators = {name: node.op_type for name, node in names.nodes.items()}
-    kinds = [_kind(entry, own, operators) for entry, own in zip(entries, mentions, strict=True)]
-    aligned, unmatched = _match_times(entries, mentions, times, names)
-    layers = [
-        Layer(entry.name, covered, _precision(entry, kind), time, kind)
-        for entry, covered, time, kind in zip(entries, nodes, aligned, kinds, strict=True)
-    ]
-    layers += [Layer(name, (), "", milliseconds, "unknown") for name, milliseconds in unmatched]
+    layer_ms, unmatched = _match_times(entries, mentions, times, names)
+    layers = []
+    for entry, own, covered, ms in zip(entries, mentions, nodes, layer_ms, strict=True):
+        kind = _kind(entry, own, operators)
+        layers.append(Layer(entry.name, covered, _precision(entry, kind), ms, kind))
+    layers += [Layer(name, (), "", ms, "unknown") for name, ms in unmatched.items()]
     return (*layers, *never_run(folded))
 
 
@@ -241,79 +233,64 @@ def _onnx_layers(metadata: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", metadata, re.DOTALL))
 
 
-def _profile_rows(profile: Path | str | Times | None) -> Times | None:
+def _profile_rows(profile: Path | str | Times | None) -> Times:
     if profile is None or not isinstance(profile, Path | str):
-        return profile
-    text = _text_of(profile, "profile").strip()
+        return profile or ()
     try:
-        content = parsed_json(text, strict=False)
-    except ValueError as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
-        lines = PROFILE_LINE.findall(text)
-        if not lines or not text.endswith("]"):
-            raise BadOption(f"the profile is no JSON, or cut short ({error}): export it again") from error
-        content = [{"name": name, **{k: float(v) for k, v in TIME_FIELD.findall(rest)}} for name, rest in lines]
+        content = parsed_json(_text_of(profile, "profile"), strict=False)
+    except ValueError as error:
+        raise BadOption(f"the profile is no JSON, or cut short ({error}): export it again") from error
     if not isinstance(content, list):
         raise BadOption("the profile is no list of layers: give what trtexec --exportProfile writes")
-    return [_name_and_ms(entry) for entry in content if not (isinstance(entry, Mapping) and "name" not in entry)]
-
-
-def _name_and_ms(entry: Any) -> tuple[str, float]:
-    milliseconds = entry.get("medianMs", entry.get("averageMs")) if isinstance(entry, Mapping) else None
-    if not isinstance(milliseconds, int | float):
-        raise BadOption("the profile has a layer without a time: give what trtexec --exportProfile writes")
-    return str(entry["name"]), float(milliseconds)
-
-
-def _of_one_profile(entries: list[_ReportedLayer], times: Times | None) -> list[_ReportedLayer]:
-    """The layers of the optimization profile that was timed; without times, of the first one."""
-    numbers = [_profile_number(e.name) for e in entries]
-    ran = {_profile_number(name) for name, _ in times or ()} or set(numbers)
-    return [e for e, number in zip(entries, numbers, strict=True) if number == min(ran)]
-
-
-def _profile_number(name: str) -> int:
-    match = PROFILE_SUFFIX.search(name)
-    return int(match[1]) if match else 0
+    times = []
+    for row in content:
+        if isinstance(row, Mapping) and "name" not in row:
+            continue  # the number of inferences
+        ms = row.get("medianMs", row.get("averageMs")) if isinstance(row, Mapping) else None
+        if not isinstance(ms, int | float):
+            raise BadOption("the profile has a layer without a time: give what trtexec --exportProfile writes")
+        times.append((str(row["name"]), float(ms)))
+    return times
 
 
 def _match_times(
-    entries: Sequence[_ReportedLayer], mentions: Sequence[tuple[str, ...]], times: Times | None, names: NodeNames | None
-) -> tuple[list[float | None], list[tuple[str, float]]]:
-    """The time of each layer, and the rows of the profile that belong to no layer.
+    entries: Sequence[_ReportedLayer], mentions: Sequence[tuple[str, ...]], times: Times, names: NodeNames | None
+) -> tuple[list[float | None], dict[str, float]]:
+    """The milliseconds of each layer, and by name those of the profile that belong to no layer.
 
     Layers of the same name have the same order on both sides. A row without a layer of its name is added to the first
     layer that mentions the same nodes: a profile may split a layer or spell its name differently.
     """
     waiting: dict[str, deque[float]] = {}
-    for name, milliseconds in times or ():
-        waiting.setdefault(name, deque()).append(milliseconds)
-    found = [waiting[e.name].popleft() if waiting.get(e.name) else None for e in entries]
-    left = [(name, milliseconds) for name, rows in waiting.items() for milliseconds in rows]
-    if left and all(time is None for time in found):
+    for name, ms in times:
+        waiting.setdefault(name, deque()).append(ms)
+    layer_ms = [waiting[e.name].popleft() if waiting.get(e.name) else None for e in entries]
+    left = [(name, ms) for name, rows in waiting.items() for ms in rows]
+    if left and all(ms is None for ms in layer_ms):
         raise BadOption(
             f"the profile has layer {left[0][0]!r:.200}, the layer information has not, nor any other of the profile: "
             "they are of two engines"
         )
     unmatched: dict[str, float] = {}
-    for name, milliseconds in left:
-        own = set(_mentions(_ReportedLayer(name), names))  # the first layer that mentions all that the row does
+    for name, ms in left:
+        own = set(_mentions(name, (), names))
         home = next((i for i, others in enumerate(mentions) if own and own <= set(others)), None)
         if home is None:
-            unmatched[name] = unmatched.get(name, 0.0) + milliseconds
+            unmatched[name] = unmatched.get(name, 0.0) + ms
         else:
-            found[home] = (found[home] or 0.0) + milliseconds
-    return found, list(unmatched.items())
+            layer_ms[home] = (layer_ms[home] or 0.0) + ms
+    return layer_ms, unmatched
 
 
-def _mentions(entry: _ReportedLayer, known: NodeNames | None) -> tuple[str, ...]:
+def _mentions(layer: str, metadata: tuple[str, ...], names: NodeNames | None) -> tuple[str, ...]:
     """Names of nodes in the name and the metadata of a layer; none for a copy, which names the node that it serves."""
-    if entry.name.startswith(COPY_NODE):
+    if layer.startswith(COPY_NODE):
         return ()
-    name = PROFILE_SUFFIX.sub("", entry.name)
-    if known is None:
-        return entry.metadata or mentioned(name)
-    told = (node for n in entry.metadata if (node := known.known(n)) is not None)
-    return tuple(dict.fromkeys((*known.mentioned(name), *told)))
+    if names is None:
+        words = () if MADE_UP.match(layer) else BREAK.split(layer)
+        return metadata or tuple(word for word in words if word and word not in WRAPPERS)
+    known = (names.known[name] for name in metadata if name in names.known)
+    return tuple(dict.fromkeys((*names.mentioned(layer), *known)))
 
 
 def _kind(entry: _ReportedLayer, mentions: Sequence[str], operators: Mapping[str, str]) -> LayerKind:
@@ -364,7 +341,7 @@ def _multiplies(entry: _ReportedLayer, low: str) -> bool:
 
 BREAK = re.compile(r" \+ | \|\| |, |\.\.\.|[()\[\]{}]|_myl\d+_\d+")
 FOREIGN = re.compile(r"\{ForeignNode\[(.*)\.\.\.(.*)\]\}")
-UNNAMED = re.compile(r"\(Unnamed Layer\* \d+\) \[\w+\]")
+WRAPPERS = frozenset({"PWN", "ForeignNode"})
 COPY_NODE = "Reformatting CopyNode for "
 MADE_UP = re.compile(
     rf"{COPY_NODE}|__my[le]|.*\(Unnamed Layer\* |"
@@ -384,12 +361,9 @@ class NodeNames:
         names = node_names(graph)
         self.nodes = dict(zip(names, graph.node, strict=True))
         parsed = {f"node_of_{node.output[0]}": name for name, node in self.nodes.items() if node.output}
-        self._known = parsed | {name: name for name in names}
-        self._longest = max(map(len, self._known), default=0)
-
-    def known(self, name: str) -> str | None:
-        """The name of the node that TensorRT calls `name`; None if there is no such node."""
-        return self._known.get(name)
+        self.known = parsed | {name: name for name in names}
+        """The name of a node by what TensorRT calls it."""
+        self._longest = max(map(len, self.known), default=0)
 
     def mentioned(self, layer: str) -> tuple[str, ...]:
         """The nodes in a layer's name. A node's name may hold separators: the longest name that fits is taken."""
@@ -400,30 +374,11 @@ class NodeNames:
         for start in starts:
             if start < position:
                 continue
-            fitting = [e for e in ends if start < e <= start + self._longest and layer[start:e] in self._known]
+            fitting = [e for e in ends if start < e <= start + self._longest and layer[start:e] in self.known]
             if fitting:
                 position = max(fitting)
-                names.append(self._known[layer[start:position]])
+                names.append(self.known[layer[start:position]])
         return tuple(names)
-
-
-def mentioned(layer: str) -> tuple[str, ...]:
-    """The names in a layer's name: `a + b`, `PWN(PWN(a), b)`, `a || b`, `{ForeignNode[a...b]}`, `a_myl0_2`.
-
-    This is for reports without a model, so names of constants (`conv1.weight`) are among them.
-    """
-    if foreign := FOREIGN.fullmatch(layer):
-        return tuple(dict.fromkeys(part for end in foreign.groups() for part in mentioned(end)))
-    parts = []
-    for part in re.split(r" \+ | \|\| |, ", UNNAMED.sub("(Unnamed Layer* ", layer)):
-        plain = re.sub(r"_myl\d+_\d+$", "", part)
-        while plain.startswith("PWN("):
-            plain = plain.removeprefix("PWN(")
-        while plain.endswith(")") and plain.count(")") > plain.count("("):
-            plain = plain.removesuffix(")")
-        if plain and not MADE_UP.match(plain):
-            parts.append(plain)
-    return tuple(parts)
 
 
 def assign(
@@ -473,22 +428,18 @@ def _mentioned_in(names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]])
 
 def _between(names: NodeNames, first: str, last: str) -> set[str]:
     """The nodes on paths from a node in the name `first` to one in the name `last`."""
-    maker = {tensor: name for name, node in names.nodes.items() for tensor in node.output if tensor}
-    before: dict[str, list[str]] = {}
-    after: dict[str, list[str]] = {name: [] for name in names.nodes}
+    reads = {
+        name: {*node.input, *(tensor for body in bodies(node) for tensor in captured(body))} - {""}
+        for name, node in names.nodes.items()
+    }
+    after, made = set(names.mentioned(first)), set[str]()
     for name, node in names.nodes.items():
-        read = {*node.input, *(tensor for body in bodies(node) for tensor in captured(body))}
-        before[name] = [maker[tensor] for tensor in read if tensor in maker]
-        for earlier in before[name]:
-            after[earlier].append(name)
-    return _reached(names.mentioned(first), after) & _reached(names.mentioned(last), before)
-
-
-def _reached(start: Iterable[str], neighbours: Mapping[str, Sequence[str]]) -> set[str]:
-    """The names that can be reached from `start` along `neighbours`; `start` is included."""
-    seen, stack = set(start), list(start)
-    while stack:
-        fresh = set(neighbours[stack.pop()]) - seen
-        seen |= fresh
-        stack.extend(fresh)
-    return seen
+        if name in after or not made.isdisjoint(reads[name]):
+            after.add(name)
+            made.update(node.output)
+    before, needed = set(names.mentioned(last)), set[str]()
+    for name, node in reversed(names.nodes.items()):
+        if name in before or not needed.isdisjoint(node.output):
+            before.add(name)
+            needed |= reads[name]
+    return after & before
