@@ -150,7 +150,7 @@ def test_running_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
 def test_targets_are_checked_and_needed() -> None:
     with pytest.raises(BadOption, match=r"'sm90'; it does for .*sm89"):
         engine(target="sm90")
-    with pytest.raises(EngineUnavailable, match="without a GPU give `engine_options` target=sm89"):
+    with pytest.raises(EngineUnavailable, match="for another GPU give `engine_options` target=sm89"):
         open_engine(EngineSpec("tensorrt-rtx"))
 
 

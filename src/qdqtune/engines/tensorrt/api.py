@@ -60,12 +60,11 @@ class TensorRt:
         own = {"engine": self._name, "version": str(self._trt.__version__), "threads": "1"}
         if self._cuda is None:
             return own | {"device": "none"} | self._options.described()
-        device = self._cuda.device
         return {
             **own,
-            "device": device.name,
-            "compute_capability": device.compute_capability,
-            "driver": device.driver,
+            "device": self._cuda.name,
+            "compute_capability": self._cuda.compute_capability,
+            "driver": self._cuda.driver,
             "typing": "strong" if is_strongly_typed(self._trt) else "weak, FP16 allowed",
             **self._options.described(),
         }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -25,20 +25,6 @@ NUMPY_TYPES: Mapping[str, Any] = {
 """TensorRT's name of an element type to numpy's type."""
 
 
-@dataclass(frozen=True)
-class CudaDevice:
-    """The GPU that this process uses. `driver` is the newest CUDA version that its driver runs."""
-
-    name: str
-    compute_capability: str
-    driver: str
-
-    @property
-    def target(self) -> str:
-        """The architecture, as in `sm89`."""
-        return "sm" + self.compute_capability.replace(".", "")
-
-
 class CudaError(Exception):
     """A call of CUDA failed. After most such errors the process cannot use the device any more, so this is not caught:
     the worker ends, and another one starts.
@@ -46,14 +32,20 @@ class CudaError(Exception):
 
 
 class Cuda:
-    """The CUDA runtime on the current device (CUDA_VISIBLE_DEVICES chooses another).
+    """The CUDA runtime on the current device (CUDA_VISIBLE_DEVICES chooses another). `driver` is the newest version of
+    CUDA that the driver runs, `target` the architecture, as in `sm89`.
 
     Raises:
         EngineUnavailable: cuda-python is missing, or there is no GPU that it can use.
     """
 
     def __init__(self) -> None:
-        self._api = _runtime()
+        for name in CUDA_MODULES:
+            with contextlib.suppress(ImportError):
+                self._api: Any = importlib.import_module(name)
+                break
+        else:
+            raise EngineUnavailable("cuda-python is missing: pip install cuda-python")
         try:
             error, count = self._api.cudaGetDeviceCount()
         except RuntimeError as failure:  # cuda-python 12.2 looks for the driver at the first call
@@ -61,68 +53,56 @@ class Cuda:
         if int(error) or not count:
             words = error.name if int(error) else "no device is visible"
             raise EngineUnavailable(f"this machine has no NVIDIA GPU that CUDA can use ({words}); check nvidia-smi")
-        number = self._call("cudaGetDevice")
-        properties = self._call("cudaGetDeviceProperties", number)
-        version = self._call("cudaDriverGetVersion")
-        self.device = CudaDevice(
-            properties.name.rstrip(b"\0").decode(),
-            f"{properties.major}.{properties.minor}",
-            f"CUDA {version // 1000}.{version % 1000 // 10}",
-        )
+        properties = self.call("cudaGetDeviceProperties", self.call("cudaGetDevice"))
+        version = self.call("cudaDriverGetVersion")
+        self.name = properties.name.rstrip(b"\0").decode()
+        self.compute_capability = f"{properties.major}.{properties.minor}"
+        self.target = f"sm{properties.major}{properties.minor}"
+        self.driver = f"CUDA {version // 1000}.{version % 1000 // 10}"
 
-    def stream(self) -> Any:
-        """A new stream, to be freed by `free_stream`. `int(stream)` is its handle."""
-        return self._call("cudaStreamCreate")
-
-    def free_stream(self, stream: Any) -> None:
-        self._call("cudaStreamDestroy", stream)
-
-    def synchronize(self, stream: Any) -> None:
-        self._call("cudaStreamSynchronize", stream)
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The result of a runtime function."""
+        error, *results = getattr(self._api, name)(*arguments)
+        if int(error) == int(self._api.cudaError_t.cudaErrorMemoryAllocation):
+            raise EngineFailure("the GPU has too little free memory for this model")
+        if int(error):
+            raise CudaError(f"{name}: {error.name}")
+        return results[0] if results else None
 
     def check(self) -> None:
         self._api.cudaGetLastError()  # clears an error that was reported before
-        self._call("cudaDeviceSynchronize")
-
-    def allocate(self, nbytes: int) -> int:
-        """Address of new device memory, of at least one byte: an address must not be null."""
-        return int(self._call("cudaMalloc", max(1, nbytes)))
-
-    def free(self, address: int) -> None:
-        self._call("cudaFree", address)
+        self.call("cudaDeviceSynchronize")
 
     def upload(self, address: int, array: Array, stream: Any) -> None:
         """Copy an array to the device, and wait for the copy."""
         kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._call("cudaMemcpyAsync", address, array.ctypes.data, array.nbytes, kind, stream)
-        self.synchronize(stream)
+        self.call("cudaMemcpyAsync", address, array.ctypes.data, array.nbytes, kind, stream)
+        self.call("cudaStreamSynchronize", stream)
 
-    def download(self, address: int, shape: tuple[int, ...], dtype: Any, stream: Any) -> Array:
-        """The array at an address, once all work on the stream is done."""
-        array = np.empty(shape, dtype)
+    def download(self, address: int, array: Array, stream: Any) -> None:
+        """Fill an array from the device, once all work on the stream is done."""
         kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._call("cudaMemcpyAsync", array.ctypes.data, address, array.nbytes, kind, stream)
-        self.synchronize(stream)
-        return array
+        self.call("cudaMemcpyAsync", array.ctypes.data, address, array.nbytes, kind, stream)
+        self.call("cudaStreamSynchronize", stream)
 
     def seconds(self, stream: Any, work: Callable[[], None]) -> float:
         """Seconds that the device is busy with what `work` puts on the stream."""
-        start, stop = self._call("cudaEventCreate"), self._call("cudaEventCreate")
+        start, stop = self.call("cudaEventCreate"), self.call("cudaEventCreate")
         try:
-            self._call("cudaEventRecord", start, stream)
+            self.call("cudaEventRecord", start, stream)
             work()
-            self._call("cudaEventRecord", stop, stream)
-            self._call("cudaEventSynchronize", stop)
-            return 1e-3 * float(self._call("cudaEventElapsedTime", start, stop))
+            self.call("cudaEventRecord", stop, stream)
+            self.call("cudaEventSynchronize", stop)
+            return 1e-3 * float(self.call("cudaEventElapsedTime", start, stop))
         finally:
-            self._call("cudaEventDestroy", start)
-            self._call("cudaEventDestroy", stop)
+            self.call("cudaEventDestroy", start)
+            self.call("cudaEventDestroy", stop)
 
     def capture(self, stream: Any, work: Callable[[], None]) -> Any | None:
         """A graph of what `work` puts on the stream, ready to launch; None where CUDA cannot capture it, or `work`
         fails with EngineFailure."""
         api = self._api
-        self._call("cudaStreamBeginCapture", stream, api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+        self.call("cudaStreamBeginCapture", stream, api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         captured = True
         try:
             work()
@@ -133,32 +113,8 @@ class Cuda:
         if int(error):
             return None
         error, executable = api.cudaGraphInstantiateWithFlags(graph, 0) if captured else (1, None)
-        self._call("cudaGraphDestroy", graph)
+        self.call("cudaGraphDestroy", graph)
         return None if int(error) else executable
-
-    def launch(self, graph: Any, stream: Any) -> None:
-        self._call("cudaGraphLaunch", graph, stream)
-
-    def free_graph(self, graph: Any) -> None:
-        self._call("cudaGraphExecDestroy", graph)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """The result of a runtime function."""
-        error, *results = getattr(self._api, name)(*arguments)
-        if int(error) == int(self._api.cudaError_t.cudaErrorMemoryAllocation):
-            raise EngineFailure("the GPU has too little free memory for this model")
-        if int(error):
-            raise CudaError(f"{name}: {error.name}")
-        return results[0] if results else None
-
-
-def _runtime() -> Any:
-    for name in CUDA_MODULES:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise EngineUnavailable("cuda-python is missing: pip install cuda-python")
 
 
 class Execution:
@@ -172,7 +128,7 @@ class Execution:
         self._context = engine.create_execution_context()
         if self._context is None:
             raise EngineFailure("TensorRT: no execution context; the GPU may have too little free memory")
-        self._stream = cuda.stream()
+        self._stream = cuda.call("cudaStreamCreate")
         self._buffers: dict[str, tuple[int, int]] = {}  # address and size
         self._host: dict[str, Array] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -210,17 +166,19 @@ class Execution:
 
     def outputs(self) -> dict[str, Array]:
         """Wait for all work on the stream, and return the graph outputs by name."""
-        self._cuda.synchronize(self._stream)
-        return {
-            name: self._cuda.download(self._buffers[name][0], self._shape(name), self._dtype(name), self._stream)
-            for name in self._outputs
-        }
+        self._cuda.call("cudaStreamSynchronize", self._stream)
+        arrays = {}
+        for name in self._outputs:
+            shape = self._allocator.shapes.get(name, tuple(self._context.get_tensor_shape(name)))
+            arrays[name] = np.empty(shape, self._dtype(name))
+            self._cuda.download(self._buffers[name][0], arrays[name], self._stream)
+        return arrays
 
     def seconds(self, runs: int) -> float:
         """GPU seconds per inference over `runs` of them, launched as a CUDA graph where that can be captured."""
         if self._graph is None and self._can_capture:
             self.enqueue()  # the first inference of new shapes does more work, which cannot be captured
-            self._cuda.synchronize(self._stream)
+            self._cuda.call("cudaStreamSynchronize", self._stream)
             self._graph = self._cuda.capture(self._stream, self.enqueue)
             self._can_capture = self._graph is not None
 
@@ -229,7 +187,7 @@ class Execution:
                 if self._graph is None:
                     self.enqueue()
                 else:
-                    self._cuda.launch(self._graph, self._stream)
+                    self._cuda.call("cudaGraphLaunch", self._graph, self._stream)
 
         return self._cuda.seconds(self._stream, work) / runs
 
@@ -241,7 +199,7 @@ class Execution:
         for _ in range(1 + runs):
             profiler.calls.clear()
             self.enqueue()  # returns after the profiler has reported
-            self._cuda.synchronize(self._stream)
+            self._cuda.call("cudaStreamSynchronize", self._stream)
             samples.append(list(profiler.calls))
         inspector = self._engine.create_engine_inspector()
         inspector.execution_context = self._context
@@ -254,9 +212,9 @@ class Execution:
         # The allocator refers to this object: both, and the weights, would stay until the next garbage collection.
         del self._context, self._allocator, self._engine
         for address, _ in self._buffers.values():
-            self._cuda.free(address)
+            self._cuda.call("cudaFree", address)
         self._buffers.clear()
-        self._cuda.free_stream(self._stream)
+        self._cuda.call("cudaStreamDestroy", self._stream)
 
     def _bind_input(self, name: str, array: Array) -> None:
         if not self._context.set_input_shape(name, array.shape):
@@ -281,21 +239,17 @@ class Execution:
             self._drop_graph()  # it holds the old address
             if address:
                 del self._buffers[name]
-                self._cuda.free(address)
-            address = self._cuda.allocate(size)
+                self._cuda.call("cudaFree", address)
+            address = int(self._cuda.call("cudaMalloc", max(1, size)))  # an address must not be null
             self._buffers[name] = address, size
         return address
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        known = self._allocator.shapes
-        return known[name] if name in known else tuple(self._context.get_tensor_shape(name))
 
     def _dtype(self, name: str) -> Any:
         return NUMPY_TYPES[self._engine.get_tensor_dtype(name).name]
 
     def _drop_graph(self) -> None:
         if self._graph is not None:
-            self._cuda.free_graph(self._graph)
+            self._cuda.call("cudaGraphExecDestroy", self._graph)
             self._graph = None
 
 

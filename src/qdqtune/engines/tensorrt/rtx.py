@@ -16,8 +16,6 @@ from qdqtune.engines.tensorrt.execution import Cuda
 from qdqtune.engines.tensorrt.options import TensorRtOptions
 from qdqtune.errors import BadOption, EngineUnavailable
 
-NAME = "tensorrt-rtx"
-
 
 @dataclass(frozen=True)
 class RtxOptions(TensorRtOptions):
@@ -39,19 +37,15 @@ def create(options: RtxOptions) -> TensorRt:
     if target and target not in known:
         raise BadOption(f"TensorRT-RTX {trt.__version__} does not build for {target!r}; it does for {', '.join(known)}")
     load_plugins(trt, options.plugin_libraries)
+    again = "to check builds for another GPU give `engine_options` target=sm89"
+    cuda = None
     try:
         cuda = Cuda()
     except EngineUnavailable as error:
         if not target:
-            again = "to check builds without a GPU give `engine_options` target=sm89"
             raise EngineUnavailable(f"{error}; {again}") from error
-        return TensorRt(NAME, trt, None, options, None)
-    here = cuda.device
-    if target and target != here.target:
-        return TensorRt(NAME, trt, None, options, None)
-    if here.target not in known:
-        raise EngineUnavailable(
-            f"TensorRT-RTX has no kernels for {here.name} ({here.target}); to check builds for "
-            "another GPU give `engine_options` target=sm89"
-        )
-    return TensorRt(NAME, trt, cuda, options, None)
+    if cuda is not None and target and target != cuda.target:
+        cuda = None
+    if cuda is not None and cuda.target not in known:
+        raise EngineUnavailable(f"TensorRT-RTX has no kernels for {cuda.name} ({cuda.target}); {again}")
+    return TensorRt("tensorrt-rtx", trt, cuda, options, None)

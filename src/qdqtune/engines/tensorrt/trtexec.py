@@ -54,6 +54,24 @@ FORMER = re.compile(r"--workspace=(\d+)")
 UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
 ERROR_LINE = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
 
+STRONG_TYPING = (10, 0)
+
+PRECISION_FLAGS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
+CONSTRAINT_FLAGS = frozenset({"layerOutputTypes", "layerPrecisions", "precisionConstraints"})
+"""Flags of 8.6 and 10 that choose the type of single layers, which strong typing does not allow."""
+
+SHAPE_FLAGS = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
+
+ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0", "--duration=0")
+
+TIMED_SECONDS = 0.2
+"""Least time that a process runs a model to time it: a tenth of its usual start time. Chosen, not measured."""
+
+PRINTED_AFTER = 100_000
+"""trtexec prints a mean after so many inferences: too many to be reached, since a file has all times."""
+
+FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
+EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
 
 Launch = Callable[[Sequence[str], BinaryIO], int]
 """Runs a command, writes what it prints to the file, and returns the exit status, negative for a signal."""
@@ -68,21 +86,35 @@ def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, check=False).returncode
 
 
-def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
-    """The program of that name or path, with the user's flags.
+@dataclass(frozen=True)
+class TrtexecOptions(CachedOptions):
+    """Options of the engine. Without shapes, a model is built for the shapes of the inputs that it is run on."""
+
+    trtexec: Annotated[str, "the program: a path, or a name on the PATH"] = "trtexec"
+    trtexec_args: Annotated[str, "flags for every call, which win over qdqtune's own: '--useCudaGraph --noTF32'"] = ""
+    warmup_ms: Annotated[int, "how long trtexec runs a model before it measures"] = field(default=200, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_ms < 0:
+            raise BadOption(f"warmup_ms is 0 or more milliseconds, not {self.warmup_ms}")
+
+
+def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
+    """Make the engine. `launch` runs the program.
 
     Raises:
-        BadOption: the flags cannot be read, or the user must not set one.
+        BadOption: trtexec_args cannot be read, or have a flag that users must not set.
         EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
     """
-    flags = _checked_flags(arguments)
-    path = shutil.which(name)
+    arguments = _checked_flags(options.trtexec_args)
+    path = shutil.which(options.trtexec)
     if path is None:
         raise EngineUnavailable(
-            f"there is no program {name!r}: it comes with TensorRT (in its bin folder; in NVIDIA's containers "
-            "/usr/src/tensorrt/bin/trtexec); give its place with `engine_options` trtexec=PATH"
+            f"there is no program {options.trtexec!r}: it comes with TensorRT (in its bin folder; in NVIDIA's "
+            "containers /usr/src/tensorrt/bin/trtexec); give its place with `engine_options` trtexec=PATH"
         )
-    return Program(path, _version(path, launch), flags, launch)
+    return Trtexec(path, _version(path, launch), arguments, options, launch)
 
 
 def _checked_flags(text: str) -> tuple[str, ...]:
@@ -136,36 +168,62 @@ class Version(NamedTuple):
         return ".".join(map(str, self))
 
 
+def _reason(status: int, printed: str) -> str:
+    """The first error, which is the cause, and the last, which names the stage."""
+    if status < 0:
+        return f"ended with signal {signal.Signals(-status).name}"
+    errors = [text for text in ERROR_LINE.findall(printed) if text.strip()]
+    lines = errors or [line for line in printed.splitlines() if line and not line.startswith("&&&&")]
+    return one_line("; ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else f"exit status {status}"
+
+
 @dataclass
-class Program:
-    """The program, and the flags that the user adds to every call."""
+class Trtexec:
+    """Builds plans with the program at `path`, and times them with it. `arguments` are the user's flags, for every
+    call."""
 
     path: str
     version: Version
     arguments: tuple[str, ...]
+    options: TrtexecOptions
     launch: Launch = launch_process
-    profiles: bool = field(default=True, init=False)
+    profiles: bool = True
     """Whether the program knows the flags of `PROFILING`; False after it has refused one."""
-    start_seconds: float = field(default=2.0, init=False)
+    start_seconds: float = 2.0
     """Seconds that the last timing of a model took; a guess before the first."""
 
-    def run(self, flags: Iterable[str], log: Path) -> str:
-        """Call the program, append what it prints to the log, and return it.
+    def describe(self) -> dict[str, str]:
+        """Version, GPU, driver, and the options that change the latency."""
+        device = next((f.partition("=")[2] for f in self.arguments if flag_name(f) == "device"), "0")
+        name, driver = gpu(device)
+        strong = self.version >= STRONG_TYPING and not self._sets(PRECISION_FLAGS | CONSTRAINT_FLAGS)
+        return {
+            "engine": "trtexec",
+            "version": str(self.version),
+            "device": name,
+            "driver": driver,
+            "threads": "1",
+            "typing": "strong" if strong else "weak",
+            "arguments": shlex.join(self.arguments),
+            **self.options.described(),
+        }
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        return formats.tensorrt_of(quant_type, str(self.version), self.version >= STRONG_TYPING)
+
+    def run(self, flags: Iterable[str], log: Path) -> None:
+        """Call the program, and append what it prints to the log.
 
         A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them."""
-        command = self._merged_flags(flags)
-        status, printed = self._call(command, log)
+        own = {flag_name(flag) for flag in self.arguments} - REPEATABLE
+        merged = dict.fromkeys([*(flag for flag in flags if flag_name(flag) not in own), *self.arguments])
+        plain = [flag for flag in merged if flag_name(flag) not in PROFILING]
+        status, printed = self._call([*merged] if self.profiles else plain, log)
         if status and self.profiles and PROFILING & set(UNKNOWN_OPTION.findall(printed)):
             self.profiles = False
-            status, printed = self._call(self._merged_flags(flags), log)
+            status, printed = self._call(plain, log)
         if status or re.search(r"^&&&& FAILED", printed, re.MULTILINE):
             raise EngineFailure(f"trtexec: {_reason(status, printed)}")
-        return printed
-
-    def _merged_flags(self, flags: Iterable[str]) -> list[str]:
-        given = {flag_name(flag) for flag in self.arguments} - REPEATABLE
-        both = [*(flag for flag in flags if flag_name(flag) not in given), *self.arguments]
-        return [flag for flag in dict.fromkeys(both) if self.profiles or flag_name(flag) not in PROFILING]
 
     def _call(self, flags: Sequence[str], log: Path) -> tuple[int, str]:
         append(log, f"$ {shlex.join([self.path, *flags])}\n")
@@ -176,92 +234,6 @@ class Program:
             file.seek(start)
             return status, file.read().decode(errors="replace")
 
-
-def _reason(status: int, printed: str) -> str:
-    """The first error, which is the cause, and the last, which names the stage."""
-    if status < 0:
-        return f"ended with signal {signal.Signals(-status).name}"
-    errors = [text for text in ERROR_LINE.findall(printed) if text.strip()]
-    lines = errors or [line for line in printed.splitlines() if line and not line.startswith("&&&&")]
-    return one_line("; ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else f"exit status {status}"
-
-
-STRONG_TYPING = (10, 0)
-
-PRECISION_FLAGS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
-CONSTRAINT_FLAGS = frozenset({"layerOutputTypes", "layerPrecisions", "precisionConstraints"})
-"""Flags of 8.6 and 10 that choose the type of single layers, which strong typing does not allow."""
-
-SHAPE_FLAGS = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
-
-ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0", "--duration=0")
-
-TIMED_SECONDS = 0.2
-"""Least time that a process runs a model to time it: a tenth of its usual start time. Chosen, not measured."""
-
-PRINTED_AFTER = 100_000
-"""trtexec prints a mean after so many inferences: too many to be reached, since a file has all times."""
-
-FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
-EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
-
-
-@dataclass(frozen=True)
-class TrtexecOptions(CachedOptions):
-    """Options of the engine. Without shapes, a model is built for the shapes of the inputs that it is run on."""
-
-    trtexec: Annotated[str, "the program: a path, or a name on the PATH"] = "trtexec"
-    trtexec_args: Annotated[str, "flags for every call, which win over qdqtune's own: '--useCudaGraph --noTF32'"] = ""
-    warmup_ms: Annotated[int, "how long trtexec runs a model before it measures"] = field(default=200, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup_ms < 0:
-            raise BadOption(f"warmup_ms is 0 or more milliseconds, not {self.warmup_ms}")
-
-
-def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
-    """Make the engine. `launch` runs the program.
-
-    Raises:
-        BadOption: trtexec_args have a flag that users must not set.
-        EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
-    """
-    program = find(options.trtexec, options.trtexec_args, launch)
-    files = [f"--staticPlugins={library}" for library in options.plugin_libraries]
-    if options.timing_cache is not None:
-        files.append(f"--timingCacheFile={Path(options.timing_cache).absolute()}")
-    return Trtexec(program, options, tuple(files))
-
-
-@dataclass(frozen=True)
-class Trtexec:
-    """Builds plans with trtexec, and times them with it. `files` are flags that name plug-ins and the timing cache."""
-
-    program: Program
-    options: TrtexecOptions
-    files: tuple[str, ...]
-
-    def describe(self) -> dict[str, str]:
-        """Version, GPU, driver, and the options that change the latency."""
-        device = next((f.partition("=")[2] for f in self.program.arguments if flag_name(f) == "device"), "0")
-        name, driver = gpu(device)
-        strong = self.program.version >= STRONG_TYPING and not self._sets(PRECISION_FLAGS | CONSTRAINT_FLAGS)
-        return {
-            "engine": "trtexec",
-            "version": str(self.program.version),
-            "device": name,
-            "driver": driver,
-            "threads": "1",
-            "typing": "strong" if strong else "weak",
-            "arguments": shlex.join(self.program.arguments),
-            **self.options.described(),
-        }
-
-    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        version = self.program.version
-        return formats.tensorrt_of(quant_type, str(version), version >= STRONG_TYPING)
-
     def build(self, model: Path, log: Path) -> TrtexecModel:
         """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log."""
         log.write_bytes(b"")
@@ -270,14 +242,15 @@ class Trtexec:
         except (OSError, DecodeError) as error:
             append(log, f"{error}\n")
             raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
-        flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed", *self.files]
-        flags += self._precision_flags(signature)
+        flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed"]
+        flags += self.plugins + self._precision_flags(signature)
+        if self.options.timing_cache is not None:
+            flags.append(f"--timingCacheFile={Path(self.options.timing_cache).absolute()}")
         if self.options.workspace_mb is not None:
             flags.append(f"--memPoolSize=workspace:{self.options.workspace_mb}")
         if self.options.builder_level is not None:
             flags.append(f"--builderOptimizationLevel={self.options.builder_level}")
-        shapes = self._shape_flags(signature)
-        built = TrtexecModel(self, model, signature, flags, shapes, log)
+        built = TrtexecModel(self, model, signature, flags, self._shape_flags(signature), log)
         try:
             built.plan({name: [size or 1 for size in sizes] for name, (_, sizes) in signature.inputs.items()})
         except EngineFailure:
@@ -285,15 +258,19 @@ class Trtexec:
             raise
         return built
 
+    @property
+    def plugins(self) -> list[str]:
+        return [f"--staticPlugins={library}" for library in self.options.plugin_libraries]
+
     def _precision_flags(self, signature: _Signature) -> list[str]:
-        if self.program.version >= (BETTER_DEFAULTS, 0) or self._sets(PRECISION_FLAGS):
+        if self.version >= (BETTER_DEFAULTS, 0) or self._sets(PRECISION_FLAGS):
             return []  # trtexec ignores or refuses the user's precisions beside --stronglyTyped
-        if self.program.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
+        if self.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
             return ["--stronglyTyped"]
         return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
 
     def _sets(self, flags: frozenset[str]) -> bool:
-        return any(flag_name(flag) in flags for flag in self.program.arguments)
+        return any(flag_name(flag) in flags for flag in self.arguments)
 
     def _shape_flags(self, signature: _Signature) -> list[str] | None:
         """Flags for the shapes that the user gives; None if the model needs shapes and none are given."""
@@ -319,8 +296,7 @@ class TrtexecModel:
         self, engine: Trtexec, model: Path, signature: _Signature, flags: Sequence[str], shapes: Sequence[str] | None,
         log: Path,
     ) -> None:  # fmt: skip
-        self._program, self._warmup_ms = engine.program, engine.options.warmup_ms
-        self._model, self._signature, self._log = model, signature, log
+        self._engine, self._model, self._signature, self._log = engine, model, signature, log
         self._flags, self._shapes = flags, shapes
         self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
         self._plans: dict[str, Path] = {}
@@ -329,7 +305,7 @@ class TrtexecModel:
 
     @property
     def start_seconds(self) -> float:
-        return self._program.start_seconds
+        return self._engine.start_seconds
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
         """The plan for inputs of these sizes. It is built at the first call.
@@ -343,7 +319,7 @@ class TrtexecModel:
             if shapes is None:
                 shapes = [f"--{which}Shapes={needed}" for which in ("min", "opt", "max")]
             plan = self._file(f"{len(self._plans)}.plan")
-            self._program.run([*self._flags, *shapes, f"--saveEngine={plan}"], self._log)
+            self._engine.run([*self._flags, *shapes, f"--saveEngine={plan}"], self._log)
             if not plan.is_file():
                 raise EngineFailure("trtexec: it reports success, but has written no engine")
             self._plans[needed] = plan
@@ -379,9 +355,9 @@ class TrtexecModel:
     def _median_seconds(self, inputs: Tensors, runs: int, *flags: str) -> float:
         target, begun = self._file("times.json"), perf_counter()
         asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
-        self._infer(inputs, [*asked, *(QUICK if self._program.version < (BETTER_DEFAULTS, 0) else ())])
+        self._infer(inputs, [*asked, *(QUICK if self._engine.version < (BETTER_DEFAULTS, 0) else ())])
         seconds = _milliseconds(_read_and_delete(target)) / 1e3
-        self._program.start_seconds = perf_counter() - begun
+        self._engine.start_seconds = perf_counter() - begun
         return seconds
 
     def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
@@ -393,9 +369,9 @@ class TrtexecModel:
             f"--exportLayerInfo={graph}",
             f"--exportProfile={profile}",
         ]
-        separate = ["--separateProfileRun"] if self._program.version < (BETTER_DEFAULTS, 0) else []
+        separate = ["--separateProfileRun"] if self._engine.version < (BETTER_DEFAULTS, 0) else []
         self._infer(inputs, flags + separate)
-        if not self._program.profiles:
+        if not self._engine.profiles:
             raise EngineFailure("trtexec: this one knows no profiling flags, so it cannot tell its layers")
         try:
             shutil.copyfile(graph, self._log.with_suffix(".graph.json"))
@@ -424,7 +400,7 @@ class TrtexecModel:
         return [
             f"--iterations={runs}",
             f"--avgRuns={max(runs, PRINTED_AFTER) if seconds else runs}",
-            f"--warmUp={self._warmup_ms}",
+            f"--warmUp={self._engine.options.warmup_ms}",
             f"--duration={seconds:g}",
         ]
 
@@ -435,7 +411,7 @@ class TrtexecModel:
         if self._written_inputs is not inputs:
             for name, array in arrays.items():
                 # Before version 10 TensorRT has no 64-bit integers: its parser makes them 32 bits wide.
-                narrow = array.dtype == np.int64 and self._program.version < STRONG_TYPING
+                narrow = array.dtype == np.int64 and self._engine.version < STRONG_TYPING
                 array.astype(np.int32 if narrow else array.dtype).tofile(files[name])
             self._written_inputs = inputs
         sizes = _sizes_text({name: arrays[name].shape for name in self._signature.dynamic})
@@ -443,9 +419,8 @@ class TrtexecModel:
         self._run_plan(plan, sizes, [loaded, *flags])
 
     def _run_plan(self, plan: Path, sizes: str, flags: Sequence[str]) -> None:
-        plugins = (flag for flag in self._flags if flag_name(flag) == "staticPlugins")
         shapes = [f"--shapes={sizes}"] if sizes else []
-        self._program.run([f"--loadEngine={plan}", *plugins, *shapes, *flags], self._log)
+        self._engine.run([f"--loadEngine={plan}", *self._engine.plugins, *shapes, *flags], self._log)
 
 
 @dataclass(frozen=True)
