@@ -27,7 +27,6 @@ from qdqtune.autotune import __main__ as autotune
 from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
-from qdqtune.numerics.sensitivity import Effort
 from qdqtune.tuning.settings import FRONT_LEAST
 from qdqtune.types import Tensors
 from workers import in_process
@@ -100,7 +99,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeModel, "run", run)
     monkeypatch.setattr("qdqtune.numerics.fitting.WORK", 0)
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.EFFORT", Effort(samples=1))
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
 
 
 def run_command(command: str, *, on_gpu: bool = False, builds: int | None = None) -> None:

@@ -22,7 +22,7 @@ VENDORS = {
 OTHER_EXTRAS = {
     "torch": "qdqtune.commands.torch_export",
     "onnxscript": "qdqtune.commands.torch_export",
-    "PIL": "qdqtune.calibration.pictures",
+    "PIL": "qdqtune.calibration.raw_data",
     "tokenizers": "qdqtune.calibration.raw_data",
 }
 """Libraries of extras that are no engines, and the module that imports each of them."""

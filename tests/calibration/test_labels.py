@@ -23,11 +23,9 @@ def written(folder: Path, name: str, text: str) -> Path:
         ("l.txt", "3\n1\n4\n"),
         ("l.csv", "3\n1\n4\n"),
         ("l.csv", "file,label\na.png,3\nb.png,1\nc.png,4\n"),
-        ("l.csv", "label,file\n3,a.png\n1,b.png\n\n4,c.png\n"),
+        ("l.csv", "Label,file\n3,a.png\n1,b.png\n\n4,c.png\n"),
         ("l.csv", "a.png,3\nb.png,1\nc.png,4\n"),
         ("l.json", "[3, 1, 4]"),
-        ("l.json", '{"a.png": 3, "b.png": 1, "c.png": 4}'),
-        ("l.json", '{"classes": [3, 1, 4]}'),
         ("l.json", '{"names": ["a"], "labels": [3, 1, 4]}'),
     ],
 )
@@ -47,8 +45,10 @@ def test_class_numbers_in_arrays(tmp_path: Path, values: np.ndarray) -> None:
 
 
 def test_sequences_and_vectors(tmp_path: Path) -> None:
-    for name, text in (("l.txt", "7 8 9\n5\n"), ("l.json", "[[7, 8, 9], [5]]")):
-        assert [label.tolist() for label in read_labels(written(tmp_path, name, text))] == [[7, 8, 9], [5]]
+    assert [label.tolist() for label in read_labels(written(tmp_path, "l.json", "[[7, 8, 9], [5]]"))] == [
+        [7, 8, 9],
+        [5],
+    ]
     np.save(tmp_path / "v.npy", np.full((2, 4), 0.5, np.float32))
     assert [label.shape for label in read_labels(tmp_path / "v.npy")] == [(4,), (4,)]
 
@@ -57,9 +57,9 @@ def test_sequences_and_vectors(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("l.txt", "cat\ndog\n", "label 'cat' is no number: give class numbers, counted from 0, not names"),
-        ("l.txt", "0.5 0.25\n1.5 nan\n", "l.txt: a label holds NaN or infinite values"),
+        ("l.txt", "0.5\nnan\n", "l.txt: a label holds NaN or infinite values"),
+        ("l.txt", "0.5 0.25\n", "label '0.5 0.25' is no number"),
         ("l.txt", "", "holds no label"),
-        ("l.csv", "label,x\n1,2\n\n", ""),
         ("l.csv", "x,label\n1,2\n3\n", "the row '3' has no label"),
         ("l.json", "3", "holds no list"),
         ("l.json", "[1, ", "cannot read labels .* as JSON"),
@@ -70,9 +70,6 @@ def test_sequences_and_vectors(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = written(tmp_path, name, text)
-    if not message:
-        assert len(read_labels(path)) == 1
-        return
     with pytest.raises(BadData, match=message) as error:
         read_labels(path)
     assert "\n" not in str(error.value)

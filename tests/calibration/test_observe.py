@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from models import activations, branching, build, conv_net, feeds
-from qdqtune.calibration.observe import observe, outputs_on, running, values_on, with_outputs
+from qdqtune.calibration.observe import observe, onnxruntime_session, outputs_on, running, values_on, with_outputs
+from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadData, BadModel
 from refusals import refusal
 
@@ -53,3 +54,12 @@ def test_no_sample_and_a_model_that_does_not_run() -> None:
     with running(branching()) as run:
         refusal(lambda: run(feeds(branching(), 1)))
     assert with_outputs(net, [], net.outputs).outputs == net.outputs
+
+
+def test_a_model_that_stays_built_computes_what_one_for_a_single_call_does() -> None:
+    net, samples = conv_net(), feeds(conv_net(), 2)
+    with onnxruntime_session(EXECUTION) as session:
+        once, kept = session.outputs(net, "once", samples), session.load(net, "kept")
+        for a, b, exact in zip(once, kept(samples), activations(net, samples), strict=True):
+            np.testing.assert_array_equal(a["logits"], b["logits"])
+            np.testing.assert_allclose(a["logits"], exact["logits"], rtol=1e-4, atol=1e-5)

@@ -109,7 +109,7 @@ def test_settings_beside_the_pictures_come_before_those_of_the_model(tmp_path: P
         (PLAIN | {"size": {"edge": 8}}, PIXELS, "is neither height and width nor shortest_edge"),
         (PLAIN | {"do_thumbnail": True}, PIXELS, "asks for do_thumbnail, which is not done here"),
         (PLAIN | {"crop_pct": 0.875}, PIXELS, "asks for crop_pct"),
-        (PLAIN | {"resample": "best"}, PIXELS, "Expected 'int | null', got 'str'"),
+        (PLAIN | {"resample": "best"}, PIXELS, "Expected 'int', got 'str'"),
         ({"image_mean": [0.5, 0.5], "image_std": [1, 1]}, PIXELS, "do not fit 3 channels"),
         (PLAIN, "float[N,3] x", "holds pictures, which fit an input of rank 4"),
         (PLAIN, "float[1,3,9,9] x", "has shape (1, 3, 4, 6), the model wants x: float32[1,3,9,9]"),

@@ -118,9 +118,8 @@ def test_of_many_files_a_limit_reads_those_that_it_takes(tmp_path: Path) -> None
 
 
 def test_rows_are_chosen_at_even_distances() -> None:
-    assert [number for number in range(10) if number in spread_rows(lambda: 10, 3)] == [0, 3, 6]
-    assert [number for number in range(10) if number in spread_rows(lambda: 10, 3, 2)] == [1, 5]
-    assert all(number in spread_rows(lambda: 1 // 0, None) for number in range(10))
+    assert sorted(spread_rows(10, 3)) == [0, 3, 6]
+    assert sorted(spread_rows(10, 3, 2)) == [1, 5]
 
 
 def test_a_callable_is_called_for_each_pass_and_never_collected(module: Callable[[str], str]) -> None:
@@ -303,7 +302,7 @@ def test_every_fifth_sample_is_held_out() -> None:
 
 def test_too_few_samples_are_not_divided() -> None:
     assert numbered(19).apart(4, 4) is None
-    assert numbered(20).apart(4) is not None
+    assert numbered(20).apart(4, 9) is not None
 
 
 @pytest.mark.parametrize(("total", "wanted"), [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (9, [0, 2, 4, 6]), (6, [0, 1, 3, 4])])

@@ -10,6 +10,7 @@ from decoders import CALLS, WEIGHTS, decoder, settings, written
 from models import normal
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads
+from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.loading import load
 from qdqtune.tuning.loop import tune
@@ -61,4 +62,4 @@ def test_a_model_is_shaped_where_all_workloads_agree(tmp_path: Path) -> None:
         match=r"1 more input have .* ids:1x64 `input_shapes` past:1x2x64x32$",
     ):
         prepare(load(model), Data())
-    assert [w.share for w in open_workloads(files, load(model))] == [0.5, 0.5]
+    assert [w.share for w in open_workloads(files, load(model), (), EXECUTION)] == [0.5, 0.5]

@@ -200,13 +200,13 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
     samples = [{"x": samples[0]["x"][0]}]
     expected = calibrate.calibrate(graph, samples)
     told: list[bool] = []
-    running = observe.running_in_several
+    running = observe.running
 
     def watched(*arguments: object, fuse: bool, **more: object) -> object:
         told.append(fuse)
         return running(*arguments, fuse=fuse, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(observe, "running_in_several", watched)
+    monkeypatch.setattr(observe, "running", watched)
     calibrate.calibrate(graph, samples)
     monkeypatch.setattr(observe, "MOST_OPTIMIZED", 0)
     found = calibrate.calibrate(graph, samples)

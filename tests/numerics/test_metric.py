@@ -182,17 +182,3 @@ def test_threads_that_call_predict_take_turns(metric, loaded):
         "return len(found)",
     )
     assert evaluate(load_evaluation(metric("\n    ".join(lines)), EXECUTION), runner, handle) == 40
-
-
-def test_predict_in_another_process_is_refused_by_name(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
-    lines = (
-        "import os",
-        "read, write = os.pipe()",
-        "if os.fork() == 0:",
-        "    try: predict({'x': np.zeros((2, 4), np.float32)})",
-        "    except Exception as error: os.write(write, str(error).encode())",
-        "    os._exit(0)",
-        "raise ValueError(os.read(read, 200).decode())",
-    )
-    with pytest.raises(BadOption, match="predict works in the process of the metric only"):
-        evaluate(load_evaluation(metric("\n    ".join(lines)), EXECUTION), *loaded)

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from models import build
 from qdqtune.errors import BadOption
 from qdqtune.numerics.accuracy import accuracy, closeness_of
-from qdqtune.numerics.scores import agrees, check_named, independent, scores_of, smallest_seen
+from qdqtune.numerics.scores import agrees, independent, scores_of, smallest_seen
 from qdqtune.types import Array
 
 SAMPLES = 6
@@ -128,32 +127,21 @@ def test_the_user_names_outputs_and_axes(asked: list[str], axis: dict[str, int])
     assert scores_of(outputs, asked).axis == axis
 
 
-@pytest.mark.parametrize("asked", ["other", "map:x", "map:4", "map:0", "ids"])
-def test_names_that_fit_nothing_are_refused(asked: str) -> None:
-    outputs = [{"map": normal(1, 3, 8, 8)[0], "ids": np.zeros((1, 4), np.int64)}]
-    with pytest.raises(BadOption, match=f"`scores` {asked.split(':')[0]}"):
-        scores_of(outputs, [asked])
-
-
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ("other", "names no output: there are map, ids, open"),
-        ("map:", "names no output: there are map, ids, open"),
+        ("other", "names no output: there are map, ids"),
+        ("map:", "names no output"),
+        ("map:x", "names no output"),
         ("map:4", r"float32\[1, 3, 8, 8\] has no scores of classes along axis 4"),
         ("map:0", "along axis 0"),
         ("ids", r"int64\[1, 4\] has no scores"),
-        ("open:2", r"float32\[\?, 5\] has no scores of classes along axis 2"),
     ],
 )
-def test_what_shapes_rule_out_is_refused_before_the_work(asked: str, why: str) -> None:
-    outputs = "float[1,3,8,8] map, int64[1,4] ids, float[N,5] open"
-    model = build(f"net (float[1,3,8,8] x, int64[1,4] i, float[N,5] o) => ({outputs}) "
-                  "{ map = Relu(x) ids = Identity(i) open = Relu(o) }", {})  # fmt: skip
-    check_named(["map:-1", "open", "open:0"], model)
-    check_named(["none"], model)
+def test_names_that_fit_nothing_are_refused(asked: str, why: str) -> None:
+    outputs = [{"map": normal(1, 3, 8, 8)[0], "ids": np.zeros((1, 4), np.int64)}]
     with pytest.raises(BadOption, match=f"`scores` {asked.split(':')[0]}.*{why}"):
-        check_named([asked], model)
+        scores_of(outputs, [asked])
 
 
 def test_pixels_of_a_picture_do_not_count_as_independent() -> None:
@@ -192,7 +180,7 @@ def test_rows_of_classes_are_independent_and_tokens_are_not() -> None:
 def test_many_outputs_take_one_short_line_and_a_sample_may_have_no_rows() -> None:
     caches = [{f"cache{n}": x for n in range(9)} for x in normal(1, 2, 6, 4)]
     told = scores_of(caches).told
-    assert told.endswith("cache3 may hold scores of pixels, which `scores` names; and 5 more")
+    assert told.endswith("cache5 may hold scores of pixels, which `scores` names; ...")
     rows = [{"y": y} for y in [*clear((5, 10), 1), np.zeros((0, 10), np.float32)]]
     found = accuracy(rows, rows)
     assert (found.top1, found.choices, found.independent) == (1.0, 5 * SAMPLES, None)

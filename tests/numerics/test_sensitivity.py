@@ -1,28 +1,18 @@
 """What rounding one value does to the outputs: against the inserter's own models, one value at a time."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Model
+from qdqtune.numerics import sensitivity
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.numerics.sensitivity import (
-    UNBOUNDED_NOISE,
-    Block,
-    Effort,
-    Limits,
-    halved,
-    quantized_weights,
-    sensitivities,
-)
+from qdqtune.numerics.sensitivity import UNBOUNDED_NOISE, Block, halved, quantized_weights, sensitivities
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -81,35 +71,17 @@ def test_the_noisiest_blocks_are_halved_until_the_measurements_are_spent() -> No
     real = np.array([1, 1, 1, 1, 1, 100, 1, 1.0])
     asked: list[tuple[int, int]] = []
 
-    def noise(blocks: Sequence[Block]) -> list[float]:
-        asked.extend(blocks)
-        return [float(real[start:stop].sum()) for start, stop in blocks]
+    def noise(block: Block) -> float:
+        asked.append(block)
+        return float(real[slice(*block)].sum())
 
-    assert halved(8, noise, Limits(100)) == real.tolist()
+    assert halved(8, noise, 100) == real.tolist()
     assert len(asked) == 15
     asked.clear()
-    assert halved(8, noise, Limits(7)) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert halved(8, noise, 7) == [1, 1, 1, 1, 1, 100, 1, 1]
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
-    assert halved(8, noise, Limits(100, floor=4.0)) == real.tolist()
-    assert halved(8, noise, Limits(100, floor=1000.0)) == [real.sum() / 8] * 8
-
-
-@given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=20), st.integers(1, 30), st.integers(2, 9), st.floats(0, 1e3))
-def test_blocks_measured_side_by_side_give_what_one_after_the_other_gives(
-    values: list[float], measurements: int, width: int, floor: float
-) -> None:
-    def noise(blocks: Sequence[Block]) -> list[float]:
-        return [float(np.sum(values[start:stop])) for start, stop in blocks]
-
-    limits = Limits(measurements, floor)
-    assert halved(len(values), noise, limits, width) == halved(len(values), noise, limits)
-
-
-def test_blocks_in_several_processes_are_found_as_in_one() -> None:
-    model = conv_net()
-    known = ranges(model)
-    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
-    assert sensitivities(model, pairs, feeds(model), workers=3) == alone(model)
+    assert halved(8, noise, 100, floor=4.0) == real.tolist()
+    assert halved(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
 
 
 def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> None:
@@ -139,9 +111,14 @@ def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
     assert told == [True]
 
 
-ONE_SAMPLE = Effort(samples=1, considered=10.0)
+@pytest.fixture
+def one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are measured on one sample, chosen among all."""
+    monkeypatch.setattr(sensitivity, "SAMPLES", 1)
+    monkeypatch.setattr(sensitivity, "CONSIDERED", 10.0)
 
 
+@pytest.mark.usefixtures("one_sample")
 def test_the_samples_are_those_to_which_rounding_does_most() -> None:
     """The first ones lie within the ranges, and say nothing of what is cut off from a later one."""
     model = conv_net()
@@ -149,8 +126,8 @@ def test_the_samples_are_those_to_which_rounding_does_most() -> None:
     (name,) = model.inputs
     wide = {name: 3 * samples[2][name]}
     pairs = each_value(model, ranges(model), PLAIN, possible_edges(model, ranges(model)))
-    found = sensitivities(model, pairs, [*samples[:2], wide, samples[3]], effort=ONE_SAMPLE)
-    assert found == sensitivities(model, pairs, [wide], effort=ONE_SAMPLE)
+    found = sensitivities(model, pairs, [*samples[:2], wide, samples[3]])
+    assert found == sensitivities(model, pairs, [wide])
 
 
 def test_outputs_that_are_not_finite() -> None:
@@ -163,13 +140,14 @@ def test_outputs_that_are_not_finite() -> None:
         sensitivities(model, pairs, [zero])
 
 
+@pytest.mark.usefixtures("one_sample")
 def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothing_finite() -> None:
     text = "net (float[1,4] x, float[1,4] z) => (float[1,4] y) { [first] r = Reciprocal(x) [sum] y = Add(r, z) }"
     model = build(text, {})
     edges = Edge("x", "first", 0), Edge("z", "sum", 1)
     sample = {"x": np.float32([[1, 1, 1, 1e-3]]), "z": np.float32([[0.3, 100, 0.1, 0.1]])}
     pairs = dict.fromkeys(edges, scales.of_range(Range(-1, 1), PLAIN))
-    found = sensitivities(model, pairs, [sample, sample], effort=ONE_SAMPLE)
+    found = sensitivities(model, pairs, [sample, sample])
     assert 0 < found["z"] < found["x"] == UNBOUNDED_NOISE
 
 

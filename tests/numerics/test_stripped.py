@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from models import INT8, build, conv_net, feeds, ranges
+from qdqtune.calibration.observe import Session, onnxruntime_session
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import Constant, Model, rebuild
-from qdqtune.numerics.simulation import Session, check_stripped, onnxruntime_session
+from qdqtune.numerics.simulation import check_stripped
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.stripping import strip_pairs

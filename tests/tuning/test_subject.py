@@ -33,25 +33,18 @@ def write(folder: Path, rates: list[int]) -> Path:
     return path
 
 
-HIDDEN = "note: all operators that gain from 8 bits (MatMul) are in bodies of If, where no pair can be: "
-
-
-@pytest.mark.parametrize(
-    ("rates", "words"),
-    [
-        ([16000] * 3, "rate is 16000 in all samples, so give --fix-input rate=16000 and it is folded (the result"),
-        ([16000, 8000], "it depends on the input rate, whose value changes: export a model for each value"),
-        (None, "give the value that you deploy with, --fix-input rate=VALUE, and it is folded"),
-    ],
+HIDDEN = (
+    "note: all operators that gain from 8 bits (MatMul) are in bodies of If, where no pair can be: give the value that "
+    "you deploy with, --fix-input rate=VALUE, and it is folded"
 )
+
+
 @pytest.mark.parametrize("more", [["--dry-run"], ["--builds", "4", "--calibration-method", "minmax"]])
-def test_work_in_the_bodies_of_an_if_is_named_with_the_way_out(
-    rates: list[int] | None, words: str, more: list[str], call: Call, tmp_path: Path
-) -> None:
-    path = write(tmp_path, rates or [1])
-    data = [] if rates is None else ["--calibration-data", path.with_suffix(".npz")]
+def test_work_in_the_bodies_of_an_if_is_named_with_the_way_out(more: list[str], call: Call, tmp_path: Path) -> None:
+    path = write(tmp_path, [16000, 8000])
+    data = ("--calibration-data", path.with_suffix(".npz"))
     code, out, err = call("tune", path, "--engine", "fake", *data, *more, "-o", tmp_path / "out")
-    assert HIDDEN + words in err
+    assert HIDDEN in err
     if more == ["--dry-run"]:
         assert "builds: at most 1, " in out
     else:

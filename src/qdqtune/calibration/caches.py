@@ -4,7 +4,7 @@ Files are the text of TensorRT's calibrators (of every algorithm and version; Po
 too), and ONNX Runtime's calibration.json. Formats as in the readers and writers of TensorRT and ONNX Runtime.
 
 Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape after the node
-(`_renamed`). A tensor without an entry stays in float.
+(see `match`). A tensor without an entry stays in float.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadData, parsed_json, reading
 from qdqtune.graph.loading import identities
-from qdqtune.graph.model import Model, Node
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE, INTEGER_KERNELS, is_float
-
-MOST_CACHE_BYTES = 64 << 20
-"""Enough for a million tensors of long names; a larger file is a model or its data, named by mistake."""
 
 LEAST_SCALE = 1e-20
 """A smaller number is no scale: a line that is cut short has at most seven digits left, which is below 3e-29."""
@@ -57,30 +54,22 @@ class Cache:
 def read_cache(path: Path) -> Cache:
     """The ranges in a file of a known format."""
     with reading(f"calibration cache {path}", BadData):
-        size = path.stat().st_size
-        if size > MOST_CACHE_BYTES:
-            raise BadData(f"{path} holds {size / 2**20:.0f} MB: no calibration cache is as large")
         data = path.read_bytes()
     try:
         source, entries = _parsed(data)
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BadData(f"{path} is no calibration cache, or damaged: {why}") from error
-    ranges: dict[str, Range] = {}
+    except ValueError as error:
+        raise BadData(f"{path} is no calibration cache, or damaged: {error}") from error
+    ends: dict[str, Ends] = {}
     unusable: dict[str, str] = {}
-    values: dict[str, Ends] = {}
-    for name, ends in entries:
-        why_not = _problem(*ends)
-        if values.setdefault(name, ends) != ends and not math.isnan(sum(ends)):
+    for name, both in entries:
+        why_not = _problem(*both)
+        if ends.setdefault(name, both) != both and not math.isnan(sum(both)):
             why_not = "the file has it twice, with different values"
-        if why_not is None and name not in unusable:
-            ranges[name] = Range(*ends)
-        elif why_not is not None:
+        if why_not is not None:
             unusable[name] = why_not
-            ranges.pop(name, None)
-    if not ranges and not unusable:
+    if not ends:
         raise BadData(f"{path} is no calibration cache, or damaged: it names no tensor")
-    return Cache(source, ranges, unusable)
+    return Cache(source, {name: Range(*both) for name, both in ends.items() if name not in unusable}, unusable)
 
 
 def _problem(low: float, high: float) -> str | None:
@@ -100,7 +89,7 @@ def _problem(low: float, high: float) -> str | None:
 
 
 def _parsed(data: bytes) -> tuple[str, Iterable[tuple[str, Ends]]]:
-    """The kind of file and its entries. Raises ValueError or RecursionError if it is damaged."""
+    """The kind of file and its entries. Raises ValueError if it is damaged."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -180,10 +169,10 @@ class Matched:
         notes = [counts]
         if self.lacking:
             notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
-        own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS_OWN)]
-        if own:
-            notes.append(f"entries for constants, and for tensors that only TensorRT has, are ignored: {len(own)}")
-        if strange := [name for name in self.unused if name not in own]:
+        strange = [name for name, why in self.unused.items() if why not in (CONSTANT, TENSORRTS_OWN)]
+        if usual := len(self.unused) - len(strange):
+            notes.append(f"entries for constants, and for tensors that only TensorRT has, are ignored: {usual}")
+        if strange:
             notes.append(f"other entries that are not used, {len(strange)}: {_listed(strange, self.unused)}")
         return tuple(notes)
 
@@ -199,9 +188,9 @@ def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> s
 
 def from_file(cache: Path, model: Model, file: Path) -> Matched:
     """The ranges that a cache file gives a model that was read from `file`."""
-    found = read_cache(cache)
+    content = read_cache(cache)
     try:
-        return match(found, model, identities(file))
+        return match(content, model, identities(file))
     except BadData as error:
         raise BadData(f"{cache}: {error}") from error
 
@@ -210,21 +199,26 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     """The ranges that a cache gives the tensors of a model. `aliases` maps names of tensors in the file to those in the
     model (see `loading.identities`)."""
     tensors = dict.fromkeys(candidate_tensors(model))  # large models have thousands, and each name is looked up
-    named = {n: n for n in cache.ranges} | {n: t for n, t in aliases.items() if n in cache.ranges}
-    entries = {n: t for n, t in named.items() if t in tensors}
-    known = {t: cache.ranges[n] for n, t in entries.items()} | {
-        t: cache.ranges[t] for t in tensors if t in cache.ranges
-    }
-    exact = tuple(t for t in tensors if t in known)
-    for tensor, other in _casts(model, tensors):
-        if other in known:
-            known.setdefault(tensor, known[other])
+    named = {name: name if name in tensors else aliases.get(name, name) for name in cache.ranges}
+    entries = {name: tensor for name, tensor in named.items() if tensor in tensors}
+    ranges = {tensor: cache.ranges[name] for name, tensor in entries.items()}
+    exact = tuple(tensor for tensor in tensors if tensor in ranges)
     derived: dict[str, str] = {}
-    for name, tensor in list(_renamed(cache.ranges, model, known, tensors)):
-        known[tensor] = cache.ranges[name]
-        derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
+    for node in model.nodes:
+        if node.op == "Cast" and not node.domain and is_float(model, node.inputs[0]):
+            before, after = node.inputs[0], node.outputs[0]
+            for tensor, other in ((before, after), (after, before)):
+                if tensor in tensors and other in ranges:
+                    ranges.setdefault(tensor, ranges[other])
+    for node in model.nodes:
+        name, tensor = f"{node.name}_output", node.outputs[0]
+        adds_bias = node.op == "Gemm" and len(node.inputs) > 2 and node.inputs[2]
+        is_new = tensor in tensors and tensor not in ranges
+        if node.op in RESHAPED and name in cache.ranges and is_new and not adds_bias:
+            ranges[tensor] = cache.ranges[name]
+            derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
     of_model = [n for n in cache.ranges if n in entries or not TENSORRT_NAME.fullmatch(n)]
-    if not known or (2 * len(entries) < len(of_model) and 2 * len(exact) < len(tensors)):
+    if not ranges or (2 * len(entries) < len(of_model) and 2 * len(exact) < len(tensors)):
         raise BadData(
             f"{len(entries)} of its {len(of_model)} names are tensors of the model, of whose {len(tensors)} the first "
             f"is {next(iter(tensors), 'none')!r}: it is of another model, or of another export, where numbers name "
@@ -233,32 +227,8 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
     unused = dict(cache.unusable) | {n: _why_unused(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
     computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
     wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
-    lacking = tuple(t for t in tensors if t in wanted and t not in known)
-    return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused)
-
-
-def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-    for node in model.nodes:
-        if node.op == "Cast" and not node.domain and is_float(model, node.inputs[0]):
-            pair = node.inputs[0], node.outputs[0]
-            yield from ((a, b) for a, b in (pair, pair[::-1]) if a in tensors)
-
-
-# ---- TensorRT's names
-
-
-def _renamed(
-    ranges: Mapping[str, Range], model: Model, known: Mapping[str, Range], tensors: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """Entries with names of TensorRT, and the tensors without entry that hold the same values."""
-    for node in model.nodes:
-        name = f"{node.name}_output"
-        if node.op in RESHAPED and name in ranges and not _adds_bias(node):
-            yield from ((name, tensor) for tensor in node.outputs[:1] if tensor in tensors and tensor not in known)
-
-
-def _adds_bias(node: Node) -> bool:
-    return node.op == "Gemm" and len(node.inputs) > 2 and bool(node.inputs[2])
+    lacking = tuple(t for t in tensors if t in wanted and t not in ranges)
+    return Matched(cache.source, Ranges(ranges, is_given=True), exact, derived, lacking, unused)
 
 
 def _why_unused(name: str, model: Model) -> str:

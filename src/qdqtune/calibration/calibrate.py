@@ -7,7 +7,6 @@ the range from it, so that no values are stored.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import assert_never
 
 import numpy as np
 import onnx
@@ -123,7 +122,8 @@ class Histogram:
         near = best(range(first, counts.size, THRESHOLD_STEP))
         bins = best(range(max(first, near - THRESHOLD_STEP), min(counts.size, near + THRESHOLD_STEP)))
         top = (bins + 0.5) * self._width
-        return _within(whole, -top, top) or whole  # values far from zero may all be above
+        low, high = max(whole.low, -top), min(whole.high, top)
+        return Range(low, high) if low <= high else whole  # values far from zero may all be above
 
     def least_error(self, numbers: NumericFormat) -> Range | None:
         """The range whose quantization has the least mean squared error, of rounding inside and clipping outside.
@@ -137,6 +137,10 @@ class Histogram:
         counts = self._counts[used].astype(np.float64)
         centres = np.where(used == self.BINS, 0.0, (used + 0.5 - self.BINS) * self._width)  # zeros are mostly exact
 
+        def squared_error(tried: Range) -> float:
+            how = scales.of_range(tried, numbers)
+            return float((counts * np.square(centres - scales.dequantize(scales.quantize(centres, how), how))).sum())
+
         def best(lows: Array, highs: Array) -> Range:
             lows, highs = np.maximum(lows, whole.low), np.minimum(highs, whole.high)
             lows, highs = lows[lows <= highs], highs[lows <= highs]
@@ -145,7 +149,7 @@ class Histogram:
                 estimates = _estimated_errors(counts, centres, lows, highs, numbers)
                 order = np.argsort(estimates, kind="stable")[:EXACT_ERRORS]
             tried = [Range(float(lows[i]), float(highs[i])) for i in order]
-            return min(tried, key=lambda r: (_squared_error(counts, centres, r, numbers), -r.high + r.low))
+            return min(tried, key=lambda r: (squared_error(r), -r.high + r.low))
 
         # The steps of FP8 grow with the values.
         step = 8 * THRESHOLD_STEP if numbers.activation is QType.FP8 else THRESHOLD_STEP
@@ -155,17 +159,6 @@ class Histogram:
             found = best(-tops, np.full(len(tops), found.high))
             found = best(np.full(len(tops), found.low), tops)
         return found
-
-
-def _within(whole: Range, low: float, high: float) -> Range | None:
-    """The part of a range between two bounds; None if there is none."""
-    low, high = max(whole.low, low), min(whole.high, high)
-    return Range(low, high) if low <= high else None
-
-
-def _squared_error(counts: Array, centres: Array, tried: Range, numbers: NumericFormat) -> float:
-    how = scales.of_range(tried, numbers)
-    return float((counts * np.square(centres - scales.dequantize(scales.quantize(centres, how), how))).sum())
 
 
 def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, numbers: NumericFormat) -> Array:
@@ -246,7 +239,14 @@ def calibrate(
         histograms = {tensor: Histogram() for tensor in tensors}
         for tensor, values in observe(model, tensors, samples, execution=execution):
             histograms[tensor].add(values)
-        ranges = {tensor: _chosen(histogram, how, numbers) for tensor, histogram in histograms.items()}
+        ranges = {}
+        for tensor, histogram in histograms.items():
+            if how.method == "percentile":
+                ranges[tensor] = histogram.range(how.percentile)
+            elif how.method == "entropy":
+                ranges[tensor] = histogram.least_divergence(numbers)
+            else:
+                ranges[tensor] = histogram.least_error(numbers)
     return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})
 
 
@@ -273,17 +273,3 @@ def _minmax(
         lows, highs = np.fmin(lows, values[:, 0]), np.fmax(highs, values[:, 1])
     ends = zip(tensors, broken.tolist(), lows.tolist(), highs.tolist(), strict=True)
     return {tensor: None if is_broken else Range(low, high) for tensor, is_broken, low, high in ends}
-
-
-def _chosen(histogram: Histogram, how: Calibration, numbers: NumericFormat) -> Range | None:
-    match how.method:
-        case "entropy":
-            return histogram.least_divergence(numbers)
-        case "mse":
-            return histogram.least_error(numbers)
-        case "minmax":
-            return histogram.whole
-        case "percentile":
-            return histogram.range(how.percentile)
-        case _:
-            assert_never(how.method)

@@ -72,14 +72,13 @@ PICTURE, SEQUENCE = 224, 64
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
     """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table."""
-    if flags := size_hints(specs):
-        more = len(flags) - 1
+    if hints := size_hints(specs):
+        more = len(hints) - 1
         others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
-        wanted = first_of(flags, " ")
-        what = f"input {next(s for s in specs if None in s.shape[1:])}{others} dynamic dimensions"
         fitting = ", which have to fit together" if more else ""
         raise BadOption(
-            f"{what}: give `calibration_data`, which have sizes, or those you run with{fitting}, like {wanted}"
+            f"input {next(s for s in specs if None in s.shape[1:])}{others} dynamic dimensions: give "
+            f"`calibration_data`, which have sizes, or those you run with{fitting}, like {first_of(hints, ' ')}"
         )
     tops = {s.name: _index_end(model, s.name) for s in specs}
 
@@ -108,13 +107,10 @@ def size_hints(specs: Iterable[InputSpec]) -> list[str]:
 
 
 def _typical(spec: InputSpec) -> tuple[int, ...]:
-    """Likely sizes of an input: a picture if it has one, three or four channels, else a sequence."""
-    has_channels = len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
-    is_picture = has_channels and spec.shape.count(None) > 1 + (
-        spec.shape[0] is None
-    )  # a key-value cache has one dynamic length
-    open_size = PICTURE if is_picture else SEQUENCE
-    return tuple((1 if at == 0 else open_size) if size is None else size for at, size in enumerate(spec.shape))
+    """Likely sizes of an input: a picture if its height and width are open, else a sequence."""
+    is_picture = len(spec.shape) == 4 and spec.shape[1:].count(None) > 1
+    size = PICTURE if is_picture else SEQUENCE
+    return tuple((size if at else 1) if length is None else length for at, length in enumerate(spec.shape))
 
 
 def _index_end(model: Model, name: str) -> int:

@@ -5,24 +5,25 @@ ONNX Runtime runs the model, whichever engine is tuned for: nothing here is time
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from itertools import islice
 from math import prod
-from pathlib import Path
+from typing import Self
 
 import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import Device, usable_cores
+from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel, EngineFailure, EngineRefused, first_of
 from qdqtune.graph.model import Model
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Sample
 
@@ -35,14 +36,77 @@ MOST_OPTIMIZED = 4000
 """Models of more nodes are run without optimization: ONNX Runtime's time for it grows with the square of the nodes."""
 
 
-class ModelRun:
-    """A model file in a process. It is built at the first call."""
+MOST_AT_ONCE = 4
+"""Samples that run at the same time, where there are so many cores: the threads of one inference wait for each other
+after each operator, inferences do not, but each takes memory. Chosen, not measured."""
 
-    def __init__(self, runner: Runner, path: Path) -> None:
-        self._runner, self._build = runner, cache(partial(runner.load, path))
+Outputs = list[dict[str, Array]]
+"""The outputs by name, for each sample."""
 
-    def __call__(self, samples: Iterable[Sample]) -> list[dict[str, Array]]:
-        return self._runner.outputs(self._build(), samples)
+ModelRun = Callable[[Iterable[Sample]], Outputs]
+"""A built model: samples in, outputs out."""
+
+
+class Session:
+    """ONNX Runtime in a worker process: runs models on samples, one model after the other."""
+
+    def __init__(self, runner: Runner, constants: ConstantFile, at_once: int) -> None:
+        self._runner, self._constants, self._at_once = runner, constants, at_once
+        self._files = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs:
+        """The outputs of a model that is built for this call only."""
+        path = self._constants.write(model, name)
+        try:
+            return self._runner.outputs_of(path, samples, self._at_once)
+        finally:
+            path.unlink()
+
+    def load(self, model: Model, name: str) -> ModelRun:
+        """A function that runs the model, which is built at its first call and stays built until the session ends."""
+        path = self._constants.write(model, name)
+        self._files.callback(path.unlink)
+        build = cache(partial(self._runner.load, path))
+        return lambda samples: self._runner.outputs(build(), samples, self._at_once)
+
+
+@contextmanager
+def onnxruntime_session(
+    execution: Execution,
+    *,
+    at_once: int = MOST_AT_ONCE,
+    memory: MemoryBudget | None = None,
+    unpacked: int = 0,
+    **options: bool,
+) -> Iterator[Session]:
+    """A session with these `options` of the onnxruntime engine. At most `at_once` samples run at the same time; for
+    `memory` and `unpacked` see `Runner`."""
+    at_once = min(usable_cores(), at_once)
+    spec = EngineSpec("onnxruntime", {"threads": usable_cores() // at_once, **options})
+    with (
+        temporary_folder() as folder,
+        execution.constant_file() as constants,
+        Runner(spec, log_dir=folder, execution=execution, reuses=True, unpacked=unpacked, memory=memory) as runner,
+        Session(runner, constants, at_once) as session,
+    ):
+        yield session
+
+
+@contextmanager
+def running(
+    model: Model, execution: Execution = EXECUTION, *, fuse: bool = True, budget: MemoryBudget | None = None
+) -> Iterator[ModelRun]:
+    """A function that runs a model, one sample after the other. If the model cannot be built, each call raises
+    EngineRefused. `budget` is the memory budget of engines that run meanwhile."""
+    memory = budget or MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
+    with onnxruntime_session(execution, at_once=1, memory=memory, fuse=fuse) as session:
+        yield session.load(model, "observed")
 
 
 def observe(
@@ -102,7 +166,7 @@ def outputs_on(
     """
     sample = None
     is_fused = len(model.proto.graph.node) <= MOST_OPTIMIZED
-    with running_in_several(model, 1, execution, fuse=is_fused, budget=budget) as (run,):
+    with running(model, execution, fuse=is_fused, budget=budget) as run:
         for sample in samples:
             try:
                 (outputs,) = run([sample])
@@ -115,39 +179,6 @@ def outputs_on(
             yield outputs
     if sample is None:
         raise BadData("the calibration data hold no sample")
-
-
-@contextmanager
-def running(model: Model, execution: Execution = EXECUTION, *, fuse: bool = True) -> Iterator[ModelRun]:
-    """A function that runs a model in a process. If the model cannot be built, each call raises EngineRefused."""
-    with running_in_several(model, 1, execution, fuse=fuse) as (run,):
-        yield run
-
-
-@contextmanager
-def running_in_several(
-    model: Model,
-    count: int,
-    execution: Execution = EXECUTION,
-    *,
-    fuse: bool = True,
-    budget: MemoryBudget | None = None,
-) -> Iterator[tuple[ModelRun, ...]]:
-    """`running` in `count` processes that share the cores. Each builds the model at its first call, which may come from
-    any thread. A single one uses the memory `budget`, if given."""
-    size = sum(constant.nbytes for constant in model.large.values())
-    spec = EngineSpec("onnxruntime", {"threads": max(1, usable_cores() // count), "fuse": fuse})
-    with ExitStack() as stack:
-        folder = stack.enter_context(temporary_folder())
-        path = stack.enter_context(execution.constant_file()).write(model, "observed")
-        stack.callback(path.unlink)
-        devices = [Device(f"observer-{number}") for number in range(count)]
-        shared = budget if count == 1 else None  # a budget is not thread-safe
-        make = partial(Runner, spec, log_dir=folder, execution=execution, reuses=True)
-        runners = [make(device=device, memory=shared or MemoryBudget.for_model(size)) for device in devices]
-        for runner in runners:
-            stack.enter_context(runner)
-        yield tuple(ModelRun(runner, path) for runner in runners)
 
 
 def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:

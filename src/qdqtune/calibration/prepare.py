@@ -23,7 +23,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import check_outputs
 from qdqtune.graph.model import Model, graphs
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY, elements, integer_operators, work
-from qdqtune.types import Array, Mix, NumericFormat, Sample, Workload
+from qdqtune.types import Mix, NumericFormat, Sample, Workload
 
 LEAST_JUDGED = 8
 """The least number of held-out samples to compare outputs on: scales that differ by 4e-7 moved one sample by 10 dB."""
@@ -90,14 +90,13 @@ class Prepared:
     @property
     def doubts(self) -> tuple[str, ...]:
         """Notes on samples that are all alike, and on outputs that are compared on few samples."""
-        first, notes = self.judging[:1], []
-        wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
-        if first and self.has_real_samples and not self.workloads:
-            is_one = len(self.judging) > 1 and all(
-                np.array_equal(array, other[name]) for name, array in first[0].items() for other in self.judging[1:]
-            )
+        notes = []
+        if self.judging and self.has_real_samples and not self.workloads:
+            first, *others = self.judging
+            wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
+            is_one = all(np.array_equal(array, other[name]) for other in others for name, array in first.items())
             is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
-            if is_one or is_flat:
+            if is_flat or (others and is_one):
                 what = "hold one value throughout" if is_flat else "are all equal"
                 notes.append(
                     f"the samples in {self.samples.origin} {what}: scales and accuracy from them do not "
@@ -110,7 +109,8 @@ class Prepared:
     @property
     def hints(self) -> tuple[str, ...]:
         """Notes of every command that places pairs: `doubts`, and compute operators that no pair can reach."""
-        return (*self.doubts, *filter(None, [hidden_work(self.model, self.samples)]))
+        hidden = hidden_work(self.model)
+        return self.doubts if hidden is None else (*self.doubts, hidden)
 
     def sized_for(self, engine: str) -> tuple[Self, tuple[str, ...]]:
         """For an engine that takes fixed sizes only, the same with open sizes of inputs fixed to those of the first
@@ -163,16 +163,17 @@ def prepare(
             folders=data.folders,
         )
     count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
-    least, parts = min(LEAST_JUDGED, most), None
+    least = min(LEAST_JUDGED, most)
+    calibration = samples
     judging = tuple(samples.others(count + 1)) if most and samples.others is not None else ()
-    is_held_out, seen = len(judging) >= max(1, least), samples
-    if not is_held_out:
-        parts = None if samples.is_random or not most else samples.apart(least, max(count, usual))
+    is_held_out = len(judging) >= max(1, least)
+    if most and not is_held_out:
+        parts = None if samples.is_random else samples.apart(least, max(count, usual))
         is_held_out = parts is not None
-        seen, unseen = parts or (samples, samples)
-        judging = tuple(unseen.first(count + 1)) if most else ()
+        calibration, unseen = parts or (samples, samples)
+        judging = tuple(unseen.first(count + 1))
     is_capped, judged = usual > count < len(judging), judging[:count]
-    return Prepared(model, shaped, samples, seen, judged, is_held_out, is_capped, sizes, mix, execution)
+    return Prepared(model, shaped, samples, calibration, judged, is_held_out, is_capped, sizes, mix, execution)
 
 
 def _affordable(model: Model, most: int, slower: float) -> int:
@@ -184,17 +185,10 @@ def _affordable(model: Model, most: int, slower: float) -> int:
     return max(min(LEAST_JUDGED, most), min(most, int(affordable)))
 
 
-LOOKED_AT = 256
-"""An input is taken for constant if it has one value in so many samples. Chosen, not measured."""
-
-
-def hidden_work(model: Model, samples: Samples) -> str | None:
+def hidden_work(model: Model) -> str | None:
     """Why pairs cannot reach compute operators: there are none, the model is quantized, their weights are inputs that
     callers may override, they compute in float64, or they are in the bodies of If, Loop or Scan. None if pairs reach
-    them.
-
-    If an If depends on inputs that are the same in all samples, the text says by which option it is folded.
-    """
+    them."""
     if operators := integer_operators(model):
         names = ", ".join(operators)
         return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"
@@ -219,22 +213,11 @@ def hidden_work(model: Model, samples: Samples) -> str | None:
     kinds = " and ".join(dict.fromkeys(node.op for node in flows))
     share = "all" if not outside else f"{len(inside)} of {len(inside) + outside}"
     what = f"{share} operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) are in bodies of {kinds}"
-    return f"{what}, where no pair can be: {_how_to_fold(model, samples)}"
-
-
-def _how_to_fold(model: Model, samples: Samples) -> str:
     deciding = _deciding_inputs(model)
     if not deciding:
-        return "unroll it where the model is exported"
-    if samples.is_random:
-        flags = " ".join(f"`fix_inputs` {name}=VALUE" for name in deciding)
-        return f"give the value that you deploy with, {flags}, and it is folded"
-    values = _constants(deciding, samples)
-    if changing := [name for name in deciding if name not in values]:
-        return f"it depends on the input {changing[0]}, whose value changes: export a model for each value"
-    flags = " ".join(f"`fix_inputs` {name}={value}" for name, value in values.items())
-    facts = " and ".join(f"{name} is {value}" for name, value in values.items())
-    return f"{facts} in all samples, so give {flags} and it is folded (the result then holds for that value alone)"
+        return f"{what}, where no pair can be: unroll it where the model is exported"
+    flags = " ".join(f"`fix_inputs` {name}=VALUE" for name in deciding)
+    return f"{what}, where no pair can be: give the value that you deploy with, {flags}, and it is folded"
 
 
 def _deciding_inputs(model: Model) -> list[str]:
@@ -247,15 +230,3 @@ def _deciding_inputs(model: Model) -> list[str]:
             producer = model.maker(tensor)
             waiting += [] if producer is None else producer.inputs
     return [spec.name for spec in input_specs(model) if spec.name in seen]
-
-
-def _constants(names: Sequence[str], samples: Samples) -> dict[str, float | int]:
-    """The inputs that hold one number, the same in all samples, with this number."""
-    found: dict[str, Array] = {}
-    changing: set[str] = set()
-    for sample in samples.first(LOOKED_AT):
-        for name in names:
-            known = found.setdefault(name, sample[name])
-            if np.unique(np.append(known, sample[name])).size != 1:
-                changing.add(name)
-    return {name: array.flat[0].item() for name, array in found.items() if name not in changing}

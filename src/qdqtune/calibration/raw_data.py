@@ -1,33 +1,41 @@
 """Calibration data that are no arrays yet: a folder of pictures, or a file of texts.
 
 The files that say how to make arrays of them (preprocessor_config.json, tokenizer.json) lie beside the data, or else
-beside the model.
+beside the model. Pictures are prepared by the steps of Transformers' image processors, in their order: turn upright,
+resize, crop, scale, normalize, change the order of channels. Other steps are refused: a function of the user can give
+arrays.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from qdqtune.calibration import pictures
 from qdqtune.calibration.inputs import InputSpec, listed
 from qdqtune.calibration.user_code import user_errors
-from qdqtune.errors import BadData, BadOption, parsed_json, reading
+from qdqtune.errors import BadData, BadOption, one_line, parsed_json, reading
 from qdqtune.graph.model_folder import first_beside
 from qdqtune.system.checks import below
 from qdqtune.types import Array
 
 TEXT_ENDING = ".txt"
 
-TOKENIZER, TOKENIZER_SETTINGS, MODEL_SETTINGS = "tokenizer.json", "tokenizer_config.json", "config.json"
+PICTURE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
-SETTINGS = (pictures.SETTINGS, (TOKENIZER,), (TOKENIZER_SETTINGS,), (MODEL_SETTINGS,))
+PICTURE_SETTINGS = ("preprocessor_config.json", "processor_config.json")
+"""The files with the numbers for pictures; in the second one they are under the key `image_processor`."""
+
+TOKENIZER, TOKENIZER_SETTINGS, MODEL_SETTINGS = ("tokenizer.json",), ("tokenizer_config.json",), ("config.json",)
+
+SETTINGS = (PICTURE_SETTINGS, TOKENIZER, TOKENIZER_SETTINGS, MODEL_SETTINGS)
 """The files that say how to make arrays; of several in one entry the first is taken."""
+
+Maker = Callable[[Sequence[Any]], dict[str, Array]]
+"""Makes the inputs for one batch of pictures or texts."""
 
 
 def raw_files(source: Path) -> list[Path]:
@@ -36,14 +44,13 @@ def raw_files(source: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         return []
-    found = (path for path in below(source) if path.suffix.lower() in pictures.ENDINGS and path.is_file())
+    found = (path for path in below(source) if path.suffix.lower() in PICTURE_ENDINGS and path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(source).parts))
 
 
 def settings_files(source: Path, folders: Sequence[Path]) -> list[Path]:
     """The files that say how to make arrays of raw data: those beside the data, or else in `folders` of the model."""
-    places = _places(source, folders)
-    return [path for names in SETTINGS if (path := first_beside(names, places)) is not None]
+    return [path for names in SETTINGS if (path := first_beside(names, _places(source, folders))) is not None]
 
 
 def raw_samples(
@@ -59,19 +66,16 @@ def raw_samples(
     A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left over at the
     end is not used. With a `limit` on samples, see `spread_rows`; the function takes the number of `others`."""
     places = _places(source, folders)
-
-    def find(names: Sequence[str]) -> tuple[Path, Mapping[str, Any]] | None:
-        path = first_beside(names, places)
-        return None if path is None else (path, read_object(path))
-
-    maker = texts_for(specs, find, str(source)) if source.is_file() else pictures.pictures_for(specs, find, str(source))
+    spec, make = texts_for(specs, places, source) if source.is_file() else pictures_for(specs, places, source)
+    batch = spec.shape[0] or 1
 
     def produce(others: int | None) -> Iterator[dict[str, Array]]:
-        items: Sequence[Any] = _lines(source) if isinstance(maker, Texts) else files
-        numbers = spread_rows(lambda: len(items), limit and limit * maker.batch, others and others * maker.batch)
-        chosen = [item for number, item in enumerate(items) if number in numbers]
-        for start in range(0, len(chosen) - maker.batch + 1, maker.batch):
-            yield maker.arrays(chosen[start : start + maker.batch])
+        items: Sequence[Any] = _lines(source) if source.is_file() else files
+        if limit is not None:
+            numbers = spread_rows(len(items), limit * batch, others and others * batch)
+            items = [item for number, item in enumerate(items) if number in numbers]
+        for start in range(0, len(items) - batch + 1, batch):
+            yield make(items[start : start + batch])
 
     return produce
 
@@ -80,14 +84,11 @@ def _places(source: Path, folders: Sequence[Path]) -> list[Path]:
     return [source if source.is_dir() else source.parent, *folders]
 
 
-def spread_rows(total: Callable[[], int], count: int | None, others: int | None = None) -> Container[int]:
+def spread_rows(total: int, count: int, others: int | None = None) -> frozenset[int]:
     """The numbers of at most `count` of so many rows, at even distances, as data are often sorted by class; with
     `others` those of at most so many of the rows that are left by these, at even distances as well."""
-    if count is None:
-        return range(sys.maxsize)
-    rows = total()
-    taken = frozenset(_spread(range(rows), count))
-    return taken if others is None else frozenset(_spread([n for n in range(rows) if n not in taken], others))
+    taken = frozenset(_spread(range(total), count))
+    return taken if others is None else frozenset(_spread([n for n in range(total) if n not in taken], others))
 
 
 def _spread(numbers: Sequence[int], count: int) -> Sequence[int]:
@@ -104,6 +105,156 @@ def _lines(path: Path) -> list[str]:
         raise BadData(f"{path} is no text in UTF-8") from error
 
 
+def _read_object(path: Path | None) -> dict[str, Any]:
+    """The JSON object in a file; empty without a file."""
+    if path is None:
+        return {}
+    try:
+        with reading(path, BadData):
+            found = parsed_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadData(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BadData(f"{path} holds no JSON object")
+    return found
+
+
+# ---- pictures
+
+EXAMPLE = (
+    '{"size": {"height": 224, "width": 224}, "rescale_factor": 0.00392156862745098, '
+    '"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}'
+)
+
+WITHOUT_EFFECT = frozenset({"do_convert_rgb", "do_pad", "do_reduce_labels", "do_convert_annotations"})
+"""Steps that say nothing of one picture's numbers: channels are as the model wants them, padding is for pictures of
+different sizes, the others are for labels."""
+
+UNKNOWN_SIZES = ("keep_aspect_ratio", "ensure_multiple_of", "size_divisor", "crop_pct", "pad_size")
+"""Other ways to resize, which are not done here."""
+
+BILINEAR = 2
+"""Pillow's number of the filter, which Transformers takes where a file names none."""
+
+
+class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a preprocessor_config.json, with the defaults of Transformers."""
+
+    do_resize: bool = True
+    size: dict[str, int | None] | int | None = None
+    resample: int = BILINEAR
+    do_center_crop: bool = True
+    crop_size: dict[str, int | None] | int | None = None
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    image_mean: list[float] | float | None = None
+    image_std: list[float] | float | None = None
+    do_flip_channel_order: bool = False
+
+
+def _picture_settings(path: Path) -> PictureSettings:
+    content = _read_object(path)
+    if isinstance(nested := content.get("image_processor"), dict):
+        content = nested
+    content = {name: value for name, value in content.items() if value is not None}
+    try:
+        settings = msgspec.convert(content, PictureSettings)
+    except msgspec.ValidationError as error:
+        raise BadData(f"{path}: {one_line(error)}") from error
+    done = {*PictureSettings.__struct_fields__, *WITHOUT_EFFECT}
+    steps = [name for name, value in content.items() if name.startswith("do_") and value and name not in done]
+    if other := [*steps, *filter(content.get, UNKNOWN_SIZES)]:
+        raise BadData(f"{path} asks for {other[0]}, which is not done here: give arrays, as .npz or by a function")
+    if settings.do_normalize and (settings.image_mean is None or settings.image_std is None):
+        raise BadData(f'{path} lacks image_mean or image_std: give both, or "do_normalize": false')
+    if isinstance(size := settings.size, int) and settings.do_resize:
+        square, short = f'{{"height": {size}, "width": {size}}}', f'{{"shortest_edge": {size}}}'
+        raise BadData(f"{path}: a size of {size} has two meanings: write {square} or {short}")
+    return settings
+
+
+def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) -> tuple[InputSpec, Maker]:
+    """The input of a model that takes pictures, and what makes its array of their files; the settings lie in one of the
+    folders `places`."""
+    fitting = [spec for spec in specs if len(spec.shape) == 4]
+    fitting = [spec for spec in fitting if spec.name == "pixel_values"] or fitting
+    if len(fitting) != 1:
+        raise BadData(f"{source} holds pictures, which fit an input of rank 4: the model has {listed(tuple(specs))}")
+    if (origin := first_beside(PICTURE_SETTINGS, places)) is None:
+        what = f"how are the pictures in {source} scaled? Put a {PICTURE_SETTINGS[0]} beside the model or the pictures"
+        raise BadData(f"{what}, like {EXAMPLE}")
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise BadOption("reading pictures needs Pillow: pip install 'qdqtune[data]'") from error
+    (spec,), settings = fitting, _picture_settings(origin)
+    is_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
+    mode = "L" if spec.shape[3 if is_last else 1] == 1 else "RGB"
+    if spec.dtype.kind in "iu" and (settings.do_rescale or settings.do_normalize):
+        raise BadData(
+            f"the model wants whole numbers ({spec}), and {origin} scales them: "
+            'say "do_rescale": false and "do_normalize": false'
+        )
+
+    def array_of(path: Path) -> Array:
+        try:
+            with Image.open(path) as opened:
+                picture = ImageOps.exif_transpose(opened).convert(mode)
+        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            raise BadData(f"cannot read the picture {path}: {one_line(error)}") from error
+        if settings.do_resize and isinstance(settings.size, dict):
+            height, width = _resized(picture.height, picture.width, settings.size, origin)
+            picture = picture.resize((max(width, 1), max(height, 1)), resample=settings.resample)
+        crop = {"shortest_edge": settings.crop_size} if isinstance(settings.crop_size, int) else settings.crop_size
+        if crop is not None and settings.do_center_crop:
+            high, wide = (crop.get(side) or crop.get("shortest_edge") for side in ("height", "width"))
+            if high is not None and wide is not None:
+                top, left = (picture.height - high) // 2, (picture.width - wide) // 2
+                picture = picture.crop((left, top, left + wide, top + high))
+        values = np.asarray(picture)
+        values = values[:, :, None] if values.ndim == 2 else values
+        if settings.do_rescale:
+            values = (values.astype(np.float64) * settings.rescale_factor).astype(np.float32)
+        if settings.do_normalize:
+            values = _normalized(values.astype(np.float32), settings, origin)
+        if settings.do_flip_channel_order:
+            values = values[:, :, ::-1]
+        return (values if is_last else values.transpose(2, 0, 1)).astype(spec.dtype)
+
+    def make(paths: Sequence[Path]) -> dict[str, Array]:
+        arrays = [array_of(path) for path in paths]
+        if other := next((one.shape for one in arrays if one.shape != arrays[0].shape), None):
+            raise BadData(f"pictures of one batch have the sizes {arrays[0].shape} and {other}: let {origin} crop them")
+        return {spec.name: np.stack(arrays)}
+
+    return spec, make
+
+
+def _resized(height: int, width: int, size: Mapping[str, int | None], origin: Path) -> tuple[int, int]:
+    if (high := size.get("height")) and (wide := size.get("width")):
+        return high, wide
+    short, long = size.get("shortest_edge"), size.get("longest_edge")
+    if not short:
+        raise BadData(f"{origin}: the size {dict(size)} is neither height and width nor shortest_edge")
+    least, most = min(height, width), max(height, width)
+    exact = long * least / most if long and most / least * short > long else short
+    sides = round(exact), int(exact * most / least)
+    return sides if height <= width else sides[::-1]
+
+
+def _normalized(values: Array, settings: PictureSettings, origin: Path) -> Array:
+    try:
+        mean = np.broadcast_to(np.asarray(settings.image_mean, np.float32), values.shape[-1:])
+        deviation = np.broadcast_to(np.asarray(settings.image_std, np.float32), values.shape[-1:])
+    except ValueError as error:
+        count = values.shape[-1]
+        raise BadData(f"{origin}: image_mean and image_std do not fit {count} channels") from error
+    return (values - mean) / deviation
+
+
+# ---- texts
+
 IDS, MASK, TYPES, POSITIONS, PAST = "input_ids", "attention_mask", "token_type_ids", "position_ids", "past_key_values."
 
 OTHER_NAMES = {"input_mask": MASK, "segment_ids": TYPES}
@@ -114,21 +265,40 @@ USUAL_TOKENS, MOST_TOKENS = 512, 10**6
 `MOST_TOKENS` for no limit. Chosen, not measured."""
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Makes the inputs of a model from texts. `ids` is its input of token ids."""
+def texts_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) -> tuple[InputSpec, Maker]:
+    """The input of token ids of a model, and what makes its inputs of texts, but for those that no text gives; the
+    tokenizer lies in one of the folders `places`.
 
-    specs: tuple[InputSpec, ...]
-    ids: InputSpec
-    tokenizer: Any
+    Texts are cut and padded to the length of the model's inputs. Where that is dynamic, they keep their own up to the
+    number of tokens that tokenizer_config.json or config.json names."""
+    ids = next((spec for spec in specs if spec.name == IDS and len(spec.shape) == 2), None)
+    if ids is None:
+        raise BadData(f"{source} holds texts, which need an input {IDS}: the model has {listed(tuple(specs))}")
+    if (path := first_beside(TOKENIZER, places)) is None:
+        how = "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
+        raise BadData(f"{source} holds texts: put their {TOKENIZER[0]} beside the model or the texts ({how})")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise BadOption("reading texts needs tokenizers: pip install 'qdqtune[data]'") from error
+    settings, model = (_read_object(first_beside(names, places)) for names in (TOKENIZER_SETTINGS, MODEL_SETTINGS))
+    with user_errors(f"cannot use the tokenizer {path}", BadData):  # the library raises nothing narrower
+        tokenizer = Tokenizer.from_file(str(path))
+        length = ids.shape[1]
+        of_tokenizer = (tokenizer.truncation or {}).get("max_length")
+        lengths = settings.get("model_max_length"), model.get("max_position_embeddings"), of_tokenizer
+        most = (int(n) for n in lengths if isinstance(n, int | float) and 0 < n < MOST_TOKENS)
+        tokenizer.enable_truncation(length or next(most, USUAL_TOKENS))
+        named = settings.get("pad_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+        tokens = token, model.get("pad_token_id"), (tokenizer.padding or {}).get("pad_id")
+        pad = next((n for n in tokens if isinstance(n, int) and n >= 0), 0)
+        side = "left" if settings.get("padding_side") == "left" else "right"
+        tokenizer.enable_padding(direction=side, pad_id=pad, pad_token=tokenizer.id_to_token(pad) or "", length=length)
 
-    @property
-    def batch(self) -> int:
-        return self.ids.shape[0] or 1
-
-    def arrays(self, texts: Sequence[str]) -> dict[str, Array]:
-        """The inputs for texts of one sample; inputs that no text gives are left out."""
-        found = self.tokenizer.encode_batch(list(texts))
+    def make(texts: Sequence[str]) -> dict[str, Array]:
+        found = tokenizer.encode_batch(list(texts))
         mask = np.array([one.attention_mask for one in found])
         values: dict[str, Array] = {
             IDS: np.array([one.ids for one in found]),
@@ -136,64 +306,10 @@ class Texts:
             TYPES: np.array([one.type_ids for one in found]),
             POSITIONS: np.where(mask == 0, 1, mask.cumsum(1) - 1),  # as Transformers counts in generation
         }
-        made = {spec.name: values.get(OTHER_NAMES.get(spec.name, spec.name)) for spec in self.specs}
-        for spec in self.specs:
+        for spec in specs:
             if spec.name.startswith(PAST):  # keys or values before the first token: none
-                made[spec.name] = np.zeros((len(texts), *(size or 0 for size in spec.shape[1:])))
-        return {spec.name: array.astype(spec.dtype) for spec in self.specs if (array := made[spec.name]) is not None}
+                values[spec.name] = np.zeros((len(texts), *(size or 0 for size in spec.shape[1:])))
+        names = {spec: OTHER_NAMES.get(spec.name, spec.name) for spec in specs}
+        return {spec.name: values[name].astype(spec.dtype) for spec, name in names.items() if name in values}
 
-
-def texts_for(
-    specs: Sequence[InputSpec], find: Callable[[Sequence[str]], tuple[Path, Mapping[str, Any]] | None], origin: str
-) -> Texts:
-    """What makes the inputs of a model from texts; `find` gives the first file of some names with its JSON object.
-
-    Texts are cut and padded to the length of the model's inputs. Where that is dynamic, they keep their own up to the
-    number of tokens that tokenizer_config.json or config.json names."""
-    ids = next((spec for spec in specs if spec.name == IDS and len(spec.shape) == 2), None)
-    if ids is None:
-        raise BadData(f"{origin} holds texts, which need an input {IDS}: the model has {listed(tuple(specs))}")
-    if (found := find([TOKENIZER])) is None:
-        how = "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
-        raise BadData(f"{origin} holds texts: put their {TOKENIZER} beside the model or the texts ({how})")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise BadOption("reading texts needs tokenizers: pip install 'qdqtune[data]'") from error
-    settings, model = ((find([name]) or (None, {}))[1] for name in (TOKENIZER_SETTINGS, MODEL_SETTINGS))
-    with user_errors(f"cannot use the tokenizer {found[0]}", BadData):  # the library raises nothing narrower
-        tokenizer = Tokenizer.from_file(str(found[0]))
-        length = ids.shape[1]
-        tokenizer.enable_truncation(length or _most_tokens(tokenizer, settings, model))
-        pad = _pad_token(tokenizer, settings, model)
-        side = "left" if settings.get("padding_side") == "left" else "right"
-        tokenizer.enable_padding(direction=side, pad_id=pad, pad_token=tokenizer.id_to_token(pad) or "", length=length)
-    return Texts(tuple(specs), ids, tokenizer)
-
-
-def _most_tokens(tokenizer: Any, settings: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-    """The largest number of tokens that the model takes, as far as files tell."""
-    own = (tokenizer.truncation or {}).get("max_length")
-    told = (settings.get("model_max_length"), model.get("max_position_embeddings"), own)
-    return next((int(n) for n in told if isinstance(n, int | float) and 0 < n < MOST_TOKENS), USUAL_TOKENS)
-
-
-def _pad_token(tokenizer: Any, settings: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-    """The id that fills a sequence; 0 where no file names one."""
-    told = settings.get("pad_token")
-    text = told.get("content") if isinstance(told, dict) else told
-    known = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    told = (known, model.get("pad_token_id"), (tokenizer.padding or {}).get("pad_id"))
-    return next((n for n in told if isinstance(n, int) and n >= 0), 0)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        with reading(path, BadData):
-            found = parsed_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadData(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BadData(f"{path} holds no JSON object")
-    return found
+    return ids, make

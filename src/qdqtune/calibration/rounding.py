@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from qdqtune.calibration.scales import representable
 from qdqtune.types import Array, WeightFormat
 
 SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
@@ -40,15 +41,12 @@ class RoundedWeight:
 
     def values(self) -> Array:
         """The float32 weights that the integers stand for."""
-        repeats = len(self.integers) // len(self.scale) if self.scale.ndim == 2 else 1
-
-        def spread(numbers: Array) -> Array:
-            return np.repeat(numbers, repeats, axis=0) if numbers.ndim == 2 else numbers
-
-        shifted = self.integers.astype(np.float32)
+        count = len(self.scale) if self.scale.ndim == 2 else 1
+        blocks = self.integers.astype(np.float32).reshape(count, -1, self.integers.shape[1])
         if self.zero_point is not None:
-            shifted = shifted - spread(self.zero_point.astype(np.float32))
-        return np.asarray(shifted * spread(self.scale.astype(np.float32)))
+            blocks = blocks - self.zero_point.astype(np.float32).reshape(count, 1, -1)
+        scaled = blocks * self.scale.astype(np.float32).reshape(count, 1, -1)
+        return np.asarray(scaled.reshape(self.integers.shape))
 
 
 def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
@@ -64,42 +62,21 @@ def rounded_weight(weight: Array, weight_format: WeightFormat) -> RoundedWeight:
     the weight."""
     rows, columns = weight.shape
     block = weight_format.block or rows
-    wide = max(1, CACHED_WEIGHTS // rows)
-    parts = [
-        _least_error_scale(
-            np.asarray(weight[:, first : first + wide], np.float32).reshape(rows // block, block, -1), weight_format
-        )
-        for first in range(0, columns, wide)
-    ]
-    scale = np.concatenate([scale for scale, _ in parts], axis=1)
-    scale = representable(scale, weight.dtype)
-    zero = None if weight_format.symmetric else np.concatenate([zero for _, zero in parts], axis=1)
-    integers = rounded(weight, scale, zero, weight_format)
     kind = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
+    integers = np.empty(weight.shape, kind)
+    scales, zeros = np.empty((2, rows // block, columns), np.float32)
+    wide = max(1, CACHED_WEIGHTS // rows)
+    for first in range(0, columns, wide):
+        part = slice(first, first + wide)
+        values = np.asarray(weight[:, part], np.float32).reshape(rows // block, block, -1)
+        scale, zero = _least_error_scale(values, weight_format)
+        scales[:, part], zeros[:, part] = representable(scale, weight.dtype), zero
+        steps = np.rint(values / scales[:, None, part]) + zero[:, None]
+        integers[:, part] = np.clip(steps, *integer_ends(weight_format)).reshape(rows, -1).astype(kind)
     if weight_format.block is None:
-        scale, zero = scale[0], None if zero is None else zero[0]
-    return RoundedWeight(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
-
-
-def representable(scale: Array, dtype: np.dtype[np.generic]) -> Array:
-    """Scales rounded to `dtype`, no less than its smallest normal number; 1 instead of 0."""
-    smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
-    return np.where(scale == 0, 1.0, np.maximum(scale, smallest)).astype(dtype)
-
-
-def rounded(weight: Array, scale: Array, zero: Array | None, weight_format: WeightFormat) -> Array:
-    """The nearest integers of a weight [in, out], as int8 or uint8; `scale` is [in / block, out]."""
-    low, high = integer_ends(weight_format)
-    block = len(weight) // len(scale)
-    result = np.empty(weight.shape, np.int8 if weight_format.symmetric else np.uint8)
-    most = max(1, CACHED_WEIGHTS // weight.shape[1])
-    for number, own in enumerate(scale.astype(np.float32)):
-        end = (number + 1) * block
-        for first in range(number * block, end, most):
-            rows = slice(first, min(first + most, end))
-            steps = np.rint(np.asarray(weight[rows], np.float32) / own)
-            result[rows] = np.clip(steps if zero is None else steps + zero[number], low, high)
-    return result
+        scales, zeros = scales[0], zeros[0]
+    zero_point = None if weight_format.symmetric else zeros.astype(kind)
+    return RoundedWeight(integers, scales.astype(weight.dtype), zero_point)
 
 
 def _least_error_scale(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:

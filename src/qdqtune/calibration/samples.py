@@ -6,7 +6,6 @@ A source can be iterated several times, with one file at a time in memory.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import struct
 import sys
@@ -19,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -36,10 +35,6 @@ HELD_OUT = 5
 
 LABELS = "labels"
 """An array of this name beside the inputs holds what is right for each sample (see `numerics.metrics`)."""
-
-UNPACKED_BYTES, UNPACKED_TIMES = 2**30, 32
-"""A packed file may unpack to so many bytes, or to so many times its size: real data shrink by far less, and files that
-are made to fill the memory by far more."""
 
 UNREADABLE = (
     OSError,
@@ -74,26 +69,25 @@ class Samples:
     def __iter__(self) -> Iterator[Sample]:
         return self.produce()
 
-    def apart(self, least: int, most: int | None = None) -> tuple[Samples, Samples] | None:
+    def apart(self, least: int, most: int) -> tuple[Samples, Samples] | None:
         """The samples without every fifth one, and these held-out ones, of which there are at most `most`; None if
         there would be fewer than `least`."""
         if len(self.first(HELD_OUT * least)) < HELD_OUT * least:
             return None
+        end = HELD_OUT * most
 
-        def part(is_held_out: bool) -> Iterator[Sample]:
-            end = None if most is None else HELD_OUT * most
-            numbered = enumerate(islice(iter(self), end) if is_held_out else self, 1)
-            return (s for i, s in numbered if (i % HELD_OUT == 0 and (end is None or i <= end)) == is_held_out)
+        def kept() -> Iterator[Sample]:
+            return (sample for i, sample in enumerate(self, 1) if i % HELD_OUT or i > end)
 
-        return replace(self, produce=lambda: part(False)), replace(self, produce=lambda: part(True))
+        def held_out() -> Iterator[Sample]:
+            return islice(self, HELD_OUT - 1, end, HELD_OUT)
+
+        return replace(self, produce=kept), replace(self, produce=held_out)
 
     def spread(self, count: int) -> list[Sample]:
         """At most `count` samples at even distances, in two passes."""
-        total = sum(1 for _ in self)
-        if total <= count:
-            return self.first(count)
-        wanted = spread_rows(lambda: total, count)
-        return [sample for number, sample in enumerate(self) if number in wanted]
+        numbers = spread_rows(sum(1 for _ in self), count)
+        return [sample for number, sample in enumerate(self) if number in numbers] or self.first(count)
 
     def first(self, count: int) -> list[Sample]:
         """The first `count` samples, or all if there are fewer."""
@@ -127,8 +121,8 @@ def open_samples(
     if source is None:
         count = limit or 8
         return Samples("random inputs", f"random-{seed}-{count}", True, random_samples(model, specs, seed, count))
+    digest = digest_of(source, execution, folders)
     if files := _files_of(source):
-        digest = _digest(files, execution)
 
         def of_files(paths: Iterable[Path], most: int | None = None) -> Iterator[Sample]:
             stacks = (_split(read_arrays(path, specs), specs, fixed, str(path)) for path in paths)
@@ -137,21 +131,32 @@ def open_samples(
         total = cache(lambda: sum(1 for _ in of_files(files)))
 
         def produce(others: int | None = None) -> Iterator[Sample]:
-            if limit is not None and len(files) > 1 and len(files) >= limit:  # then not all of them are read
-                chosen = spread_rows(lambda: len(files), limit, others)
+            if limit is None:
+                return of_files(files)
+            if 1 < len(files) >= limit:  # then not all of them are read
+                chosen = spread_rows(len(files), limit, others)
                 return of_files((path for number, path in enumerate(files) if number in chosen), 1)
-            numbers = spread_rows(total, limit, others)
+            numbers = spread_rows(total(), limit, others)
             return (sample for number, sample in enumerate(of_files(files)) if number in numbers)
 
     elif files := raw_files(Path(source)):
-        digest = _digest([*files, *settings_files(Path(source), folders)], execution)
         raw = raw_samples(Path(source), files, specs, folders, limit)
 
         def produce(others: int | None = None) -> Iterator[Sample]:
             return (_sample(item, specs, fixed, source) for item in raw(others))
 
     elif ":" in source and os.sep + ":" not in source:
-        given, digest = _from_callable(source, specs, fixed, execution)
+        function, digest = import_callable(source, "calibration data", execution)
+
+        def given() -> Iterator[Sample]:
+            items = None
+            while True:
+                with user_errors(f"{source} failed", BadData), redirect_stdout(sys.stderr):  # not around the yield
+                    items = iter(function()) if items is None else items
+                    sample = next((_sample(item, specs, fixed, source) for item in items), None)
+                if sample is None:
+                    return
+                yield sample
 
         def first() -> Iterator[Sample]:
             return checked_count(given(), source) if limit is None else islice(given(), limit)
@@ -167,7 +172,7 @@ def open_samples(
     def read(others: int | None = None) -> Iterator[Sample]:
         return read_in_thread(lambda: produce(others), source, execution)
 
-    return Samples(source, digest, False, read, None if limit is None else read)
+    return Samples(source, digest or "", False, read, None if limit is None else read)
 
 
 def _files_of(source: str) -> list[Path]:
@@ -180,15 +185,25 @@ def _files_of(source: str) -> list[Path]:
     return sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz") and not f.name.startswith("."))
 
 
-def digest_of(source: str, execution: Execution, folders: Sequence[Path] = ()) -> str | None:
+def digest_of(source: str, execution: Execution, folders: Sequence[Path]) -> str | None:
     """The digest of samples in files; None for a callable, which would have to be imported."""
     files = _files_of(source)
     if not files and (raw := raw_files(Path(source))):
         files = [*raw, *settings_files(Path(source), folders)]
-    return _digest(files, execution) if files else None
+    if not files:
+        return None
+
+    def digests() -> Iterator[bytes]:
+        for path in files:
+            if not path.is_file():
+                raise BadData(f"calibration data {path} not found")
+            with path.open("rb") as f:
+                yield hashlib.file_digest(f, "sha256").digest()
+
+    return hashlib.sha256(b"".join(read_in_thread(digests, source, execution))).hexdigest()[:16]
 
 
-def read_sample(path: Path, model: Model, fixed: Collection[str] = (), execution: Execution = EXECUTION) -> Sample:
+def read_sample(path: Path, model: Model, fixed: Collection[str], execution: Execution) -> Sample:
     """The arrays of a file as one sample."""
     specs = input_specs(model)
     (arrays,) = read_in_thread(lambda: iter([read_arrays(path, specs)]), str(path), execution)
@@ -213,27 +228,14 @@ def files_named(source: str | None) -> list[Path]:
     return [folder / name for folder in folders for name in (parts.with_suffix(".py"), parts / "__init__.py")]
 
 
-def _digest(files: Sequence[Path], execution: Execution) -> str:
-    def digests() -> Iterator[bytes]:
-        for path in files:
-            if not path.is_file():
-                raise BadData(f"calibration data {path} not found")
-            with path.open("rb") as f:
-                yield hashlib.file_digest(f, "sha256").digest()
-
-    return hashlib.sha256(b"".join(read_in_thread(digests, str(files[0]), execution))).hexdigest()[:16]
-
-
 def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Array]:
     """All arrays of a file by input name; a .npy is for the only input."""
     try:
         if not path.is_file():
             raise FileNotFoundError  # also for a pipe, which might never end
         with path.open("rb") as file:
-            if not (head := file.read(6)).startswith((b"PK", b"\x93NUMPY")):
+            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):
                 raise BadData(f"{path} is no .npz or .npy file: write it with numpy.savez or numpy.save")
-        if head.startswith(b"PK"):
-            _check_unpacked(path)
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             if len(specs) != 1:
@@ -248,15 +250,6 @@ def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Arra
             what = f"{path} holds objects, which are never unpickled, since that may run code"
             raise BadData(f"{what}: save numbers with their type") from error
         raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
-
-
-def _check_unpacked(path: Path) -> None:
-    packed = path.stat().st_size
-    with ZipFile(path) as archive:
-        unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > max(UNPACKED_BYTES, UNPACKED_TIMES * packed):
-        sizes = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
-        raise BadData(f"{path} holds {sizes}, which is unusual for real data: if that is intended, use numpy.savez")
 
 
 def _split(
@@ -284,28 +277,6 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
     if array.ndim and array.shape[0] % batch == 0 and spec.fits((batch, *array.shape[1:])):
         return array.reshape(array.shape[0] // batch, batch, *array.shape[1:])
     raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
-
-
-def _from_callable(
-    source: str, specs: tuple[InputSpec, ...], fixed: Collection[str], execution: Execution
-) -> tuple[Callable[[], Iterator[Sample]], str]:
-    function = import_callable(source, "calibration data", execution)
-    try:
-        code = inspect.getsource(function)
-    except UNREADABLE:
-        code = ""
-
-    def produce() -> Iterator[Sample]:
-        items = None
-        while True:
-            with user_errors(f"{source} failed", BadData), redirect_stdout(sys.stderr):  # not around the yield
-                items = iter(function()) if items is None else items
-                sample = next((_sample(item, specs, fixed, source) for item in items), None)
-            if sample is None:
-                return
-            yield sample
-
-    return produce, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16]
 
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:

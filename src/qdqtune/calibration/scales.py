@@ -215,7 +215,10 @@ def _full(magnitude: Any) -> Array:
 
 
 def _positive(scale: Any, dtype: Any) -> Array:
-    """The scale as float32, rounded to `dtype` and no less than its smallest normal number; 1 instead of 0."""
+    return np.asarray(representable(np.asarray(scale), dtype).astype(np.float32))
+
+
+def representable(scale: Array, dtype: Any) -> Array:
+    """Scales rounded to `dtype`, no less than its smallest normal number; 1 instead of 0."""
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
-    rounded = np.maximum(np.asarray(scale), smallest).astype(dtype).astype(np.float32)
-    return np.where(np.asarray(scale) == 0, np.float32(1), rounded).astype(np.float32)
+    return np.where(scale == 0, 1.0, np.maximum(scale, smallest)).astype(dtype)

@@ -6,6 +6,8 @@ in a thread, so that the caller can give up and Ctrl-C works.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import sys
 import threading
@@ -29,8 +31,9 @@ from qdqtune.system.interpreter import USER_CODE
 T = TypeVar("T")
 
 
-def import_callable(source: str, what: str, execution: Execution) -> Callable[..., Any]:
-    """The callable that `module:callable` or `path/to/file.py:callable` names; `what` says in errors what it is for.
+def import_callable(source: str, what: str, execution: Execution) -> tuple[Callable[..., Any], str]:
+    """The callable that `module:callable` or `path/to/file.py:callable` names, and 16 hex digits of a hash of its name
+    and the text of its module; `what` says in errors what it is for.
 
     Modules are searched in the current folder first.
 
@@ -52,8 +55,11 @@ def import_callable(source: str, what: str, execution: Execution) -> Callable[..
         function = getattr(call_in_thread(load, f"the import of {source}", execution), attribute)
     if not callable(function):
         raise BadOption(f"'{source}' is not callable")
-    named: Callable[..., Any] = function
-    return named
+    try:
+        code = inspect.getsource(sys.modules.get(function.__module__, function))
+    except (OSError, TypeError, AttributeError):
+        code = ""
+    return function, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16]
 
 
 @contextmanager

@@ -6,14 +6,13 @@ import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from qdqtune.calibration.samples import Samples, read_arrays, read_sample
-from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadData, BadOption, reading
@@ -101,9 +100,7 @@ WorkloadsOption = Option[WorkloadsLike | None, tuple[WorkloadFile | WorkloadArra
 Sizes = Mapping[str, tuple[int | None, ...]]
 
 
-def open_workloads(
-    files: Sequence[WorkloadFile], model: Model, fixed: Collection[str] = (), execution: Execution = EXECUTION
-) -> Mix:
+def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collection[str], execution: Execution) -> Mix:
     """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored."""
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -114,20 +111,21 @@ def open_workloads(
         raise BadOption(
             f"`workloads`: two files are called {twice!r}: results are listed by name, so rename one of them"
         )
-    read = partial(read_sample, model=model, fixed=fixed, execution=execution)
-    given = [Workload(read(file.path), file.weight, file.name) for file in files]
-    for file, workload in zip(files, given, strict=True):
-        _check_symbols(file.path, workload, model)
-    return as_workloads(tuple(given))
+    workloads = []
+    for file in files:
+        inputs = read_sample(file.path, model, fixed, execution)
+        _check_symbols(file.path, inputs, model)
+        workloads.append(Workload(inputs, file.weight, file.name))
+    return as_workloads(tuple(workloads))
 
 
-def _check_symbols(file: Path, workload: Workload, model: Model) -> None:
+def _check_symbols(file: Path, sample: Sample, model: Model) -> None:
     """Refuse a workload in whose inputs a named dimension has two sizes."""
-    known: dict[str, tuple[str, int]] = {}
+    seen: dict[str, tuple[str, int]] = {}
     for value in model.proto.graph.input:
-        sizes = workload.inputs[value.name].shape if value.name in workload.inputs else ()
+        sizes = sample[value.name].shape if value.name in sample else ()
         for dim, size in zip(value.type.tensor_type.shape.dim, sizes, strict=False):
-            first, expected = known.setdefault(dim.dim_param, (value.name, size))
+            first, expected = seen.setdefault(dim.dim_param, (value.name, size))
             if dim.dim_param and expected != size:
                 raise BadOption(
                     f"{file}: {dim.dim_param!r} is {expected} in array '{first}' and {size} in '{value.name}', and the "
@@ -166,15 +164,14 @@ def description(mix: Mix) -> str:
     return ", ".join(f"{w.name} {w.share:.4g} ({workload_digest(w)})" for w in mix)
 
 
-def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> dict[str, Span]:
+def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str]) -> dict[str, Span]:
     """The smallest, the most frequent and the largest sizes of each input, except those `fixed`."""
     shapes = {file: {name: a.shape for name, a in read_arrays(file.path).items()} for file in files}
-    found = {}
+    spans = {}
     for name, usual in shapes[max(files, key=lambda file: file.weight)].items():
-        sizes = [known[name] for known in shapes.values() if name in known]
-        if name not in fixed and all(
-            len(size) == len(usual) for size in sizes
-        ):  # other ranks are refused when the model is known
-            low, high = (tuple(end(sizes_of) for sizes_of in zip(*sizes, strict=True)) for end in (min, max))
-            found[name] = Span(low, usual, high)
-    return found
+        sizes = [named[name] for named in shapes.values() if name in named]
+        if name in fixed or any(len(size) != len(usual) for size in sizes):
+            continue  # other ranks are refused when the model is known
+        by_axis = list(zip(*sizes, strict=True))
+        spans[name] = Span(tuple(map(min, by_axis)), usual, tuple(map(max, by_axis)))
+    return spans

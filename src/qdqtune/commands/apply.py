@@ -25,7 +25,7 @@ from qdqtune.numerics.accuracy import closeness_of, concern
 from qdqtune.numerics.fitting import with_wide
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metrics import ScoreOption
-from qdqtune.numerics.scores import NO_SCORES, Scores, check_named
+from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
 from qdqtune.placement.files import every_edge, existing, read_placement_file
@@ -123,7 +123,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         raise BadModel(f"{path} already has Q/DQ pairs: apply a placement to the float model")
     execution, is_run = execution_of(options), bool(options.calibration_data)
     ready = options.prepared(graph, recorded.fix_inputs, usual, execution, is_run=is_run).sized_for(engine)
-    check_named(options.scores, ready.shaped)
+    asked_outputs(options.scores, ready.shaped.outputs)  # refuses other names before the work begins
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))

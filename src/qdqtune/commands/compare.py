@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
+from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
 from qdqtune.commands.gate import RUNS, Gated, GateOptions, passes
@@ -27,8 +28,7 @@ from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, closeness_cell, concern, is_finite, slice_cell
 from qdqtune.numerics.metrics import ScoreOption
-from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
-from qdqtune.numerics.simulation import Outputs
+from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs, equal_share, scores_of
 from qdqtune.options import Int, MaybeText, Option, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
@@ -177,7 +177,7 @@ def compare(
             data = replace(data, input_shapes=shapes)
         fixed_in = [fixed_inputs(file, options.fix_inputs) for file in files]
         models = comparable(files, [{name: options.fix_inputs[name] for name in one} for one in fixed_in])
-        check_named(options.scores, models[0])
+        asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
         prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
         if options.needs_samples and not prepared.has_real_samples:
             raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")

@@ -14,6 +14,7 @@ from typing import Any
 from onnx import TensorProto
 
 from qdqtune.calibration.inputs import fixed_inputs
+from qdqtune.calibration.observe import Outputs, onnxruntime_session
 from qdqtune.calibration.options import DataOptions, FixOption, samples_option
 from qdqtune.calibration.prepare import prepare
 from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, SamplesLike, execution_of
@@ -41,7 +42,7 @@ from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.numerics.simulation import Outputs, check_stripped, onnxruntime_session
+from qdqtune.numerics.simulation import check_stripped
 from qdqtune.options import MaybeNumber, Option, anything, in_range, option
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs

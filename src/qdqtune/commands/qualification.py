@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, parser
 
+from qdqtune.calibration.observe import Session, onnxruntime_session
 from qdqtune.commands.doctor import DoctorOptions, find_gpus, this_processor
 from qdqtune.commands.inputs import execution_of, sample_source
 from qdqtune.commands.quantize import QuantizeOptions, quantize
@@ -35,7 +36,7 @@ from qdqtune.explanation.unfused import is_low
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
-from qdqtune.numerics.simulation import Session, onnxruntime_session, with_integer_softmax
+from qdqtune.numerics.simulation import with_integer_softmax
 from qdqtune.system.writing import temporary_folder
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.contexts import views_of

@@ -59,7 +59,7 @@ from qdqtune.numerics.metrics import (
     open_labelled,
     option_of,
 )
-from qdqtune.numerics.scores import NO_SCORES, Scores, check_named, equal_share, scores_of
+from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs, equal_share, scores_of
 from qdqtune.options import (
     SWITCH,
     TEXT,
@@ -320,7 +320,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     ready = options.prepared(graph, options.fix_inputs, usual, execution, is_run=options.is_run)
     ready = ready.sized_for(options.engine)
     shaped, prepared = ready.shaped, ready.prepared
-    check_named(options.scores, shaped)
+    asked_outputs(options.scores, shaped.outputs)  # refuses other names before the work begins
     if options.is_labelled:
         data = None if options.calibration_data is None else str(options.calibration_data)
         how: Any = {"limit": options.calibration_samples, "fixed": options.fix_inputs, "folders": (path.parent,)}
@@ -342,7 +342,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     if not placed.placement:
         chosen = " among the nodes that you chose" if options.chooses_nodes else ""
         what = f"the rules of {options.engine} find nothing to quantize in {path}{chosen}"
-        hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
+        hidden = hidden_work(ready.graph)
         raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
     quantized = Inserter(ready.graph, ranges, numbers).insert(placed.placement)
     done = Quantized(options.target, placed, None, 0, False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.calibration.observe import ModelRun, observe, running
+from qdqtune.calibration.observe import ModelRun, Outputs, observe, running
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import EngineFailure, rewording
 from qdqtune.graph.loading import with_opset
@@ -18,8 +18,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import REARRANGES
 from qdqtune.numerics.accuracy import ANOTHER_SIZE, accuracy, is_finite
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.numerics.sensitivity import Block, Limits, halved
-from qdqtune.numerics.simulation import Outputs
+from qdqtune.numerics.sensitivity import Block, halved
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
 from qdqtune.types import Array, Sample, noise_of, sqnr_of
 
@@ -177,14 +176,15 @@ class SwitchedPairs:
     def ranking(self) -> dict[str, float]:
         """The noise that each tensor makes alone, the largest first."""
 
-        def of_blocks(blocks: Sequence[Block]) -> list[float]:
-            return [self.noise(self.tensors[start:stop]) for start, stop in blocks]
+        def of_block(block: Block) -> float:
+            start, stop = block
+            return self.noise(self.tensors[start:stop])
 
         count = len(self.tensors)
         if count <= MOST_INFERENCES:
-            alone = of_blocks([(i, i + 1) for i in range(count)])
+            alone = [of_block((i, i + 1)) for i in range(count)]
         else:
-            alone = halved(count, of_blocks, Limits(MOST_INFERENCES))
+            alone = halved(count, of_block, MOST_INFERENCES)
         order = sorted(range(count), key=lambda i: -alone[i])
         return {self.tensors[i]: alone[i] for i in order}
 

@@ -73,20 +73,21 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     counts, with the least and largest SQNR of a single sample, and the worst slice of all. Where shapes depend on
     values, as those of boxes do, and differ, missing values count as zeros.
     """
-    scores, given = scores or scores_of(reference), outputs
+    scores = scores or scores_of(reference)
     if 0 < (count := len(outputs)) < len(reference):
-        known = accuracy(reference[:count], outputs, scores.first(count))
-        return replace(known, at_most_db=sqnr_db(reference, [*outputs, *reference[count:]]))
-    reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
+        first = accuracy(reference[:count], outputs, scores.first(count))
+        return replace(first, at_most_db=sqnr_db(reference, [*outputs, *reference[count:]]))
+    pairs = _paired(reference, outputs)
     agreements = []
-    for name in (name for name, first in reference[0].items() if first.dtype.kind != "f"):
-        pairs = _pairs(reference, outputs, name)
-        equal, total = sum(int((a == b).sum()) for a, b in pairs), sum(a.size for a, _ in pairs)
-        agreements.append(equal / total if total else 1.0)
-    worst = _worst(reference, outputs)
+    for arrays in pairs.values():
+        if arrays[0][0].dtype.kind != "f":
+            total = sum(a.size for a, _ in arrays)
+            agreements.append(sum(int((a == b).sum()) for a, b in arrays) / total if total else 1.0)
+    worst = _worst(pairs)
     single = [] if worst is None else worst.single
-    top1, choices, independent = _choices(given, scores)
-    part = _worst_slice(reference, outputs)
+    top1, choices, independent = _choices(outputs, scores)
+    slices = (worst_slice(name, arrays) for name, arrays in pairs.items() if arrays[0][0].dtype.kind == "f")
+    part = min(filter(None, slices), key=_gravest_first, default=None)
     return Accuracy(
         None if worst is None else worst.db,
         min(single, default=None),
@@ -104,47 +105,39 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
 
 def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
     """The `count` samples, in their order, with the largest errors in the worst output."""
-    worst = _worst(_aligned(reference, outputs), _aligned(outputs, reference))
+    worst = _worst(_paired(reference, outputs))
     noise = np.zeros(len(reference)) if worst is None else worst.noise
     return sorted(np.argsort(-noise, kind="stable")[:count].tolist())
 
 
-def _worst(reference: Outputs, outputs: Outputs) -> _Power | None:
+Pairs = Sequence[tuple[Array, Array]]
+"""One output, as the float model and as another model gives it for each sample."""
+
+
+def _paired(reference: Outputs, outputs: Outputs) -> Mapping[str, Pairs]:
+    """Each output, its arrays padded with zeros to common shapes; flat where ranks differ."""
+    pairs: dict[str, list[tuple[Array, Array]]] = {name: [] for name in reference[0]}
+    for expected, actual in zip(reference, outputs, strict=True):
+        for name, exact in expected.items():
+            other = actual[name]
+            if exact.ndim != other.ndim:
+                exact, other = exact.reshape(-1), other.reshape(-1)
+            if exact.shape != other.shape:
+                shape = np.maximum(exact.shape, other.shape)
+                exact, other = (np.pad(a, [(0, n) for n in shape - a.shape]) for a in (exact, other))
+            pairs[name].append((exact, other))
+    return pairs
+
+
+def _worst(pairs: Mapping[str, Pairs]) -> _Power | None:
     """The float output with the least SQNR, if any differs."""
-    powers = (_Power.of(_pairs(reference, outputs, name)) for name in _floats(reference))
+    powers = (_Power.of(arrays) for arrays in pairs.values() if arrays[0][0].dtype.kind == "f")
     return min((power for power in powers if power.noise.sum() > 0), key=lambda power: power.db, default=None)
-
-
-def _worst_slice(reference: Outputs, outputs: Outputs) -> Slice | None:
-    """The slice of all float outputs with the least SQNR, a lost one first."""
-    slices = (worst_slice(name, _pairs(reference, outputs, name)) for name in _floats(reference))
-    return min(filter(None, slices), key=_gravest_first, default=None)
-
-
-def _floats(outputs: Outputs) -> list[str]:
-    return [name for name, first in outputs[0].items() if first.dtype.kind == "f"]
-
-
-def _pairs(reference: Outputs, outputs: Outputs, name: str) -> list[tuple[Array, Array]]:
-    """One output, as the float model and as another model gives it for each sample."""
-    return [(expected[name], actual[name]) for expected, actual in zip(reference, outputs, strict=True)]
-
-
-def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:
-    """`outputs`, each array padded with zeros to the shape of its counterpart; both flat where ranks differ."""
-
-    def filled(array: Array, other: Array) -> Array:
-        mine, theirs = (array, other) if array.ndim == other.ndim else (array.reshape(-1), other.reshape(-1))
-        missing = [(0, max(0, there - here)) for here, there in zip(mine.shape, theirs.shape, strict=True)]
-        return np.pad(mine, missing) if any(more for _, more in missing) else mine
-
-    pairs = zip(outputs, others, strict=True)
-    return [{name: filled(array, other[name]) for name, array in sample.items()} for sample, other in pairs]
 
 
 def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
     """The SQNR in dB of the worst output (see `accuracy`); None if no float output differs."""
-    worst = _worst(_aligned(reference, outputs), _aligned(outputs, reference))
+    worst = _worst(_paired(reference, outputs))
     return None if worst is None else worst.db
 
 
@@ -156,7 +149,7 @@ class _Power:
     noise: Array
 
     @staticmethod
-    def of(pairs: Sequence[tuple[Array, Array]]) -> _Power:
+    def of(pairs: Pairs) -> _Power:
         rows = []
         for expected, actual in pairs:
             exact = expected.astype(np.float64)
@@ -280,7 +273,7 @@ class Slice:
     is_lost: bool
 
 
-def worst_slice(name: str, pairs: Sequence[tuple[Array, Array]]) -> Slice | None:
+def worst_slice(name: str, pairs: Pairs) -> Slice | None:
     """The slice of an output with the least SQNR, from its values in the float model and in another, sample by sample;
     a lost one before all others. None where no slice tells anything, or the output has no parts.
 
@@ -299,15 +292,15 @@ def worst_slice(name: str, pairs: Sequence[tuple[Array, Array]]) -> Slice | None
         for axis, along in zip(axes, sums, strict=True):
             shape = prod(exact.shape[:axis]), exact.shape[axis], prod(exact.shape[axis + 1 :])
             along.add(wide.reshape(shape), error.reshape(shape), exact.reshape(shape), actual.reshape(shape))
-    found = list[Slice]()
+    slices = list[Slice]()
     for axis, along in zip(axes, sums, strict=True):
         if (span := along.worst()) is None:
             continue
         start, stop, db, is_lost = span
         index = [":"] * first.ndim
         index[axis] = str(start) if stop == start + 1 else f"{start}:{stop}"
-        found.append(Slice(f"{name}[{', '.join(index)}]", db, is_lost))
-    return min(found, key=_gravest_first, default=None)
+        slices.append(Slice(f"{name}[{', '.join(index)}]", db, is_lost))
+    return min(slices, key=_gravest_first, default=None)
 
 
 def _gravest_first(part: Slice) -> tuple[bool, float]:

@@ -13,28 +13,28 @@ do the scores of classes that are out of the question. Both together are a stabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.observe import MOST_OPTIMIZED
+from qdqtune.calibration.observe import MOST_OPTIMIZED, ModelRun, Session, onnxruntime_session
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
-from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import reused_workers
 from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import COPIES, is_float, work
-from qdqtune.numerics.simulation import InferenceCount, Loaded, Session, onnxruntime_session
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import BiasedLayer, biased_layers
 from qdqtune.types import Array, Deaf, Edge, Listener, NumericFormat, Placement, Sample
@@ -99,28 +99,32 @@ def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Rang
 
 
 def _with_biases(
-    prepared: Prepared,
-    numbers: NumericFormat,
-    ranges: Ranges,
-    placement: Placement,
-    listener: Listener,
-    most: int,
+    prepared: Prepared, numbers: NumericFormat, ranges: Ranges, placement: Placement, listener: Listener, most: int
 ) -> Ranges:
     """`ranges` with corrected biases, if the outputs gain by them; judged on each sample with the biases that the
     others give."""
     model = prepared.shaped
     samples = prepared.calibration.spread(_affordable_samples(model, most))
-    ran = InferenceCount(listener, BIAS_RUNS * len(samples)).add
     try:
-        with biased_placement(model, placement, numbers, ranges, samples, ran, prepared.execution) as biased:
-            if not biased.is_correctable:
+        with bias_session(model, placement, prepared.execution) as session:
+            biased = BiasedPlacement(session, model, placement, numbers, ranges, samples, listener)
+            if not biased.layers or not biased.shown:
                 return ranges
             offsets = biased.offsets()
-            if biased.noise(offsets).db() <= biased.noise().db():
+            if biased.db(offsets) <= biased.db():
                 return ranges
             return replace(ranges, shifts=biased.shifts(offsets))
-    except NotRunnableError:
+    except EngineRefused as refused:
+        if refused.is_transient:  # biases must not depend on a crash, a timeout or a lack of memory
+            text = f"biases cannot be corrected: {refused}. Try again, or switch `bias_correction` off"
+            raise EngineFailure(text) from refused
         return ranges
+
+
+def bias_session(model: Model, placement: Placement, execution: Execution) -> AbstractContextManager[Session]:
+    memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
+    is_fused = len(model.nodes) + 2 * len(placement) <= MOST_OPTIMIZED
+    return onnxruntime_session(execution, memory=memory, fuse=is_fused, fuse_pairs=False)
 
 
 def inferences(model: Model, how: Calibration, samples: int) -> int:
@@ -149,8 +153,6 @@ def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> R
     return replace(ranges, activations={**ranges.activations, **known})
 
 
-T = TypeVar("T")
-
 SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
 """Operators that turn scores into probabilities or decisions."""
 
@@ -167,88 +169,65 @@ Mode = Literal["means", "centred", "shifted"]
 """
 
 
-@dataclass(frozen=True, eq=False)
-class OutputNoise:
-    """Signal and noise power, [samples, compared values]; noise is infinite where values are not finite. The values of
-    each output are neighbours: `parts` says how many there are of each."""
-
-    signal: Array
-    noise: Array
-    parts: tuple[int, ...]
-
-    def db(self) -> float:
-        """SQNR in dB over all samples: for each output the mean over its values, then the least of all outputs;
-        infinite where nothing is lost."""
-        signal, noise = (a.sum(axis=0) for a in (self.signal, self.noise))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
-        return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self.parts)[:-1]))
-
-
-class NotRunnableError(Exception):
-    """ONNX Runtime does not run the model with pairs."""
-
-
 class BiasedPlacement:
     """A placement of one model with ranges, run on some samples with any biases.
 
     Offsets of biases are arrays [samples, channels]: a row for each sample, and in it the channels of all `layers` that
-    can have a bias, one after the other. `ran` is told the number of inferences after each run on all samples.
+    can have a bias, one after the other. `shown` are the values by which outputs are judged. The `listener` is told the
+    number of inferences after each run on all samples.
 
     Raises:
-        NotRunnableError: from all methods that run the model.
+        EngineRefused: from all methods that run the model.
     """
 
     def __init__(
         self, session: Session, model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges,
-        samples: Sequence[Sample], ran: Callable[[int], None],
+        samples: Sequence[Sample], listener: Listener,
     ) -> None:  # fmt: skip
         self.layers = biased_layers(model, placement)
-        self._session, self._ran, self._samples = session, ran, samples
+        self._session, self._samples, self._listener, self._inferences = session, samples, listener, 0
         self._model, self._quantized = model, Inserter(model, ranges, numbers).insert(placement)
         groups = compared_values(model)
-        self._shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
-        self._shifted: Loaded | None = None
-        with _runnable():
-            self._exact = session.outputs(self._written("means"), "means", samples)
-        ran(len(samples))
+        self.shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
+        self._exact = session.outputs(self._written("means"), "means", samples)
+        self._ran()
         self._means = [[outputs.pop(f"{MOVE}{i}") for i in range(len(self.layers))] for outputs in self._exact]
-        self._signals = [{name: _power(values) for name, values in outputs.items()} for outputs in self._exact]
 
-    @property
-    def is_correctable(self) -> bool:
-        """Whether there are layers with a bias, and float outputs to judge them by."""
-        return bool(self.layers and self._shown)
-
-    def noise(self, offsets: Array | None = None) -> OutputNoise:
-        """The noise of the outputs. With `offsets`, the biases for each sample are corrected by the offsets of all
-        others."""
+    def db(self, offsets: Array | None = None) -> float:
+        """SQNR in dB over all samples: for each output the mean over its compared values, then the least of all
+        outputs; infinite where nothing is lost. With `offsets`, the biases for each sample are corrected by the offsets
+        of all others."""
         if offsets is None:
             offsets = np.zeros((len(self._samples), sum(layer.channels for layer in self.layers)))
-        shifts = [self._by_layer(shift) for shift in shifts_by_others(offsets)]
-        with _runnable():
-            if self._shifted is None:
-                self._shifted = self._session.load(self._written("shifted"), "shifted")
-            found = self._shifted(self._fed(shifts))
-        self._ran(len(found))
-        rows = []
-        for exact, signals, actual in zip(self._exact, self._signals, found, strict=True):
-            with np.errstate(all="ignore"):
-                rows.append([(signals[name], _power(exact[name], actual[name])) for name in exact])
-        signal, noise = np.moveaxis(np.array(rows), 2, 0)
-        return OutputNoise(signal, np.where(np.isfinite(noise), noise, np.inf), self._parts)
+        actual = self._shifted(self._fed([self._by_layer(shift) for shift in shifts_by_others(offsets)]))
+        self._ran()
+        signal, noise = np.zeros((2, len(self.shown)))
+        with np.errstate(all="ignore"):
+            for expected, outputs in zip(self._exact, actual, strict=True):
+                signal += [_power(values) for values in expected.values()]
+                noise += [_power(values, outputs[name]) for name, values in expected.items()]
+            noise = np.where(np.isfinite(noise), noise, np.inf)
+            single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
+        return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self._parts)[:-1]))
 
     def offsets(self) -> Array:
         """By how much the means of channels are off, [samples, channels]."""
-        with _runnable():
-            found = self._session.outputs(self._written("centred"), "centred", self._fed(self._means))
-        self._ran(len(found))
+        found = self._session.outputs(self._written("centred"), "centred", self._fed(self._means))
+        self._ran()
         return np.stack([np.concatenate([out[f"{MOVE}{i}"] for i in range(len(self.layers))]) for out in found])
 
     def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
         """The corrections that the offsets of all samples give, as `Ranges` hold them."""
         parts = zip(self.layers, self._by_layer(shrunk_mean(offsets.astype(np.float64))), strict=True)
         return {layer.node: tuple(part.tolist()) for layer, part in parts if np.isfinite(part).all()}
+
+    @cached_property
+    def _shifted(self) -> ModelRun:
+        return self._session.load(self._written("shifted"), "shifted")
+
+    def _ran(self) -> None:
+        self._inferences += len(self._samples)
+        self._listener.progress(self._inferences, BIAS_RUNS * len(self._samples))
 
     def _by_layer(self, channels: Array) -> list[Array]:
         ends = np.cumsum([layer.channels for layer in self.layers])
@@ -264,32 +243,10 @@ class BiasedPlacement:
         model = self._model if mode == "means" else self._quantized
         shown = [
             model.nodes[model.index_of[edge.node]].inputs[edge.index] if edge.node else edge.tensor
-            for edge in (self._shown if mode != "centred" else ())
+            for edge in (self.shown if mode != "centred" else ())
         ]
         dtypes = [self._model.tensors[layer.result].dtype for layer in self.layers]
         return _with_moves(model, self.layers, dtypes, mode, shown)
-
-
-@contextmanager
-def biased_placement(
-    model: Model,
-    placement: Placement,
-    numbers: NumericFormat,
-    ranges: Ranges,
-    samples: Sequence[Sample],
-    ran: Callable[[int], None] = lambda _: None,
-    execution: Execution = EXECUTION,
-) -> Iterator[BiasedPlacement]:
-    """A `BiasedPlacement` on ONNX Runtime.
-
-    Raises:
-        NotRunnableError: ONNX Runtime does not run the float model.
-    """
-    written = len(model.nodes) + 2 * len(placement)
-    memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
-    is_fused = written <= MOST_OPTIMIZED
-    with onnxruntime_session(execution, memory=memory, fuse=is_fused, fuse_pairs=False) as session:
-        yield BiasedPlacement(session, model, placement, numbers, ranges, samples, ran)
 
 
 def _with_moves(
@@ -355,19 +312,6 @@ def _with_moves(
         graph.output.add(name=name)  # ONNX Runtime infers the rest
     written.proto.ir_version = max(written.proto.ir_version, 7)
     return Model(written.proto, written.large)
-
-
-@contextmanager
-def _runnable() -> Iterator[None]:
-    """Turn refusals of ONNX Runtime into NotRunnableError, but a crash, a timeout or a lack of memory into
-    EngineFailure: biases must not depend on that."""
-    try:
-        yield
-    except EngineRefused as refused:
-        if not refused.is_transient:
-            raise NotRunnableError(str(refused)) from refused
-        text = f"biases cannot be corrected: {refused}. Try again, or switch `bias_correction` off"
-        raise EngineFailure(text) from refused
 
 
 def _power(values: Array, others: Array | None = None) -> float:

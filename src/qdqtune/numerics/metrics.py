@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import inspect
-import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -70,14 +68,8 @@ def load_evaluation(source: str, execution: Execution) -> Evaluation:
         BadOption: it cannot be imported, or is not callable.
         TooSlow: the import takes too long.
     """
-    function = import_callable(source, "`evaluate`", execution)
-    try:
-        code = inspect.getsource(sys.modules.get(function.__module__, function))
-    except (OSError, TypeError, AttributeError):
-        code = ""
-    return Evaluation(
-        source, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16], function, execution
-    )
+    function, digest = import_callable(source, "`evaluate`", execution)
+    return Evaluation(source, digest, function, execution)
 
 
 def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
@@ -89,11 +81,9 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
         TooSlow: it takes too long.
     """
     refusals: list[EngineRefused] = []
-    tasks, is_over, process = SimpleQueue[Any](), threading.Event(), os.getpid()
+    tasks, is_over = SimpleQueue[Any](), threading.Event()
 
     def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        if os.getpid() != process:
-            raise EngineFailure("predict works in the process of the metric only: use threads, or none")
         answers, sample = SimpleQueue[Any](), {name: np.asarray(array) for name, array in inputs.items()}
 
         def run() -> None:
@@ -156,33 +146,25 @@ def read_labels(path: Path) -> tuple[Array, ...]:
     """The labels in a file, one array a label: a number has shape (), a vector its own.
 
     A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .json holds a
-    list, or labels by name in the order of the samples; a .csv has them in the column `label`, or else in the last
-    one; a .txt has one a line, or several numbers a line where a label is a vector."""
+    list, or an object with one under `labels`. A .csv or .txt has a number a line: in the column `label`, or else in
+    the last one."""
     if not path.is_file():
         raise BadData(f"labels {path} not found")
     ending = path.suffix.lower()
     if ending in (".npz", ".npy"):
         found = _of_arrays(path)
-    else:
+    elif ending in (".json", ".csv", ".txt"):
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise BadData(f"cannot read labels {path}: {one_line(error)}") from error
-        if ending == ".json":
-            found = _of_json(text, path)
-        elif ending == ".csv":
-            found = _of_csv(text, path)
-        elif ending == ".txt":
-            lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
-            found = [line[0] if len(line) == 1 else line for line in lines]
-            if any(isinstance(label, list) for label in found):  # a vector of one number is a vector
-                found = [label if isinstance(label, list) else [label] for label in found]
-        else:
-            raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
+        found = _of_json(text, path) if ending == ".json" else _of_lines(text, path)
+    else:
+        raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
     labels = tuple(_label(label, path) for label in found)
     if not labels:
         raise BadData(f"{path} holds no label")
-    if labels[0].shape == (1,) and all(label.shape == (1,) for label in labels):
+    if all(label.shape == (1,) for label in labels):
         labels = tuple(label.reshape(()) for label in labels)
     if len({label.ndim for label in labels}) > 1:
         raise BadData(f"{path}: some labels are numbers and others lists: give one form for all")
@@ -226,39 +208,21 @@ def _of_json(text: str, path: Path) -> Sequence[Any]:
         found = parsed_json(text)
     except ValueError as error:
         raise BadData(f"cannot read labels {path} as JSON: {one_line(error)}") from error
-    if isinstance(found, Mapping):
-        lists = [value for value in found.values() if isinstance(value, list)]
-        named = next((found[name] for name in COLUMNS if isinstance(found.get(name), list)), None)
-        if named is not None:
-            found = named
-        elif len(found) == len(lists) == 1:
-            found = lists[0]
-        else:
-            found = list(found.values())
+    if isinstance(found, dict):
+        found = next((found[name] for name in COLUMNS if name in found), None)
     if not isinstance(found, list):
         raise BadData(f"{path} holds no list: give a JSON list with a label for each sample")
     return found
 
 
-def _of_csv(text: str, path: Path) -> Sequence[Any]:
+def _of_lines(text: str, path: Path) -> Sequence[Any]:
     rows = [row for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)]
-    if not rows:
-        return []
-    header = [cell.strip().lower() for cell in rows[0]]
+    header = [cell.strip().lower() for cell in rows[0]] if rows else []
     column = next((header.index(name) for name in COLUMNS if name in header), -1)
-    if column >= 0 or not _is_number(rows[0][-1]):
-        rows = rows[1:]
+    rows = rows[column >= 0 :]
     if short := [row for row in rows if len(row) <= column]:
         raise BadData(f"{path}: the row {','.join(short[0])!r} has no label")
     return [row[column] for row in rows]
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _label(label: Any, path: Path) -> Array:
@@ -379,9 +343,9 @@ def open_labelled(
     model: Model,
     execution: Execution,
     *,
-    limit: int | None = None,
-    fixed: Collection[str] = (),
-    folders: Sequence[Path] = (),
+    limit: int | None,
+    fixed: Collection[str],
+    folders: Sequence[Path],
 ) -> Labelled:
     """The `metric` (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of `data`, or over those in the file
     itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.

@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from onnx.helper import tensor_dtype_to_np_dtype
 
-from qdqtune.errors import BadOption
-from qdqtune.graph.model import Model
+from qdqtune.errors import BadOption, first_of
 from qdqtune.types import Accuracy, Array
 
 SUM_ERROR = 1e-2
@@ -44,9 +42,6 @@ CLEAR_SHARE = 0.1
 ROWS = 4096
 """Rows that are looked at to tell what an output holds. Chosen, not measured."""
 
-
-LISTED = 4
-"""The most outputs that one line names."""
 
 NONE = "none"
 """Asks for no scores at all."""
@@ -71,8 +66,7 @@ class Scores:
         if not self.axis:
             return f"no output is taken for scores of classes{self.why_not and f': {self.why_not}'}"
         listed = [f"{name} ({self.classes[name]} along axis {axis})" for name, axis in self.axis.items()]
-        more = [f"and {len(listed) - LISTED} more"] if len(listed) > LISTED else []
-        return f"taken for scores of classes: {', '.join([*listed[:LISTED], *more])}"
+        return f"taken for scores of classes: {first_of(listed)}"
 
     def as_json(self) -> list[dict[str, Any]]:
         """A row for each output: its name, the axis of the classes and their number."""
@@ -99,15 +93,14 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
             else:
                 found[name] = axis
     elif list(asked) != [NONE]:
-        found = {name: _axis_of(name, axis, outputs) for name, axis in named(asked, list(first)).items()}
+        found = {name: _axis_of(name, axis, outputs) for name, axis in asked_outputs(asked, list(first)).items()}
     best = {name: [sample[name].argmax(axis).astype(np.int32) for sample in outputs] for name, axis in found.items()}
     classes = {name: first[name].shape[axis] for name, axis in found.items()}
     rows = frozenset(n for n, axis in found.items() if axis == 1 and first[n].size == len(first[n]) * classes[n])
-    more = [f"and {len(why) - LISTED} more"] if len(why) > LISTED else []
-    return Scores(found, classes, best, rows, "" if found else "; ".join([*why[:LISTED], *more]) or "`scores` is none")
+    return Scores(found, classes, best, rows, "" if found else first_of(why, "; ") or "`scores` is none")
 
 
-def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
+def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
     """By name, the outputs that a user names as NAME or NAME:AXIS, with the axis; None where no axis is told."""
     found = dict[str, int | None]()
     for text in () if list(asked) == [NONE] else asked:
@@ -118,39 +111,18 @@ def named(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]
     return found
 
 
-def check_named(asked: Sequence[str], model: Model) -> None:
-    """Refuse, before the work begins, what a user names as scores and what cannot be, as far as shapes are known."""
-    for name, axis in named(asked, model.outputs).items():
-        info = model.tensors.get(name)
-        if info is None or info.shape is None or not info.dtype:
-            continue
-        kind = np.dtype(tensor_dtype_to_np_dtype(info.dtype)).name
-        axes = [axis] if axis is not None else [1, len(info.shape) - 1]
-        if not info.is_float or not any(_has_classes(info.shape, one) for one in axes):
-            raise BadOption(_no_classes(name, kind, info.shape, axes[0]))
-
-
-def _has_classes(shape: Sequence[int | None], axis: int) -> bool:
-    """Whether an output of this shape may hold scores of classes along an axis; None is a size that is not known."""
-    return -len(shape) <= axis < len(shape) and shape[axis] != 1 and 0 not in shape
-
-
-def _no_classes(name: str, kind: str, shape: Sequence[int | None], axis: int) -> str:
-    sizes = ", ".join("?" if size is None else str(size) for size in shape)
-    return f"`scores` {name}: {kind}[{sizes}] has no scores of classes along axis {axis}"
-
-
 def _axis_of(name: str, axis: int | None, outputs: Sequence[Mapping[str, Array]]) -> int:
     """The axis of the classes in an output that a user names: where none is told, the one that the values show, or else
     the one behind the rows; the last one of three axes, as tokens have them."""
     first = outputs[0][name]
+    rank = first.ndim
     if axis is None:
         shown = _axis_or_why_not([sample[name] for sample in outputs])
-        usual = first.ndim - 1 if first.ndim == 3 else 1
+        usual = rank - 1 if rank == 3 else 1
         axis = usual if isinstance(shown, str) else shown
-    if first.dtype.kind != "f" or not _has_classes(first.shape, axis):
-        raise BadOption(_no_classes(name, str(first.dtype), first.shape, axis))
-    return axis % first.ndim
+    if first.dtype.kind != "f" or not -rank <= axis < rank or first.shape[axis] == 1 or not first.size:
+        raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes along axis {axis}")
+    return axis % rank
 
 
 def _axis_or_why_not(outputs: Sequence[Array]) -> int | str:

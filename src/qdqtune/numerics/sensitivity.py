@@ -9,9 +9,8 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,14 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.observe import ModelRun, running_in_several
+from qdqtune.calibration.observe import Outputs, running
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.pool import WorkerPool
 from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model
 from qdqtune.numerics.accuracy import is_finite, noisiest, sqnr_db
-from qdqtune.numerics.simulation import InferenceCount, Outputs
 from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
@@ -46,21 +43,16 @@ class QuantizedWeight:
     turned: bool
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much is measured. Its numbers are chosen, not measured."""
+MEASUREMENTS = 256
+"""The most blocks that are measured, whatever the size of the model. Chosen, not measured."""
 
-    measurements: int = 256
-    """The most blocks that are measured, whatever the size of the model."""
-    inferences: int = 400
-    """Inferences of all measurements together: blocks of small models, which are fewer, get up to `samples` samples."""
-    samples: int = 4
-    considered: float = 0.1
-    """Share of the inferences that may be spent on finding the noisiest samples, on which blocks are then measured: the
-    noise of all samples together is mostly that of the noisiest."""
+INFERENCES, SAMPLES = 400, 4
+"""Inferences of all measurements together: blocks of small models, which are fewer, get up to so many samples. Chosen,
+not measured."""
 
-
-EFFORT = Effort()
+CONSIDERED = 0.1
+"""Share of the inferences that may be spent on finding the noisiest samples, on which blocks are then measured: the
+noise of all samples together is mostly that of the noisiest. Chosen, not measured."""
 
 How = Quantization | QuantizedWeight | None
 """How a tensor is rounded: with fixed scales, as a weight in a weight format, or (None) to uint8 with the scale of its
@@ -83,23 +75,19 @@ def sensitivities(
     floor: float = 0.0,
     listener: Listener | None = None,
     deadline: float | None = None,
-    workers: int = 1,
     budget: MemoryBudget | None = None,
     execution: Execution = EXECUTION,
     on_fewer: Callable[[], None] = lambda: None,
-    effort: Effort | None = None,
 ) -> dict[str, float]:
     """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` brings to the worst output.
 
-    Runs on ONNX Runtime, on at most `effort.samples` samples: those of the first ones whose outputs change most when
+    Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs change most when
     everything is rounded.
 
     - `floor`: blocks with less noise are not halved.
     - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements
       than wanted, `on_fewer` is called.
-    - `workers`: processes that measure a block each; the result is the same.
     - `budget`: of the memory that engines hold meanwhile.
-    - `execution`: how the model is run.
 
     Raises:
         EngineRefused: ONNX Runtime does not run the model with switches, the float model's outputs are not finite, or
@@ -110,143 +98,88 @@ def sensitivities(
     if any(isinstance(how, QuantizedWeight) or (how and how.qtype is QType.UINT16) for how in pairs.values()):
         model = with_opset(model, BLOCK_OPSET)
     roundings = _roundings(model, pairs)
+    count, listener = len(roundings), listener or Deaf()
+    wanted = min(2 * count, MEASUREMENTS)
+    each = max(1, min(SAMPLES, INFERENCES // wanted))
     switched = with_roundings(model, roundings, switched=True)
     # not fused: ONNX Runtime's fusions do not look outside of an If
-    with running_in_several(switched, workers, execution, fuse=False, budget=budget) as runs:
-        pool = WorkerPool(runs)
-        plan = _plan(pool, len(roundings), samples, deadline, effort or EFFORT, on_fewer)
-        measured = InferenceCount(listener or Deaf(), plan.measurements)
-        noise = partial(_noise, pool, plan, measured)
-        shares = halved(len(roundings), noise, Limits(plan.measurements, floor, deadline), workers)
+    with running(switched, execution, fuse=False, budget=budget) as run:
+
+        def outputs(block: Block, chosen: Sequence[Sample]) -> Outputs:
+            """With the switches of a block on, and all others off."""
+            switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
+            return run({**sample, **switches} for sample in chosen)
+
+        if deadline is not None:
+            outputs(NONE, samples[:1])  # builds the model, so that the next inferences show how long one takes
+        used = samples[:each]
+        begun = time.monotonic()
+        reference = outputs(NONE, used)
+        seconds = max(time.monotonic() - begun, sys.float_info.epsilon)  # clocks may be coarser
+        possible = wanted if deadline is None else int((deadline - time.monotonic()) / seconds)
+        seen = samples[: int(CONSIDERED * each * wanted / 2)]
+        if possible < wanted:
+            on_fewer()
+            wanted = max(1, possible)
+        elif len(seen) > each:
+            exact, changed = outputs(NONE, seen), _outputs_or_none(outputs, (0, count), seen)
+            if changed is not None:
+                noisy = noisiest(exact, changed, each)
+                reference, used = [exact[i] for i in noisy], [seen[i] for i in noisy]
+        if not is_finite(reference):
+            raise EngineRefused(Failure("output", "outputs of the float model are NaN or infinite"))
+        done = 0
+
+        def noise(block: Block) -> float:
+            nonlocal done
+            rounded = _outputs_or_none(outputs, block, used)
+            done += 1
+            listener.progress(done, wanted)
+            if rounded is None:
+                return UNBOUNDED_NOISE
+            return min(Accuracy(sqnr_db(reference, rounded)).noise, UNBOUNDED_NOISE)
+
+        shares = halved(count, noise, wanted, floor, deadline)
     return {rounding.tensor: share for rounding, share in zip(roundings, shares, strict=True)}
 
 
-# ---- measuring
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """The samples to measure on, the float model's outputs for them, and how many blocks may be measured."""
-
-    count: int
-    samples: Sequence[Sample]
-    reference: Outputs
-    measurements: int
-
-
-def _plan(
-    pool: WorkerPool[ModelRun],
-    count: int,
-    samples: Sequence[Sample],
-    deadline: float | None,
-    effort: Effort,
-    on_fewer: Callable[[], None],
-) -> _Plan:
-    wanted = min(2 * count, effort.measurements)
-    each = max(1, min(effort.samples, effort.inferences // wanted))
-    outputs = partial(_outputs, run=pool.first)
-    if deadline is not None:
-        outputs(count, NONE, samples[:1])  # builds the model, so that the next inferences show how long one takes
-    begun = time.monotonic()
-    reference = outputs(count, NONE, used := samples[:each])
-    seconds = max(time.monotonic() - begun, sys.float_info.epsilon)  # clocks may be coarser
-    possible = wanted if deadline is None else len(pool) * int((deadline - time.monotonic()) / seconds)
-    if possible < wanted:
-        on_fewer()
-        wanted = max(1, possible)
-    elif len(seen := samples[: int(effort.considered * each * wanted / 2)]) > each:
-        try:
-            exact, changed = outputs(count, NONE, seen), outputs(count, (0, count), seen)
-        except EngineRefused as refused:
-            if refused.is_transient:
-                raise
-        else:
-            if is_finite(changed):
-                chosen = noisiest(exact, changed, each)
-                reference, used = [exact[i] for i in chosen], [seen[i] for i in chosen]
-    if not is_finite(reference):
-        raise EngineRefused(Failure("output", "outputs of the float model are NaN or infinite"))
-    return _Plan(count, used, reference, wanted)
-
-
-def _outputs(count: int, block: Block, samples: Iterable[Sample], run: ModelRun) -> Outputs:
-    """The outputs of the model with the switches of a block on and the others of all `count` off."""
-    switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
-    return run({**sample, **switches} for sample in samples)
-
-
-def _noise(pool: WorkerPool[ModelRun], plan: _Plan, measured: InferenceCount, blocks: Sequence[Block]) -> list[float]:
-    """The relative noise of each block, measured side by side."""
-    noises = [UNBOUNDED_NOISE] * len(blocks)
-    jobs = [partial(_noise_of, plan, block) for block in blocks]
-    for number, noise in pool.results(jobs):
-        measured.add(1)
-        noises[number] = noise
-    return noises
-
-
-def _noise_of(plan: _Plan, block: Block, run: ModelRun) -> float:
+def _outputs_or_none(
+    outputs: Callable[[Block, Sequence[Sample]], Outputs], block: Block, samples: Sequence[Sample]
+) -> Outputs | None:
+    """The outputs with a block rounded; None if they are not finite, or ONNX Runtime does not run the model so."""
     try:
-        rounded = _outputs(plan.count, block, plan.samples, run)
+        rounded = outputs(block, samples)
     except EngineRefused as refused:
         if refused.is_transient:
             raise
-        return UNBOUNDED_NOISE
-    return (
-        min(Accuracy(sqnr_db(plan.reference, rounded)).noise, UNBOUNDED_NOISE)
-        if is_finite(rounded)
-        else UNBOUNDED_NOISE
-    )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When halving ends: after so many `measurements`, below the noise `floor`, or when `time.monotonic` is past
-    `deadline`."""
-
-    measurements: int
-    floor: float = 0.0
-    deadline: float | None = None
+        return None
+    return rounded if is_finite(rounded) else None
 
 
 def halved(
-    count: int, noise: Callable[[Sequence[Block]], Sequence[float]], limits: Limits, width: int = 1
+    count: int, noise: Callable[[Block], float], most: int, floor: float = 0.0, deadline: float | None = None
 ) -> list[float]:
-    """The noise of each of `count` tensors, by halving the block with the most noise until `limits` end it.
-
-    Where `width` blocks are measured at a time, the halves of blocks that are likely next are measured as well; those
-    that turn out not to be needed do not count as measurements.
-    """
-    blocks = [(-noise([(0, count)])[0], 0, count)]
+    """The noise of each of `count` tensors, by halving the block with the most noise until `most` blocks are measured,
+    none has more noise than `floor`, or `time.monotonic` is past `deadline`."""
+    blocks = [(-noise((0, count)), 0, count)]
     single: list[tuple[float, int, int]] = []
-    known: dict[Block, float] = {}
     done = 1
-    while blocks and done + 2 <= limits.measurements and -blocks[0][0] > limits.floor:
-        if limits.deadline is not None and time.monotonic() > limits.deadline:
+    while blocks and done + 2 <= most and -blocks[0][0] > floor:
+        if deadline is not None and time.monotonic() > deadline:
             break
-        if not known.keys() >= (halves := _halves(blocks[0])):
-            ahead = min(-(-width // 2), (limits.measurements - done) // 2)
-            likely = (half for block in heapq.nsmallest(ahead, blocks) for half in sorted(_halves(block)))
-            wanted = [half for half in likely if half not in known]
-            known |= dict(zip(wanted, noise(wanted), strict=True))
         block = heapq.heappop(blocks)
-        if not halves:
+        _, start, stop = block
+        if stop - start == 1:
             single.append(block)
             continue
-        for half in halves:
-            heapq.heappush(blocks, (-known[half], *half))
+        middle = (start + stop) // 2
+        for half in ((start, middle), (middle, stop)):
+            heapq.heappush(blocks, (-noise(half), *half))
         done += 2
     shares = [0.0] * count
     for negative, start, stop in (*blocks, *single):
         shares[start:stop] = [-negative / (stop - start)] * (stop - start)
     return shares
-
-
-def _halves(block: tuple[float, int, int]) -> set[Block]:
-    """The halves of a block, which comes with its noise; none of a single tensor."""
-    _, start, stop = block
-    middle = (start + stop) // 2
-    return {(start, middle), (middle, stop)} if stop - start > 1 else set()
 
 
 # ---- roundings

@@ -12,90 +12,25 @@ predicted. Its Softmax of 8 bits computes in integers, to less than a step, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 import onnx
 
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import usable_cores
+from qdqtune.calibration.observe import Outputs, Session, onnxruntime_session
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.graph.model import Model, rebuild
-from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
 from qdqtune.numerics.scores import NO_SCORES, Scores, scores_of
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.reading import dynamic_products_of
 from qdqtune.placement.switches import file_pairs, with_file_pairs
-from qdqtune.system.writing import temporary_folder
-from qdqtune.types import Accuracy, Array, Listener, Placement, Sample, noise_of, sqnr_of
-
-Outputs = list[dict[str, Array]]
-"""The outputs by name, for each sample."""
-
-Loaded = Callable[[Iterable[Sample]], Outputs]
-"""A built model: samples in, outputs out."""
-
-
-MOST_AT_ONCE = 4
-"""Samples that run at the same time, where there are so many cores: the threads of one inference wait for each other
-after each operator, inferences do not, but each takes memory. Chosen, not measured."""
-
-
-@dataclass
-class InferenceCount:
-    """Reports to a listener how many inferences, or other steps, were made of at most `most`."""
-
-    listener: Listener
-    most: int
-    done: int = 0
-
-    def add(self, count: int) -> None:
-        self.done = min(self.done + count, self.most)
-        self.listener.progress(self.done, self.most)
-
-
-class Session:
-    """Builds models and runs them on samples, one after the other."""
-
-    def __init__(self, runner: Runner, constants: ConstantFile, at_once: int = 1) -> None:
-        self._runner, self._constants, self._at_once = runner, constants, at_once
-
-    def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs:
-        """The outputs of a model that is built for this call only."""
-        path = self._constants.write(model, name)
-        try:
-            return self._runner.outputs_of(path, samples, self._at_once)
-        finally:
-            path.unlink()
-
-    def load(self, model: Model, name: str) -> Loaded:
-        """A model that stays built until the session ends."""
-        handle = self._runner.load(self._constants.write(model, name))
-        return partial(self._runner.outputs, handle, at_once=self._at_once)
-
-
-@contextmanager
-def onnxruntime_session(
-    execution: Execution, *, memory: MemoryBudget | None = None, unpacked: int = 0, **options: bool
-) -> Iterator[Session]:
-    """A session with these `options` of the onnxruntime engine; for `memory` and `unpacked` see `Runner`."""
-    at_once = min(usable_cores(), MOST_AT_ONCE)
-    spec = EngineSpec("onnxruntime", {"threads": usable_cores() // at_once, **options})
-    with (
-        temporary_folder() as folder,
-        execution.constant_file() as constants,
-        Runner(spec, log_dir=folder, execution=execution, reuses=True, unpacked=unpacked, memory=memory) as runner,
-    ):
-        yield Session(runner, constants, at_once)
-
+from qdqtune.types import Accuracy, Placement, Sample, noise_of, sqnr_of
 
 MICROSOFT = "com.microsoft"
 

@@ -16,9 +16,7 @@ import numpy as np
 
 from qdqtune.calibration.rounding import rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
-from qdqtune.engines.devices import usable_cores
 from qdqtune.errors import EngineRefused
-from qdqtune.graph.loading import bytes_of_files
 from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
 from qdqtune.placement.possible import weight_at
@@ -41,10 +39,6 @@ TIME_SHARE = 0.25
 LEAST_SECONDS = 300.0
 """Seconds that it may always take without a time budget; beyond that, `TIME_SHARE` of what the builds of the search
 take. Chosen, not measured."""
-
-BYTES_AT_ONCE = 2**30
-"""Bytes of models that are held at a time to measure the noise of single tensors, if one alone is not larger. Chosen,
-not measured."""
 
 SAMPLED = 64
 """Output channels of a weight on which the error of a weight format is computed."""
@@ -264,8 +258,6 @@ class _Alone:
         the user. It is hurried if a time budget left tensors that are not told apart."""
         run, deadline, is_thinned = self.run, self.deadline, list[bool]()
         run.observer.stage(f"measuring what {what} does to the outputs")
-        # One process for each worker, as nothing else runs meanwhile.
-        most = min(usable_cores(), BYTES_AT_ONCE // max(bytes_of_files(run.settings.model), 1))
         try:
             alone = sensitivities(
                 run.subject.shaped,
@@ -274,7 +266,6 @@ class _Alone:
                 floor=self.floor,
                 listener=run.observer,
                 deadline=deadline,
-                workers=max(1, min(1 + len(run.others), most)),
                 budget=run.runner.memory,
                 execution=run.execution,
                 on_fewer=lambda: is_thinned.append(True),

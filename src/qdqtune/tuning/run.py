@@ -24,7 +24,7 @@ from qdqtune.graph.loading import bytes_of_files, files_of
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.numerics.label_metrics import can_tell, doubt, samples_to_tell
 from qdqtune.numerics.metrics import Metric, load_evaluation, open_labelled, option_of
-from qdqtune.numerics.scores import check_named
+from qdqtune.numerics.scores import asked_outputs
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
@@ -160,7 +160,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             observer.note(note)
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
-        check_named(settings.scores, subject.shaped)
+        asked_outputs(settings.scores, subject.shaped.outputs)  # refuses other names before the work begins
         if settings.is_labelled:
             where = settings.calibration_data, subject.shaped, execution
             how: Any = {"limit": settings.calibration_samples, "fixed": settings.fix_inputs}

@@ -17,7 +17,7 @@ import onnx
 from qdqtune.calibration.caches import from_file
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.calibration.observe import passes
+from qdqtune.calibration.observe import onnxruntime_session, passes
 from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Calibration, Ranges
@@ -36,7 +36,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import BIAS_RUNS, BIAS_SAMPLES, LEAST_SAMPLES, fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
-from qdqtune.numerics.simulation import check_stripped, onnxruntime_session
+from qdqtune.numerics.simulation import check_stripped
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
@@ -287,7 +287,7 @@ def calibrated(
     if not settings.has_pairs:
         possible = frozenset()
     elif not possible:
-        hidden = hidden_work(subject.shaped, subject.prepared.samples)
+        hidden = hidden_work(subject.shaped)
         reason = f": {hidden}" if hidden else ""
         raise BadModel(f"{settings.model} has no tensor that could be quantized{reason}")
     by_rules = engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
