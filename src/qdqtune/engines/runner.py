@@ -120,15 +120,15 @@ class Runner:
         """The device and the host of the worker, for messages."""
         return " on ".join(filter(None, (self.device.name, "" if self._worker is None else self._worker.location)))
 
-    def on_same_device(self, spec: EngineSpec, log_dir: Path, *, has_budget: bool = True) -> Runner:
-        """A runner of another engine on the device of this one; it shares the memory budget if `has_budget`.
+    def on_same_device(self, spec: EngineSpec, log_dir: Path) -> Runner:
+        """A runner of another engine on the device of this one, which shares the memory budget.
 
         The worker of this runner ends if it has a device of its own. Do not use this runner before the other is closed.
         """
         if self.device != ANYWHERE:
             self.close()
         how: Any = {"execution": self._execution, "start": self._start, "device": self.device}
-        return Runner(spec, log_dir=log_dir, memory=self.memory if has_budget else None, **how)
+        return Runner(spec, log_dir=log_dir, memory=self.memory, **how)
 
     # The engine
 

@@ -81,16 +81,14 @@ def compare_builds(
     b: Handle,
     plan: Plan,
     seed: int,
-    decided: Callable[[Ratio], bool] = settled,
-    is_late: Callable[[], bool] = lambda: False,
+    decided: Callable[[Ratio], bool],
 ) -> Measurement:
-    """Rounds of two builds, look by look, until it is `decided` or late: by default until b is faster or slower, or
-    shows no gain."""
+    """Rounds of two builds, look by look, until it is `decided`."""
 
     def leave(times: Times, _: Sequence[int]) -> tuple[int, ...]:
         return (1,) if decided(ratio(times.pair(0, 1), plan)) else ()
 
-    return race(taking_rounds(runner, [a, b], plan, seed), 2, plan, leave, is_late).pair(0, 1)
+    return race(taking_rounds(runner, [a, b], plan, seed), 2, plan, leave).pair(0, 1)
 
 
 # ---------------------------------------------------------------- files, each with several builds

@@ -29,7 +29,7 @@ from qdqtune.engines.tensorrt.trtexec import _outputs
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
 from qdqtune.timing.race import compare_builds
-from qdqtune.timing.ratios import Plan, ratio
+from qdqtune.timing.ratios import Plan, ratio, settled
 from qdqtune.tuning.loop import tune
 from qdqtune.types import NumericFormat, QType
 from refusals import refusal
@@ -422,7 +422,7 @@ def test_a_file_seldom_wins_against_itself(tmp_path: Path, workers: Workers) -> 
     with Runner(spec, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         runner.feed(IMAGE)
         a, b = runner.load(tmp_path / "m.onnx"), runner.load(tmp_path / "m.onnx", fresh=True)
-        found = [compare_builds(runner, a, b, plan, seed) for seed in range(20)]
+        found = [compare_builds(runner, a, b, plan, seed, settled) for seed in range(20)]
     verdicts = [ratio(one, plan).verdict for one in found]
     assert len(verdicts) == 20
     assert verdicts.count("faster") <= 2

@@ -7,13 +7,12 @@ import pytest
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.subgraphs import profiler
 from runs import mixed, settings, write
-from workers import Build, InProcess, Workers
+from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -51,29 +50,6 @@ def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None
     assert "no implementation" in rows["softmax"].why
     assert not rows["softmax"].kept
     assert result.improved
-
-
-def test_a_worker_that_is_lost_while_groups_are_timed_is_ended(
-    tmp_path: Path, eight_cores: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost, ended = list[InProcess](), list[InProcess]()
-    answer, kill = InProcess.request, InProcess.kill
-
-    def request(self: InProcess, name: str, *asked: Any) -> tuple[bool, Any]:
-        if name == "build" and asked[0][1].parent.name == "subgraphs" and not lost:
-            lost.append(self)
-            return False, EngineUnavailable("its driver is gone")
-        return answer(self, name, *asked)
-
-    def killed(self: InProcess) -> None:
-        ended.append(self)
-        kill(self)
-
-    monkeypatch.setattr(InProcess, "request", request)
-    monkeypatch.setattr(InProcess, "kill", killed)
-    assert subgraph_run(tmp_path, workers=2).improved
-    assert lost
-    assert lost[0] in ended
 
 
 def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_hand(

@@ -121,7 +121,7 @@ def profile(run: Run) -> Profiled:
     kinds, why = _kinds(parts, grouped, resolved, times)
     progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, timed=is_timed) as profiler:
-        by_kind = profiler.all(kinds, observer, progress.timed, deadline)
+        by_kind = profiler.all(kinds, progress.timed, deadline)
     profiles = {u.number: passthrough_profile(parts, u, times[u.number]) for u in parts.units}
     profiles |= {unit.number: by_kind[kind.number] for kind in kinds for unit in kind.units}
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.

@@ -9,20 +9,17 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import RLock
 from typing import Self
 
 import numpy as np
 from onnx import helper
 
 from qdqtune.calibration.observe import values_on
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Handle
 from qdqtune.engines.tensorrt.options import with_spans
 from qdqtune.errors import BadOption, EngineRefused, Failure, InputError, writing
 from qdqtune.graph.model import Model
@@ -34,7 +31,6 @@ from qdqtune.system.writing import atomic_write
 from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS
-from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.records import SchemeRecord
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.groups import Resolved, borders, extract, is_shape
@@ -95,42 +91,32 @@ class _Part:
 
 
 class Profiler:
-    """Builds groups as models of their own and times their schemes, on each device of the run in an engine process of
-    its own.
+    """Builds groups as models of their own and times their schemes, in an engine process of its own on the run's first
+    device.
 
     A context manager. The models stay in the folder `subgraphs`, with one file for all weights.
     """
 
     def __init__(self, run: Run, parts: Partition, resolved: Resolved, *, timed: bool) -> None:
-        settings = run.settings
-        self._execution = run.execution
+        self._execution, self._observer = run.execution, run.observer
         self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
-        self._timed, self._seed, self._budget = timed, settings.seed, run.runner.memory
+        self._timed, self._seed, self._budget = timed, run.settings.seed, run.runner.memory
         self._output, self._folder = run.output, run.output.clear(GROUP_MODELS)
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
-        spec = with_spans(settings.engine, resolved.spans)
-        logs = run.output.path / LOGS / GROUP_MODELS
-        self._runners = list(_runners(run, spec, logs))
-        self._pool = WorkerPool(self._runners, run.observer.note)
-        self._writing = RLock()
-        self._not_loaded: dict[str, Failure] = {}
+        spec = with_spans(run.settings.engine, resolved.spans)
+        self._runner = run.runner.on_same_device(spec, run.output.path / LOGS / GROUP_MODELS)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._constants.__exit__()
-        for runner in self._runners:  # those that the pool has lost as well: a process may still wait there
-            runner.close()
+        self._runner.close()
 
     def all(
-        self,
-        kinds: Sequence[GroupKind],
-        observer: Observer,
-        done: Callable[[GroupKind, Profile], None],
-        deadline: float | None,
+        self, kinds: Sequence[GroupKind], done: Callable[[GroupKind, Profile], None], deadline: float | None
     ) -> dict[int, Profile]:
         """The profile of each kind by number. A profile has no options if the kind fails to build or if no time is
         left.
@@ -139,13 +125,16 @@ class Profiler:
         `time.monotonic`).
         """
         profiles: dict[int, Profile] = {}
+        waiting: list[_Part] = []
+        baked = self._baked(kinds)
 
         def known(kind: GroupKind, profile: Profile) -> None:
             profiles[kind.number] = profile
             done(kind, profile)
 
-        waiting: list[_Part] = []
-        baked = self._baked(kinds)
+        def is_late() -> bool:
+            return deadline is not None and time.monotonic() > deadline
+
         for kind in kinds:
             part = self._extracted(kind, baked)
             if isinstance(part, str):
@@ -156,47 +145,16 @@ class Profiler:
                 waiting.append(part)
         for batch in self._in_batches(waiting):
             values = self._values(batch)
-            report = self._reporter(len(kinds), observer)
-            jobs = [
-                partial(self._measure_in_time, part=part, values=values, deadline=deadline, report=report)
-                for part in batch
-            ]
-            with closing(self._pool.results(jobs)) as results:
-                for number, is_measured in results:
-                    kind = batch[number].kind
-                    late = Profile(kind.each_ms, (), {"": NO_TIME})
-                    with self._writing:
-                        known(kind, self._recorded(batch[number]) if is_measured else late)
-                    if len(self._pool) > 1:
-                        observer.progress(len(profiles), len(kinds))
+            for part in batch:
+                kind = part.kind
+                if is_late():
+                    known(kind, Profile(kind.each_ms, (), {"": NO_TIME}))
+                    continue
+                self._observer.stage(f"timing group {kind.number} of {len(kinds)} alone: {self._name(kind)}")
+                self._runner.feed({name: values[name] for name in part.model.inputs})
+                self._measure(part, is_late)
+                known(kind, self._recorded(part))
         return profiles
-
-    def _reporter(self, count: int, observer: Observer) -> Callable[[GroupKind], None]:
-        """A function that reports which group is timed. With several devices, only how many are done is reported."""
-        if len(self._pool) == 1:
-            return lambda kind: observer.stage(f"timing group {kind.number} of {count} alone: {self._name(kind)}")
-        observer.stage(f"timing {count} groups alone, {len(self._pool)} at a time")
-        return lambda _: None
-
-    def _measure_in_time(
-        self,
-        runner: Runner,
-        part: _Part,
-        values: Mapping[str, Array],
-        deadline: float | None,
-        report: Callable[[GroupKind], None],
-    ) -> bool:
-        """Measure a part on one device, unless the deadline has passed; gives whether it was measured."""
-
-        def is_late() -> bool:
-            return deadline is not None and time.monotonic() > deadline
-
-        if is_late():
-            return False
-        report(part.kind)
-        runner.feed({name: values[name] for name in part.model.inputs})
-        self._measure(part, runner, is_late)
-        return True
 
     def _name(self, kind: GroupKind) -> str:
         nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
@@ -265,8 +223,7 @@ class Profiler:
         profile = profile_of(part.model, base, answers)
         if len(answers) == len(part.schemes):
             return profile
-        why = self._not_loaded[part.key].reason if part.key in self._not_loaded else NO_TIME
-        return replace(profile, failures={**profile.failures, "": why})
+        return replace(profile, failures={**profile.failures, "": NO_TIME})
 
     # ---- the engine
 
@@ -296,71 +253,55 @@ class Profiler:
         feed, budget = self._subject.feed, self._budget
         return fed | (values_on(self._subject.shaped, made, feed, budget, self._execution) if made else {})
 
-    def _measure(self, part: _Part, runner: Runner, is_late: Callable[[], bool]) -> None:
+    def _measure(self, part: _Part, is_late: Callable[[], bool]) -> None:
         """Measure the float form of a part and its schemes until it `is_late`, except what the state file already
         has."""
-        with self._writing:
-            self._constants.save(part.model, part.path)
+        self._constants.save(part.model, part.path)
         key = f"part:{part.key}"
         try:
-            handle = _loaded(runner, part.path)
+            handle = self._loaded(part.path)
         except EngineRefused as refused:
-            self._not_loaded[part.key] = refused.failure
             if not self._store.has(key):
                 self._store.refuse(key, refused.failure)
             return
         try:
-            floats = self._store.memo(key, Layers, lambda: self._layers(runner, handle))
+            floats = self._store.memo(key, Layers, lambda: self._layers(handle))
         except EngineRefused:
-            runner.unload(handle)
+            self._runner.unload(handle)
             return
         for name, of_scheme in self._keys(part).items():
             if is_late():
                 break
             with suppress(EngineRefused):
-                scheme = partial(self._scheme, runner, part, name, handle, floats)
-                self._store.memo(of_scheme, SchemeRecord, scheme)
-        runner.unload(handle)
+                self._store.memo(of_scheme, SchemeRecord, partial(self._scheme, part, name, handle, floats))
+        self._runner.unload(handle)
 
-    def _scheme(
-        self, runner: Runner, part: _Part, scheme: str, float_form: Handle, floats: Sequence[Layer]
-    ) -> SchemeRecord:
+    def _scheme(self, part: _Part, scheme: str, float_form: Handle, floats: Sequence[Layer]) -> SchemeRecord:
         """Measure one scheme: its layers, and rounds unless the layers show that it is slower."""
-        path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx")
+        path = self._output.claim(part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx"))
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
-        with self._writing:
-            self._constants.save(inserter.insert(part.schemes[scheme]), self._output.claim(path))
+        self._constants.save(inserter.insert(part.schemes[scheme]), path)
         handle = None
         try:
-            handle = _loaded(runner, path)
-            layers = self._layers(runner, handle)
+            handle = self._loaded(path)
+            layers = self._layers(handle)
             known = profile_of(part.model, floats, [SchemeResult(scheme, part.schemes[scheme], None, layers)])
             if self._timed and all(option.ms >= HOPELESS_SHARE * known.float_ms for option in known.options):
                 return SchemeRecord(layers=layers)
             rounds = compare_builds(
-                runner, float_form, handle, GROUP_ROUNDS, self._seed, lambda r: abs(r.median - 1) > DECISIVE
+                self._runner, float_form, handle, GROUP_ROUNDS, self._seed, lambda r: abs(r.median - 1) > DECISIVE
             )
             return SchemeRecord(rounds=rounds, layers=layers)
         finally:
             if handle is not None:
-                runner.unload(handle)
+                self._runner.unload(handle)
             path.unlink()
 
-    def _layers(self, runner: Runner, handle: Handle) -> tuple[Layer, ...]:
-        return runner.layers(handle, PROFILED_RUNS) if self._timed else ()
+    def _layers(self, handle: Handle) -> tuple[Layer, ...]:
+        return self._runner.layers(handle, PROFILED_RUNS) if self._timed else ()
 
-
-def _loaded(runner: Runner, path: Path) -> Handle:
-    try:
-        return runner.load(path, path.name.removesuffix(".onnx"))
-    except InputError as error:  # an option of the engine that fits the whole model, but not this part
-        raise EngineRefused(Failure("build", str(error))) from error
-
-
-def _runners(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
-    """A further engine process on each device of the run. With several devices there is no memory budget: groups are
-    small enough."""
-    if not run.others:
-        yield run.runner.on_same_device(spec, logs)
-    else:
-        yield from (runner.on_same_device(spec, logs, has_budget=False) for runner in (run.runner, *run.others))
+    def _loaded(self, path: Path) -> Handle:
+        try:
+            return self._runner.load(path, path.name.removesuffix(".onnx"))
+        except InputError as error:  # an option of the engine that fits the whole model, but not this part
+            raise EngineRefused(Failure("build", str(error))) from error
