@@ -235,25 +235,27 @@ def test_only_commands_that_time_files_take_several_numbers_of_threads() -> None
 
 
 @pytest.mark.parametrize(
-    ("load", "threads", "is_busy"), [(0.1, 1, False), (1.9, 1, True), (0.0, 2, False), (0.9, 2, True)]
+    ("load", "threads", "said"),
+    [
+        (0.1, 1, None),
+        (1.9, 1, "(1.9 processes want the 2 cores of this machine beside this run)"),
+        (0.0, 2, None),
+        (0.9, 2, "(0.9 processes want the 2 cores of this machine beside this run)"),
+        (0.0, 4, "`threads` 4 is more than the 2 cores that this process may use:"),
+    ],
 )
-def test_a_busy_machine_is_noted_before_the_run(load: float, threads: int, is_busy: bool) -> None:
-    note = contexts.busy_with(threads, 2, 2, load)
-    assert (note is not None) == is_busy
-    assert note is None or f"({load:.1f} processes want the 2 cores of this machine beside this run)" in note
-
-
-def test_a_busy_machine_is_not_noted_where_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "load", lambda: 500.0)
-    assert contexts.busy(EngineSpec("onnxruntime")) is not None
-    assert contexts.busy(EngineSpec("fake")) is None
+def test_a_busy_machine_is_noted_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, load: float, threads: int, said: str | None
+) -> None:
+    monkeypatch.setattr(contexts, "load", lambda: load)
+    monkeypatch.setattr(contexts, "usable_cores", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    note = contexts.busy(EngineSpec("onnxruntime", {"threads": threads}))
+    assert (note is None) == (said is None)
+    assert (said or "") in (note or "")
+    assert contexts.busy(EngineSpec("fake", {"threads": threads})) is None
     monkeypatch.setattr(contexts, "is_simulated", lambda name, machine: True)
-    assert contexts.busy(EngineSpec("onnxruntime")) is None
-
-
-def test_more_threads_than_cores_are_noted() -> None:
-    note = contexts.busy_with(4, 2, 2, 0.0)
-    assert str(note).startswith("`threads` 4 is more than the 2 cores that this process may use:")
+    assert contexts.busy(EngineSpec("onnxruntime", {"threads": threads})) is None
 
 
 def test_advice_about_another_machine_names_it() -> None:

@@ -171,7 +171,7 @@ def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None
     engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None, mix=()))
     with Store(tmp_path / "state.yaml", {}) as store:
         assert asked.format_shares(own, settings, engine, store, lambda: LAYERS) == {}
-    assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"weight_formats_1+64x{SIZE}x{SIZE}")
+    assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"weight_formats_1+64x{SIZE}x{SIZE}_1")
 
 
 def test_models_with_nothing_to_gain_are_not_measured(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -103,25 +102,20 @@ def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) 
 
 
 def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
-    """Advice about this machine, or another `machine` that measures, see `busy_with`; None for the fake engine, and
-    where times mean nothing."""
+    """Advice if a run has fewer cores than threads, or if other processes use those of this machine, or of another
+    `machine` that measures; None for the fake engine, and where times mean nothing."""
     if engine.name == COST_MODEL or is_simulated(engine.name, machine):
         return None
-    if machine is not None:
-        facts = machine.cores, machine.cores, machine.load or 0.0
-        return busy_with(engine.options.get("threads", 1), *facts, machine.where)
-    return busy_with(engine.options.get("threads", 1), usable_cores(), os.cpu_count() or 1, load() or 0.0)
-
-
-def busy_with(threads: Any, usable: int, cores: int, load: float, where: str = "") -> str | None:
-    """Advice if a run with so many threads has fewer `usable` cores, or if other processes use those of the machine
-    `where`, "" for this one; `load` is their average number in the last minute."""
+    threads = engine.options.get("threads", 1)
+    if machine is None:
+        usable, cores, processes, where = usable_cores(), os.cpu_count() or 1, load() or 0.0, ""
+    else:
+        usable, cores, processes, where = machine.cores, machine.cores, machine.load or 0.0, machine.where
     if isinstance(threads, int) and threads > usable:
         whose = f"the {usable} core{'s' * (usable > 1)} that this process may use{where and f' on {where}'}"
         return f"`threads` {threads} is more than {whose}: threads wait for each other, and times say little"
-    if load + threads <= cores + 0.5:
+    if processes + threads <= cores + 0.5:
         return None
-    share = (
-        f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where or 'this machine'} beside this run"
-    )
+    wanted = f"the {cores} core{'s' * (cores > 1)} of {where or 'this machine'}"
+    share = f"{processes:.1f} processes want {wanted} beside this run"
     return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from qdqtune.engines import builds_for
@@ -65,9 +64,8 @@ class Racer:
     """Races files on a runner that was fed with the calls of the `views`. Build number n has the seed `seed` + n.
 
     `store` keeps blocks by the content of the files, and is asked first. `lacks` tells whether work of so many seconds
-    would end too late. After a transient failure a block is tried again, up to `tries` times in all. Intervals that are
-    wide are made narrower with more builds as long as these end within `precision_seconds`. A block has so many
-    `builds` of each file, one if files are large.
+    would end too late. Intervals that are wide are made narrower with more builds as long as these end within
+    `precision_seconds`. A block has so many `builds` of each file, one if files are large.
     """
 
     runner: Runner
@@ -77,7 +75,6 @@ class Racer:
     listener: Listener = field(default_factory=Deaf)
     store: Store | None = None
     lacks: Callable[[float], bool] = lambda _: False
-    tries: int = 1
     precision_seconds: float = 0.0
     builds: int = USUAL_BUILDS
 
@@ -143,21 +140,20 @@ class Racer:
     ) -> Block:
         """Rounds of fresh builds, or those that are known of files with these `contents`."""
         caveat = Caveat()
-        measure = partial(self._fresh, files, comparisons, builds, number, name, caveat)
-        if self.store is None:
-            return Block(self._repeated(measure), builds)
-        looks = ",".join(map(str, self.plan.looks))
-        key = f"race:{contents}:{builds}:{number}:{looks}"
-        return Block(self.store.memo(key, Times, partial(self._repeated, measure), caveat), builds)
 
-    def _repeated(self, measure: Callable[[], Times]) -> Times:
-        for _ in range(self.tries - 1):
-            try:
-                return measure()
-            except EngineRefused as refused:
-                if not refused.is_transient or self.lacks(0.0):
-                    raise
-        return measure()
+        def repeated() -> Times:
+            for _ in range(MOST_TRIES - 1):
+                try:
+                    return self._fresh(files, comparisons, builds, number, name, caveat)
+                except EngineRefused as refused:
+                    if not refused.is_transient or self.lacks(0.0):
+                        raise
+            return self._fresh(files, comparisons, builds, number, name, caveat)
+
+        if self.store is None:
+            return Block(repeated(), builds)
+        looks = ",".join(map(str, self.plan.looks))
+        return Block(self.store.memo(f"race:{contents}:{builds}:{number}:{looks}", Times, repeated, caveat), builds)
 
     def _fresh(
         self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str, caveat: Caveat

@@ -36,7 +36,7 @@ from qdqtune.timing.limits import Limits
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.contexts import at_each, ratios_at, views_of
-from qdqtune.tuning.file_race import MOST_TRIES, Racer
+from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
@@ -248,7 +248,6 @@ def open_run(ready: Ready) -> Iterator[Run]:
             observer,
             store,
             budget.lacks,
-            MOST_TRIES,
             settings.precision_seconds,
             budget.copies,
         )

@@ -75,14 +75,19 @@ class Size:
     dtype: int
 
     @property
-    def key(self) -> str:
-        """The size with its type, as a key in the state file."""
-        return f"{self.name} {self.dtype}"
+    def name(self) -> str:
+        """The size with its type, for logs and the state file."""
+        return f"{'+'.join(map(str, self.rows))}x{self.inputs}x{self.outputs}_{self.dtype}"
 
     @property
-    def name(self) -> str:
-        """The size without its type, for names of files and logs."""
-        return f"{'+'.join(map(str, self.rows))}x{self.inputs}x{self.outputs}"
+    def columns(self) -> int:
+        """The outputs with which it is tried."""
+        return max(1, min(self.outputs, MOST_WEIGHTS // self.inputs))
+
+    @property
+    def copies(self) -> int:
+        least, most = PRODUCT_COPIES
+        return min(max(least, TOGETHER // (self.inputs * self.columns)), most)
 
 
 def format_shares(
@@ -106,15 +111,18 @@ def format_shares(
     spent = _spent(subject.shaped, float_layers(), weights)
     if sum(spent.values()) < LEAST_SHARE:
         return {}
-    by_workload = _by_workload(subject)
+    shapes = [{name: a.shape for name, a in w.inputs.items() if name in subject.shaped.inputs} for w in subject.mix]
+    by_workload = [with_input_shapes(subject.shaped, s) for s in shapes] if len(shapes) > 1 else [subject.shaped]
     totals: dict[Size, float] = {}
     for edge, weight in weights.items():
-        size = _size(by_workload, weight)
+        inputs, outputs = weight.shape
+        rows = (int(elements(model, weight.node.outputs[0])) // outputs for model in by_workload)
+        size = Size(tuple(max(1, count) for count in rows), inputs, outputs, weight.constant.dtype)
         totals[size] = totals.get(size, 0.0) + spent[edge]
-    largest = min(totals, key=lambda size: (-totals[size], size.key))
+    largest = min(totals, key=lambda size: (-totals[size], size.name))
     before, caveat = runner.mix, Caveat()
     tried = partial(_tried, largest, wanted, subject, runner, settings.thread_counts, caveat)
-    shares = store.memo(f"weight formats:{largest.key}", dict[str, float], tried, caveat)
+    shares = store.memo(f"weight formats:{largest.name}", dict[str, float], tried, caveat)
     if runner.mix is not before:
         runner.feed(before)
     found = {}
@@ -144,17 +152,6 @@ def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]
         return {edge: w.constant.nbytes / every for edge, w in weights.items()}
     nodes = attribute(model, TimedBuild(Placement(), tuple(layers)), total).nodes
     return {edge: nodes.get(edge.node, 0.0) / total for edge in weights}
-
-
-def _by_workload(subject: Subject) -> list[Model]:
-    shapes = [{name: a.shape for name, a in w.inputs.items() if name in subject.shaped.inputs} for w in subject.mix]
-    return [with_input_shapes(subject.shaped, s) for s in shapes] if len(shapes) > 1 else [subject.shaped]
-
-
-def _size(by_workload: Sequence[Model], weight: Weight) -> Size:
-    inputs, outputs = weight.shape
-    written = (elements(model, weight.node.outputs[0]) for model in by_workload)
-    return Size(tuple(max(1, int(count) // outputs) for count in written), inputs, outputs, weight.constant.dtype)
 
 
 def _tried(
@@ -217,16 +214,15 @@ def _layers(
     size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
 ) -> tuple[Layer, ...]:
     """The layers of a model that holds one product in float and in each weight format, several copies of each."""
-    copies = min(max(PRODUCT_COPIES[0], TOGETHER // (size.inputs * _columns(size))), PRODUCT_COPIES[1])
-    model = _side_by_side(size, wanted, copies)
-    formats = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
+    model = _side_by_side(size, wanted)
+    formats = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(size.copies)]
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     random = np.random.default_rng(0)
     mix = tuple(
         Workload({"x": random.standard_normal((rows, size.inputs)).astype(dtype)}, workload.share)
         for rows, workload in zip(size.rows, subject.mix, strict=True)
     )
-    once = sum(size.rows) * size.inputs * _columns(size) * (1 + len(wanted)) * copies
+    once = sum(size.rows) * size.inputs * size.columns * (1 + len(wanted)) * size.copies
     runs = int(min(max(OPERATIONS / once, PRODUCT_RUNS[0]), PRODUCT_RUNS[1]))
     with temporary_folder() as folder, writing(folder):
         path = folder / "weight_formats.onnx"
@@ -234,22 +230,17 @@ def _layers(
         return runner.report(path, at_each(mix, counts), runs, f"weight_formats_{size.name}")
 
 
-def _columns(size: Size) -> int:
-    return max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
-
-
-def _side_by_side(size: Size, wanted: Sequence[WeightFormat], copies: int) -> Model:
-    columns = _columns(size)
+def _side_by_side(size: Size, wanted: Sequence[WeightFormat]) -> Model:
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     rows = size.rows[0] if len(size.rows) == 1 else None
     random, large, nodes, outputs = np.random.default_rng(1), dict[str, Constant](), [], []
-    for copy in range(copies):
-        weight = Constant.of(random.standard_normal((size.inputs, columns), np.float32).astype(dtype))
+    for copy in range(size.copies):
+        weight = Constant.of(random.standard_normal((size.inputs, size.columns), np.float32).astype(dtype))
         for name in ("float", *(s.name for s in wanted)):
             result = f"{name}_y{copy}"
             large[f"{name}_weight{copy}"] = weight
             nodes.append(helper.make_node("MatMul", ["x", f"{name}_weight{copy}"], [result], f"{name}_product{copy}"))
-            outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, columns]))
+            outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, size.columns]))
     given = [helper.make_tensor_value_info("x", size.dtype, [rows, size.inputs])]
     graph = helper.make_graph(nodes, "weight_formats", given, outputs)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
