@@ -14,6 +14,7 @@ from qdqtune.commands.worst_tensors import (
     SENSITIVE,
     UNKNOWN_NOISE,
     Damage,
+    errors_by_sample,
     noise,
     switched_pairs,
     to_exclude,
@@ -41,6 +42,15 @@ def test_the_worst_output_counts(changed: dict[str, Array], expected: float) -> 
     assert noise([EXACT], [EXACT | changed]) == pytest.approx(expected)
 
 
+def test_a_sample_without_a_signal_makes_none_of_the_error() -> None:
+    reference = [{"y": np.full(4, value, np.float32)} for value in (1e-6, 1.0, 2.0)]
+    outputs = [{"y": np.full(4, value, np.float32)} for value in (1e-3, 1.0, 1.5)]
+    assert errors_by_sample(reference, outputs) == pytest.approx([2e-7, 0.0, 0.05], rel=0.01)
+    assert errors_by_sample(reference, [{"y": np.full(4, np.nan, np.float32)}] * 3) == [UNKNOWN_NOISE] * 3
+    integers = [{"y": np.array([1, 2])}]
+    assert errors_by_sample(integers, [{"y": np.array([1, 3])}]) == [0.5]
+
+
 FITS = Damage("t", "activation", ("a", "b"), 0.5, (-1.0, 1.0), (-1.0, 1.0), (0.01, 0.01), (0, 0))
 
 
@@ -58,7 +68,6 @@ FITS = Damage("t", "activation", ("a", "b"), 0.5, (-1.0, 1.0), (-1.0, 1.0), (0.0
         ({"quantized_range": (-0.5, 0.5)}, "its pair cuts off 25 % of the range"),
         ({"quantized_range": (-8.0, 8.0)}, "its pair spends its steps on a range 8 times as wide"),
         ({"kind": "constant", "quantized_range": (-1.0, 0.5)}, "its constant has other values than the float one"),
-        ({"kind": "bias", "quantized_range": (-1.0, 1.2)}, "it was moved to make up for what other pairs do"),
     ],
 )
 def test_the_reason_follows_from_the_two_ranges(changes: dict[str, Any], reason: str) -> None:

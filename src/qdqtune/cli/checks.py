@@ -142,7 +142,8 @@ def _show(done: Diagnosis) -> None:
     if done.is_healthy:
         return
     if done.examined < done.samples:
-        print(f"the {done.examined} samples that lose most are looked into: {level(done.noise_there)} on these")
+        where = counted(done.examined, "sample")
+        print(f"examined on the {where} with most of the error: {level(done.noise_there)} there")
     if done.by_numbers is not None:
         print(f"as ONNX defines its arithmetic: {level(done.by_numbers)}")
     if done.suspects:

@@ -302,15 +302,17 @@ class _Search:
         defined = numbers = switched.noise(switched.tensors)
         ranking = switched.ranking() if WORSE * numbers > limit else {}
         without: dict[str, float] = {}
+        biases = {pair.tensor for pair in self.pairs if pair.kind == "bias"}
         for tensor in list(ranking)[:WORST]:
             if defined <= limit:
                 break
             rest = switched.noise(set(switched.tensors) - without.keys() - {tensor})
-            if rest <= LEFT_SHARE * defined or (ranking[tensor] > limit and rest <= defined):
+            breaks_limit = ranking[tensor] > limit and tensor not in biases  # a corrected one makes up for other pairs
+            if rest <= LEFT_SHARE * defined or (breaks_limit and rest <= defined):
                 without[tensor] = defined = rest
         if without:
             left = self._noise_of_rest(without.keys())
-        others = {tensor: alone for tensor, alone in ranking.items() if tensor not in without}
+        others = {tensor: alone for tensor, alone in ranking.items() if tensor not in without and tensor not in biases}
         if left > max(limit, WORSE * defined):
             levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
             notes.append(f"{engine} computes other values than the pairs define: {levels}")

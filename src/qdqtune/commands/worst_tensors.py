@@ -45,9 +45,6 @@ LOUDEST = 999.0
 OFF = 0.05
 """Two ranges are alike if they differ by less than this share of the tensor's range."""
 
-MOVED = 8.0
-"""A bias was changed by more than rounding if it is more than this many steps of its scale off the float bias."""
-
 COARSE = 3.0
 """A pair's range is too wide if it is this many times that of the float tensor: it wastes more than a bit."""
 
@@ -89,8 +86,6 @@ class Damage:
             return "its scale is no finite number"
         if low == high:
             return "its pair can give one value only"
-        if self.kind == "bias" and max(abs(low - least), abs(high - most)) > MOVED * max(map(abs, self.scale)):
-            return "it was moved to make up for what other pairs do (bias correction), and does harm where they do not"
         width = max(most - least, np.finfo(np.float64).tiny)
         if self.kind != "activation":
             off = max(abs(low - least), abs(high - most)) > OFF * width
@@ -131,6 +126,28 @@ def noise(reference: Outputs, outputs: Outputs) -> float:
     return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
 
 
+def errors_by_sample(reference: Outputs, outputs: Outputs) -> list[float]:
+    """How much of the error each sample makes, in the worst output: its power relative to that of the signal of all
+    samples, so that one whose outputs are next to nothing counts for nothing. Of integers the share that differs."""
+    errors = []
+    signals = {
+        name: sum(float(np.sum(np.square(r[name], dtype=np.float64))) for r in reference) for name in reference[0]
+    }
+    for r, o in zip(reference, outputs, strict=True):
+        if not is_finite([o]) or any(r[name].shape != o[name].shape for name in r):
+            errors.append(UNKNOWN_NOISE)
+            continue
+        parts = []
+        for name, wanted in r.items():
+            if wanted.dtype.kind == "f":
+                error = float(np.sum(np.square(wanted.astype(np.float64) - o[name])))
+                parts.append(error / signals[name] if signals[name] else error)
+            else:
+                parts.append(float(np.mean(wanted != o[name])))
+        errors.append(max(parts))
+    return errors
+
+
 class SwitchedPairs:
     """The float model with a switch at every pair of a file, on ONNX Runtime without optimization, which computes pairs
     as ONNX defines them. One build serves all sets of pairs.
@@ -161,11 +178,11 @@ class SwitchedPairs:
         return noise(self.reference, self.outputs(on))
 
     def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
-        """Keep only the samples with the largest error in these outputs, if the noise on them is above `limit`. The
-        noise of the outputs on the samples that are kept."""
+        """Keep only the samples that make most of the error in these outputs, if the noise on them is above `limit`.
+        The noise of the outputs on the samples that are kept."""
         reference, most = self.reference, max(1, min(MOST_SAMPLES, MOST_INFERENCES // len(self.tensors)))
-        single = [noise([r], [o]) for r, o in zip(reference, outputs, strict=True)]
-        worst = sorted(sorted(range(len(single)), key=lambda i: -single[i])[:most])
+        errors = errors_by_sample(reference, outputs)
+        worst = sorted(sorted(range(len(errors)), key=lambda i: -errors[i])[:most])
         kept = [reference[i] for i in worst]
         there = noise(kept, [outputs[i] for i in worst])
         if there <= limit:
