@@ -180,8 +180,8 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
         height, width = (size or PICTURE for size in fitting[0].shape[2:])
         like = f'{{"size": {{"height": {height}, "width": {width}}}, "rescale_factor": 0.00392, "do_normalize": false}}'
         raise BadData(
-            f"how are the pictures in {source} scaled? Put a {PICTURE_SETTINGS[0]} beside the model or the pictures, like "
-            f"{like} for values from 0 to 1; with image_mean and image_std if the model was trained so"
+            f"how are the pictures in {source} scaled? Put a {PICTURE_SETTINGS[0]} beside the model or the pictures, "
+            f"like {like} for values from 0 to 1; with image_mean and image_std if the model was trained so"
         )
     try:
         from PIL import Image, ImageOps
