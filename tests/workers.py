@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,22 +90,15 @@ class InProcess:
     location = ""
 
     def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._session: Session | None = None
+        self._session = Session(partial(Watched, workers))
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`Worker.request`; the limit does not hold."""
-        if name != "open":
-            return answer(getattr(self._session, name), *arguments)
-        (spec,) = arguments
-        good, result = answer(Session, spec, lambda spec: Watched(self._workers, spec))
-        if good:
-            self._session, result = result, None
-        return good, result
+        return answer(self._session, name, arguments)
 
     def kill(self) -> None:
         """`Worker.kill`."""
-        self._session = None
+        self._session = Session()
 
     def printed(self) -> str:
         """`Worker.printed`."""

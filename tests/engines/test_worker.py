@@ -34,7 +34,8 @@ def hold(session: Session, *models: Any) -> None:
 
 def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
     turns: list[tuple[str, int]] = []
-    session = Session(EngineSpec("fake"))
+    session = Session()
+    session.open(EngineSpec("fake"))
     session.feed(as_workloads({}))
     hold(session, _Scripted("A", a_seconds, turns), _Scripted("B", b_seconds, turns))
     return session, turns
@@ -77,7 +78,8 @@ class Scripted:
 
 
 def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
-    session = Session(EngineSpec("fake"))
+    session = Session()
+    session.open(EngineSpec("fake"))
     a, b = Scripted(0.001), Scripted(0.0005)
     hold(session, a, b)
     session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
@@ -91,7 +93,8 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
 
 
 def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
-    session = Session(EngineSpec("fake"))
+    session = Session()
+    session.open(EngineSpec("fake"))
     a, b = Scripted(0.05), Scripted(0.02)
     hold(session, a, b)
     session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
@@ -115,10 +118,11 @@ def test_layers_have_the_times_of_the_average_call() -> None:
 
 
 def test_a_file_that_cannot_be_written_is_a_failure_for_lack_of_resources() -> None:
-    def full() -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "candidate.log")
+    class Full(Session):
+        def save_memory(self) -> NoReturn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "candidate.log")
 
-    good, error = answer(full)
+    good, error = answer(Full(), "save_memory", ())
     assert (good, type(error)) == (False, EngineFailure)
     assert str(error) == "the engine process cannot use candidate.log: No space left on device"
     assert OUT_OF_RESOURCES.search(str(error))

@@ -117,12 +117,10 @@ class Process:
         clock = self.machine.clock
         clock.advance(0.05 if name == "build" else 0.001)
         if name == "open":
-            self.session = worker.Session(*arguments, self.machine.engine)
-            return None
+            self.session = worker.Session(self.machine.engine)
         assert self.session is not None
-        if name == "run_all":  # without threads
-            number, samples, _ = arguments
-            return [self.session.run(number, sample) for sample in samples]
+        if name == "run":  # without threads
+            return self.session.run(*arguments[:2], 1)
         if name != "rounds" or not self.machine.noise_of:
             return getattr(self.session, name)(*arguments)
         models, seed, numbers, turns, warmup, samples = arguments

@@ -205,9 +205,8 @@ class Runner:
         results: list[dict[str, Array]] = []
         waiting, what = iter(samples), f"running {handle.path.name}"
         while part := list(itertools.islice(waiting, 1 if at_once == 1 else AHEAD * at_once)):
-            asked = ("run", handle.build, part[0]) if at_once == 1 else ("run_all", handle.build, part, at_once)
-            answer = self._ask_of([handle], *asked, what=what, extra=(len(part) - 1) * self._execution.seconds)
-            results += [answer] if at_once == 1 else answer
+            extra = (len(part) - 1) * self._execution.seconds
+            results += self._ask_of([handle], "run", handle.build, part, at_once, what=what, extra=extra)
         return results
 
     def outputs_of(self, path: Path, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:

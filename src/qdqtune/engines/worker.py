@@ -1,8 +1,8 @@
 """The worker process, which holds an engine: `python -m qdqtune.engines.worker`.
 
 It reads requests `(name of a Session method, arguments)` from its standard input, and answers each with
-`(True, result)` or `(False, QdqtuneError)`. The request "open" opens an engine, in place of an earlier one. Any other
-exception is a defect: it ends the process, with a traceback in its log. Engines may print to standard output. The
+`(True, result)` or `(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in
+its log. Engines may print to standard output. The
 process ends when its input closes, however its parent died. This needs POSIX.
 """
 
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,21 +55,25 @@ class Session:
     threads stop when an inference ends, and ratios equal those of files that are timed alone (benchmarks/findings.md).
     """
 
-    def __init__(self, spec: EngineSpec, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
-        self._engine, self._is_launched = opener(spec), spec.name in LAUNCHED
-        self._spec, self._opener = spec, opener
-        self._engines: dict[int | None, Engine] = {None: self._engine}
+    def __init__(self, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
+        self._opener = opener
+        self._engines: dict[int | None, Engine] = {}
         self._models: dict[int, Model] = {}
+
+    def open(self, spec: EngineSpec) -> None:
+        """Open an engine, in place of an earlier one."""
+        for number in list(self._models):
+            self.unload(number)
+        self._spec, self._is_launched = spec, spec.name in LAUNCHED
         self._mix: Mix = (Workload({}),)
         self._saves_memory = False
+        self._engines = {None: self._opener(spec)}
 
     def describe(self) -> dict[str, str]:
-        """`Engine.describe` of this process's engine."""
-        return self._engine.describe()
+        return self._engines[None].describe()
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """`Engine.numeric_format` of this process's engine."""
-        return self._engine.numeric_format(quant_type)
+        return self._engines[None].numeric_format(quant_type)
 
     def feed(self, mix: Mix) -> None:
         """Set the workloads that `rounds`, `probe` and `layers` run."""
@@ -113,20 +116,13 @@ class Session:
             built.close()
         return_free_memory()
 
-    def close(self) -> None:
-        """Free all models."""
-        for number in list(self._models):
-            self.unload(number)
-
-    def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
-        return self._built(number).run(inputs)
-
-    def run_all(self, number: int, samples: Sequence[Tensors], at_once: int) -> list[dict[str, Array]]:
-        """`run` on each sample, in `at_once` threads."""
-        self._built(number)  # or else each thread would build it
+    def run(self, number: int, samples: Sequence[Tensors], at_once: int) -> list[dict[str, Array]]:
+        """`Built.run` on each sample; several in as many threads."""
+        built = self._built(number)
+        if at_once == 1:
+            return [built.run(sample) for sample in samples]
         with ThreadPoolExecutor(at_once) as threads:
-            return list(threads.map(partial(self.run, number), samples))
+            return list(threads.map(built.run, samples))
 
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` with the times of the average call."""
@@ -140,7 +136,6 @@ class Session:
         return average_layers(self._mix, reports)
 
     def save(self, number: int, path: Path) -> None:
-        """`Built.save` of the model with this number."""
         self._built(number).save(path)
 
     def start_seconds(self, number: int) -> float:
@@ -150,11 +145,10 @@ class Session:
     def probe(self, numbers: Sequence[int], turn_seconds: float) -> list[Turn]:
         """The `Turn` of each workload, in which the slowest of these models runs for an equal part of
         `turn_seconds`."""
-        part = turn_seconds / len(self._mix)
         if start := max(self.start_seconds(number) for number in numbers):
-            return [Turn.of(0.0, part, start)] * len(self._mix)  # the process chooses how often it runs the model
+            return [Turn.of(0.0, 0.0, start)] * len(self._mix)  # the process chooses how often it runs the model
         slowest = [max(_quickest(self._built(n, w.threads), w.inputs) for n in set(numbers)) for w in self._mix]
-        return [Turn.of(seconds, part) for seconds in slowest]
+        return [Turn.of(seconds, turn_seconds / len(self._mix)) for seconds in slowest]
 
     def rounds(
         self,
@@ -166,33 +160,26 @@ class Session:
         samples: Sequence[Tensors] = (),
     ) -> Times:
         """Rounds of models, each of all workloads in their turns: see `Runner.rounds`."""
-        orders = [order_of(seed, number, len(numbers)) for number in rounds]
-        seconds: list[list[tuple[float, ...]]] = [[] for _ in numbers]
-        shares = tuple(workload.share for workload in self._mix)
-        if self._is_launched:
-            launched = [cast(Launched, self._built(number)) for number in numbers]
-            for at, order in enumerate(orders):
-                sample = samples[at] if at < len(samples) else None
-                calls = [_launched_turns(launched, order, workload, sample, self._mix) for workload in self._mix]
-                for own, times in zip(seconds, zip(*calls, strict=True), strict=True):
-                    own.append(times)
-            return Times(tuple(map(tuple, seconds)), shares)
         builds = [[self._built(number, workload.threads) for number in numbers] for workload in self._mix]
-        if warmup:
+        if warmup and not self._is_launched:
             for workload, together in zip(self._mix, builds, strict=True):
                 for built in together:
                     built.time(workload.inputs, warmup)
-        changes_shapes = len(self._mix) > builds_for(self._mix)
-        for order in orders:
-            calls = []
+        changes_shapes = len(self._mix) > builds_for(self._mix) and not self._is_launched
+        seconds: list[list[tuple[float, ...]]] = [[] for _ in numbers]
+        for at, number in enumerate(rounds):
+            order, calls = order_of(seed, number, len(numbers)), []
+            sample = samples[at] if at < len(samples) else None
+            is_kept = sample is not None and [_sizes(sample)] == [_sizes(workload.inputs) for workload in self._mix]
             for workload, together, turn in zip(self._mix, builds, turns, strict=True):
                 if changes_shapes:  # untimed: engines prepare for other shapes
                     for built in together:
                         built.time(workload.inputs, 1)
-                calls.append(_turns(together, order, workload.inputs, turn))
+                inputs = sample if is_kept and sample is not None else workload.inputs
+                calls.append(_turns(together, order, inputs, turn, is_kept=is_kept))
             for own, times in zip(seconds, zip(*calls, strict=True), strict=True):
                 own.append(times)
-        return Times(tuple(map(tuple, seconds)), shares)
+        return Times(tuple(map(tuple, seconds)), tuple(workload.share for workload in self._mix))
 
 
 def _sizes(inputs: Tensors) -> dict[str, tuple[int, ...]]:
@@ -214,26 +201,14 @@ def _quickest(model: Built, inputs: Tensors) -> float:
     return min(samples)
 
 
-def _turns(builds: Sequence[Built], order: Sequence[int], inputs: Tensors, turn: Turn) -> list[float]:
-    """Seconds per inference of each model in one round: in `order` and, with two turns, back again."""
+def _turns(builds: Sequence[Built], order: Sequence[int], inputs: Tensors, turn: Turn, *, is_kept: bool) -> list[float]:
+    """Seconds per inference of each model in one round: in `order` and, with two turns, back again. If `is_kept`, all
+    models but the first keep their outputs."""
     seconds = [0.0] * len(builds)
     for place in [*order, *reversed(order)][: turn.per_round * len(order)]:
-        seconds[place] += builds[place].time(inputs, turn.runs) / turn.per_round
-    return seconds
-
-
-def _launched_turns(
-    builds: Sequence[Launched], order: Sequence[int], workload: Workload, sample: Tensors | None, mix: Mix
-) -> list[float]:
-    """The same for models that start a process for each turn, which warms up by itself. A `sample` of the shapes of the
-    only workload runs in its place, and all but the first model keep the outputs."""
-    seconds = [0.0] * len(builds)
-    takes_sample = sample is not None and [_sizes(sample)] == [_sizes(w.inputs) for w in mix]
-    for place in order:
-        inputs = sample if takes_sample and sample is not None else workload.inputs
-        is_kept = takes_sample and place > 0
-        time_of = builds[place].time_and_keep if is_kept else builds[place].time
-        seconds[place] = time_of(inputs, 1)
+        built = builds[place]
+        time_of = cast(Launched, built).time_and_keep if is_kept and place > 0 else built.time
+        seconds[place] += time_of(inputs, turn.runs) / turn.per_round
     return seconds
 
 
@@ -264,30 +239,11 @@ def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
     return replace(layers[0], time_ms=float(np.dot(shares, known)), parts=known if len(known) > 1 else ())
 
 
-class Desk:
-    """Answers the requests for one worker: holds the session of the engine that was opened last."""
-
-    def __init__(self) -> None:
-        self._session: Session | None = None
-
-    def answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-        """The answer to one request."""
-        if name == "open":
-            return answer(self._open, *arguments)
-        with _no_collection() if name == "rounds" else nullcontext():
-            return answer(getattr(self._session, name), *arguments)
-
-    def _open(self, spec: EngineSpec) -> None:
-        if self._session is not None:
-            self._session.close()
-        self._session = Session(spec)
-
-
 def main() -> None:
     """Answer requests until the input ends."""
-    channel, desk = parent(), Desk()
+    channel, session = parent(), Session()
     for name, arguments in received(channel):
-        channel.send(desk.answer(name, arguments))
+        channel.send(answer(session, name, arguments))
     end_group(0)  # with what the engine has started
 
 
@@ -333,11 +289,12 @@ def _end_with_input(descriptor: int, folder: Path | None) -> None:
     os._exit(0)
 
 
-def answer(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """True and the result of a function, or False and its error. Where it cannot write a file, as on a full disk, that
+def answer(session: Session, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    """True and the result of a request, or False and its error. Where it cannot write a file, as on a full disk, that
     is a failure of the engine."""
     try:
-        return True, function(*arguments)
+        with _no_collection() if name == "rounds" else nullcontext():
+            return True, getattr(session, name)(*arguments)
     except QdqtuneError as error:
         return False, error
     except OSError as error:

@@ -26,7 +26,7 @@ from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.options import on_device
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote.connection import Destination, RemoteMachine, connected, facts_of, why_not
-from qdqtune.engines.remote.far import Contents, FarDesk
+from qdqtune.engines.remote.far import Contents, FarSession
 from qdqtune.engines.remote.worker import packed
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineUnavailable
@@ -221,18 +221,18 @@ def test_of_contents_those_that_no_build_needs_are_bounded(tmp_path: Path) -> No
 
 
 def test_a_disk_without_room_loses_the_worker_with_a_reason(tmp_path: Path) -> None:
-    model, desk = saved_with_constants(tmp_path), FarDesk(tmp_path)
-    assert request(desk, "open", FAKE, 0, ".") == (True, "")
+    model, desk = saved_with_constants(tmp_path), FarSession(tmp_path)
+    assert request(desk, "open_on", FAKE, 0, ".") == (True, "")
     proto, constants = packed(model)
     with room_for(5):
         for digest, values in constants.items():
             desk.contents.put(digest, values)
-    good, error = request(desk, "build", 1, "model.onnx", proto, tuple(constants))
+    good, error = request(desk, "build_from", 1, "model.onnx", proto, tuple(constants))
     assert (good, type(error)) == (False, EngineUnavailable)
     assert re.fullmatch("cannot write to .*: File too large; it may be full", str(error))
 
 
-def request(desk: FarDesk, *words: Any) -> tuple[bool, Any]:
+def request(desk: FarSession, *words: Any) -> tuple[bool, Any]:
     return desk.ask(pickle.dumps((words[0], words[1:])))
 
 

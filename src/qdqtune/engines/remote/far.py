@@ -24,8 +24,8 @@ import numpy as np
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import LEASE_SECONDS, Device, allot, leased
 from qdqtune.engines.machine import this_machine
-from qdqtune.engines.worker import Desk, answer, parent, received
-from qdqtune.errors import BadOption, EngineUnavailable, OutputError
+from qdqtune.engines.worker import Session, answer, parent, received
+from qdqtune.errors import BadOption, EngineUnavailable, OutputError, writing
 from qdqtune.system.interpreter import end_group
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array
@@ -83,8 +83,8 @@ class Contents:
             (self._folder / digest).unlink(missing_ok=True)
 
 
-class FarDesk(Desk):
-    """Answers requests whose files come by content, on a device of this host."""
+class FarSession(Session):
+    """A session whose files come by content, on a device of this host."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -96,24 +96,15 @@ class FarDesk(Desk):
     def ask(self, request: bytes) -> tuple[bool, Any]:
         """The answer to a request from far away."""
         try:
-            name, arguments = _Request(request, self.contents).load()
-            match name:
-                case "open":
-                    reply = answer(self._open_on_device, *arguments)
-                case "build":
-                    reply = self._build(*arguments)
-                case "save":
-                    reply = self._save(*arguments)
-                case _:
-                    reply = self.answer(name, arguments)
-            if name == "unload":
-                self._remove(arguments[0])
-        except OutputError as error:  # other hosts may have room, so only this worker is lost
-            reply = False, EngineUnavailable(str(error))
+            reply = answer(self, *_Request(request, self.contents).load())
+        except OutputError as error:
+            reply = False, error
         self.contents.forget({digest for digests in self._constants.values() for digest in digests})
+        if isinstance(reply[1], OutputError):  # other hosts may have room, so only this worker is lost
+            return False, EngineUnavailable(str(reply[1]))
         return reply
 
-    def _open_on_device(self, spec: EngineSpec, cores: int, folder: str) -> str:
+    def open_on(self, spec: EngineSpec, cores: int, folder: str) -> str:
         """Open an engine on free cores of this host, and on a free GPU if it needs one; with 0 cores wherever the
         system puts it. File names in its options are relative to `folder`, if there is one here. Returns the device in
         words.
@@ -128,7 +119,7 @@ class FarDesk(Desk):
             os.environ.update(self._device.environment)
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, set(self._device.cores))
-        self._open(spec)
+        self.open(spec)
         if self._device is None:
             return ""
         gpu = f" GPU {self._device.gpu}" if self._device.gpu else ""
@@ -146,33 +137,29 @@ class FarDesk(Desk):
                     raise
                 sleep(0.1)
 
-    def _build(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[bool, Any]:
+    def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:
         """Build a model. Returns what the engine has printed, with the answer."""
         for digest in constants:
             self.contents.path(digest)
         path, log = self._folder / f"{number}-{name}", self._folder / "build.log"
         log.unlink(missing_ok=True)
-        try:
+        with writing(path, "it may be full"):
             path.write_bytes(proto)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}; it may be full") from error
         self._constants[number] = constants
-        good, result = self.answer("build", (number, path, log))
-        if not good:
-            self._remove(number)
-        text = log.read_text(errors="replace") if log.exists() else ""
-        return True, (text, good, result)
+        good, result = answer(self, "build", (number, path, log))
+        return log.read_text(errors="replace") if log.exists() else "", good, result
 
-    def _save(self, number: int) -> tuple[bool, Any]:
+    def saved(self, number: int) -> Array:
+        """The bytes that `save` writes."""
         path = self._folder / "saved"
-        good, result = self.answer("save", (number, path))
-        if good:
-            result = np.fromfile(path, np.uint8)
-            path.unlink()
-        return good, result
+        self.save(number, path)
+        content = np.fromfile(path, np.uint8)
+        path.unlink()
+        return content
 
-    def _remove(self, number: int) -> None:
-        """Remove the file of a build; its constants may serve others."""
+    def unload(self, number: int) -> None:
+        """Free a model, and remove its file; its constants may serve others."""
+        super().unload(number)
         self._constants.pop(number, None)
         for path in self._folder.glob(f"{number}-*"):
             path.unlink()
@@ -198,12 +185,9 @@ def main() -> None:
     channel = parent(scratch.path)
     tempfile.tempdir = os.environ["TMPDIR"] = str(scratch.path)
     channel.send({"version": __version__, "host": gethostname(), "facts": asdict(this_machine())})
-    desk = FarDesk(scratch.path)
-    answers: dict[str, Callable[..., Any]] = {
-        "missing": desk.contents.missing,
-        "put": desk.contents.put,
-        "ask": desk.ask,
-    }
+    session = FarSession(scratch.path)
+    contents = session.contents
+    answers: dict[str, Callable[..., Any]] = {"missing": contents.missing, "put": contents.put, "ask": session.ask}
     for kind, *content in received(channel):
         channel.send(answers[kind](*content))
     scratch.close()

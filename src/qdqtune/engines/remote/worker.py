@@ -60,18 +60,17 @@ class FarWorker:
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """Implements `Worker.request`."""
         contents: dict[str, Array] = {}
+        sent: tuple[Any, ...] = (name, arguments)
         if name == "open":
-            sent = *arguments, self._cores, os.getcwd()
+            sent = "open_on", (*arguments, self._cores, os.getcwd())
         elif name == "build":
             number, path, _ = arguments
             proto, contents = packed(path)
-            sent = number, path.name, proto, tuple(contents)
+            sent = "build_from", (number, path.name, proto, tuple(contents))
         elif name == "save":
-            sent = arguments[:1]
-        else:
-            sent = arguments
+            sent = "saved", arguments[:1]
         request = io.BytesIO()
-        _Request(request, contents).dump((name, sent))
+        _Request(request, contents).dump(sent)
         try:
             for digest in self._program.ask(("missing", list(contents)), limit) if contents else ():
                 self._program.ask(("put", digest, contents[digest]), limit)
