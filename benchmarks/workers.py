@@ -107,8 +107,8 @@ def overhead(ray: str | None, on: str | None) -> None:
     places += [(f"a process on {on}", None, on)] * (on is not None)
     for name, address, machine in places:
         try:
+            execution, _ = on_device(machine, Execution())
             with (
-                on_device(machine, Execution()) as (execution, _),
                 allocate_workers(EngineSpec("fake"), 1, None, address, elsewhere=execution.device) as allocation,
                 tempfile.TemporaryDirectory() as logs,
             ):
@@ -133,7 +133,8 @@ def candidates(entry: Entry, on: str) -> None:
     """What a candidate costs on another machine beside what it costs here: its file, its outputs, and rounds."""
     rows = []
     for name, machine in (("here", None), (on, on)):
-        with on_device(machine, Execution()) as (execution, _), temporary_runner(SPEC, execution) as runner:
+        execution, _ = on_device(machine, Execution())
+        with temporary_runner(SPEC, execution) as runner:
             model = load(entry.path)
             samples = list(random_samples(model, input_specs(model), 0, SAMPLES)())
             runner.feed(samples[0])

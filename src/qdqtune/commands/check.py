@@ -144,7 +144,8 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> _Profile:
     spec, execution = options.spec(options.input_shapes), execution_of(options)
     (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
     spec = built_for_sample(spec, graph, sample)
-    with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
+    there, machine = on_device(options.on, execution)
+    with temporary_runner(spec, there) as runner:
         numbers, described = runner.numeric_format(quant_type), runner.describe()
         with rewording(f"{spec.name} has no layers of {path}"):
             ran = runner.report(path, sample, options.runs, "layers")

@@ -165,42 +165,42 @@ def compare(
         InputError: files, samples or options cannot be used, or not together.
         EngineFailure: the engine cannot build or run the first file.
     """
-    with on_device(options.on, execution_of(options)) as (execution, machine):
-        workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
-        usual = usual_threads() if machine is None else machine.physical_cores
-        spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
-        is_timed = not is_simulated(spec.name, machine)
-        if options.fail_below is not None and not is_timed:
-            raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
-        data = data_of(options, execution, *files)
-        if shapes and data.calibration_data is None and not data.workloads and not data.input_shapes:
-            data = replace(data, input_shapes=shapes)
-        fixed_in = [fixed_inputs(file, options.fix_inputs) for file in files]
-        models = comparable(files, [{name: options.fix_inputs[name] for name in one} for one in fixed_in])
-        asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
-        prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
-        if options.needs_samples and not prepared.has_real_samples:
-            raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
-        threads = options.threads or ()
-        fixed = dict(ChainMap(*fixed_in))
-        with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
-            cpu: Runner | None = None
-            if not is_timed:
-                runner.describe()  # the engine may not be here, and without samples nothing else asks it
-                cpu = stack.enter_context(temporary_runner(EngineSpec("onnxruntime"), prepared.execution))
-            rows = compare_files(
-                files,
-                runner,
-                [{**sample, **fixed} for sample in prepared.judging],
-                options.plan,
-                has_real_samples=prepared.has_real_samples,
-                mix=tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix),
-                counts=counts_of(spec, threads, machine=machine) if len(threads) > 1 else (None,),
-                seed=options.seed,
-                observer=observer,
-                asked=options.scores,
-                reference_from=cpu,
-            )
+    execution, machine = on_device(options.on, execution_of(options))
+    workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
+    usual = usual_threads() if machine is None else machine.physical_cores
+    spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
+    is_timed = not is_simulated(spec.name, machine)
+    if options.fail_below is not None and not is_timed:
+        raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
+    data = data_of(options, execution, *files)
+    if shapes and data.calibration_data is None and not data.workloads and not data.input_shapes:
+        data = replace(data, input_shapes=shapes)
+    fixed_in = [fixed_inputs(file, options.fix_inputs) for file in files]
+    models = comparable(files, [{name: options.fix_inputs[name] for name in one} for one in fixed_in])
+    asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
+    prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
+    if options.needs_samples and not prepared.has_real_samples:
+        raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
+    threads = options.threads or ()
+    fixed = dict(ChainMap(*fixed_in))
+    with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
+        cpu: Runner | None = None
+        if not is_timed:
+            runner.describe()  # the engine may not be here, and without samples nothing else asks it
+            cpu = stack.enter_context(temporary_runner(EngineSpec("onnxruntime"), prepared.execution))
+        rows = compare_files(
+            files,
+            runner,
+            [{**sample, **fixed} for sample in prepared.judging],
+            options.plan,
+            has_real_samples=prepared.has_real_samples,
+            mix=tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix),
+            counts=counts_of(spec, threads, machine=machine) if len(threads) > 1 else (None,),
+            seed=options.seed,
+            observer=observer,
+            asked=options.scores,
+            reference_from=cpu,
+        )
     notes = told_of_inputs(options, prepared)
     warnings = {row.file: concern(row.accuracy) for row in rows if row.accuracy is not None}
     warnings |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}

@@ -31,7 +31,7 @@ from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.openvino.options import OpenVinoOptions
 from qdqtune.engines.options import EngineOptions, on_option
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.remote.connection import Destination, connected
+from qdqtune.engines.remote.connection import Destination
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
@@ -181,14 +181,14 @@ def examine_elsewhere(on: str) -> EnginesState:
         EngineUnavailable: there is no way to it, no qdqtune of this version, or its answer cannot be read.
     """
     destination = Destination.parsed(on)
-    with connected(on) as machine:  # which says in one line what is missing
-        words = machine.command("qdqtune doctor --json")
-        asked: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
-        try:
-            done = subprocess.run(words, **asked, timeout=ELSEWHERE_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            whose = f"qdqtune doctor on {destination.host} takes longer than {ELSEWHERE_SECONDS:g} s"
-            raise EngineUnavailable(f"{whose}: run it there, to see which engine hangs") from error
+    destination.facts()  # which says in one line what is missing
+    words = destination.command("qdqtune doctor --json")
+    asked: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
+    try:
+        done = subprocess.run(words, **asked, timeout=ELSEWHERE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        whose = f"qdqtune doctor on {destination.host} takes longer than {ELSEWHERE_SECONDS:g} s"
+        raise EngineUnavailable(f"{whose}: run it there, to see which engine hangs") from error
     try:
         return msgspec.json.decode(done.stdout[max(0, done.stdout.find("{")) :], type=EnginesState)
     except msgspec.DecodeError as error:

@@ -116,7 +116,8 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
             return Verified(folder, "cannot tell", f"{final} is not there: copy it from the folder of the run", {})
         return Verified(folder, "does not hold", f"{final} is not the file that was proven", {})
     spec, left = _spec(settings, options)
-    with on_device(options.on, execution) as (there, machine), temporary_runner(spec, there) as runner:
+    there, machine = on_device(options.on, execution)
+    with temporary_runner(spec, there) as runner:
         described = runner.describe()
     at = "here" if machine is None else f"on {machine.where}"
     names = [name for name in dict.fromkeys((*settings.engine, *described)) if name != "threads"]

@@ -35,7 +35,7 @@ def allocate_workers(
     elsewhere: Callable[..., Worker] | None = None,
 ) -> Iterator[Allocation]:
     """Yield devices for `workers` workers of an engine: on this host, on the machine where `elsewhere` starts them
-    (`RemoteMachine.start`), or on the Ray cluster at the address `ray`.
+    (`Destination.start`), or on the Ray cluster at the address `ray`.
 
     `workers` None means one on a host, and as many as fit on a cluster. `cores_each` are the cores of each worker.
     At least one node of the cluster must have `most` cores.

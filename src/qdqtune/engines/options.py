@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, norm
 from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.remote.connection import Destination, connected
+from qdqtune.engines.remote.connection import Destination
 from qdqtune.engines.tensorrt.options import as_json, timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.options import (
@@ -177,8 +176,7 @@ def on_option() -> Any:
     )
 
 
-@contextmanager
-def on_device(on: str | None, execution: Execution) -> Iterator[tuple[Execution, MachineFacts | None]]:
+def on_device(on: str | None, execution: Execution) -> tuple[Execution, MachineFacts | None]:
     """`execution` with the machine that the option `on` names as its device, and what is known of that; unchanged and
     None if it names none.
 
@@ -186,10 +184,9 @@ def on_device(on: str | None, execution: Execution) -> Iterator[tuple[Execution,
         EngineUnavailable: there is no way to it, or no qdqtune of this version.
     """
     if on is None:
-        yield execution, None
-        return
-    with connected(on) as machine:
-        yield replace(execution, device=machine.start), machine.facts
+        return execution, None
+    destination = Destination.parsed(on)
+    return replace(execution, device=destination.start), destination.facts()
 
 
 @dataclass(kw_only=True)

@@ -56,11 +56,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         raise BadOption(f"{simulated(name)}, so no time can be estimated: `builds` and `time_budget` bound a run")
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
-    with (
-        OutputFolder(settings),
-        on_device(settings.on, execution) as (execution, _),
-        temporary_runner(settings.engine, execution) as runner,
-    ):
+    execution, _ = on_device(settings.on, execution)
+    with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
         if settings.state.exists() and not settings.restart:

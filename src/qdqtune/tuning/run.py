@@ -146,7 +146,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
     with ExitStack() as stack:
         if settings.on is not None:
             observer.stage(f"connecting to {settings.on}")
-        execution, _ = stack.enter_context(on_device(settings.on, execution))
+        execution, _ = on_device(settings.on, execution)
         output = stack.enter_context(OutputFolder(settings))
         with writing(f"to {output.path}"):
             folder = stack.enter_context(Scratch(output.path)) / CANDIDATE_FOLDER

@@ -1,4 +1,3 @@
-import re
 from pathlib import Path
 
 import numpy as np
@@ -65,24 +64,16 @@ def test_onnxruntime_runs_shared_scale_operators_on_integers(tmp_path: Path, op:
     assert ran == ["QuantizeLinear", op, "DequantizeLinear"]
 
 
-@pytest.mark.parametrize(("ir_version", "opset", "what"), [(999, 17, "IR version 999"), (10, 999, "opset 999")])
-def test_onnx_runtime_refuses_a_later_onnx_in_a_sentence(
-    tmp_path: Path, ir_version: int, opset: int, what: str
-) -> None:
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Relu", ["x"], ["y"])],
-        "g",
-        *([onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2])] for name in "xy"),
-    )
-    opsets = [onnx.helper.make_opsetid("", opset)]
-    path = tmp_path / "new.onnx"
-    path.write_bytes(onnx.helper.make_model(graph, ir_version=ir_version, opset_imports=opsets).SerializeToString())
-    with pytest.raises(EngineFailure) as refusal:
-        open_engine(EngineSpec("onnxruntime")).build(path, tmp_path / "log")
-    assert re.fullmatch(
-        rf"the model has {what}, and ONNX Runtime [\d.]+ reads up to \d+: export it for that one, or install .+",
-        str(refusal.value),
-    )
+@pytest.mark.parametrize(
+    ("ir_version", "opset", "words"),
+    [(999, 17, "Unsupported model IR version: 999, max"), (10, 999, "ONNX Runtime only .* Opset 999 is under devel")],
+)
+def test_a_later_onnx_is_refused_without_source_places(tmp_path: Path, ir_version: int, opset: int, words: str) -> None:
+    model = model_of([helper.make_node("Relu", ["x"], ["y"])], [2], {}, opset=opset)
+    model.ir_version = ir_version
+    (tmp_path / "new.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(EngineFailure, match=f"^ONNX Runtime: {words}"):
+        open_engine(EngineSpec("onnxruntime")).build(tmp_path / "new.onnx", tmp_path / "log")
 
 
 def test_onnxruntime_saves_a_model_that_computes_the_same(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.options import on_device
 from qdqtune.engines.process import Program
-from qdqtune.engines.remote.connection import Destination, RemoteMachine, connected, facts_of, why_not
+from qdqtune.engines.remote.connection import Destination, facts_of, why_not
 from qdqtune.engines.remote.far import Contents, FarSession
 from qdqtune.engines.remote.worker import packed
 from qdqtune.engines.runner import Runner, temporary_runner
@@ -54,18 +54,17 @@ def far(tmp_path: Path) -> Iterator[Far]:
 
 
 @pytest.fixture(scope="module")
-def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Far, RemoteMachine]]:
-    """A machine, and a connection to it that several tests use."""
+def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Far, Destination]]:
+    """A machine that several tests use."""
     with stand_in(tmp_path_factory.mktemp("board")) as found:
-        with connected(found.on) as machine:
-            yield found, machine
+        yield found, Destination.parsed(found.on)
         found.clean()
 
 
 @pytest.fixture(scope="module")
-def machine(board: tuple[Far, RemoteMachine]) -> MachineFacts:
+def machine(board: tuple[Far, Destination]) -> MachineFacts:
     """What is known of any of the machines here."""
-    return board[1].facts
+    return board[1].facts()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +161,7 @@ def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -
     (EngineSpec("onnxruntime", {"threads": 4096}), BadOption, "on board: `threads` 4096 is too many for"),
 ])  # fmt: skip
 def test_an_engine_that_cannot_be_opened_there_is_told_with_the_place(
-    board: tuple[Far, RemoteMachine], tmp_path: Path, spec: EngineSpec, kind: type[Exception], words: str
+    board: tuple[Far, Destination], tmp_path: Path, spec: EngineSpec, kind: type[Exception], words: str
 ) -> None:
     with (
         Runner(spec, log_dir=tmp_path, start=board[1].start) as runner,
@@ -180,14 +179,8 @@ def test_an_engine_that_cannot_be_opened_there_is_told_with_the_place(
     ("board:/with space/python", "board", "'/with space/python'"),
 ])  # fmt: skip
 def test_a_machine_is_named_as_for_ssh_and_may_have_a_python(text: str, host: str, python: str) -> None:
-    *_, dashes, found, command = Destination.parsed(text).command("x", Path("s"))
+    *_, dashes, found, command = Destination.parsed(text).command("x")
     assert (dashes, found, command) == ("--", host, f"exec {python} -P -m x")
-
-
-@pytest.mark.parametrize(("folder", "is_shared"), [("/tmp/a%b", True), ("/tmp/" + 80 * "a", False)])
-def test_workers_share_a_connection_where_a_socket_can_have_the_name(folder: str, is_shared: bool) -> None:
-    words = Destination("board").command("x", Path(folder) / "ssh")
-    assert ("-oControlPath=/tmp/a%%b/ssh" in words) == ("-oControlMaster=auto" in words) == is_shared
 
 
 @pytest.mark.parametrize(("text", "chosen", "python"), [
@@ -198,7 +191,7 @@ def test_workers_share_a_connection_where_a_socket_can_have_the_name(folder: str
     ("adb:10.0.0.7:5555:/opt/python", ["-s", "10.0.0.7:5555"], "/opt/python"),
 ])  # fmt: skip
 def test_a_device_is_named_by_its_serial_number(text: str, chosen: list[str], python: str) -> None:
-    assert Destination.parsed(text).command("x", Path("s")) == ["adb", *chosen, "shell", "-T", f"exec {python} -P -m x"]
+    assert Destination.parsed(text).command("x") == ["adb", *chosen, "shell", "-T", f"exec {python} -P -m x"]
 
 
 @pytest.mark.parametrize("text", ["", "adb:/opt/python", "adb::env/bin/python", "-v", "a b", ":/python", "ssh://"])
@@ -260,7 +253,7 @@ def test_a_model_arrives_unchanged_with_its_constants_beside_it(tmp_path: Path) 
 
 
 def test_contents_go_there_once_and_builds_are_removed_when_they_are_freed(
-    board: tuple[Far, RemoteMachine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    board: tuple[Far, Destination], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (far, machine) = saved_with_constants(tmp_path), board
     sent, ask = Counter[str](), Program.ask
@@ -286,8 +279,8 @@ def test_contents_go_there_once_and_builds_are_removed_when_they_are_freed(
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_costs_its_job(far: Far, tmp_path: Path, harm: signal.Signals) -> None:
     model = write(mixed(), tmp_path)
+    execution, _ = on_device(far.on, Execution(seconds=2.0))
     with (
-        on_device(far.on, Execution(seconds=2.0)) as (execution, _),
         temporary_runner(FAKE, execution) as runner,
         temporary_runner(FAKE, execution) as other,
     ):
@@ -305,8 +298,8 @@ def test_a_worker_that_is_killed_or_stopped_costs_its_job(far: Far, tmp_path: Pa
 def test_a_build_that_hangs_is_ended_alone(far: Far, tmp_path: Path) -> None:
     slow = EngineSpec("fake", {"build_seconds": 60.0})
     model = write(mixed(), tmp_path)
+    execution, _ = on_device(far.on, Execution(seconds=1.0))
     with (
-        on_device(far.on, Execution(seconds=1.0)) as (execution, _),
         temporary_runner(slow, execution) as hanging,
         temporary_runner(FAKE, execution) as other,
     ):
@@ -414,7 +407,7 @@ def test_what_a_machine_left_that_died_is_removed_by_the_next_connection(far: Fa
 
 
 def test_other_commands_run_on_another_machine_as_well(
-    board: tuple[Far, RemoteMachine], tuned: Path, call: Callable[..., Any]
+    board: tuple[Far, Destination], tuned: Path, call: Callable[..., Any]
 ) -> None:
     on, out = ("--on", board[0].on), tuned.parent / "out"
     code, said, err = call("verify", out, *on, "--calibration-data", tuned.with_suffix(".npz"))

@@ -6,8 +6,7 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
@@ -49,14 +48,14 @@ BLOCK = 4
 """How many inferences run in a row with the profiler, then without it, so that drift affects both alike. Chosen, not
 measured."""
 
-ORT_MESSAGES = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?")
-"""Arguments of `translated`: a name, and the beginning of messages, which is cut: it often names a temporary file."""
-
-TOO_NEW = {
-    r"Unsupported model IR version: (\d+), max supported IR version: (\d+)": "IR version",
-    r"Opset (\d+) is under development .* is till opset (\d+)": "opset",
-}
-"""Messages of ONNX Runtime about a model of a later ONNX than it knows, and what is too new."""
+ORT_MESSAGES = (
+    "ONNX Runtime",
+    re.compile(
+        r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?((\w+ : )?/\S+:\d+ .*?\) (?=[A-Z]))?"
+    ),
+)
+"""Arguments of `translated`: a name, and the beginning of messages, which is cut: it often names a temporary file and a
+place in ONNX Runtime's sources."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
@@ -162,7 +161,7 @@ class OnnxRuntime:
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
         """Build a model: load it into a session."""
-        with output_to(log), translated(*ORT_MESSAGES), _too_new():
+        with output_to(log), translated(*ORT_MESSAGES):
             session = self.session(model)
         provider = self._options.provider
         if provider not in session.get_providers():  # its driver is missing: ONNX Runtime warns and uses the CPU
@@ -376,18 +375,3 @@ class Recording:
         for _ in range(runs):
             self._session.run_with_iobinding(self._binding, self._options)
         return (time.perf_counter() - start) / runs
-
-
-@contextmanager
-def _too_new() -> Iterator[None]:
-    """Raise an EngineFailure in one sentence where ONNX Runtime refuses a model because its ONNX is too new."""
-    try:
-        yield
-    except Exception as error:  # as in `translated`
-        for form, what in TOO_NEW.items():
-            if found := re.search(form, str(error), re.DOTALL):
-                raise EngineFailure(
-                    f"the model has {what} {found[1]}, and ONNX Runtime {ort.__version__} reads up to {found[2]}: "
-                    "export it for that one, or install a later onnxruntime"
-                ) from error
-        raise
