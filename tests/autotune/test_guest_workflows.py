@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ import onnx
 import pytest
 
 import qdqtune as moq
-from models import build, conv_net, normal
-from qdqtune import __main__ as package
+from models import conv_net
 from qdqtune.autotune import autotuner as benchmark
-from qdqtune.autotune import quantization
 from qdqtune.autotune.autotuner import Benchmark, TrtExecBenchmark
 from qdqtune.autotune.quantization import quantize
 from qdqtune.autotune.region_search import AutotunerError
@@ -63,7 +61,7 @@ def test_quantize_by_its_keywords(tmp_path: Path) -> None:
     assert "first" in names
     assert "second" not in names
     reader = Reader([{name: value[:1] for name, value in samples.items()} for _ in range(3)])
-    how |= {"output_path": tmp_path / "q.onnx", "nodes_to_exclude": None, "input_shapes_profile": None}
+    how |= {"output_path": tmp_path / "q.onnx", "nodes_to_exclude": None}
     quantize(path, calibration_data_reader=reader, nodes_to_quantize=["second"], **how)
     assert "first" not in quantized(tmp_path / "q.onnx")
 
@@ -72,10 +70,9 @@ def test_quantize_takes_modelopts_keyword_from_the_package_as_well(tmp_path: Pat
     path = write(mixed(batch=None), tmp_path)
     samples = np.ones((3, 2, 64, 64), np.float32)
     how: dict[str, Any] = {"high_precision_dtype": "fp32", "calibration_method": "max", "target_dla": False}
-    profile = [{"trt_profile_opt_shapes": "x:2x64x64", "trt_profile_min_shapes": "x:1x64x64"}, {}]
     moq.quantize(onnx_path=str(path), calibration_data=samples, output_path=str(tmp_path / "q.onnx"), **how)
     assert "first" in quantized(tmp_path / "q.onnx")
-    moq.quantize(onnx_path=path, input_shapes_profile=profile, **how)
+    moq.quantize(onnx_path=path, calibration_shapes="x:2x64x64", **how)
     assert "first" in quantized(tmp_path / "model.quant.onnx")
     assert moq.quantize(path, output=tmp_path / "own.onnx", input_shapes={"x": (2, 64, 64)}).output.exists()
 
@@ -102,16 +99,9 @@ def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_pa
         moq.quantize(path, "int4_awq")
     with pytest.raises(BadOption, match="no output here: with a mode behind the model it is output_path"):
         moq.quantize(path, "int8", output="q.onnx")
-    with pytest.raises(BadOption, match="quantize takes keywords behind its model: write output="):
+    with pytest.raises(BadOption, match="quantize takes keywords behind its model"):
         moq.quantize(path, "q.onnx")
     assert {file.suffix for file in tmp_path.iterdir()} <= {".onnx", ".npz", ""}
-
-
-def test_products_of_attention_stay_in_float_on_request(tmp_path: Path) -> None:
-    text = "net (float[8,8] x) => (float[8,8] y) { [own] h = MatMul(x, w) [scores] y = MatMul(h, x) }"
-    path = write(build(text, {"w": normal(8, 8)}), tmp_path)
-    quantize(path, engine="onnxruntime", disable_mha_qdq=True)
-    assert quantized(tmp_path / "model.quant.onnx") == {"own"}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +111,7 @@ def test_products_of_attention_stay_in_float_on_request(tmp_path: Path) -> None:
         ({"op_types_to_exclude_fp16": ["Add"]}, "high_precision_dtype='fp32'"),
         ({"quantize_mode": "int4"}, "quantize_mode is int8 or fp8, not 'int4'"),
         ({"dq_only": True, "block_size": None}, "quantize has no dq_only here"),
+        ({"disable_mha_qdq": True}, "quantize has no disable_mha_qdq here"),
         ({"nodes_to_exclude": ["("]}, "is no regular expression"),
         ({"nodes_to_quantize": ["nothing"]}, "no node matches"),
         ({"calibration_shapes": "x=3"}, "is no shape"),
@@ -130,61 +121,6 @@ def test_products_of_attention_stay_in_float_on_request(tmp_path: Path) -> None:
 def test_what_quantize_cannot_do_is_said(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(BadOption, match=words):
         quantize(write(mixed(), tmp_path), **given)
-
-
-def program(*arguments: object, work: Callable[..., None] = quantize) -> int:
-    """Run the program of quantization; its exit code."""
-    with pytest.raises(SystemExit) as end:
-        quantization.main([*map(str, arguments)], work)
-    assert isinstance(end.value.code, int)
-    return end.value.code
-
-
-def test_the_program_takes_the_flags_of_its_like(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = list[dict[str, Any]]()
-
-    def work(_: Path, **given: Any) -> None:
-        asked.append(given)
-
-    path = tmp_path / "m.onnx"
-    lists = (
-        "--nodes_to_exclude",
-        "a.*",
-        "b",
-        "--simplify",
-        "--calibration_eps",
-        "cpu",
-        "--calibration-data-path=x.npz",
-    )
-    assert program("--onnx_path", path, *lists, work=work) == 0
-    assert (asked[0]["nodes_to_exclude"], asked[0]["calibration_data"]) == (["a.*", "b"], "x.npz")
-    assert (asked[0]["simplify"], asked[0]["output_path"]) == (True, tmp_path / "m.quant.onnx")
-    assert not {"autotune", "dq_only", "opset"} & asked[0].keys()
-    assert program(f"--onnx_path={path}", "--output_path", "q", work=work) == 0
-    assert "q is the quantized model" in capfd.readouterr().out
-
-
-def test_the_package_is_the_program_with_its_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = write(mixed(), tmp_path)
-    profile = [{"nv_profile_min_shapes": "x:1x1"}, {}]
-    (tmp_path / "profile.json").write_text(json.dumps(profile))
-    for given in (json.dumps(profile), str(tmp_path / "profile.json")):
-        args = package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", given])
-        assert (args.input_shapes_profile, args.quantize_mode) == (profile, "int8")
-    for wrong in ("{}", "[1]", '[{"a": 1}]', "[", "no.json"):
-        with pytest.raises(SystemExit):
-            package.get_parser().parse_args(["--onnx_path", "no.onnx", "--input_shapes_profile", wrong])
-    typed = ["qdqtune", "--onnx_path", str(path), "--high_precision_dtype", "fp32"]
-    monkeypatch.setattr("sys.argv", typed)
-    package.main()
-    assert "first" in quantized(tmp_path / "model.quant.onnx")
-    typed[3:] = ["--dq_only"]
-    with pytest.raises(SystemExit) as end:
-        package.main()
-    assert end.value.code == 2
-    assert "see docs/reference/modelopt.md" in capfd.readouterr().err
 
 
 def test_parts_of_a_graph_are_models() -> None:

@@ -16,7 +16,7 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,18 +240,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     cli.main(words, command, "python -m qdqtune.autotune")
 
 
-def exit_code(program: Callable[[], object]) -> int:
-    """Run a program that exits. Gives the exit code."""
-    try:
-        program()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    return 0
-
-
 def run_autotune() -> int:
     """Run the command with the arguments of the program. Gives the exit code."""
-    return exit_code(main)
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
 
 
 # ModelOpt's parser, for programs that take it as a part of their own

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from qdqtune.autotune.__main__ import exit_code
+import click
+
+from qdqtune.autotune.__main__ import add_flag
 from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
-from qdqtune.cli import main as cli
-from qdqtune.cli.command import Command, Terminal
-from qdqtune.cli.output import print_json, print_lines
+from qdqtune.cli.output import print_lines
 from qdqtune.commands.inspect import InspectOptions, inspect
-from qdqtune.options import COUNT, REQUIRED, SWITCH, File, Flag, Int, option
-from qdqtune.tuning.options import MODEL
+from qdqtune.errors import QdqtuneError
 from qdqtune.tuning.subject import tuned_graph
 
 
@@ -23,46 +22,35 @@ def inspect_region_search(
     onnx_path: str | Path,
     max_sequence_size: int = 10,
     include_all_regions: bool = False,
+    *,
+    rewrites: str = "off",
+    verbose: bool = False,
 ) -> list[Region]:
     """Print how a model divides into regions; gives those at the top that are shown, with their children.
 
-    The functions of scripts tune a graph without rewrites, so that it has the nodes of the file.
+    The functions of scripts tune a graph without `rewrites`, so that it has the nodes of the file.
     """
-    options = InspectOptions(
-        onnx_path,
-        rewrites="off",
-        max_sequence_size=max_sequence_size,
-        include_all_regions=include_all_regions,
-    )
-    print_lines(inspect(options).lines(tree=True))
+    how: dict[str, Any] = {"max_sequence_size": max_sequence_size, "include_all_regions": include_all_regions}
+    print_lines(inspect(InspectOptions(onnx_path, rewrites=rewrites, **how)).lines(tree=True, verbose=verbose))
     graph = tuned_graph(Path(onnx_path))
     tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
     return [top for top in tops if include_all_regions or has_quantizable_operations(top, graph)]
 
 
-@dataclass(kw_only=True)
-class Arguments(Terminal):
-    """The flags of this program."""
-
-    model: File = option(MODEL, REQUIRED, "ONNX file.", "Model", flags="-m --onnx-path --model", short="ONNX file")
-    max_sequence_size: Int = option(COUNT, 10, "Largest leaf, in nodes.", "Search")
-    include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
-
-
-def run(options: Arguments) -> None:
-    """Show how a model divides into regions, as a run tunes them. `qdqtune inspect` has more options."""
-    shared = {name: getattr(options, name) for name in ("max_sequence_size", "include_all_regions")}
-    found = inspect(InspectOptions(options.model, rewrites="auto", **shared))
-    if options.as_machine:
-        print_json(found.to_dict())
-    else:
-        print_lines(found.lines(tree=True, verbose=options.verbose))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program. Gives 0, or 1 where it fails."""
-    command = Command("region_inspect", Arguments, run, context_settings=cli.CONTEXT)
-    return min(exit_code(partial(cli.main, arguments, command, "python -m qdqtune.autotune.region_inspect")), 1)
+    """The program shows the regions that a run tunes. Gives 0, or 1 where it fails."""
+    parser = argparse.ArgumentParser("python -m qdqtune.autotune.region_inspect", description=main.__doc__)
+    add_flag(parser, "-m --onnx_path --model", required=True)
+    add_flag(parser, "--max_sequence_size", type=int, default=10)
+    add_flag(parser, "--include_all_regions", action="store_true")
+    add_flag(parser, "-v --verbose", action="store_true")
+    given = vars(parser.parse_args(arguments))
+    try:
+        inspect_region_search(**given, rewrites="auto")
+    except QdqtuneError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
