@@ -24,7 +24,6 @@ import pytest
 import yaml
 
 from qdqtune.autotune import __main__ as autotune
-from qdqtune.autotune import quantization
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.tuning.settings import FRONT_LEAST
@@ -315,5 +314,3 @@ def options_of_commands() -> Iterator[str]:
     for option in (*ours, *guests):
         yield from (*option.opts, *option.secondary_opts)
     yield from ("--" + name[2:].replace("-", "_") for option in guests for name in option.opts)
-    for action in quantization.get_parser()._actions:
-        yield from action.option_strings

@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
+
+from loaded_modules import present
 
 LISTS = Path(__file__).parent / "data" / "tensorrt_api"
 VERSIONS = ("8.6.1", "10.16.1", "11.4.0")
@@ -202,6 +205,7 @@ class Module(ModuleType):
         for name in ("Builder", "OnnxParser", "Runtime", "ILogger", "IProfiler", "IOutputAllocator",
                      "IExecutionContext"):  # fmt: skip
             self.__dict__[name] = type(name, (CLASSES[name],), {"_module": self, "_kind": name})
+        self.__dict__["Logger"] = type("Logger", (SimpleLogger,), {"_module": self, "_kind": "ILogger"})
         for name in ("NetworkDefinitionCreationFlag", "BuilderFlag", "ProfilingVerbosity", "MemoryPoolType", "DataType",
                      "TensorIOMode", "TensorLocation", "LayerInformationFormat", "LayerType"):  # fmt: skip
             members = [m for m in self._api.get(name, {}) if m.isupper() or re.fullmatch(r"[A-Z][A-Z0-9_]*", m)]
@@ -220,6 +224,15 @@ class Module(ModuleType):
 
     def _make(self, kind: type, name: str, *arguments: Any) -> Any:
         return type(name, (kind,), {"_module": self, "_kind": name})(*arguments)
+
+
+def install(patch: pytest.MonkeyPatch, version: str) -> tuple[Module, FakeCuda]:
+    """Put the stand-ins of a version where programs look for the modules."""
+    cuda = FakeCuda()
+    trt, bindings = Module(version, cuda), ModuleType("cuda.bindings")
+    bindings.runtime = cuda  # type: ignore[attr-defined]
+    present(patch, {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
+    return trt, cuda
 
 
 class Vendor:
@@ -255,6 +268,16 @@ class Vendor:
 
 class Logger(Vendor):
     ERROR, INTERNAL_ERROR, WARNING, INFO, VERBOSE = 1, 0, 2, 3, 4
+
+
+class SimpleLogger(Logger):
+    """The logger that programs make, who have no class of their own."""
+
+    def __init__(self, min_severity: int) -> None:
+        assert min_severity == self.WARNING
+
+    def log(self, severity: int, msg: str) -> None:
+        pass
 
 
 class Registry(Vendor):

@@ -9,7 +9,7 @@ import subprocess
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from documents import (
 )
 from loaded_modules import present
 from qdqtune.cli import main
-from tensorrt_fakes import FakeCuda, Logger, Module
+from tensorrt_fakes import install
 from trtexec_stand_in import stand_in
 
 SITE = ROOT / "docs"
@@ -64,22 +64,7 @@ def with_tensorrt(release: str, folder: Path, patch: pytest.MonkeyPatch) -> None
     program, version = RELEASES[release]
     stand_in(folder, program)
     patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    cuda = FakeCuda()
-    trt = Module(version, cuda)
-    bindings = ModuleType("cuda.bindings")
-    bindings.runtime = cuda  # type: ignore[attr-defined]
-
-    class Simple(Logger):
-        _module, _kind = trt, "ILogger"
-
-        def __init__(self, min_severity: int) -> None:
-            assert min_severity == self.WARNING
-
-        def log(self, severity: int, msg: str) -> None:
-            pass
-
-    trt.__dict__["Logger"] = Simple
-    present(patch, {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
+    install(patch, version)
 
 
 class Tracker:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -18,13 +17,12 @@ import pytest
 import qdqtune.engines.deployed as deployed
 from command_lines import QUICK
 from conftest import Call
-from loaded_modules import present
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadOption
 from qdqtune.tuning.deploy import DeploySettings, read_settings
 from runs import contents, hopeless, mixed, write
-from tensorrt_fakes import FakeCuda, Logger, Module
+from tensorrt_fakes import install
 from trtexec_stand_in import stand_in
 
 SCRIPTS = sorted(path for path in Path(deployed.__path__[0]).glob("*.py") if path.name != "__init__.py")
@@ -166,22 +164,7 @@ def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str]) 
 def test_the_script_of_tensorrt_fits_each_version(
     version: str, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cuda = FakeCuda()
-    trt = Module(version, cuda)
-
-    class Simple(Logger):
-        _module, _kind = trt, "ILogger"
-
-        def __init__(self, min_severity: int) -> None:
-            assert min_severity == self.WARNING
-
-        def log(self, severity: int, msg: str) -> None:
-            pass
-
-    trt.__dict__["Logger"] = Simple
-    bindings = ModuleType("cuda.bindings")
-    bindings.runtime = cuda  # type: ignore[attr-defined]
-    present(monkeypatch, {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
+    install(monkeypatch, version)
     script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version})
     monkeypatch.setattr(sys, "argv", ["run.py", "2"])
     runpy.run_path(str(script), run_name="__main__")

@@ -24,7 +24,7 @@ from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.tensorrt.execution import CudaError
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import QType
-from tensorrt_fakes import FLAGS, VERSIONS, FakeCuda, Module, names_of
+from tensorrt_fakes import FLAGS, VERSIONS, FakeCuda, Module, install, names_of
 
 ENGINES = Path(qdqtune.engines.__file__).parent / "tensorrt"
 SOURCES = [ENGINES / f"{name}.py" for name in ("api", "build", "execution", "rtx")]
@@ -107,9 +107,7 @@ class Rig(SimpleNamespace):
 
 @pytest.fixture(params=VERSIONS)
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rig:
-    cuda = FakeCuda()
-    trt = Module(request.param, cuda)
-    present(monkeypatch, {"tensorrt": trt, "cuda.bindings.runtime": cuda})
+    trt, cuda = install(monkeypatch, request.param)
     return Rig(trt=trt, cuda=cuda, folder=tmp_path, version=request.param)
 
 
