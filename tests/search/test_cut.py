@@ -15,10 +15,9 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
-from qdqtune.search.costs.decisions import Formulation, cut, decision_of, formulate
+from qdqtune.search.costs.decisions import cut, decision_of
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.table import solve
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan, judge
@@ -154,30 +153,15 @@ def test_every_subset_of_stored_tensors_is_beaten_too() -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("per_consumer", [False, True])
 def test_the_cut_minimizes_what_total_predicts(name: str, per_consumer: bool) -> None:
-    """One energy: the problem's cost of any allowed answers is the prediction, and the cut is its minimum."""
+    """Prices may be below zero where a unit hands floats over."""
     costs = made_up(Bench(MODELS[name]()), per_consumer)
     parts = costs.partition
-    formulation = formulate(costs)
     lowest = costs.total(cut(costs))
     random = np.random.default_rng(0)
-    for _ in range(60):
+    for _ in range(500):
         quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.6)
         kept = frozenset(t for t in parts.edges if parts.producer.get(t) in quantized and random.random() < 0.7)
-        decision = Decision(quantized, kept)
-        total = costs.total(decision)
-        assert cost_of(formulation, decision) == pytest.approx(total)
-        assert lowest <= total + 1e-9
-
-
-def cost_of(formulation: Formulation, decision: Decision) -> float:
-    """The least cost of the table with a decision fixed."""
-    fixed = {number: unit in decision.quantized for unit, number in enumerate(formulation.runs)}
-    fixed |= {number: tensor in decision.stored for tensor, number in formulation.stored.items()}
-    costs = [list(costs) for costs in formulation.table.costs]
-    for number, label in fixed.items():
-        costs[number][not label] = np.inf
-    table = replace(formulation.table, costs=[tuple(each) for each in costs])
-    return table.total(solve(table))
+        assert lowest <= costs.total(Decision(quantized, kept)) + 1e-9
 
 
 def made_up(bench: Bench, per_consumer: bool) -> Costs:
@@ -255,7 +239,8 @@ def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     history = [bench.measured(1, first[0], Placement())]
     costs = search.costs(history)
     certain, hopeful, *_ = (decision_of(costs, p.placement) for p in search._later_proposals(costs, history))
-    assert costs.raised.total(certain) == pytest.approx(costs.total(certain))  # no guess decides the first cut
+    raised = search.costs(history, raised=True)
+    assert raised.total(certain) == pytest.approx(costs.total(certain))  # no guess decides the first cut
     assert costs.total(hopeful) < costs.total(certain)
     assert search.propose(history)[0].origin == "cut"
     every = [p.origin for p in search._later_proposals(search.costs(history), history)]

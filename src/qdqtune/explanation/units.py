@@ -20,7 +20,7 @@ from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.attribution import BuildTimes, attribute
 from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.units import (
     Partition,
@@ -233,7 +233,7 @@ class _Table:
     def _times(self, placement: Placement, layers: Sequence[Layer], ratio: float | None) -> BuildTimes | None:
         if not self.run.float_ms or ratio is None or not any(layer.time_ms for layer in layers):
             return None
-        return attribute(self.run.model, TimedBuild(placement, tuple(layers), ratio), self.run.float_ms)
+        return attribute(self.run.model, placement, layers, ratio * self.run.float_ms)
 
     @cached_property
     def _builds(self) -> list[_Build]:

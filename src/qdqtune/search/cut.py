@@ -40,7 +40,7 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, products_left_in_float, ratios_to_float
-from qdqtune.search.costs.attribution import BuildTimes, attribute, group_ms, timed_builds, with_float_times
+from qdqtune.search.costs.attribution import BuildTimes, group_ms, timed_builds, with_float_times
 from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.prices import Costs, learn
@@ -186,12 +186,12 @@ class CutSearch:
     def _later_proposals(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """After the first batch: the optimum of the prices (built already if they are at a fixed point), placements
         near the best one, and the fallbacks."""
-        optima, decisions = [], self._optima(costs, history)
-        if self.is_hurried:  # a cut that builds on guesses is often slow: it comes second
-            decisions = chain(self._optima(costs.raised, history, raised=True), decisions)
-        for decision in decisions:
-            optima.append(self._proposal(costs, decision))
-            yield optima[-1]
+        optima = []
+        for raised in (True, False) if self.is_hurried else (False,):  # a cut that builds on guesses is often slow
+            prices = self.costs(history, raised=True) if raised else costs
+            for decision in self._optima(prices, history, raised=raised):
+                optima.append(self._proposal(costs, decision))
+                yield optima[-1]
         rest = sorted(self._first_batch, key=lambda p: p.origin in ONLY_PRICES)
         yield from _untried(rest, history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
@@ -208,15 +208,14 @@ class CutSearch:
 
     def _optima(self, costs: Costs, history: Sequence[Trial], *, raised: bool = False) -> Iterator[Decision]:
         """The optima of the prices. With several contexts also those of each; first come those that are predicted to be
-        slower than float in none. `raised`: with prices that no build has measured raised in each context, too."""
+        slower than float in none. `raised`: the prices that no build has measured are raised."""
         if not self.contexts:
             yield from self._optima_of(costs, history)
             return
         apart = []
         for shares, search in zip(self.contexts, self._in_contexts, strict=True):
             known = [_trial_at(shares, trial) for trial in history]
-            own = search.costs(known)
-            apart.append((search, known, own.raised if raised else own))
+            apart.append((search, known, search.costs(known, raised=raised)))
         found = dict.fromkeys(costs.partition.placement(decision) for decision in self._optima_of(costs, history))
         for search, known, own in apart:
             found |= dict.fromkeys(own.partition.placement(decision) for decision in search._optima_of(own, known))
@@ -282,18 +281,16 @@ class CutSearch:
         predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
-    def costs(self, history: Sequence[Trial]) -> Costs:
+    def costs(self, history: Sequence[Trial], *, raised: bool = False) -> Costs:
         """Prices of units: the fusion groups, split as the builds so far ran them fastest. Where builds disagree, later
         ones take precedence; among those that no prices led to, faster ones."""
-        floats, *others = timed_builds(history, self.plan, self.float_layers)
+        floats, *others = timed_builds(self.model, history, self.plan, self.float_layers, self.float_ms)
         first = {t.placement for t in history if t.proposal.predicted is None}
-        unpredicted = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
-        rising = (*unpredicted, *(b for b in others if b.placement not in first))
-        before = attribute(self.model, floats, self.float_ms)
-        times = [before]
-        for build in rising:
-            times.append(with_float_times(self.model, attribute(self.model, build, self.float_ms), before))
-        return learn(partition(self.model, self.possible, self._units(times), self.format_shares), times)
+        ratios = ratios_to_float(history, self.plan)
+        others.sort(key=lambda build: -ratios[build.placement] if build.placement in first else inf)
+        times = [floats, *(with_float_times(self.model, build, floats) for build in others)]
+        parts = partition(self.model, self.possible, self._units(times), self.format_shares)
+        return learn(parts, times, raised=raised)
 
     @cached_property
     def _members(self) -> list[tuple[Group, tuple[Edge, ...], str]]:

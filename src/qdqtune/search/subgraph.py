@@ -15,11 +15,11 @@ from itertools import takewhile
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
+from qdqtune.search.costs.attribution import BuildTimes, timed_builds
 from qdqtune.search.costs.decisions import cut_holding, cut_within, nearest
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.profiles import GroupSelection
-from qdqtune.search.costs.units import Partition
+from qdqtune.search.costs.units import Partition, format_in
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.ratios import Plan
@@ -161,16 +161,16 @@ class SubgraphSearch:
         """Whether two placements treat a group differently, or only one stores an output of the group in 8 bits."""
         unit = self.parts.units[number]
         own = any((e in a) != (e in b) for e in (*unit.inputs, *unit.weights, *unit.inner))
-        own = own or self.parts.format_in(unit, a) != self.parts.format_in(unit, b)
-        leaving = [self.parts.edges[t] for t in unit.outputs if t in self.parts.edges]
+        own = own or format_in(unit, a) != format_in(unit, b)
+        leaving = [self.parts.edges[t] for t in self.parts.leaving(unit)]
         return own or any(all(e in a for e in edges) != all(e in b for e in edges) for edges in leaving)
 
     def builds(self, history: Sequence[Trial]) -> dict[Placement, BuildTimes]:
         """The layer times of every build with a report, the float one first."""
         if not self._is_timed:
             return {}
-        builds = timed_builds(history, self.plan, self.float_layers)
-        return {build.placement: attribute(self.model, build, self.total_ms) for build in builds}
+        builds = timed_builds(self.model, history, self.plan, self.float_layers, self.total_ms)
+        return {build.placement: build for build in builds}
 
     def spent(self, times: BuildTimes) -> list[float]:
         """The ms of each group in a build. A Q counts for the groups that read its tensor (for the writer if none

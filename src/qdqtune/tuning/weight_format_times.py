@@ -28,7 +28,7 @@ from qdqtune.graph.operators import elements
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
-from qdqtune.search.costs.attribution import DYNAMIC_CONVERSION, TimedBuild, attribute
+from qdqtune.search.costs.attribution import DYNAMIC_CONVERSION, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.contexts import at_each
@@ -150,7 +150,7 @@ def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]
     if not total:
         every = sum(w.constant.nbytes for w in weights.values())
         return {edge: w.constant.nbytes / every for edge, w in weights.items()}
-    nodes = attribute(model, TimedBuild(Placement(), tuple(layers)), total).nodes
+    nodes = attribute(model, Placement(), layers, total).nodes
     return {edge: nodes.get(edge.node, 0.0) / total for edge in weights}
 
 

@@ -7,7 +7,7 @@ import pytest
 from models import build, normal
 from price_chain import FLOAT, chain, parts_of, placed, times
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.attribution import TimedBuild, attribute, node_times, with_float_times
+from qdqtune.search.costs.attribution import attribute, node_times, with_float_times
 from qdqtune.search.costs.decisions import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
@@ -28,7 +28,7 @@ def test_a_conversion_counts_with_one_node_and_that_of_an_added_bias_with_none()
 def test_attribution_adds_up_to_the_scaled_latency() -> None:
     conversions = layer(1.0, "u_DequantizeLinear"), layer(1.0, "u_DequantizeLinear_2"), layer(0.5, "t_QuantizeLinear")
     layers = (layer(2.0, "a", "t_QuantizeLinear"), layer(1.0), layer(4.0, "b", "c"), *conversions)
-    found = attribute(chain(), TimedBuild(Placement(), layers, 0.5), 38.0)
+    found = attribute(chain(), Placement(), layers, 0.5 * 38.0)
     scale = 0.5 * 38.0 / 9.5
     assert found.nodes["a"] == pytest.approx(2.0 * scale)
     assert found.nodes["b"] + found.nodes["c"] == pytest.approx(5.0 * scale)  # with the reformat in front
@@ -63,11 +63,11 @@ def test_a_dynamic_quantization_counts_for_the_products_that_read_it() -> None:
     dynamic = WeightFormat(8, dynamic=True)
     placement = Placement.of((), [(Edge("w0", "a", 1), dynamic), (Edge("w1", "b", 1), dynamic)])
     layers = layer(2.0, "x_DynamicQuantizeLinear"), layer(3.0, "a", "a_Cast", "a_scales", "a_Mul"), layer(3.0, "b")
-    assert attribute(model, TimedBuild(placement, layers), 8.0).nodes == pytest.approx({"a": 4.0, "b": 4.0})
+    assert attribute(model, placement, layers, 8.0).nodes == pytest.approx({"a": 4.0, "b": 4.0})
 
 
 def test_a_report_without_times_gives_none() -> None:
-    found = attribute(chain(), TimedBuild(Placement(), (Layer("a", ("a",), "", None, "compute"),)), 0.0)
+    found = attribute(chain(), Placement(), [Layer("a", ("a",), "", None, "compute")], 0.0)
     assert sum(found.nodes.values()) == 0
 
 
@@ -76,14 +76,14 @@ def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
     """To a model of other names nothing can be attributed, and to one of its names everything."""
     report = report_of(export)
     total = sum(found.time_ms or 0.0 for found in report)
-    stranger = attribute(chain(), TimedBuild(Placement(), report), total)
+    stranger = attribute(chain(), Placement(), report, total)
     assert not stranger.nodes
     parts = parts_of(chain())
     costs = learn(parts, [times(**FLOAT), stranger])
     assert np.isfinite(costs.total(cut(costs)))
     named = [n for found in report for n in found.nodes if "QuantizeLinear" not in n]
     model = lookalike(list(dict.fromkeys(named)))
-    found = attribute(model, TimedBuild(Placement(), report, 0.5), total)
+    found = attribute(model, Placement(), report, 0.5 * total)
     spent = sum((*found.nodes.values(), *found.quantize.values(), *found.dequantize.values()))
     assert 0.8 * 0.5 * total < spent <= 0.5 * total * (1 + 1e-9)  # what runs behind the last node has no owner
 

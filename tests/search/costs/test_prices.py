@@ -6,7 +6,7 @@ from models import INT8, build, normal, ranges
 from price_chain import CHAIN, FLOAT, chain, parts_of, placed, times
 from qdqtune.engines.fake import CostModel
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search.costs.attribution import BuildTimes, TimedBuild, attribute
+from qdqtune.search.costs.attribution import BuildTimes, attribute
 from qdqtune.search.costs.decisions import everything
 from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn, state
 from qdqtune.search.costs.units import Decision, partition
@@ -157,7 +157,7 @@ def test_the_fake_engines_builds_are_predicted_exactly() -> None:
 
     def timed_builds(placement: Placement) -> tuple[BuildTimes, float]:
         found = CostModel(inserter.insert(placement).to_proto(), 1)
-        return attribute(model, TimedBuild(placement, found.layers()), 1e3 * found.seconds), 1e3 * found.seconds
+        return attribute(model, placement, found.layers(), 1e3 * found.seconds), 1e3 * found.seconds
 
     whole = everything(parts)
     base, seconds = timed_builds(Placement())

@@ -63,8 +63,8 @@ def test_edges_of_a_fused_unit() -> None:
     assert unit.weights == (Edge("w0", "stem", 1),)
     assert unit.inner == (Edge("c0", "stem_relu", 0),)
     assert unit.outputs == ("r0",)
-    assert parts.storable(unit) == ()
-    assert parts.storable(unit_of(parts, "pool")) == ("r0",)
+    assert unit.storable == ()
+    assert unit_of(parts, "pool").storable == ("r0",)
 
 
 def test_a_stored_tensor_has_pairs_on_all_edges_and_any_other_where_it_is_needed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,23 +25,6 @@ DYNAMIC_CONVERSION = re.compile(r"^(?P<tensor>.*)_DynamicQuantizeLinear(_\d+)?$"
 
 
 @dataclass(frozen=True)
-class TimedBuild:
-    """A build with a layer report: its placement, its layers, and its latency as a ratio to the float build's."""
-
-    placement: Placement
-    layers: tuple[Layer, ...]
-    ratio: float = 1.0
-
-
-def timed_builds(history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer]) -> tuple[TimedBuild, ...]:
-    """The float build and every candidate with a layer report and a ratio, in order."""
-    ratios = ratios_to_float(history, plan)
-    reported = ((t.placement, t.layers) for t in history if t.layers and t.placement in ratios)
-    floats = TimedBuild(Placement(), tuple(float_layers))
-    return (floats, *(TimedBuild(placement, layers, ratios[placement]) for placement, layers in reported))
-
-
-@dataclass(frozen=True)
 class BuildTimes:
     """The layer times of a build in ms, by node of the model and by converted tensor."""
 
@@ -57,45 +41,57 @@ class BuildTimes:
         return frozenset(e.tensor for e in self.placement.edges)
 
 
-def attribute(model: Model, build: TimedBuild, float_ms: float) -> BuildTimes:
-    """Divide a layer report among nodes and tensors, scaled so that the sum is the latency measured in paired rounds.
+def timed_builds(
+    model: Model, history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer], float_ms: float
+) -> list[BuildTimes]:
+    """The times of the float build and of every candidate with a layer report and a ratio, in order."""
+    ratios, builds = ratios_to_float(history, plan), [attribute(model, Placement(), float_layers, float_ms)]
+    for trial in history:
+        if trial.layers and trial.placement in ratios:
+            builds.append(attribute(model, trial.placement, trial.layers, ratios[trial.placement] * float_ms))
+    return builds
+
+
+def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> BuildTimes:
+    """Divide the layer report of a build that takes `ms` among nodes and tensors, scaled so that the sum is that time.
 
     A layer of several nodes is divided by their work. Layers that name no node (reformats) count for the next layer
     that does, since they run for it; the last ones count for the node before them. A DynamicQuantizeLinear counts for
     the products that read it, in equal parts.
     """
-    total = sum(layer.time_ms or 0.0 for layer in build.layers)
-    scale = build.ratio * float_ms / total if total > 0 else 0.0
-    nodes: dict[str, float] = {}
-    converted: dict[str, dict[str, float]] = {"Quantize": {}, "Dequantize": {}}
-    copies: dict[str, int] = {}
-    waiting = 0.0
-    dynamic: dict[str, list[str]] = {}
-    for edge, weight_format in build.placement.weight_formats.items():
+    total = sum(layer.time_ms or 0.0 for layer in layers)
+    scale = ms / total if total > 0 else 0.0
+    nodes = defaultdict[str, float](float)
+    converted = {"Quantize": defaultdict[str, float](float), "Dequantize": defaultdict[str, float](float)}
+    copies, waiting = Counter[str](), 0.0
+    dynamic = defaultdict[str, list[str]](list)
+    for edge, weight_format in placement.weight_formats.items():
         if weight_format.dynamic and edge.node in model.index_of:
-            dynamic.setdefault(model.node(edge.node).inputs[0], []).append(edge.node)
-    for layer in build.layers:
+            dynamic[model.node(edge.node).inputs[0]].append(edge.node)
+    for layer in layers:
         own = scale * (layer.time_ms or 0.0)
         real = [n for n in layer.nodes if n in model.index_of]
-        pairs = [m for n in layer.nodes if n not in model.index_of and (m := CONVERSION.match(n))]
+        added = [n for n in layer.nodes if n not in model.index_of]
+        pairs = list(filter(None, map(CONVERSION.match, added)))
+        quantized = [match["tensor"] for match in map(DYNAMIC_CONVERSION.match, added) if match]
+        readers = dynamic.get(quantized[0], []) if quantized else []
         if real:
             weights = np.array([1.0 + work(model, model.node(n)) for n in real])
             for name, part in zip(real, weights / weights.sum(), strict=True):
-                nodes[name] = nodes.get(name, 0.0) + float((own + waiting) * part)
+                nodes[name] += float((own + waiting) * part)
             waiting = 0.0
         elif pairs:
             for match in pairs:
-                spent = converted[match["op"]]
-                spent[match["tensor"]] = spent.get(match["tensor"], 0.0) + own / len(pairs)
-                copies[match["tensor"]] = copies.get(match["tensor"], 0) + (match["op"] == "Dequantize")
-        elif readers := _readers(layer, dynamic):
+                converted[match["op"]][match["tensor"]] += own / len(pairs)
+                copies[match["tensor"]] += match["op"] == "Dequantize"
+        elif readers:
             for name in readers:
-                nodes[name] = nodes.get(name, 0.0) + own / len(readers)
+                nodes[name] += own / len(readers)
         else:
             waiting += own
     if waiting and nodes:
         nodes[next(reversed(nodes))] += waiting
-    return BuildTimes(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
+    return BuildTimes(placement, dict(nodes), dict(converted["Quantize"]), dict(converted["Dequantize"]), copies)
 
 
 MOST_SCALED = 2.0
@@ -121,12 +117,6 @@ def with_float_times(model: Model, build: BuildTimes, floats: BuildTimes) -> Bui
     return replace(build, nodes=nodes, quantize=q, dequantize=d)
 
 
-def _readers(layer: Layer, dynamic: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    """The products that read the DynamicQuantizeLinear that a layer is; `dynamic` has such products by activation."""
-    match = next((m for n in layer.nodes if (m := DYNAMIC_CONVERSION.match(n))), None)
-    return () if match is None else dynamic.get(match["tensor"], ())
-
-
 class NodeTime(NamedTuple):
     """The ms of a node in a build: its own, and those of the conversions that `node_times` charges to it."""
 
@@ -142,7 +132,7 @@ def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: 
     """
     if not any(layer.time_ms for layer in layers):
         return {}
-    times = attribute(model, TimedBuild(placement, tuple(layers)), ms)
+    times = attribute(model, placement, layers, ms)
     spent = {node.name: NodeTime(times.nodes.get(node.name, 0.0)) for node in model.nodes}
     for paid, from_writer in ((times.quantize, True), (times.dequantize, False)):
         for tensor, took in paid.items():

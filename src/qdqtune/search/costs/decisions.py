@@ -6,8 +6,8 @@ raised until the optimum holds the limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from math import inf
 from types import MappingProxyType
 from typing import TypeVar
@@ -17,7 +17,7 @@ import numpy as np
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, state, stored_in
 from qdqtune.search.costs.table import Table, solve
-from qdqtune.search.costs.units import Decision, Partition, Unit
+from qdqtune.search.costs.units import Decision, Partition, Unit, format_in, is_fed
 from qdqtune.types import Placement, WeightFormat
 
 T = TypeVar("T")
@@ -45,15 +45,15 @@ def nearest(parts: Partition, placement: Placement) -> Decision:
     """
     states = [state(u, parts, placement) for u in parts.units]
     stored = stored_in(parts, placement, states)
-    formats = ((u.number, own) for u in parts.units if (own := parts.format_in(u, placement)) is not None)
-
-    def runs(unit: Unit) -> bool:
-        how = states[unit.number]
-        if how == "handing":
-            return bool(unit.weights) or any(e.tensor not in stored for e in unit.inputs)
-        return how in ("quantized", "mixed")
-
-    return Decision.of((unit.number for unit in parts.units if runs(unit)), stored, formats)
+    quantized, formats = set[int](), dict[int, WeightFormat]()
+    for unit, how in zip(parts.units, states, strict=True):
+        hands_on = how == "handing" and (unit.weights or any(e.tensor not in stored for e in unit.inputs))
+        if hands_on or how in ("quantized", "mixed"):
+            quantized.add(unit.number)
+        weight_format = format_in(unit, placement)
+        if weight_format is not None:
+            formats[unit.number] = weight_format
+    return Decision.of(quantized, stored, formats.items())
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
@@ -68,12 +68,11 @@ def margins(costs: Costs, decision: Decision) -> dict[str, float]:
 
 def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
     """The ms that flipping one unit between quantized and float would add, all else unchanged."""
-    parts = costs.partition
-    leaving = [t for t in unit.outputs if t in parts.edges]
-    near = {user for t in leaving for user in parts.users[t] if user is not None}
-    near |= {parts.producer[t] for t in parts.storable(unit)}
-    units = [parts.units[n] for n in {unit.number} | near]
-    tensors = {*leaving, *(e.tensor for e in unit.inputs)}
+    parts, near = costs.partition, {unit.number}
+    near.update(user for t in parts.leaving(unit) for user in parts.users[t] if user is not None)
+    near.update(parts.producer[t] for t in unit.storable)
+    units = [parts.units[n] for n in near]
+    tensors = {*parts.leaving(unit), *(e.tensor for e in unit.inputs)}
 
     def cost(decided: Decision) -> float:
         return sum(costs.of_unit(u, decided) for u in units) + sum(costs.of_tensor(t, decided) for t in tensors)
@@ -103,10 +102,14 @@ def other(
     changed = decision.quantized ^ frozenset(units)
     kept = {n: chosen for n, chosen in decision.weight_formats if n not in changed}
     kept |= {n: weight_formats[n] for n in units if n not in changed and n in weight_formats}
-    written = (t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges)
-    fresh = {t for t in written if kept.keys().isdisjoint(parts.users[t])}
-    lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
-    return Decision.of(changed, (decision.stored | fresh) - lost, kept.items())
+    stored = set(decision.stored)
+    for number in units:
+        leaving = parts.leaving(parts.units[number])
+        if number in changed:
+            stored.update(t for t in leaving if kept.keys().isdisjoint(parts.users[t]))
+        else:
+            stored.difference_update(leaving)
+    return Decision.of(changed, stored, kept.items())
 
 
 def rows_of(costs: Costs, placement: Placement) -> list[Mapping[str, object]]:
@@ -120,7 +123,7 @@ def rows_of(costs: Costs, placement: Placement) -> list[Mapping[str, object]]:
     rows: list[Mapping[str, object]] = []
     for unit in sorted(parts.units, key=lambda unit: (-costs.prices[unit.number].as_float, unit.number)):
         price, nodes = costs.prices[unit.number], [parts.model.nodes[n] for n in unit.nodes]
-        leaving = [t for t in unit.outputs if t in parts.edges]
+        leaving = parts.leaving(unit)
         row: dict[str, object] = {
             "nodes": [node.name for node in nodes],
             "operators": [node.op for node in nodes],
@@ -129,7 +132,7 @@ def rows_of(costs: Costs, placement: Placement) -> list[Mapping[str, object]]:
             "quantize_ms": sum(costs.quantize[t] for t in leaving),
             "dequantize_ms": sum(costs.dequantize[t] for t in leaving),
             "handing_ms": price.handing * len(leaving),
-            "behind_float_ms": price.behind_float * len(parts.storable(unit)),
+            "behind_float_ms": price.behind_float * len(unit.storable),
             "disturbed_ms": price.disturbed,
             "quantized": unit.number in decision.quantized,
             "seen": price.seen,
@@ -239,56 +242,37 @@ def optimum_within(
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
-    """The cheapest decision, where noise costs `price` ms per unit of relative noise."""
-    formulation = formulate(costs, noise, price)
-    return formulation.decision(solve(formulation.table))
+    """The cheapest decision by `Costs.total`, where noise costs `price` ms per unit of relative noise: the optimum of a
+    table with two labels, floats and 8 bits.
 
-
-@dataclass(frozen=True)
-class Formulation:
-    """Prices as a table of two labels, floats and 8 bits: the numbers of the parts that say what each unit runs in
-    (`runs`) and what each tensor is stored in, and the cheapest weight formats of float units."""
-
-    table: Table
-    runs: Sequence[int]
-    stored: Mapping[str, int]
-    weight_formats: Mapping[int, WeightFormat]
-    parts: Partition
-
-    def decision(self, labels: Sequence[int]) -> Decision:
-        """The decision about units and tensors that labels stand for."""
-        quantized = frozenset(unit for unit, number in enumerate(self.runs) if labels[number])
-        chosen = Decision.of(quantized, (tensor for tensor, number in self.stored.items() if labels[number]))
-        able = (u for u in self.parts.units if u.number in self.weight_formats and u.number not in quantized)
-        formats = ((u.number, self.weight_formats[u.number]) for u in able if not self.parts.is_fed(u, chosen))
-        return replace(chosen, weight_formats=frozenset(formats))
-
-
-def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Formulation:
-    """`Costs.total` and a price on noise as a table; a float unit takes its cheapest weight format.
-
-    Besides units and tensors there are parts that are in 8 bits if any of some others is: 8-bit values of a tensor
-    exist, a unit is amid pairs, behind a stored tensor the weights of a unit stay floats, a value is rounded.
+    Besides units and tensors the table has parts that are in 8 bits if any of some others is: 8-bit values of a tensor
+    exist, a unit is amid pairs, behind a stored tensor the weights of a unit stay floats, a value is rounded. A float
+    unit takes its cheapest weight format. No charge for noise is above the time of the float model: that is prohibitive
+    already, and larger ones would leave the others fewer digits.
     """
-    parts, prices, table = costs.partition, costs.prices, Table()
-    floats = [
-        costs.cheapest_float(u.number, _noise_charge(parts, u, noise, price, costs.float_ms)) for u in parts.units
-    ]
-    runs = list[int]()
-    for unit, own, (ms, _) in zip(parts.units, prices, floats, strict=True):
+    parts, prices, table, most = costs.partition, costs.prices, Table(), costs.float_ms
+    noise = noise if price > 0 else None
+    runs, formats = list[int](), dict[int, WeightFormat]()
+    for unit, own in zip(parts.units, prices, strict=True):
+        charges = {}
+        if noise is not None:
+            for way in own.by_format:
+                charges[way] = sum(min(price * noise.of_weight(e, way), most) for e in unit.weight_only)
+        ms, chosen = costs.cheapest_float(unit.number, charges)
         # Handing below zero is charged for storing instead.
-        quantized = own.as_quantized + sum(min(0.0, own.handing) for t in unit.outputs if t in parts.edges)
+        quantized = own.as_quantized + sum(min(0.0, own.handing) for _ in parts.leaving(unit))
         runs.append(table.part(ms, max(0.0, quantized) if unit.inputs else inf))
-    formats = {number: chosen for number, (_, chosen) in enumerate(floats) if chosen is not None}
+        if chosen is not None:
+            formats[unit.number] = chosen
     amid = [table.part(0.0, 0.0) for _ in runs]
     fed = {number: table.part(0.0, 0.0) for number in formats}
     for run, near, own in zip(runs, amid, prices, strict=True):
         table.convert(run, [near], 0.0, own.disturbed)
     for number, plain in fed.items():
-        table.convert(runs[number], [plain], 0.0, prices[number].as_float - floats[number][0])
+        table.convert(runs[number], [plain], 0.0, prices[number].as_float - table.costs[runs[number]][0])
     outside = table.part(0.0, inf)
     rounding = [(run, e.tensor) for run, u in zip(runs, parts.units, strict=True) for e in u.weights]
-    stored = dict[str, int]()
+    kept_parts = dict[str, int]()
     for tensor in parts.edges:
         producer, users = parts.producer.get(tensor), [user for user in parts.users[tensor] if user is not None]
         if producer is None:
@@ -297,7 +281,7 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
             kept = table.part(0.0, max(0.0, -prices[producer].handing))
             table.convert(runs[producer], [kept], 0.0, inf)
             table.convert(kept, [runs[producer]], 0.0, max(0.0, prices[producer].handing))
-        stored[tensor] = kept
+        kept_parts[tensor] = kept
         exists = table.part(0.0, 0.0)
         table.convert(kept, [exists], 0.0, costs.quantize[tensor])
         rounding += [(kept, tensor), (exists, tensor)]
@@ -316,31 +300,19 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
             table.convert(kept, [runs[user]], 0.0, prices[user].behind_float)
             if user in fed:
                 table.convert(fed[user], [kept], 0.0, inf)
-    if noise is not None and price > 0:
-        _charge_noise(table, rounding, noise, price, costs.float_ms)
-    return Formulation(table, runs, stored, formats, parts)
-
-
-def _noise_charge(
-    parts: Partition, unit: Unit, noise: Noise | None, price: float, most: float
-) -> Callable[[WeightFormat], float]:
-    """A function that gives the ms that the noise of a unit's weights costs in a weight format, at most `most` each."""
-
-    def charge(weight_format: WeightFormat) -> float:
-        if noise is None or price <= 0:
-            return 0.0
-        return sum(min(price * noise.of_weight(e, weight_format), most) for e in parts.weight_only_edges(unit))
-
-    return charge
-
-
-def _charge_noise(table: Table, rounding: Sequence[tuple[int, str]], noise: Noise, price: float, most: float) -> None:
-    """Charge each value once if any of the parts that round one of its tensors is in 8 bits. No charge is above `most`:
-    that is prohibitive already, and larger ones would leave the others fewer digits."""
     rounded: dict[str, int] = {}
     for part, tensor in rounding:
-        value = noise.value(tensor)
-        if alone := noise.of_value(value):
+        value = tensor if noise is None else noise.value(tensor)
+        alone = 0.0 if noise is None else price * noise.of_value(value)
+        if alone:
             if value not in rounded:
-                rounded[value] = table.part(0.0, min(price * alone, most))
+                rounded[value] = table.part(0.0, min(alone, most))
             table.convert(rounded[value], [part], 0.0, inf)
+    labels = solve(table)
+    decision = Decision.of(
+        (unit for unit, number in enumerate(runs) if labels[number]),
+        (tensor for tensor, number in kept_parts.items() if labels[number]),
+    )
+    floats = (parts.units[number] for number in formats if number not in decision.quantized)
+    kept_formats = ((unit.number, formats[unit.number]) for unit in floats if not is_fed(unit, decision))
+    return replace(decision, weight_formats=frozenset(kept_formats))

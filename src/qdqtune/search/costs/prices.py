@@ -21,11 +21,13 @@ same share of float time as in other units with the same operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nsmallest
 from statistics import median
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -34,7 +36,7 @@ import onnx
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
 from qdqtune.search.costs.attribution import BuildTimes
-from qdqtune.search.costs.units import Decision, Partition, Unit
+from qdqtune.search.costs.units import Decision, Partition, Unit, format_in, is_fed
 from qdqtune.types import Placement, WeightFormat
 
 State = Literal["float", "handing", "mixed", "quantized"]
@@ -113,13 +115,6 @@ class Costs:
     dequantize: Mapping[str, float]
     per_consumer: bool = False
     """Whether each consumer of a tensor has a DQ of its own."""
-    cautious: Costs | None = None
-
-    @property
-    def raised(self) -> Costs:
-        """The same prices, with every guess raised by the time of the float model: a result that changes with them
-        depends on a guess."""
-        return self.cautious or self
 
     @cached_property
     def float_ms(self) -> float:
@@ -133,25 +128,23 @@ class Costs:
 
     def of_unit(self, unit: Unit, decision: Decision) -> float:
         """The predicted ms of one unit, without conversions that run by themselves."""
-        price, entering = self.prices[unit.number], self.partition.storable(unit)
-        if unit.number not in decision.quantized:
-            amid_pairs = any(t in decision.stored for t in entering) or any(
-                self._is_read(t, decision) for t in unit.outputs
-            )
-            chosen = None if self.partition.is_fed(unit, decision) else decision.format_of.get(unit.number)
-            plain = price.as_float if chosen is None else price.by_format.get(chosen, price.as_float)
-            return plain + (price.disturbed if amid_pairs else 0.0)
-        leaving = sum(t not in decision.stored for t in unit.outputs if t in self.partition.edges)
-        extra = price.behind_float * sum(t not in decision.stored for t in entering)
-        return price.as_quantized + extra + price.handing * leaving
+        price = self.prices[unit.number]
+        if unit.number in decision.quantized:
+            floats = sum(t not in decision.stored for t in unit.storable)
+            handed = sum(t not in decision.stored for t in self.partition.leaving(unit))
+            return price.as_quantized + price.behind_float * floats + price.handing * handed
+        amid_pairs = is_fed(unit, decision) or any(self._is_read(t, decision) for t in self.partition.leaving(unit))
+        chosen = None if is_fed(unit, decision) else decision.format_of.get(unit.number)
+        plain = price.as_float if chosen is None else price.by_format.get(chosen, price.as_float)
+        return plain + (price.disturbed if amid_pairs else 0.0)
 
     def cheapest_float(
-        self, unit: int, charge: Callable[[WeightFormat], float] = lambda _: 0.0
+        self, unit: int, charges: Mapping[WeightFormat, float] = MappingProxyType({})
     ) -> tuple[float, WeightFormat | None]:
-        """The least ms of a unit in float, and the weight format for it; `charge` gives the ms a weight format adds."""
+        """The least ms of a unit in float, and the weight format for it; `charges` are the ms that formats add."""
         price = self.prices[unit]
         choices: list[tuple[float, WeightFormat | None]] = [(price.as_float, None)]
-        choices += [(ms + charge(weight_format), weight_format) for weight_format, ms in price.by_format.items()]
+        choices += [(ms + charges.get(way, 0.0), way) for way, ms in price.by_format.items()]
         return min(choices, key=lambda choice: choice[0])
 
     def of_tensor(self, tensor: str, decision: Decision) -> float:
@@ -162,8 +155,7 @@ class Costs:
         return self.quantize[tensor] if self._is_read(tensor, decision) else 0.0
 
     def _is_read(self, tensor: str, decision: Decision) -> bool:
-        partition = self.partition
-        return tensor in partition.edges and any(u in decision.quantized for u in partition.users[tensor])
+        return any(user in decision.quantized for user in self.partition.users[tensor])
 
 
 # ---------------------------------------------------------------- what builds show
@@ -176,38 +168,24 @@ class Equation(NamedTuple):
     floats: int
 
 
-@dataclass
-class Observations:
-    """Measured ms by kind of unit, and of conversions by tensor. Each entry comes from the latest build that has it."""
-
-    as_float: dict[str, float] = field(default_factory=dict)
-    equations: dict[str, dict[Equation, float]] = field(default_factory=dict)
-    disturbed: dict[str, float] = field(default_factory=dict)
-    by_format: dict[tuple[str, str], float] = field(default_factory=dict)
-    quantize: dict[str, float] = field(default_factory=dict)
-    dequantize: dict[str, float] = field(default_factory=dict)
-    sizes: list[tuple[float, float]] = field(default_factory=list)
-    """Bytes and ms of all conversions that ran."""
-    per_consumer: bool = False
-    """Whether a build ran several DQs of one tensor, one for each consumer."""
+Fact = Equation | WeightFormat | Literal["disturbed"]
+"""What a time of a kind of unit is of: of a quantized unit, of a float one with a weight format, or what a float unit
+amid pairs takes more."""
 
 
-def learn(partition: Partition, builds: Sequence[BuildTimes]) -> Costs:
+def learn(partition: Partition, builds: Sequence[BuildTimes], *, raised: bool = False) -> Costs:
     """Prices from the builds so far, the float model's first. Later builds take precedence, since they are nearer to
-    the solution."""
+    the solution. `raised`: with every guess raised by the time of the float model, so that a result that changes
+    depends on a guess."""
     before = partition.spent(builds[0].nodes)
-    partition, observed = _split_kinds(partition, before, sum(builds[0].nodes.values())), Observations()
-    by_kind: dict[str, list[float]] = {}
-    for unit in partition.units:
-        by_kind.setdefault(unit.kind, []).append(before[unit.number])
-    observed.as_float = {kind: median(times) for kind, times in by_kind.items()}
+    observations = Observations(_with_split_kinds(partition, before, sum(builds[0].nodes.values())), before)
     for times in builds:
-        _add_build(observed, partition, times, before)
-    costs = _priced(partition, observed, 0.0)
-    return replace(costs, cautious=_priced(partition, observed, costs.float_ms or 1.0))
+        observations.add(times)
+    costs = observations.priced(0.0)
+    return observations.priced(costs.float_ms or 1.0) if raised else costs
 
 
-def _split_kinds(parts: Partition, before: Sequence[float], float_ms: float) -> Partition:
+def _with_split_kinds(parts: Partition, before: Sequence[float], float_ms: float) -> Partition:
     """The same units, with kinds split where the float build took unequal time for units of one kind.
 
     The time of some operators depends on the values: a softmax over masked scores works on subnormal numbers.
@@ -223,79 +201,158 @@ def _split_kinds(parts: Partition, before: Sequence[float], float_ms: float) -> 
     return replace(parts, units=tuple(units))
 
 
-def _add_build(observed: Observations, partition: Partition, times: BuildTimes, before: Sequence[float]) -> None:
-    """Add the times of a build; `before` are the times of the units in the float build."""
-    states = [state(u, partition, times.placement) for u in partition.units]
-    stored = stored_in(partition, times.placement, states)
-    took = partition.spent(times.nodes)
-    paid = _charged_dequantizations(partition, times, states, took, before)
-    equations: dict[tuple[str, Equation], list[float]] = {}
-    disturbed: dict[str, list[float]] = {}
-    by_format: dict[tuple[str, str], list[float]] = {}
-    for unit, how, spent in zip(partition.units, states, took, strict=True):
-        entering, leaving = partition.storable(unit), [t for t in unit.outputs if t in partition.edges]
-        chosen = partition.format_in(unit, times.placement)
-        if chosen is not None:
-            if how == "float":  # a DQ of weights that runs by itself counts for the unit
-                converted = sum(times.dequantize.get(e.tensor, 0.0) for e in partition.weight_only_edges(unit))
-                by_format.setdefault((unit.kind, chosen.name), []).append(spent + converted)
-        elif how in ("quantized", "handing"):
-            own = sum(times.quantize.get(t, 0.0) for t in leaving) if how == "quantized" else 0.0
-            equation = Equation(sum(t not in stored for t in leaving), sum(t not in stored for t in entering))
-            equations.setdefault((unit.kind, equation), []).append(spent + own + paid.get(unit.number, 0.0))
-            if how == "handing" and not unit.weights and equation.floats < len(entering):
-                disturbed.setdefault(unit.kind, []).append(spent - before[unit.number])  # as well a float behind DQs
-        elif how == "float" and not times.paired.isdisjoint((*(e.tensor for e in unit.inputs), *unit.outputs)):
-            disturbed.setdefault(unit.kind, []).append(spent - before[unit.number])
-    for (kind, equation), each in equations.items():
-        observed.equations.setdefault(kind, {})[equation] = median(each)
-    observed.disturbed |= {kind: max(0.0, median(each)) for kind, each in disturbed.items()}
-    observed.by_format |= {key: median(each) for key, each in by_format.items()}
-    _add_conversions(observed, partition, times, states)
+class Observations:
+    """What builds show of the units of a partition, which took the times `before` in the float build, and of
+    conversions. Each entry comes from the latest build that has it."""
 
+    def __init__(self, partition: Partition, before: Sequence[float]) -> None:
+        self._partition, self._before = partition, before
+        floats = defaultdict[str, list[float]](list)
+        for unit in partition.units:
+            floats[unit.kind].append(before[unit.number])
+        self._as_float = {kind: median(times) for kind, times in floats.items()}
+        self._ms = {kind: dict[Fact, float]() for kind in floats}
+        self._quantize: dict[str, float] = {}
+        self._dequantize: dict[str, float] = {}
+        self._sizes: list[tuple[float, float]] = []  # bytes and ms of all conversions that ran
+        self._per_consumer = False
 
-def _add_conversions(observed: Observations, partition: Partition, times: BuildTimes, states: Sequence[State]) -> None:
-    """Add the Qs and DQs that ran, and those without a layer of their own: a kernel converts while it reads or
-    writes."""
-    observed.per_consumer |= any(copies > 1 for copies in times.copies.values())
-    for tensor, edges in partition.edges.items():
-        size = bytes_of(partition.model, tensor)
-        read = {states[partition.owner[e.node]] for e in edges if e.node and e in times.placement}
-        made = states[partition.producer[tensor]] if tensor in partition.producer else "float"
-        if tensor in times.quantize:
-            observed.quantize[tensor] = times.quantize[tensor]
-            observed.sizes.append((size, times.quantize[tensor]))
-        elif made in ("float", "handing") and not read.isdisjoint(("quantized", "handing")):
-            observed.quantize[tensor] = 0.0
-        if tensor in times.dequantize:
-            observed.dequantize[tensor] = times.dequantize[tensor] / times.copies[tensor]
-            observed.sizes.append((size, observed.dequantize[tensor]))
-        elif made == "quantized" and "float" in read:
-            observed.dequantize[tensor] = 0.0
+    def add(self, times: BuildTimes) -> None:
+        """Add the times of a build."""
+        parts = self._partition
+        states = [state(u, parts, times.placement) for u in parts.units]
+        stored = stored_in(parts, times.placement, states)
+        took = parts.spent(times.nodes)
+        paid = self._charged_dequantizations(times, states, took)
+        shown = defaultdict[tuple[str, Fact], list[float]](list)
+        for unit, how, spent in zip(parts.units, states, took, strict=True):
+            leaving, more = parts.leaving(unit), spent - self._before[unit.number]
+            chosen = format_in(unit, times.placement)
+            if chosen is not None:
+                if how == "float":  # a DQ of weights that runs by itself counts for the unit
+                    converted = sum(times.dequantize.get(e.tensor, 0.0) for e in unit.weight_only)
+                    shown[unit.kind, chosen].append(spent + converted)
+            elif how in ("quantized", "handing"):
+                own = sum(times.quantize.get(t, 0.0) for t in leaving) if how == "quantized" else 0.0
+                equation = Equation(sum(t not in stored for t in leaving), sum(t not in stored for t in unit.storable))
+                shown[unit.kind, equation].append(spent + own + paid.get(unit.number, 0.0))
+                if how == "handing" and not unit.weights and equation.floats < len(unit.storable):
+                    shown[unit.kind, "disturbed"].append(more)  # as well a float behind DQs
+            elif how == "float" and not times.paired.isdisjoint((*(e.tensor for e in unit.inputs), *unit.outputs)):
+                shown[unit.kind, "disturbed"].append(more)
+        for (kind, fact), each in shown.items():
+            self._ms[kind][fact] = max(0.0, median(each)) if fact == "disturbed" else median(each)
+        self._add_conversions(times, states)
 
+    def _add_conversions(self, times: BuildTimes, states: Sequence[State]) -> None:
+        """Add the Qs and DQs that ran, and those without a layer of their own: a kernel converts while it reads or
+        writes."""
+        parts = self._partition
+        self._per_consumer |= any(copies > 1 for copies in times.copies.values())
+        for tensor, edges in parts.edges.items():
+            size = bytes_of(parts.model, tensor)
+            read = {states[parts.owner[e.node]] for e in edges if e.node and e in times.placement}
+            made = states[parts.producer[tensor]] if tensor in parts.producer else "float"
+            if tensor in times.quantize:
+                self._quantize[tensor] = times.quantize[tensor]
+                self._sizes.append((size, times.quantize[tensor]))
+            elif made in ("float", "handing") and not read.isdisjoint(("quantized", "handing")):
+                self._quantize[tensor] = 0.0
+            if tensor in times.dequantize:
+                self._dequantize[tensor] = times.dequantize[tensor] / times.copies[tensor]
+                self._sizes.append((size, self._dequantize[tensor]))
+            elif made == "quantized" and "float" in read:
+                self._dequantize[tensor] = 0.0
 
-def _charged_dequantizations(
-    partition: Partition,
-    times: BuildTimes,
-    states: Sequence[State],
-    took: Sequence[float],
-    before: Sequence[float],
-) -> Mapping[int, float]:
-    """By unit, the ms of the DQs that it is charged for. A DQ that ran is charged to the consumer that is the least
-    quantized, judged by its state and then by its time over that in the float build: the others absorbed theirs."""
-    paid: dict[int, float] = {}
-    for tensor, spent in times.dequantize.items():
-        edges = [e for e in partition.possible_of.get(tensor, ()) if e in times.placement]
-        users = {partition.owner[e.node] for e in edges if e.node}
-        copies = max(0, times.copies[tensor] - sum(e.is_graph_output for e in edges))
+    def _charged_dequantizations(
+        self, times: BuildTimes, states: Sequence[State], took: Sequence[float]
+    ) -> Mapping[int, float]:
+        """By unit, the ms of the DQs that it is charged for. A DQ that ran is charged to the consumer that is the least
+        quantized, judged by its state and then by its time over that in the float build: the others absorbed theirs."""
+        parts, before, paid = self._partition, self._before, defaultdict[int, float](float)
 
         def order(user: int) -> tuple[int, float, int]:
             slowness = took[user] / before[user] if before[user] > 0 else 0.0
             return RANKS.index(states[user]), -slowness, user
 
-        for user in nsmallest(copies, users, key=order):
-            paid[user] = paid.get(user, 0.0) + spent / times.copies[tensor]
-    return paid
+        for tensor, spent in times.dequantize.items():
+            edges = [e for e in parts.possible_of.get(tensor, ()) if e in times.placement]
+            users = {parts.owner[e.node] for e in edges if e.node}
+            copies = max(0, times.copies[tensor] - sum(e.is_graph_output for e in edges))
+            for user in nsmallest(copies, users, key=order):
+                paid[user] += spent / times.copies[tensor]
+        return paid
+
+    # ------------------------------------------------ from observations to prices
+
+    def priced(self, surplus: float) -> Costs:
+        """The prices that the observations tell; what they do not is guessed, plus a `surplus`."""
+        parts = self._partition
+        operators = [",".join(parts.model.nodes[n].op for n in unit.nodes) for unit in parts.units]
+        known: dict[str, dict[str, float]] = {}
+        shares = defaultdict[tuple[str, str], list[float]](list)
+        for unit, name in zip(parts.units, operators, strict=True):
+            if unit.kind not in known:
+                known[unit.kind] = self._solved(unit)
+                as_float = self._as_float[unit.kind]
+                for extra, ms in known[unit.kind].items() if as_float > 0 else ():
+                    shares[name, extra].append(ms / as_float)
+        corrections = self._format_corrections()
+        prices = []
+        for unit, name in zip(parts.units, operators, strict=True):
+            as_float, solved = self._as_float[unit.kind], known[unit.kind]
+            extras: dict[str, float] = {}
+            for extra in ("disturbed", "behind_float", "handing"):
+                low = float(np.quantile(shares.get((name, extra), [0.0]), LOW_QUANTILE))
+                extras[extra] = solved.get(extra, as_float * max(0.0, low) + surplus)
+            extras["handing"] /= max(1, len(parts.leaving(unit)))
+            by_format = {}
+            for weight_format in parts.weight_formats(unit):
+                correction = corrections.get(weight_format.family, 1.0)
+                guess = as_float * parts.share(unit, weight_format) * correction + surplus
+                by_format[weight_format] = self._ms[unit.kind].get(weight_format, guess)
+            quantized = solved.get("quantized", UNMEASURED_SHARE * as_float + surplus)
+            prices.append(Price(as_float, quantized, **extras, seen="quantized" in solved, by_format=by_format))
+        fixed, per_byte = _fitted_line(self._sizes)
+        guesses = {t: fixed + per_byte * bytes_of(parts.model, t) + surplus for t in parts.edges}
+        return Costs(parts, tuple(prices), guesses | self._quantize, guesses | self._dequantize, self._per_consumer)
+
+    def _solved(self, unit: Unit) -> dict[str, float]:
+        """What the equations of a unit's kind tell: its quantized time in ms, the extras for all outputs (`handing`)
+        and for each input (`behind_float`); and what it takes more when disturbed."""
+        shown = self._ms[unit.kind]
+        solved: dict[str, float] = {"disturbed": shown["disturbed"]} if "disturbed" in shown else {}
+        equations = {fact: ms for fact, ms in shown.items() if isinstance(fact, Equation)}
+        if not equations:
+            return solved
+        from scipy.optimize import nnls  # slow to import
+
+        handed = [equation.handed / max(1, len(self._partition.leaving(unit))) for equation in equations]
+        floats = [equation.floats for equation in equations]
+        rows = [[1 - share, share, behind] for share, behind in zip(handed, floats, strict=True)]
+        times = np.array([*equations.values(), 0.0])
+        stored, giving, behind_float = nnls(np.array([*rows, [0.0, 0.0, DRAWN * max(1, *floats)]]), times)[0].tolist()
+        if min(handed) < 1:
+            solved["quantized"] = stored
+        if any(floats):
+            solved["behind_float"] = behind_float
+        if max(handed) > 0:
+            least = -np.inf if unit.weights else 0.0  # without weights it may as well run in float behind DQs
+            quantized = solved.get("quantized", UNMEASURED_SHARE * self._as_float[unit.kind])
+            solved["handing"] = max(least, giving - quantized)
+        return solved
+
+    def _format_corrections(self) -> Mapping[str, float]:
+        """By the family of weight formats: the measured time of units with such weights, divided by the time predicted
+        from their products alone."""
+        measured, promised = defaultdict[str, float](float), defaultdict[str, float](float)
+        for unit in {u.kind: u for u in self._partition.units if u.weight_only}.values():
+            for weight_format in self._partition.weight_formats(unit):
+                if weight_format in self._ms[unit.kind]:
+                    share = self._partition.share(unit, weight_format)
+                    measured[weight_format.family] += self._ms[unit.kind][weight_format]
+                    promised[weight_format.family] += self._as_float[unit.kind] * share
+        return {family: measured[family] / ms for family, ms in promised.items() if ms > 0}
 
 
 def bytes_of(model: Model, tensor: str) -> float:
@@ -304,92 +361,6 @@ def bytes_of(model: Model, tensor: str) -> float:
     if info is None or info.shape is None:
         return 0.0
     return elements(model, tensor) * float(onnx.helper.tensor_dtype_to_np_dtype(info.dtype).itemsize)
-
-
-# ---------------------------------------------------------------- from observations to prices
-
-
-class Solution(NamedTuple):
-    """The quantized time of a kind in ms, and its extras for all outputs and for each input; None if not known."""
-
-    quantized: float | None
-    behind_float: float | None
-    handing: float | None
-
-
-def _solved(unit: Unit, equations: Mapping[Equation, float], leaving: int, guess: float) -> Solution:
-    """The solution of the equations of a unit's kind with `leaving` outputs; `guess` is its quantized time if none of
-    them tells it."""
-    if not equations:
-        return Solution(None, None, None)
-    from scipy.optimize import nnls  # slow to import
-
-    handed = [equation.handed / max(1, leaving) for equation in equations]
-    floats = [equation.floats for equation in equations]
-    rows = [[1 - share, share, behind] for share, behind in zip(handed, floats, strict=True)]
-    times = np.array([*equations.values(), 0.0])
-    stored, giving, behind_float = nnls(np.array([*rows, [0.0, 0.0, DRAWN * max(1, *floats)]]), times)[0].tolist()
-    known = stored if min(handed) < 1 else None
-    least = -np.inf if unit.weights else 0.0  # without weights it may as well run in float behind DQs
-    return Solution(
-        known,
-        behind_float if any(floats) else None,
-        max(least, giving - (guess if known is None else known)) if max(handed) > 0 else None,
-    )
-
-
-def _priced(partition: Partition, observed: Observations, surplus: float) -> Costs:
-    """The prices that the observations tell; what they do not is guessed, plus a `surplus`."""
-    operators = [",".join(partition.model.nodes[n].op for n in unit.nodes) for unit in partition.units]
-    solutions: dict[str, Solution] = {}
-    shares: dict[tuple[str, str], list[float]] = {}
-    for unit, name in zip(partition.units, operators, strict=True):
-        if unit.kind in solutions:
-            continue
-        as_float, leaving = observed.as_float[unit.kind], sum(t in partition.edges for t in unit.outputs)
-        solution = _solved(unit, observed.equations.get(unit.kind, {}), leaving, UNMEASURED_SHARE * as_float)
-        solutions[unit.kind] = solution
-        extras = {
-            "behind_float": solution.behind_float,
-            "handing": solution.handing,
-            "disturbed": observed.disturbed.get(unit.kind),
-        }
-        for extra, ms in extras.items():
-            if ms is not None and as_float > 0:
-                shares.setdefault((name, extra), []).append(ms / as_float)
-
-    def usual(name: str, extra: str, as_float: float) -> float:
-        known = shares.get((name, extra))
-        share = 0.0 if known is None else max(0.0, float(np.quantile(known, LOW_QUANTILE)))
-        return as_float * share + surplus
-
-    corrections = _format_corrections(partition, observed)
-    prices = []
-    for unit, name in zip(partition.units, operators, strict=True):
-        as_float, leaving = observed.as_float[unit.kind], sum(t in partition.edges for t in unit.outputs)
-        quantized, behind_float, handing = solutions[unit.kind]
-        disturbed = observed.disturbed.get(unit.kind)
-        by_format = {}
-        for weight_format in partition.weight_formats(unit):
-            correction = corrections.get(weight_format.family, 1.0)
-            guess = as_float * partition.share(unit, weight_format) * correction + surplus
-            by_format[weight_format] = observed.by_format.get((unit.kind, weight_format.name), guess)
-        prices.append(
-            Price(
-                as_float,
-                as_quantized=UNMEASURED_SHARE * as_float + surplus if quantized is None else quantized,
-                disturbed=usual(name, "disturbed", as_float) if disturbed is None else disturbed,
-                behind_float=usual(name, "behind_float", as_float) if behind_float is None else behind_float,
-                handing=(usual(name, "handing", as_float) if handing is None else handing) / max(1, leaving),
-                seen=quantized is not None,
-                by_format=by_format,
-            )
-        )
-    fixed, per_byte = _fitted_line(observed.sizes)
-    guesses = {t: fixed + per_byte * bytes_of(partition.model, t) + surplus for t in partition.edges}
-    quantize = {t: observed.quantize.get(t, guess) for t, guess in guesses.items()}
-    dequantize = {t: observed.dequantize.get(t, guess) for t, guess in guesses.items()}
-    return Costs(partition, tuple(prices), quantize, dequantize, observed.per_consumer)
 
 
 def _fitted_line(sizes: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -401,17 +372,3 @@ def _fitted_line(sizes: Sequence[tuple[float, float]]) -> tuple[float, float]:
     points = np.array(sizes)
     fixed, per_byte = nnls(np.column_stack([np.ones(len(points)), points[:, 0]]), points[:, 1])[0]
     return float(fixed), float(per_byte)
-
-
-def _format_corrections(partition: Partition, observed: Observations) -> Mapping[str, float]:
-    """By the family of weight formats: the measured time of units with such weights, divided by the time predicted from
-    their products alone."""
-    sums: dict[str, list[float]] = {}
-    for unit in {u.kind: u for u in partition.units if partition.weight_only_edges(u)}.values():
-        for weight_format in partition.weight_formats(unit):
-            measured = observed.by_format.get((unit.kind, weight_format.name))
-            if measured is not None:
-                own = sums.setdefault(weight_format.family, [0.0, 0.0])
-                own[0] += measured
-                own[1] += observed.as_float[unit.kind] * partition.share(unit, weight_format)
-    return {family: real / promised for family, (real, promised) in sums.items() if promised > 0}

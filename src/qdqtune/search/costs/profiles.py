@@ -20,7 +20,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
 from qdqtune.placement import start_placements
 from qdqtune.placement.possible import consistent
-from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.attribution import attribute
 from qdqtune.search.costs.decisions import cut, margin
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, partition
@@ -95,9 +95,7 @@ def schemes(
     pairs = {name: placement for placement, name in list(names.items())[:MAX_SCHEMES] if placement.edges}
     promising = sorted(parts.weight_formats(unit), key=lambda s: (parts.share(unit, s), s.name))
     for weight_format in {s.family: s for s in reversed(promising)}.values():
-        pairs[f"weights as {weight_format.name}"] = Placement.of(
-            (), ((e, weight_format) for e in parts.weight_only_edges(unit))
-        )
+        pairs[f"weights as {weight_format.name}"] = Placement.of((), ((e, weight_format) for e in unit.weight_only))
     return pairs
 
 
@@ -189,7 +187,7 @@ def _by_layers(
     before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))
     ratio = None if measured is None else _ratio(measured)
     total = counted if ratio is None or not after else counted * ratio * before / after
-    times = attribute(model, TimedBuild(answer.placement, tuple(own)), total)
+    times = attribute(model, answer.placement, own, total)
     q = {min((u.node, u.slot) for u in model.uses(t)): ms for t, ms in times.quantize.items() if t in model.inputs}
     d = {(-1, model.outputs.index(t)): ms for t, ms in times.dequantize.items() if t in model.outputs}
     alone = total - sum(q.values()) - sum(d.values())
@@ -244,7 +242,7 @@ class GroupSelection:
             return next((option for option in own if option.weight_format == chosen), None)
         unit = self.parts.units[number]
         storing, handing = _storing_and_handing(self.parts, unit, self.profiles[number])
-        stores = all(t in self.decision.stored for t in unit.outputs if t in self.parts.edges)
+        stores = all(t in self.decision.stored for t in self.parts.leaving(unit))
         return (storing or handing) if stores else (handing or storing)
 
     def placement(self) -> Placement:
@@ -264,11 +262,11 @@ class GroupSelection:
         """
         parts, quantized, stored = self.parts, set(self.decision.quantized), set(self.decision.stored)
         for unit in parts.units:
-            entering, storing = parts.storable(unit), _storing_and_handing(parts, unit, self.profiles[unit.number])[0]
+            entering, storing = unit.storable, _storing_and_handing(parts, unit, self.profiles[unit.number])[0]
             follows = entering and all(parts.producer[t] in self.decision.quantized for t in entering)
             if unit.number not in quantized and storing is not None and follows:
                 quantized.add(unit.number)
-                stored.update(t for t in (*entering, *unit.outputs) if t in parts.edges)
+                stored.update((*entering, *parts.leaving(unit)))
         formats = (pair for pair in self.decision.weight_formats if pair[0] not in quantized)
         return replace(self, decision=Decision.of(quantized, stored, formats))
 
@@ -306,7 +304,7 @@ def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
 def _group_price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Price:
     storing, giving = _storing_and_handing(parts, unit, profile)
     known = [option.ms for option in (storing, giving) if option is not None]
-    leaving = sum(t in parts.edges for t in unit.outputs)
+    leaving = len(parts.leaving(unit))
     more = (giving.ms if giving is not None else never) - min(known, default=0.0)
     return Price(
         as_float=profile.float_ms,

@@ -7,13 +7,14 @@ bits and write floats.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from types import MappingProxyType
 
-from qdqtune.graph.model import GRAPH, Model
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import start_placements
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
@@ -40,7 +41,8 @@ Group = tuple[str, ...]
 @dataclass(frozen=True)
 class Unit:
     """A unit: its nodes by index. `inputs` are the edges that enter, `weights` those of constants, `inner` those
-    between its nodes, `outputs` the tensors that leave.
+    between its nodes, `outputs` the tensors that leave, `weight_only` the uses of weights that may have a weight
+    format, `storable` the tensors that it reads through `inputs` and that another unit writes.
 
     Constants of elementwise operators that are fused behind a product count as inner: that arithmetic is in float.
     """
@@ -51,6 +53,8 @@ class Unit:
     weights: tuple[Edge, ...]
     inner: tuple[Edge, ...]
     outputs: tuple[str, ...]
+    weight_only: tuple[Edge, ...]
+    storable: tuple[str, ...]
     kind: str
     """Equal for units with equal operators, attributes and shapes, which share their measurements."""
 
@@ -118,41 +122,19 @@ class Partition:
             by_tensor.setdefault(edge.tensor, []).append(edge)
         return {t: tuple(es) for t, es in by_tensor.items()}
 
-    @cached_property
-    def _weight_only_edges(self) -> Mapping[int, tuple[Edge, ...]]:
-        found: dict[int, list[Edge]] = {}
-        for edge in sorted(self.format_shares):
-            found.setdefault(self.owner[edge.node], []).append(edge)
-        return {number: tuple(edges) for number, edges in found.items()}
-
-    def weight_only_edges(self, unit: Unit) -> tuple[Edge, ...]:
-        """The uses of weights of a unit that may have a weight format."""
-        return self._weight_only_edges.get(unit.number, ())
+    def leaving(self, unit: Unit) -> list[str]:
+        """The outputs of a unit that may carry pairs."""
+        return [t for t in unit.outputs if t in self.edges]
 
     def weight_formats(self, unit: Unit) -> tuple[WeightFormat, ...]:
-        """The weight formats that all of the `weight_only_edges` of a unit may have."""
-        first, *others = [self.format_shares[e] for e in self.weight_only_edges(unit)] or [{}]
+        """The weight formats that all of the `weight_only` of a unit may have."""
+        first, *others = [self.format_shares[e] for e in unit.weight_only] or [{}]
         return tuple(s for s in first if all(s in other for other in others))
 
     def share(self, unit: Unit, weight_format: WeightFormat) -> float:
         """The time of a unit's products alone in a weight format, as a share of their float time."""
-        shares = [self.format_shares[e].get(weight_format, 1.0) for e in self.weight_only_edges(unit)]
+        shares = [self.format_shares[e].get(weight_format, 1.0) for e in unit.weight_only]
         return sum(shares) / len(shares)
-
-    def format_in(self, unit: Unit, placement: Placement) -> WeightFormat | None:
-        """The weight format that all of the `weight_only_edges` of a unit have in a placement; None if they differ."""
-        if not placement.weight_only:
-            return None
-        found = {placement.weight_formats.get(e) for e in self.weight_only_edges(unit)}
-        return found.pop() if len(found) == 1 else None
-
-    @cached_property
-    def _storable(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(dict.fromkeys(e.tensor for e in u.inputs if e.tensor in self.producer)) for u in self.units)
-
-    def storable(self, unit: Unit) -> tuple[str, ...]:
-        """The tensors that a unit reads through possible edges and that another unit writes."""
-        return self._storable[unit.number]
 
     def spent(self, nodes: Mapping[str, float]) -> list[float]:
         """The time of each unit, from the times of nodes by name."""
@@ -171,13 +153,22 @@ class Partition:
         edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
         edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
         floats = ((self.units[n], s) for n, s in decision.weight_formats if n not in decision.quantized)
-        weight_only = ((e, s) for u, s in floats if not self.is_fed(u, decision) for e in self.weight_only_edges(u))
+        weight_only = ((e, s) for u, s in floats if not is_fed(u, decision) for e in u.weight_only)
         return Placement.of(edges, weight_only)
 
-    def is_fed(self, unit: Unit, decision: Decision) -> bool:
-        """Whether a unit reads a tensor that is stored in 8 bits. A float unit that does keeps its weights as floats:
-        behind a DQ, engines take weights in a weight format for half of a pair, and no kernel reads them."""
-        return any(t in decision.stored for t in self.storable(unit))
+
+def is_fed(unit: Unit, decision: Decision) -> bool:
+    """Whether a unit reads a tensor that is stored in 8 bits. A float unit that does keeps its weights as floats:
+    behind a DQ, engines take weights in a weight format for half of a pair, and no kernel reads them."""
+    return not decision.stored.isdisjoint(unit.storable)
+
+
+def format_in(unit: Unit, placement: Placement) -> WeightFormat | None:
+    """The weight format that all of the `weight_only` of a unit have in a placement; None if they differ."""
+    if not placement.weight_only:
+        return None
+    formats = {placement.weight_formats.get(e) for e in unit.weight_only}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def partition(
@@ -194,11 +185,33 @@ def partition(
         taken.update(inside)
         sets += [tuple(inside)] if inside else []
     sets += [(n.index,) for n in model.nodes if n.index not in taken]
-    by_node: dict[str, list[Edge]] = {}
-    for edge in possible:
-        by_node.setdefault(edge.node, []).append(edge)
-    units = tuple(_unit(model, by_node, number, nodes) for number, nodes in enumerate(sorted(sets)))
-    return Partition(model, possible, units, format_shares)
+    able, formatted = defaultdict[str, list[Edge]](list), defaultdict[str, list[Edge]](list)
+    for by_node, all_edges in ((able, possible), (formatted, format_shares)):
+        for edge in all_edges:
+            by_node[edge.node].append(edge)
+    units = []
+    for number, nodes in enumerate(sorted(sets)):
+        names = [model.nodes[n].name for n in nodes]
+        written = [t for n in nodes for t in model.nodes[n].outputs if t]
+        made = set(written)
+        edges = [e for name in names for e in sorted(able[name])]
+        entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
+        constants = tuple(e for e in edges if e.tensor in model.constants)
+        weights = tuple(e for e in constants if model.node(e.node).op in COMPUTE) or constants
+        units.append(
+            Unit(
+                number,
+                nodes,
+                inputs=entering,
+                weights=weights,
+                inner=tuple(e for e in edges if e not in entering and e not in weights),
+                outputs=tuple(t for t in written if any(use.node not in nodes for use in model.uses(t))),
+                weight_only=tuple(sorted(e for name in names for e in formatted[name])),
+                storable=tuple(dict.fromkeys(e.tensor for e in entering if e.tensor in model.producers)),
+                kind=kind_of(model, nodes),
+            )
+        )
+    return Partition(model, possible, tuple(units), format_shares)
 
 
 def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
@@ -216,36 +229,24 @@ def inner_edges(model: Model, group: Collection[str], possible: frozenset[Edge])
 
 def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[Group]:
     """The parts that a group is divided into by pairs on the inner edges `cuts`."""
-    parent = {name: name for name in group}
-
-    def root(name: str) -> str:
-        while parent[name] != name:
-            name = parent[name]
-        return name
-
-    made = {t: n for n in group for t in model.node(n).outputs}
-    for name in group:
-        for slot, tensor in enumerate(model.node(name).inputs):
-            if tensor in made and Edge(tensor, name, slot) not in cuts:
-                parent[root(name)] = root(made[tensor])
-    parts: dict[str, list[str]] = {}
-    for name in sorted(group, key=model.index_of.__getitem__):
-        parts.setdefault(root(name), []).append(name)
-    return [tuple(part) for part in parts.values()]
+    nodes = [model.node(name) for name in sorted(group, key=model.index_of.__getitem__)]
+    bare = ((model.maker(e.tensor), node) for node in nodes for e in node.into if e not in cuts)
+    parts = joined([n.index for n in nodes], ((a.index, b.index) for a, b in bare if a is not None and a.name in group))
+    return [tuple(model.nodes[n].name for n in part) for part in parts]
 
 
-def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, nodes: tuple[int, ...]) -> Unit:
-    made = {t for n in nodes for t in model.nodes[n].outputs if t}
-    inside = set(nodes)
-    edges = [e for n in nodes for e in sorted(by_node.get(model.nodes[n].name, ()))]
-    entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
-    constants = [e for e in edges if e.tensor in model.constants]
-    of_products = [e for e in constants if model.node(e.node).op in COMPUTE]
-    weights = tuple(of_products or constants)
-    inner = tuple(e for e in edges if e.tensor in made or (e.tensor in model.constants and e not in weights))
-    written = (t for n in nodes for t in model.nodes[n].outputs if t)
-    leaving = tuple(t for t in written if any(u.node == GRAPH or u.node not in inside for u in model.uses(t)))
-    return Unit(number, nodes, entering, weights, inner, leaving, kind_of(model, nodes))
+def joined(nodes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The sets of nodes that pairs of them connect, each in the order of `nodes`."""
+    group = {node: [node] for node in nodes}
+    for a, b in pairs:
+        small, large = sorted((group[a], group[b]), key=len)
+        if small is not large:
+            large += small
+            group.update(dict.fromkeys(small, large))
+    sets: dict[int, list[int]] = {}
+    for node in nodes:
+        sets.setdefault(id(group[node]), []).append(node)
+    return [tuple(each) for each in sets.values()]
 
 
 def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
@@ -301,9 +302,14 @@ def weights_by_family(
     seeds = {}
     for family in sorted({s.family for shares in format_shares.values() for s in shares}):
         for nearness in (NEARLY_FASTEST, inf):
-            formats, expected = _of_family(format_shares, family, nearness)
+            formats = {}
+            for edge, shares in format_shares.items():
+                able = {s: share for s, share in shares.items() if s.family == family}
+                near = [s for s, share in able.items() if share <= nearness * min(able.values())]
+                if near:
+                    formats[edge] = max(near, key=lambda s: s.bytes_per_weight)
             placement = Placement.of((), formats.items())
-            if sum(expected) < WORTHWHILE_SHARE * len(expected):
+            if expected_share(format_shares, placement) < WORTHWHILE_SHARE:
                 seeds[IN_WORDS[family]] = placement
                 if holds(placement):
                     break
@@ -313,18 +319,3 @@ def weights_by_family(
 def shares_by_bytes(format_shares: FormatShares) -> FormatShares:
     """`format_shares` with the size of each weight format, as a share of float32, in place of its time."""
     return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in format_shares.items()}
-
-
-def _of_family(
-    format_shares: FormatShares, family: str, nearness: float
-) -> tuple[dict[Edge, WeightFormat], list[float]]:
-    """For each weight, the format with the most bytes per weight among those of a family that take at most `nearness`
-    times as long as the fastest; and the shares of float time of the formats found."""
-    formats, expected = {}, []
-    for edge, shares in format_shares.items():
-        able = {s: share for s, share in shares.items() if s.family == family}
-        near = [s for s, share in able.items() if share <= nearness * min(able.values())]
-        if near:
-            formats[edge] = max(near, key=lambda s: s.bytes_per_weight)
-            expected.append(able[formats[edge]])
-    return formats, expected

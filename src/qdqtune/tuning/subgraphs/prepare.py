@@ -12,10 +12,10 @@ from typing import Any
 from qdqtune.engines.tensorrt.options import spans
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
-from qdqtune.search.costs.attribution import TimedBuild, attribute
+from qdqtune.search.costs.attribution import attribute
 from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.profiles import Profile, passthrough_profile, select, signature
-from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_family
+from qdqtune.search.costs.units import Partition, Unit, format_in, partition, weights_by_family
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.folder import LOGS, PROGRESS
@@ -160,7 +160,7 @@ def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
     model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
-    return parts.spent(attribute(model, TimedBuild(Placement(), tuple(layers)), total).nodes)
+    return parts.spent(attribute(model, Placement(), layers, total).nodes)
 
 
 def _kinds(
@@ -215,7 +215,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     for unit in parts.units:
         profile = search.selection.profiles[unit.number]
         chosen = search.selection.option(unit.number) or profile.best
-        kept = unit.number in running or parts.format_in(unit, final) is not None
+        kept = unit.number in running or format_in(unit, final) is not None
         nodes = [parts.model.nodes[n] for n in unit.nodes]
         row = GroupOutcome(
             nodes=tuple(n.name for n in nodes),
