@@ -29,7 +29,7 @@ def candidates(tmp_path: Path) -> Iterator[Candidates]:
 
 def test_the_whole_file_computes_what_the_candidate_did(candidates: Candidates, tmp_path: Path) -> None:
     candidates.write_whole(ALL, tmp_path / "whole.onnx")
-    small, whole = candidates.keep(ALL), tmp_path / "whole.onnx"
+    small, whole = candidates.file(ALL), tmp_path / "whole.onnx"
     assert small.stat().st_size < whole.stat().st_size
     assert onnx.load(small, load_external_data=False).graph.node == onnx.load(whole).graph.node
     loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(small).graph.initializer}
@@ -42,12 +42,3 @@ def test_a_place_that_cannot_be_written_is_an_output_error(candidates: Candidate
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot write"):
         candidates.write_whole(Placement(), tmp_path / "file" / "model.onnx")
-
-
-def test_a_file_is_there_as_long_as_somebody_keeps_it(candidates: Candidates) -> None:
-    path = candidates.keep(ALL)
-    assert candidates.keep(ALL) == path
-    candidates.drop(ALL)
-    assert path.exists()
-    candidates.drop(ALL)
-    assert not path.exists()

@@ -55,7 +55,7 @@ from qdqtune.tuning.shipping import (
 )
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
-from qdqtune.types import Mix, Placement, Trial
+from qdqtune.types import Placement, Trial
 
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
 
@@ -96,27 +96,9 @@ def shipped_point(front: Sequence[ProvenPoint]) -> ProvenPoint | None:
     return max(alike, key=lambda p: (round(p.trial.exactness), -p.ratio.median), default=None)
 
 
-@dataclass(frozen=True)
-class Front:
-    """What ships, and the points that no other one beats, the fastest first."""
-
-    proof: Proof
-    points: tuple[ProvenPoint, ...]
-
-    def rows(self, run: Run) -> list[dict[str, Any]]:
-        """The rows `front` of summary.json."""
-        return [
-            _row(point, run.subject.mix)
-            | {
-                "float_nodes": run.subject.float_nodes(point.trial.placement, run.given_names),
-                "shipped": point.trial.placement == self.proof.placement,
-            }
-            for point in self.points
-        ]
-
-
-def _row(point: ProvenPoint, mix: Mix) -> dict[str, Any]:
-    accuracy, placement = point.trial.accuracy, point.trial.placement
+def _row(point: ProvenPoint, proof: Proof, run: Run) -> dict[str, Any]:
+    """The row of a point in summary.json."""
+    accuracy, placement, mix = point.trial.accuracy, point.trial.placement, run.subject.mix
     assert accuracy is not None  # a point was measured
     return {
         "name": point.name,
@@ -137,13 +119,16 @@ def _row(point: ProvenPoint, mix: Mix) -> dict[str, Any]:
         "holds_limits": point.holds,
         "by_threads": rows_by_threads(point.contexts),
         **({"workloads": rows_by_workload(point.contexts, mix)} if len(mix) > 1 else {}),
+        "float_nodes": run.subject.float_nodes(placement, run.given_names),
+        "shipped": placement == proof.placement,
     }
 
 
-def prove_front(history: Sequence[Trial], run: Run) -> Front:
+def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[str, Any]]]:
     """Write a file for each point of the front and race all of them against the user's own. Those that do not prove
-    faster, or that others beat, are deleted. If no point may ship, `proof.prove` decides what ships."""
-    folder = run.output.clear(FRONT)
+    faster, or that others beat, are deleted. If no point may ship, `proof.prove` decides what ships. Gives that, and a
+    row of summary.json for each point that is left, the fastest first."""
+    folder = run.settings.output_dir / FRONT
     with writing(folder):
         folder.mkdir(exist_ok=True)
     placements = tuple(point.placement for point in _promising(history, run))
@@ -161,11 +146,13 @@ def prove_front(history: Sequence[Trial], run: Run) -> Front:
         run.given.check()
         copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
         won = Attempt(best.trial.placement, best.contexts)
-        return Front(proof_of(won, best.trial, notes, raced.builds, run.store), tuple(points))
-    usual = prove(history, run)
-    apart = (PROVEN_APART,) if usual.shipped == "tuned" else ()
-    told = tuple(dict.fromkeys([*usual.notes, *notes, *apart]))
-    return Front(replace(usual, builds=usual.builds + raced.builds, notes=told), tuple(points))
+        proof = proof_of(won, best.trial, notes, raced.builds, run.store)
+    else:
+        proof = prove(history, run)
+        apart = (PROVEN_APART,) if proof.shipped == "tuned" else ()
+        told = tuple(dict.fromkeys([*proof.notes, *notes, *apart]))
+        proof = replace(proof, builds=proof.builds + raced.builds, notes=told)
+    return proof, [_row(point, proof, run) for point in points]
 
 
 def _promising(history: Sequence[Trial], run: Run) -> list[MeasuredPoint]:

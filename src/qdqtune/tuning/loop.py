@@ -55,15 +55,16 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")
     run.candidates.write_whole(Placement(), settings.output_dir / BASELINE)
-    if not settings.front:
-        run.output.clear(FRONT)  # that of an earlier run would lie beside another result
-    front = prove_front(history, run) if settings.front else None
-    proof = front.proof if front else prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
+    run.output.clear(FRONT)  # that of an earlier run would lie beside another result
+    rows = None
+    if settings.front:
+        proof, rows = prove_front(history, run)
+    else:
+        proof = prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
     for at, trial in enumerate(history):
         if run.bench.asked_metric(trial.placement):  # the proof may have asked for it after the search
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     recorded = mode.record(history, proof)
-    rows = front.rows(run) if front else None
     return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall or mode.shortfall, log=log)
 
 

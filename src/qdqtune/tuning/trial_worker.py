@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -37,30 +36,21 @@ from qdqtune.types import (
 
 
 class Candidates:
-    """Files of one model's placements, in the folder of `constants`. Several threads may ask."""
+    """Files of one model's placements, each written when it is first asked for, in the folder of `constants`. Several
+    threads may ask."""
 
     def __init__(self, inserter: Inserter, constants: ConstantFile) -> None:
         self.folder = constants.path.parent
         self._inserter, self._constants = inserter, constants
         self._lock = Lock()
-        self._used: Counter[Placement] = Counter()
 
-    def keep(self, placement: Placement) -> Path:
-        """A small file of the placement that refers to the constants which all candidates share. It exists until `drop`
-        was called as often as this."""
+    def file(self, placement: Placement) -> Path:
+        """A small file of the placement that refers to the constants which all candidates share."""
         path = self.folder / f"{placement.digest}.onnx"
         with self._lock:
-            self._used[placement] += 1
             if not path.exists():
                 self._constants.save(self._inserter.insert(placement), path)
         return path
-
-    def drop(self, placement: Placement) -> None:
-        """Delete the file, unless another caller keeps it."""
-        with self._lock:
-            self._used[placement] -= 1
-            if self._used[placement] <= 0:
-                (self.folder / f"{placement.digest}.onnx").unlink(missing_ok=True)
 
     def write_whole(self, placement: Placement, path: Path) -> None:
         """Write a placement as a self-contained file."""
@@ -161,19 +151,13 @@ class TrialWorker:
     def load(self, placement: Placement, log_name: str) -> Handle:
         """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
         if placement not in self._builds:
-            file = self._candidates.keep(placement)
-            try:
-                self._builds[placement] = self.runner.load(file, log_name)
-            except EngineRefused:
-                self._candidates.drop(placement)
-                raise
+            self._builds[placement] = self.runner.load(self._candidates.file(placement), log_name)
         return self._builds[placement]
 
     def drop(self, placement: Placement) -> None:
-        """Unload a placement and delete its file, if it is loaded."""
+        """Unload a placement, if it is loaded."""
         if placement in self._builds:
             self.runner.unload(self._builds.pop(placement))
-            self._candidates.drop(placement)
 
     def keep_only(self, placement: Placement) -> None:
         """Unload every placement but this one."""

@@ -123,15 +123,8 @@ def resolve(
     budget: MemoryBudget | None = None,
     execution: Execution = EXECUTION,
 ) -> Resolved:
-    """Shapes of all tensors, by shape inference; those that it does not find, by running the model once.
-
-    Args:
-        model: the float model, with open sizes as in the user's file.
-        shaped: the same graph with the input shapes of the measurement.
-        sample: the inputs of the measurement.
-        spans: the shapes that each dynamic input may take, for engines that are given ranges of shapes.
-        budget: the memory budget of the engines, which hold builds meanwhile.
-        execution: how the model is run.
+    """Shapes of all tensors, by shape inference; those that it does not find, by running the model once on `sample`.
+    `shaped` has the input shapes of that, `spans` those that each dynamic input may take.
 
     Raises:
         BadOption: a span does not fit the model.
