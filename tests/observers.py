@@ -1,5 +1,6 @@
 """An observer that remembers what it is told."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from qdqtune.tuning.observer import Silent, State
@@ -20,3 +21,13 @@ class Log(Silent):
 
     def trial(self, trial: Trial, verdict: str, state: State) -> None:
         self.trials.append((trial, verdict, state))
+
+
+class When(Silent):
+    """Does something when so many candidates are known."""
+
+    def __init__(self, acts: Mapping[int, Callable[[], object]]) -> None:
+        self.acts = acts
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        self.acts.get(trial.number, lambda: None)()

@@ -22,6 +22,10 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.options import Mode
+from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Settings
 
 MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {
@@ -79,6 +83,12 @@ def settings(model: Path, /, **changes: Any) -> Settings:
         precision_seconds=0.0,
     )
     return replace(base, **changes)
+
+
+def mixed_run(folder: Path, mode: Mode, observer: Observer | None = None, **changes: Any) -> Result:
+    """A run on the mixed model, written to `folder`."""
+    builds = {"cut": 12, "subgraph": 8, "region": 32}[mode]
+    return tune(settings(write(mixed(), folder), **{"mode": mode, "builds": builds} | changes), observer)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

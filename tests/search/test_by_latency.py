@@ -19,22 +19,18 @@ from qdqtune.search.costs.units import Decision
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Measurement, Placement, Trial
-from runs import mixed, settings, write
+from runs import mixed, mixed_run, settings, write
 from workers import in_process
 
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def cut_run(folder: Path, **changes: object) -> Result:
-    return tune(settings(write(mixed(), folder), **{"mode": "cut", "builds": 12} | changes))
-
-
 def test_without_layer_times_groups_are_measured(tmp_path: Path) -> None:
     spec = EngineSpec("fake", {"hide_times": True})
-    blind = cut_run(tmp_path, engine=spec, builds=16)
+    blind = mixed_run(tmp_path, "cut", engine=spec, builds=16)
     assert blind.recorded.rows == ()
     assert blind.improved
-    best = cut_run(tmp_path, restart=True)
+    best = mixed_run(tmp_path, "cut", restart=True)
     assert blind.summary["final_ms"] == pytest.approx(best.summary["final_ms"], rel=0.02)
     assert any(t.proposal.origin.startswith("flip") and t.accepted for t in blind.history)
 

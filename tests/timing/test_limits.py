@@ -419,12 +419,6 @@ class TestTheCommandLine:
         assert "metric -" in err
         assert "your metric" in out
 
-    def test_bad_limits_are_one_line(self, model: Path, call: Call) -> None:
-        for given in (("--max-drop", "0.1"), ("--evaluate", "nobody:knows"), ("--max-drop", "-1"), ("--min-sqnr", "x")):
-            code, _, err = call("tune", model, "--engine", "fake", *given)
-            assert code == 2
-            assert len(err.strip().splitlines()) == 1
-
 
 def test_one_bad_sample_is_refused_however_good_the_mean() -> None:
     limits = Limits(min_sqnr=20.0, min_sqnr_worst=10.0)

@@ -161,8 +161,8 @@ def test_builds_leave_once_all_comparisons_of_their_file_are_decided() -> None:
     assert [models for models, _ in field.asked][:2] == [(0, 1, 2, 3, 4, 5), (0, 1, 4, 5)]
 
 
-@pytest.mark.parametrize(("gain", "looks"), [(1.001, 1), (1.0, 1)])
-def test_rounds_that_can_change_nothing_are_not_taken(gain: float, looks: int) -> None:
+@pytest.mark.parametrize("gain", [1.001, 1.0])
+def test_rounds_that_can_change_nothing_are_not_taken(gain: float) -> None:
     field = Field(1.0, gain)
     race(field, 2, PROOF, decided_files([(0, 1)], 1, PROOF, ONE_VIEW))
-    assert len(field.asked) == looks
+    assert len(field.asked) == 1

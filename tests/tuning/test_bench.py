@@ -1,9 +1,8 @@
 """Candidates, bench and proof against an engine whose every build and round is scripted."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -28,63 +27,13 @@ from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.records import TrialRecord, job_of
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker, profiled_runs
-from qdqtune.types import Edge, Measurement, Mix, Placement, Proposal, Times, Turn, Workload
+from qdqtune.types import Measurement, Placement, Proposal, Times
 from refusals import or_raise
 from runs import mixed, room_for
+from scripted import Script
 
 FLOAT = Placement()
 SAMPLES = feeds(mixed(), 2)
-
-
-@dataclass
-class Script:
-    """Stands in for the runner. `speed(path, build)` is what one build of a file takes, in seconds."""
-
-    speed: Callable[[Path, int], float] = lambda _path, _build: 1.0
-    refused: Callable[[Path, int], Failure | None] = lambda _path, _build: None
-    spoiled: Callable[[Path], float | Failure] = lambda _path: 0.01
-    builds: list[Path] = field(default_factory=list)
-    contents: dict[Path, bytes] = field(default_factory=dict)
-    present: set[Handle] = field(default_factory=set)
-    rounds_taken: int = 0
-    memory = None
-    mix: Mix = (Workload({}),)
-
-    def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle:
-        kept = [h for h in self.present if h.path == path]
-        if kept and not fresh:
-            return kept[0]
-        number = len(self.builds)
-        self.builds.append(path)
-        self.contents[path] = path.read_bytes()
-        or_raise(self.refused(path, number))
-        handle = Handle(path, number, 0.0)
-        self.present.add(handle)
-        return handle
-
-    def unload(self, handle: Handle) -> None:
-        self.present.remove(handle)
-
-    def outputs(self, handle: Handle, samples: Any) -> list[dict[str, Any]]:
-        assert handle in self.present
-        error = self.spoiled(handle.path) if len(self.builds) > 1 else 0.0
-        or_raise(error)
-        return [{"y": np.array([1.0, -1.0]) + error} for _ in samples]
-
-    def start_seconds(self, handle: Handle) -> float:
-        return 0.0
-
-    def turns(self, handles: Sequence[Handle], _: float) -> list[Turn]:
-        assert set(handles) <= self.present
-        return [Turn(1, 1, 1.0)]
-
-    def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
-        assert set(handles) <= self.present
-        self.rounds_taken += len(numbers)
-        return Times(tuple(((self.speed(one.path, one.build),),) * len(numbers) for one in handles))
-
-    def timed(self, handle: Handle, count: int) -> Times:
-        return self.rounds([handle], range(count))
 
 
 @dataclass
@@ -127,8 +76,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         yield make
 
 
-def by_digest(speeds: dict[str, float]) -> Callable[[Path, int], float]:
-    return lambda path, _build: speeds.get(path.stem, 1.0)
+def by_digest(speeds: dict[str, float]) -> Callable[[str, int], float]:
+    return lambda file, _build: speeds.get(file, 1.0)
 
 
 def test_a_trial_holds_what_was_compared_and_is_stored(opened: Open) -> None:
@@ -187,7 +136,7 @@ def test_a_winner_is_built_once_and_kept_loaded(opened: Open) -> None:
 
 
 def test_a_loser_is_unloaded(opened: Open) -> None:
-    setup = opened(speed=lambda path, _build: 1.0 if path.stem == FLOAT.digest else 1.1)
+    setup = opened(speed=lambda file, _build: 1.0 if file == FLOAT.digest else 1.1)
     setup.measure(1, setup.placements[0])
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
 
@@ -196,9 +145,9 @@ def test_a_loser_is_unloaded(opened: Open) -> None:
     ("script", "stage"),
     [
         ({"refused": lambda _path, build: Failure("build", "no kernel", "log") if build == 1 else None}, "build"),
-        ({"spoiled": lambda _path: Failure("run", "bad shape")}, "run"),
-        ({"spoiled": lambda _path: float("nan")}, "output"),
-        ({"spoiled": lambda _path: float("inf")}, "output"),
+        ({"spoiled": Failure("run", "bad shape")}, "run"),
+        ({"spoiled": float("nan")}, "output"),
+        ({"spoiled": float("inf")}, "output"),
     ],
 )
 def test_a_failure_is_a_reasoned_result_that_is_remembered(opened: Open, script: dict[str, Any], stage: str) -> None:
@@ -229,7 +178,7 @@ def test_a_transient_failure_holds_for_this_run_and_is_tried_again_by_the_next(o
 def test_a_candidate_is_not_blamed_when_its_opponent_fails(opened: Open) -> None:
     setup = opened()
     best, candidate = setup.placements[:2]
-    setup = opened(refused=lambda path, _build: Failure("crash", "gone") if path.stem == best.digest else None)
+    setup = opened(refused=lambda file, _build: Failure("crash", "gone") if file == best.digest else None)
     with pytest.raises(EngineFailure, match="gone"):
         setup.measure(1, candidate, best)
     later = opened()
@@ -279,7 +228,7 @@ def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) 
     slower, faster, refused = setup.placements[:3]
     setup = opened(
         speed=by_digest({slower.digest: 1.1, faster.digest: 0.9}),
-        refused=lambda path, _build: Failure("build", "no kernel") if path.stem == refused.digest else None,
+        refused=lambda file, _build: Failure("build", "no kernel") if file == refused.digest else None,
     )
     assert setup.bench.floats
     setup.runner.rounds_taken = 0
@@ -311,7 +260,7 @@ def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_on
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qdqtune.tuning.bench.TOGETHER", 2)
-    setup = opened(speed=lambda path, _: 1.0 if path.stem == FLOAT.digest else 1.1)
+    setup = opened(speed=lambda file, _: 1.0 if file == FLOAT.digest else 1.1)
     proposals = [Proposal("test", placement) for placement in setup.placements[:3]]
     with closing(setup.bench.measured(1, proposals, FLOAT)) as trials:
         for number, _ in enumerate(trials, 1):
@@ -323,15 +272,6 @@ def test_a_full_disk_is_an_output_error(opened: Open) -> None:
     setup = opened()
     with room_for(20_000), pytest.raises(OutputError, match="cannot write"):
         setup.measure(1, setup.placements[-1])
-
-
-def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:
-    setup = opened(spoiled=lambda _path: float("nan"))
-    setup.measure(1, setup.placements[0])
-    record = json.loads((tmp_path / "state.yaml").read_text().splitlines()[-1])["value"]
-    assert {"origin", "against", "placement", "result"} <= record.keys()
-    assert sorted(Edge(*e) for e in record["placement"]["edges"]) == list(setup.placements[0])
-    assert record["accuracy"]["sqnr_db"] is None
 
 
 @pytest.mark.parametrize(

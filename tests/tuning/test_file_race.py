@@ -1,7 +1,7 @@
 """Races of files against an engine whose builds and rounds are scripted."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,50 +14,12 @@ from qdqtune.tuning import file_race
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.store import Store
-from qdqtune.types import Mix, Times, Turn
-from refusals import or_raise
+from qdqtune.types import Times
 from runs import hopeless, mixed, write
+from scripted import Script
 
 PLAN = Plan((12, 20))
 FIRST_AGAINST_SECOND = [(0, 1)]
-
-
-@dataclass
-class Script:
-    """Stands in for the runner. `speed(file, build)` is what one build of a file takes, in seconds; `failures` are what
-    calls of `rounds` fail with, one after the other."""
-
-    speed: Callable[[str, int], float]
-    failures: list[Failure | None] = field(default_factory=list)
-    logs: list[str] = field(default_factory=list)
-    present: set[Handle] = field(default_factory=set)
-    held: list[int] = field(default_factory=list)
-    memory: Any = None
-    mix: Mix = ()
-    broken: str = ""
-    """The stem of a file that no race runs with."""
-
-    def load(self, path: Path, log_name: str, *, fresh: bool) -> Handle:
-        assert fresh
-        handle = Handle(path, len(self.logs), 0.0)
-        self.logs.append(log_name)
-        self.present.add(handle)
-        return handle
-
-    def unload(self, handle: Handle) -> None:
-        self.present.remove(handle)
-
-    def turns(self, *_: Any) -> list[Turn]:
-        return [Turn(1, 1, 1.0)]
-
-    def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
-        self.held.append(len(handles))
-        or_raise(Failure("run", "no") if self.broken in [one.path.stem for one in handles] else None)
-        or_raise(self.failures.pop(0) if self.failures else None)
-        return Times(tuple(((self.speed(one.path.stem, one.build),),) * len(numbers) for one in handles))
-
-    def timed(self, handle: Handle, count: int) -> Times:
-        return self.rounds([handle], range(count))
 
 
 class Unsteady(Script):

@@ -94,14 +94,6 @@ def test_another_point_ships_without_a_measurement(model: Path, workers: Workers
         pick(folder, "best")
 
 
-def test_the_same_command_again_measures_nothing(model: Path, workers: Workers) -> None:
-    first = tune(settings(model, mode="cut", front=True, builds=25))
-    rounds = len(workers.runs)
-    again = tune(settings(model, mode="cut", front=True, builds=25))
-    assert again.summary["front"] == first.summary["front"]
-    assert len(workers.runs) - rounds < rounds / 20  # what the float model is looked at for
-
-
 def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="no room for a front"):
         settings(model, mode="cut", front=True, builds=7)

@@ -91,23 +91,14 @@ class TestTheLimit:
         assert done.summary["min_sqnr_db"] == 20  # a limit on the outputs, as without a metric
         assert done.summary["metric_before"] - done.summary["metric_after"] <= 0.05 < done.summary["metric_loss_high"]
 
-    def test_no_number_of_samples_shows_that_nothing_is_lost(self, model: Path) -> None:
-        log = Log()
-        done = tune(labelled(model, max_drop=0.0), log)
-        assert any("within `max_drop` 0, which no number of them can" in note for note in log.notes)
-        assert done.summary["min_sqnr_db"] == 20
-        assert not done.improved or done.summary["metric_after"] >= done.summary["metric_before"]
-
-    def test_enough_samples_need_no_other_limit(self, model: Path) -> None:
-        log = Log()
-        done = tune(labelled(model, max_drop=0.2), log)
+    def test_enough_samples_need_no_other_limit_and_a_resumed_run_knows_what_each_sample_said(
+        self, model: Path
+    ) -> None:
+        asked, log = labelled(model, max_drop=0.2), Log()
+        first = tune(asked, log)
         assert not any("cannot show" in note for note in log.notes)
-        assert done.summary["min_sqnr_db"] is None
-        assert done.summary["metric_loss_high"] <= 0.2
-
-    def test_a_resumed_run_knows_what_each_sample_said(self, model: Path) -> None:
-        asked = labelled(model, max_drop=0.2)
-        first = tune(asked)
+        assert first.summary["min_sqnr_db"] is None
+        assert first.summary["metric_loss_high"] <= 0.2
         ended = read_run(asked.output_dir)
         scores = list(ended.records.values("metric:", Score).values())
         assert all(isinstance(score, Score) and len(score.by_sample) == COUNT for score in scores)

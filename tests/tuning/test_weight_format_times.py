@@ -1,13 +1,11 @@
 """Which weights may be stored in fewer bits: what the engine says of products of the model's sizes, asked once."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from models import build, normal, ranges
@@ -23,9 +21,9 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import weight_format_times as asked
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Store, plain
+from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Edge, Layer, Mix, Placement, WeightFormat, Workload
+from qdqtune.types import Edge, Layer, Mix, WeightFormat, Workload
 from runs import rows, write
 from weight_only_nets import DYNAMIC
 
@@ -183,17 +181,6 @@ def test_models_with_nothing_to_gain_are_not_measured(tmp_path: Path) -> None:
     assert shares_of(tmp_path, engine, model(), formats=("int8",)) == {}
     assert shares_of(tmp_path, engine, model(), engine=EngineSpec("fake")) == {}
     assert engine.asked == 0
-
-
-def test_placements_with_stored_weights_survive_the_state_file() -> None:
-    placement = Placement.of([Edge("x", "a", 0)], [(Edge("w", "b", 1), WeightFormat(4, 32, symmetric=False))])
-    stored = json.loads(json.dumps(plain(placement)))
-    assert stored == {
-        "edges": [["x", "a", 0]],
-        "weight_only": [[["w", "b", 1], {"bits": 4, "block": 32, "symmetric": False, "dynamic": False}]],
-        "wide": [],
-    }
-    assert msgspec.convert(stored, Placement) == placement
 
 
 @pytest.mark.usefixtures("workers")

@@ -68,37 +68,43 @@ class Budget:
     def of(settings: Settings, bench: Bench, ends: float | None, *, has_other_float: bool) -> Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`. `has_other_float`: the float
         model that candidates are made of is not the user's file, which then races in the proof, too."""
-        budget = Budget(settings.search_builds, settings.proof, candidate=bench.trial_seconds)
-        if ends is not None and settings.time_budget is not None:
-            ends -= FINISH_SHARE * settings.time_budget
-            budget = replace(budget, grace=GRACE_SHARE * settings.time_budget)
-        budget = replace(budget, ends=ends, points=MAX_POINTS if settings.front else 1)
+        budget = Budget(
+            builds=settings.search_builds,
+            proof=settings.proof,
+            ends=ends,
+            candidate=bench.trial_seconds,
+            points=MAX_POINTS if settings.front else 1,
+        )
+        total = settings.time_budget
+        if ends is not None and total is not None:
+            budget = replace(budget, ends=ends - FINISH_SHARE * total, grace=GRACE_SHARE * total)
         if not settings.is_timed:
             return replace(budget, points=0, opponents=0)
         floats, plan = bench.floats, settings.proof_plan
-        each = floats.turn_seconds, floats.start_seconds
-        each_round, warmup = plan.round_seconds(*each), plan.warmup_seconds(*each)
-        budget = replace(
+        each_round = plan.round_seconds(floats.turn_seconds, floats.start_seconds)
+        warmup = plan.warmup_seconds(floats.turn_seconds, floats.start_seconds)
+        opponents, points, proof = 1 + has_other_float, budget.points, settings.proof
+        copies = FEWEST_BUILDS if floats.start_seconds else USUAL_BUILDS
+        if total is not None:
+            left = (FRONT_SHARE if settings.front else PROOF_SHARE) * total
+            least = floats.build_seconds + LEAST_ROUNDS * each_round + warmup
+            if (opponents + 1) * copies * least > left:
+                copies = FEWEST_BUILDS
+            if settings.front:
+                points = max(2, min(MAX_POINTS, int(left / (copies * least)) - opponents))
+            most = int((left / ((opponents + points) * copies) - floats.build_seconds - warmup) / each_round)
+            looks = tuple(n for n in settings.proof if n <= most)
+            proof = looks or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
+        return replace(
             budget,
+            proof=proof,
             brief=bench.brief_seconds,
             file_builds=floats.build_seconds,
-            opponents=1 + has_other_float,
-            copies=FEWEST_BUILDS if floats.start_seconds else USUAL_BUILDS,
+            file_rounds=proof[0] * each_round + warmup,
+            opponents=opponents,
+            points=points,
+            copies=copies,
         )
-        files = budget.opponents + 1
-        if settings.time_budget is not None:
-            left = (FRONT_SHARE if settings.front else PROOF_SHARE) * settings.time_budget
-            least = budget.file_builds + LEAST_ROUNDS * each_round + warmup
-            if files * budget.copies * least > left:
-                budget = replace(budget, copies=FEWEST_BUILDS)
-            if settings.front:
-                points = int(left / (budget.copies * least)) - budget.opponents
-                budget = replace(budget, points=max(2, min(MAX_POINTS, points)))
-                files = budget.opponents + budget.points
-            most = int((left / (files * budget.copies) - budget.file_builds - warmup) / each_round)
-            looks = tuple(n for n in settings.proof if n <= most)
-            budget = replace(budget, proof=looks or (max(LEAST_ROUNDS, min(most, settings.proof[0])),))
-        return replace(budget, file_rounds=budget.proof[0] * each_round + warmup)
 
     def proof_seconds(self, finalists: int) -> float:
         """The seconds of the first look of a proof of so many finalists."""

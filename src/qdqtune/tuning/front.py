@@ -232,30 +232,30 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
         OutputError: a file cannot be written, or a link leads out of the folder.
     """
     with alone(folder):
-        return _picked(folder, name)
-
-
-def _picked(folder: Path, name: str) -> Mapping[str, Any]:
-    summary = read_summary(folder)
-    if (rows := summary.get("front")) is None:
-        raise BadOption(f"{folder} holds no finished run with a front: run tune with `front` first")
-    files = {row["name"]: file for row in rows if (file := folder / FRONT / f"{Path(row['name']).name}.onnx").is_file()}
-    row = next((row for row in rows if row["name"] == name), None)
-    if row is None or name not in files:
-        points = f"its points are {', '.join(files)}" if files else "no candidate of its run proved to be one"
-        raise BadOption(f"{folder} has no point {name!r}: {points}")
-    file = files[name]
-    if row["content"] != content_digest(files_of(file)):
-        raise BadOption(f"{file} is not the file that was proven: run tune with `front` again, which writes it anew")
-    check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT, DEPLOY_SETTINGS))
-    check_loads(file, summary["engine"]["engine"])
-    copy_model(file, folder / FINAL)
-    with atomic_write(folder / PLACEMENT) as fresh:
-        shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
-    picked: dict[str, Any] = plain(_as_shipped(summary, row, rows))
-    write_json(folder / SUMMARY, picked)
-    renew_kit(folder, picked)
-    return picked
+        summary = read_summary(folder)
+        if (rows := summary.get("front")) is None:
+            raise BadOption(f"{folder} holds no finished run with a front: run tune with `front` first")
+        files = {
+            row["name"]: file for row in rows if (file := folder / FRONT / f"{Path(row['name']).name}.onnx").is_file()
+        }
+        row = next((row for row in rows if row["name"] == name), None)
+        if row is None or name not in files:
+            points = f"its points are {', '.join(files)}" if files else "no candidate of its run proved to be one"
+            raise BadOption(f"{folder} has no point {name!r}: {points}")
+        file = files[name]
+        if row["content"] != content_digest(files_of(file)):
+            raise BadOption(
+                f"{file} is not the file that was proven: run tune with `front` again, which writes it anew"
+            )
+        check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT, DEPLOY_SETTINGS))
+        check_loads(file, summary["engine"]["engine"])
+        copy_model(file, folder / FINAL)
+        with atomic_write(folder / PLACEMENT) as fresh:
+            shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
+        picked: dict[str, Any] = plain(_as_shipped(summary, row, rows))
+        write_json(folder / SUMMARY, picked)
+        renew_kit(folder, picked)
+        return picked
 
 
 def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -> Summary:

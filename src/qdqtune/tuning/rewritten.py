@@ -21,9 +21,7 @@ from qdqtune.graph.float16 import HALF, load_for
 from qdqtune.graph.rewrites import REWRITES
 from qdqtune.numerics.accuracy import accuracy
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.race import decided_candidates, race, taking_rounds
 from qdqtune.timing.ratios import is_cut_short, ratio
 from qdqtune.tuning.contexts import at_each
@@ -31,7 +29,7 @@ from qdqtune.tuning.records import Form, Outcome, RewriteRecord, Tried, TriedRew
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import IN_A_HURRY, Caveat
-from qdqtune.tuning.subject import Subject, open_subject
+from qdqtune.tuning.subject import Subject, open_subject, placement_by_rules
 from qdqtune.types import Measurement
 
 NAMES = ("hardswish", "layernorm", "rmsnorm")
@@ -239,8 +237,7 @@ class _Trying:
             return constants.write(subject.model, form) if subject.rewrites.names else settings.model
         one = subject.prepared.calibration.first(1)
         ranges = calibrate(subject.shaped, one, Calibration("minmax"), execution=subject.prepared.execution)
-        possible = possible_edges(subject.shaped, ranges)
-        placement = engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
+        placement = placement_by_rules(subject, settings, ranges)
         if not placement:
             return None
         return constants.write(Inserter(subject.model, ranges, subject.numbers).insert(placement), form)

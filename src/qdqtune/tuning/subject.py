@@ -271,7 +271,7 @@ def calibrated(
         in_time = SamplesInTime.of(subject.prepared, settings.calibration, ends, note_hurry)
         produced = replace(subject.prepared.calibration, produce=in_time)
         prepared = replace(subject.prepared, calibration=_counted(produced, observer))
-        placed = partial(_placement_by_rules, subject, settings)
+        placed = partial(placement_by_rules, subject, settings)
         found = fitted(
             prepared, settings.calibration, subject.numbers, placed, observer, bias_samples=in_time.bias_samples
         )
@@ -366,7 +366,7 @@ def _counted(samples: Samples, observer: Observer) -> Samples:
     return replace(samples, produce=produce)
 
 
-def _placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
+def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
     """The placement for which ranges are fitted: pairs where the engine's rules place them. Empty with `from_qdq`,
     where the scales are the user's."""
     if settings.from_qdq:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from loaded_modules import absent
+from observers import When
 from processes import family, on_all_cores, poison, until
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.system.writing import ENDING, SCRATCH, TEMPORARY, sweep
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 from runs import environment, mixed, settings, write
@@ -93,16 +93,6 @@ def asked(model: Path, name: str, **more: Any) -> Settings:
     return settings(model, **{"output_dir": model.parent / name, "mode": "region", "builds": 14, **more})
 
 
-class At(Silent):
-    """Does something when so many candidates are known."""
-
-    def __init__(self, acts: dict[int, Callable[[], object]]) -> None:
-        self.acts = acts
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        self.acts.get(trial.number, lambda: None)()
-
-
 def actors() -> list[int]:
     """The processes of our actors on all nodes."""
     return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if b"ray::WorkerActor" in _read(p)]
@@ -131,7 +121,7 @@ def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers
 ) -> None:
     model, history = expected
     node = cluster.add()
-    faults = At({1: lambda: os.kill(actors()[0], signal.SIGKILL), 6: lambda: cluster.lose(node)})
+    faults = When({1: lambda: os.kill(actors()[0], signal.SIGKILL), 6: lambda: cluster.lose(node)})
     assert tune(asked(model, "lost", ray=cluster.address), faults).history == history
     until(lambda: not actors() and not leftovers())
     cluster.given_up()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import pytest
 
+from observers import When
 from processes import on_all_cores, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
@@ -33,7 +34,6 @@ from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 from refusals import refusal
@@ -323,16 +323,6 @@ def test_several_workers_have_cores_of_their_own_there(
 
 
 # Kills
-
-
-class When(Silent):
-    """Does something when so many candidates are known."""
-
-    def __init__(self, acts: Mapping[int, Callable[[], object]]) -> None:
-        self.acts = acts
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        self.acts.get(trial.number, lambda: None)()
 
 
 def test_a_run_outlives_the_end_of_its_connection_and_of_its_worker(

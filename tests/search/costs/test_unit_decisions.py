@@ -6,18 +6,13 @@ from pathlib import Path
 import pytest
 
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.result import Result
-from runs import hopeless, mixed, settings, write
+from runs import hopeless, mixed, mixed_run, settings, write
 
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def cut_run(folder: Path, **changes: object) -> Result:
-    return tune(settings(write(mixed(), folder), **{"mode": "cut", "builds": 12} | changes))
-
-
 def test_every_unit_is_explained(tmp_path: Path) -> None:
-    cut_run(tmp_path)
+    mixed_run(tmp_path, "cut")
     written = json.loads((tmp_path / "out" / "units.json").read_text())["units"]
     assert sorted(n for row in written for n in row["nodes"]) == sorted(n.name for n in mixed().nodes)
     rows = {row["nodes"][0]: row for row in written}
@@ -29,7 +24,7 @@ def test_every_unit_is_explained(tmp_path: Path) -> None:
 
 
 def test_the_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
-    summary = cut_run(tmp_path).summary
+    summary = mixed_run(tmp_path, "cut").summary
     assert summary["predicted_ratio"] == pytest.approx(summary["ratio"], rel=1e-6)
 
 
@@ -48,7 +43,7 @@ def test_region_mode_explains_no_units(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    short = cut_run(tmp_path, builds=4)
-    long = cut_run(tmp_path, builds=12)
+    short = mixed_run(tmp_path, "cut", builds=4)
+    long = mixed_run(tmp_path, "cut", builds=12)
     assert len(short.history) == 3 < len(long.history)
     assert long.history[:3] == short.history

@@ -20,9 +20,8 @@ from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.result import Result
-from runs import cost, hopeless, mixed, settings, write
+from runs import cost, hopeless, mixed, mixed_run, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Workers
 
@@ -30,12 +29,8 @@ ONCE = Plan((1,), error=0.4, turn_seconds=0.0, warmup=0)
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def subgraph_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Result:
-    return tune(settings(write(mixed(), folder), **{"mode": "subgraph", "builds": 8} | changes), observer)
-
-
 def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path)
+    result = mixed_run(tmp_path, "subgraph")
     out = tmp_path / "out"
     best = tune(settings(tmp_path / "model.onnx", mode="cut", builds=12, output_dir=tmp_path / "cut"))
     assert result.summary["ratio"] == pytest.approx(best.summary["ratio"], rel=1e-6)
@@ -61,7 +56,7 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
 
 
 def test_the_table_has_a_row_for_each_group(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path)
+    result = mixed_run(tmp_path, "subgraph")
     rows = {row.nodes[0]: row for row in result.recorded.rows}
     assert sorted(n for row in result.recorded.rows for n in row.nodes) == sorted(n.name for n in mixed().nodes)
     assert {name for name, row in rows.items() if row.kept} == {"first", "second", "skip"}
@@ -80,19 +75,8 @@ def test_the_table_has_a_row_for_each_group(tmp_path: Path) -> None:
     assert any("first and 1 more" in line and "full, output" in line and "kept" in line for line in lines)
 
 
-def test_a_run_that_is_repeated_measures_nothing(tmp_path: Path, workers: Workers) -> None:
-    first = subgraph_run(tmp_path)
-    before = len(workers.builds)
-    again = subgraph_run(tmp_path)
-    assert any(build.path.name.startswith("group_") for build in workers.builds[:before])
-    assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
-    assert again.history == first.history
-    assert again.recorded.rows == first.recorded.rows
-    assert (tmp_path / "out" / "subgraphs" / "group_001.onnx").exists()
-
-
 def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: Workers) -> None:
-    first = subgraph_run(tmp_path)
+    first = mixed_run(tmp_path, "subgraph")
     before, out = len(workers.builds), tmp_path / "out"
     kept = (out / "autotune_cache.json").read_text()
     for path in sorted(out.rglob("*"), reverse=True):
@@ -100,15 +84,17 @@ def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: 
             path.rmdir() if path.is_dir() else path.unlink()
     (out / "autotune_cache.json").write_text(kept)
     heard = Log()
-    again = subgraph_run(tmp_path, observer=heard)
+    again = mixed_run(tmp_path, "subgraph", heard)
     assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
     assert again.history == first.history
+    assert again.recorded.rows == first.recorded.rows
+    assert (out / "subgraphs" / "group_001.onnx").exists()
     assert any("is gone: this run goes on from" in note for note in heard.notes)
     for name in ("autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):
         (out / name).unlink(missing_ok=True)
     (out / "autotune_cache.json").write_text(kept.replace('"crc', '"crd', 5))
     with pytest.raises(BadState, match="is damaged"):
-        subgraph_run(tmp_path)
+        mixed_run(tmp_path, "subgraph")
 
 
 def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
@@ -121,13 +107,13 @@ def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
 
 
 def test_without_validation_all_groups_are_one_candidate(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path, incremental_validation=False)
+    result = mixed_run(tmp_path, "subgraph", incremental_validation=False)
     assert [t.proposal.origin for t in result.history] == ["all groups"]
     assert result.improved
 
 
 def test_the_time_budget_holds_for_groups_too(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path, time_budget=1e-6)
+    result = mixed_run(tmp_path, "subgraph", time_budget=1e-6)
     assert {row.why for row in result.recorded.rows if row.kind} == {"no time was left"}
     assert not result.improved
 
@@ -146,22 +132,6 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     code, _, said = call(*common)
     assert code == 2
     assert "made with graph json" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [('{"Layers": [{"Na', "cut short"), ('{"Layers": ["conv7", "conv8"]}', "another model"), (None, "cannot read")],
-)
-def test_an_unusable_file_of_groups_ends_the_run_in_one_line(tmp_path, call, text, words):
-    model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
-    if text is not None:
-        graph.write_text(text)
-    code, _, said = call("autotune", "-m", model, "-o", tmp_path / "out", "--engine", "fake", "--mode", "subgraph",
-                         "--calibration-data", model.with_suffix(".npz"), "--graph-json", graph)  # fmt: skip
-    assert code == 2
-    (line,) = [line for line in said.splitlines() if line.startswith("error")]
-    assert words in line
-    assert "--graph-json" in line
 
 
 def test_a_file_of_groups_is_for_this_mode(tmp_path: Path) -> None:

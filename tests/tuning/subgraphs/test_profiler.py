@@ -1,24 +1,17 @@
 """Groups timed alone: equal ones once, by layers or else by the whole, and without those that do not build."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.result import Result
 from qdqtune.tuning.subgraphs import profiler
-from runs import mixed, settings, write
+from runs import mixed_run, settings, write
 from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
-
-
-def subgraph_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Result:
-    return tune(settings(write(mixed(), folder), **{"mode": "subgraph", "builds": 8} | changes), observer)
 
 
 def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
@@ -35,7 +28,7 @@ def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
 
 
 def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"hide_times": True}))
+    result = mixed_run(tmp_path, "subgraph", engine=EngineSpec("fake", {"hide_times": True}))
     assert result.improved
     assert any("total latency" in note for note in result.notes)
     assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
@@ -44,7 +37,7 @@ def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_pa
 
 
 def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None:
-    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
+    result = mixed_run(tmp_path, "subgraph", engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
     rows = {row.nodes[0]: row for row in result.recorded.rows}
     assert rows["softmax"].why.startswith("scheme activation-only")
     assert "no implementation" in rows["softmax"].why
@@ -62,12 +55,12 @@ def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_han
         late[0] |= built.path.parent.name == "subgraphs" and "." in built.path.stem
 
     workers.refused = refused
-    result = subgraph_run(tmp_path, time_budget=1e6)
+    result = mixed_run(tmp_path, "subgraph", time_budget=1e6)
     groups = [built.path.name for built in workers.builds if built.path.parent.name == "subgraphs"]
     assert len(groups) == 2  # the group in float, and one scheme
     assert any(row.why == "no time was left" for row in result.recorded.rows)
     assert any(note.startswith("`time_budget` ended before") for note in result.notes)
     workers.builds.clear()
-    again = subgraph_run(tmp_path, time_budget=1e6)
+    again = mixed_run(tmp_path, "subgraph", time_budget=1e6)
     assert workers.builds
     assert len(again.history) >= len(result.history)
