@@ -11,7 +11,7 @@ from typing import Any
 from qdqtune.calibration.options import check_cache
 from qdqtune.cli import fleet, progress
 from qdqtune.cli.command import Terminal, command, command_line
-from qdqtune.cli.output import print_json, say, say_notes, show
+from qdqtune.cli.output import print_json, print_lines, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import Result, TuneOptions, tune
 from qdqtune.commands.tune_tables import front_table, groups_table, rule_table
@@ -20,7 +20,6 @@ from qdqtune.explanation.formatting import builds, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
 from qdqtune.options import REQUIRED, SWITCH, TEXT, Flag, Kind, MaybeText, option, texts_of
 from qdqtune.timing.limits import failure
-from qdqtune.timing.ratios import speed
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import FINAL, LOGS, REPORT
 from qdqtune.tuning.front import pick as pick_point
@@ -116,30 +115,20 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
         say("interrupted" if options.dry_run else f"interrupted: {kept}")
         return INTERRUPTED
     if isinstance(result, Estimate):
-        _print_estimate(result, as_machine=options.as_machine)
+        say_notes(result.notes)
+        if options.as_machine:
+            print_json(vars(result))
+        else:
+            _print_estimate(result)
         return 0
-    _print_result(result, as_machine=options.as_machine)
-    if options.report:
-        _write_report(result.folder, quiet=options.quiet)
-    return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
-
-
-def _print_estimate(expected: Estimate, *, as_machine: bool) -> None:
-    say_notes(expected.notes)
-    if as_machine:
-        print_json(vars(expected))
-    else:
-        print(_estimate_lines(expected))
-
-
-def _print_result(result: Result, *, as_machine: bool) -> None:
-    """Print the result, as tables or as JSON."""
-    why = _failure_note(result)
-    say_notes((*result.notes, *filter(None, [why])))
-    if as_machine:
+    say_notes((*result.notes, *filter(None, [_failure_note(result)])))
+    if options.as_machine:
         print_json(dict(result.summary))
     else:
         _print(result)
+    if options.report:
+        _write_report(result.folder, quiet=options.quiet)
+    return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
 
 
 def _write_report(folder: Path, *, quiet: bool = False) -> None:
@@ -168,16 +157,23 @@ def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
 
 
 def _print(result: Result) -> None:
-    """Print the result as tables."""
+    """Print the result as tables, and a line that names the file to use."""
     groups = [row for row in result.recorded.rows if isinstance(row, GroupOutcome)]
     if groups:
         show(groups_table(groups))
     if result.summary.get("front"):
         show(front_table(result.summary))
-    elif result.summary.get("by_rule"):
+    elif "by_rule" in result.summary:
         show(rule_table(result.summary))
     show(result.table())
-    print(_result_line(result))
+    if not result.improved:
+        print_lines([result.in_words()])
+        return
+    what = "the tuned model" if result.placement else "the float model with the changes told above"
+    if "by_rule" in result.summary:
+        what = "the cheapest by rule that holds the limits on accuracy; it was not timed"
+    unchecked = "; nobody has checked its accuracy" if result.summary["unchecked"] else ""
+    print_lines([f"{result.file} is {what}{unchecked}"])
 
 
 def _failure_note(result: Result) -> str | None:
@@ -194,33 +190,11 @@ def _failure_note(result: Result) -> str | None:
     return f"{which} failed{share}: {commonest.rstrip('.')} (see {result.folder / LOGS / f'trial_{first:03}.log'})"
 
 
-def _result_line(result: Result) -> str:
-    """A line that names the file to use and says what it is."""
-    final = result.file
-    is_timed = "by_rule" not in result.summary
-    unchecked = "; nobody has checked its accuracy" if result.summary["unchecked"] else ""
-    if result.improved and not is_timed:
-        return f"{final} is the cheapest by rule that holds the limits on accuracy; it was not timed{unchecked}"
-    if result.improved:
-        made = "tuned model" if result.placement else "float model with the changes told above"
-        return f"{final} is the {made}{unchecked}"
-    copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
-    if result.withheld is not None or (not is_timed and result.summary["accuracy"] == "not measured"):
-        seen = "" if result.withheld is None else f"{speed(result.withheld)} was seen in the search, but "
-        asked = "give --calibration-data, or --min-sqnr none to ship unchecked"
-        return f"{seen}accuracy was not measured: {final} is {copied}; {asked}"
-    untried = "no improvement found" if result.history else "nothing was tried"
-    better = "nothing faster" if is_timed else "nothing in 8 or 16 bits"
-    outcome = f"{better} holds the limits on accuracy" if result.unmet else untried
-    cut = "; calibration was cut short, so more time may find one" if "calibration_cut_short" in result.summary else ""
-    return f"{outcome}: {final} is {copied}{cut}"
-
-
-def _estimate_lines(estimate: Estimate) -> str:
-    """The estimate of a run, in four lines."""
+def _print_estimate(estimate: Estimate) -> None:
     spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
-    return (
-        f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
-        f"builds: at most {spent}, without the proof\n"
-        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
-    )
+    print_lines([
+        f"regions: {estimate.regions}",
+        f"patterns: {estimate.patterns}",
+        f"builds: at most {spent}, without the proof",
+        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)",
+    ])  # fmt: skip

@@ -14,24 +14,20 @@ from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown
 from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines.acceptance import checked_output
-from qdqtune.engines.formats import follow_processor, numeric_format, portable, usual_precision
-from qdqtune.engines.options import time_limit_option
+from qdqtune.engines.formats import follow_processor, numeric_format, portable
 from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.explanation.formatting import counted, placed
-from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import closeness_of, concern
 from qdqtune.numerics.fitting import with_wide
 from qdqtune.numerics.half_precision import finished
-from qdqtune.numerics.metrics import ScoreOption
-from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs
+from qdqtune.numerics.scores import NO_SCORES, Scores
 from qdqtune.numerics.simulation import Simulation
-from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
+from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, option
 from qdqtune.placement.files import every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import NO_WIDE, possible_edges
-from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Placement
 
@@ -46,7 +42,7 @@ class PlacementOption(ModelOption):
 
 
 @dataclass(kw_only=True)
-class ApplyOptions(ScoreOption, SourceOptions, PlacementOption):
+class ApplyOptions(SourceOptions, PlacementOption):
     """The options of `apply`."""
 
     engine: MaybeText = option(
@@ -57,7 +53,6 @@ class ApplyOptions(ScoreOption, SourceOptions, PlacementOption):
         default_in_words="that of the placement",
         metavar="NAME",
     )
-    time_limit: Duration = time_limit_option()
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,15 +110,10 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     numbers = numeric_format(engine, "fp8" if recorded.quant_type == "fp8" else "int8")
     if recorded.portable and follow_processor(engine):
         numbers = portable(engine, numbers)
-    made = recorded.rewrites if options.rewrites == "auto" else allowed(options.rewrites)
-    usual = usual_precision(engine)
-    precision = options.precision or usual
-    graph = load_for(path, precision, recorded.fix_inputs, numbers.opset, rewrites=made)
-    if is_quantized(graph):
-        raise BadModel(f"{path} already has Q/DQ pairs: apply a placement to the float model")
+    rewrites = recorded.rewrites if options.rewrites == "auto" else allowed(options.rewrites)
+    graph = options.float_model(engine, recorded.fix_inputs, numbers.opset, rewrites)
     execution, is_run = execution_of(options), bool(options.calibration_data)
-    ready = options.prepared(graph, recorded.fix_inputs, usual, execution, is_run=is_run).sized_for(engine)
-    asked_outputs(options.scores, ready.shaped.outputs)  # refuses other names before the work begins
+    ready = options.prepared(graph, engine, recorded.fix_inputs, execution, is_run=is_run)
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
@@ -147,7 +137,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         ranges = with_wide(ready.prepared, ranges, numbers)
     inserter = Inserter(ready.graph, ranges, numbers)
     with checked_output(options.target, engine, execution) as fresh:
-        save(finished(inserter.insert(placed), precision), fresh)
+        save(finished(inserter.insert(placed), options.precision_on(engine)), fresh)
         judged, scores = None, None
         try:
             judged, scores = _judged(ready, inserter, placed, engine, options.scores)

@@ -33,18 +33,14 @@ from qdqtune.engines.formats import (
     checked_weight_format,
     numeric_format,
     portable,
-    usual_precision,
     weight_formats_like,
 )
-from qdqtune.engines.options import time_limit_option
 from qdqtune.engines.runner import Handle, Runner, reused_workers
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
-from qdqtune.explanation.formatting import placed
-from qdqtune.graph.float16 import Precision, load_for
+from qdqtune.explanation.formatting import counted, placed
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import integer_operators
-from qdqtune.graph.rewrites import Rewrites, allowed
+from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, save
 from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is_finite, slice_cell
 from qdqtune.numerics.half_precision import finished
@@ -52,19 +48,17 @@ from qdqtune.numerics.label_metrics import Score, doubt, loss_high
 from qdqtune.numerics.metrics import (
     LabelOptions,
     Metric,
-    ScoreOption,
     check_metric,
     load_evaluation,
     measure,
     open_labelled,
     option_of,
 )
-from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs, equal_share, scores_of
+from qdqtune.numerics.scores import NO_SCORES, Scores, equal_share, scores_of
 from qdqtune.options import (
     SWITCH,
     TEXT,
     WORDS,
-    Duration,
     Flag,
     MaybeText,
     Names,
@@ -78,7 +72,6 @@ from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, weight_only_edges
-from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import portable_option, quant_type_option
@@ -92,7 +85,7 @@ def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
+class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
     """The options of `quantize`."""
 
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
@@ -153,7 +146,6 @@ class QuantizeOptions(LabelOptions, ScoreOption, FixOption, SourceOptions):
         short="your own function, higher is better",
         metavar="MODULE:CALLABLE",
     )
-    time_limit: Duration = time_limit_option()
 
     @property
     def is_run(self) -> bool:
@@ -298,29 +290,19 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
         return _quantized(options, observer, replace(execution, constants=constants))
 
 
-def _rewrites_of(options: QuantizeOptions) -> Rewrites:
-    """The rewrites to make; none of those that the engine makes by itself where a cache names tensors."""
-    return allowed(options.rewrites, () if options.calibration_cache else MERGED.get(options.engine, ()))
-
-
 def _quantized(options: QuantizeOptions, observer: Observer, execution: Execution) -> Quantized:
     _check_options(options)
-    path = Path(str(options.model))
-    numbers, made = _numeric_format(options), _rewrites_of(options)
+    path, numbers = Path(str(options.model)), _numeric_format(options)
+    # A cache names tensors that rewrites of the engine's own kind would take away.
+    rewrites = allowed(options.rewrites, () if options.calibration_cache else MERGED.get(options.engine, ()))
     metric: Metric | None = None if options.evaluate is None else load_evaluation(str(options.evaluate), execution)
     observer.stage(f"reading {path.name}")
-    usual = usual_precision(options.engine)
-    precision: Precision = options.precision or usual
-    graph = load_for(path, precision, options.fix_inputs, numbers.opset, rewrites=made)
-    if present := _quantized_parts(graph):
-        raise BadModel(f"{path} already has {present}: give the float model")
+    graph = options.float_model(options.engine, options.fix_inputs, numbers.opset, rewrites)
     options.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     if options.is_run:
         observer.stage("looking at the values")
-    ready = options.prepared(graph, options.fix_inputs, usual, execution, is_run=options.is_run)
-    ready = ready.sized_for(options.engine)
+    ready = options.prepared(graph, options.engine, options.fix_inputs, execution, is_run=options.is_run)
     shaped, prepared = ready.shaped, ready.prepared
-    asked_outputs(options.scores, shaped.outputs)  # refuses other names before the work begins
     if options.is_labelled:
         data = None if options.calibration_data is None else str(options.calibration_data)
         how: Any = {"limit": options.calibration_samples, "fixed": options.fix_inputs, "folders": (path.parent,)}
@@ -351,8 +333,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         if prepared is not None:
             observer.stage("comparing with the float model")
             done = _judged(options, fresh, placed, prepared, metric)
-        if precision == "bf16":  # which ONNX Runtime cannot run
-            save(finished(quantized, precision), fresh)
+        if options.precision == "bf16":  # which ONNX Runtime cannot run
+            save(finished(quantized, "bf16"), fresh)
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         try:
@@ -388,19 +370,11 @@ def _weight_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedB
     return PlacedByRules(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
 
-def _quantized_parts(model: Model) -> str:
-    """What is quantized already in a model, in words; empty if nothing is."""
-    if is_quantized(model):
-        return "Q/DQ pairs"
-    operators = integer_operators(model)
-    return f"8-bit operators ({', '.join(operators)})" if operators else ""
-
-
 def _float_rules(placed: PlacedByRules) -> str:
     """The rules that kept edges in float, in words, the one with the most edges first."""
     keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
-    kept = [f"{name} ({count} edge{'s' * (count != 1)}: {keepers[name]})" for count, name in counts]
+    kept = [f"{name} ({counted(count, 'edge')}: {keepers[name]})" for count, name in counts]
     return f": kept in float by {', '.join(kept)}" if kept else ""
 
 

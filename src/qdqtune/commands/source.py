@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from qdqtune.calibration.caches import Matched, from_file
 from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, RewriteOption
@@ -14,16 +15,23 @@ from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.formats import usual_precision
+from qdqtune.engines.options import time_limit_option
 from qdqtune.engines.tensorrt.options import check_inputs, spans, usual_shapes, with_spans
-from qdqtune.errors import BadOption
-from qdqtune.graph.float16 import Precision
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
+from qdqtune.graph.operators import integer_operators
+from qdqtune.graph.rewrites import Rewrites
 from qdqtune.graph.saving import model_outputs
 from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
-from qdqtune.options import MaybeFile, Option, Values, option, writes
+from qdqtune.numerics.metrics import ScoreOption
+from qdqtune.numerics.scores import asked_outputs
+from qdqtune.options import Duration, MaybeFile, Option, Values, option, writes
+from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.options import precision_option
 from qdqtune.types import Listener, NumericFormat, Placement
@@ -42,13 +50,6 @@ class PreparedModel:
     prepared: Prepared | None
     matched: Matched | None
     notes: tuple[str, ...]
-
-    def sized_for(self, engine: str) -> PreparedModel:
-        """The same with the sizes that an engine needs, see `Prepared.sized_for`."""
-        if self.prepared is None:
-            return self
-        sized, told = self.prepared.sized_for(engine)
-        return replace(self, graph=sized.model, shaped=sized.shaped, prepared=sized, notes=(*self.notes, *told))
 
     def ranges(
         self,
@@ -99,19 +100,37 @@ class OutputOption(ModelOption):
 
 
 @dataclass(kw_only=True)
-class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, InputOptions, OutputOption):
+class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeOptions, InputOptions, OutputOption):
     """The options of a command that puts pairs into a float model."""
 
     precision: Option[Precision | None, Precision | None] = precision_option()
+    time_limit: Duration = time_limit_option()
+
+    def precision_on(self, engine: str) -> Precision:
+        """The precision that was asked for, or the usual one of the engine."""
+        return self.precision or usual_precision(engine)
+
+    def float_model(self, engine: str, fixed: Mapping[str, Any], opset: int, rewrites: Rewrites) -> Model:
+        """The model for an engine, with inputs made constant that are `fixed`.
+
+        Raises:
+            BadModel: it cannot be read, or something is quantized in it.
+        """
+        path = Path(str(self.model))
+        graph = load_for(path, self.precision_on(engine), fixed, opset, rewrites=rewrites)
+        operators = integer_operators(graph)
+        if is_quantized(graph) or operators:
+            parts = "Q/DQ pairs" if is_quantized(graph) else f"8-bit operators ({', '.join(operators)})"
+            raise BadModel(f"{path} already has {parts}: give the float model")
+        return graph
 
     def prepared(
-        self, graph: Model, fixed: Collection[str], usual: Precision, execution: Execution, *, is_run: bool
+        self, graph: Model, engine: str, fixed: Collection[str], execution: Execution, *, is_run: bool
     ) -> PreparedModel:
-        """Bring a model into its precision, with samples or with the ranges of `calibration_cache`.
+        """Bring a `float_model` into its precision, with samples or with the ranges of `calibration_cache`.
 
-        `graph` is as it was read from the file, `fixed` are its inputs that were made constant. With a cache, samples
-        are drawn only if `is_run`. Without a `precision` the model gets that of the engine, `usual`, where its values
-        allow it.
+        `fixed` are its inputs that were made constant. With a cache, samples are drawn only if `is_run`. Without a
+        `precision` the model gets the usual one of the engine, where its values allow it.
 
         Raises:
             InputError: model, cache and samples cannot be used, or not together.
@@ -119,14 +138,15 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
         prepared, cache, path = None, self.calibration_cache, Path(str(self.model))
         if cache is None or is_run:
             source = None if self.calibration_data is None else str(self.calibration_data)
-            given = self.calibration_samples, self.input_shapes, self.seed
-            data = Data(source, *given, folders=(path.parent,))
+            data = Data(source, self.calibration_samples, self.input_shapes, self.seed, folders=(path.parent,))
             drawn = prepare(graph, data, execution, fixed=fixed)
-            prepared, _, notes = in_half_precision(drawn, self.precision, usual)
-            graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *prepared.hints)
+            lowered, _, notes = in_half_precision(drawn, self.precision, usual_precision(engine))
+            prepared, more = lowered.sized_for(engine)
+            graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *lowered.hints, *more)
         else:
-            graph, notes = by_ranges(graph, self.precision or usual, cache, path)
+            graph, notes = by_ranges(graph, self.precision_on(engine), cache, path)
             shaped = with_input_shapes(graph, self.input_shapes)
+        asked_outputs(self.scores, shaped.outputs)  # refuses other names before the work begins
         matched = None if cache is None else from_file(cache, graph, path)
         return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 

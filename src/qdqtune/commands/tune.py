@@ -196,21 +196,25 @@ class Result(Shown, result.Result):
         return explain_run(self.folder, pattern)
 
     def in_words(self) -> str:
-        """How many times as fast the tuned model is, or that nothing faster was found; without times, how exact it
-        is."""
-        if "by_rule" in self.summary and self.improved:
+        """How many times as fast what ships is, and how exact; or why nothing faster ships."""
+        is_timed = "by_rule" not in self.summary
+        if self.improved:
             accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
-            exact = closeness(accuracy.sqnr_db, equal_share(accuracy))
-            return f"not timed, {exact if is_judged(self.summary) else 'accuracy not measured'}, {self.file}"
-        if self.ratio is None and (gain := self.withheld) is not None:
-            return f"not shipped: {speed(gain)} in the search, accuracy not measured; give `calibration_data`"
-        if self.ratio is None:
-            held = " that holds the limits on accuracy" if self.unmet else ""
-            return f"no improvement: nothing faster{held} among {len(self.history)} candidates"
-        accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
-        exact = closeness(accuracy.sqnr_db, equal_share(accuracy))
-        near = "exact outputs" if exact == "exact" else exact
-        return f"{self.ratio.speedup}, {near if is_judged(self.summary) else 'accuracy not measured'}, {self.file}"
+            near = closeness(accuracy.sqnr_db, equal_share(accuracy))
+            near = "exact outputs" if near == "exact" else near
+            near = near if is_judged(self.summary) else "accuracy not measured"
+            return f"{'not timed' if self.ratio is None else self.ratio.speedup}, {near}, {self.file}"
+        copied = "the baseline" if self.shipped == "baseline" else "a copy of the model that you gave"
+        if self.withheld is not None or (not is_timed and self.summary["accuracy"] == "not measured"):
+            seen = "" if self.withheld is None else f"{speed(self.withheld)} was seen in the search, but "
+            advice = "give `calibration_data`, or `min_sqnr` none to ship unchecked"
+            return f"{seen}accuracy was not measured: {self.file} is {copied}; {advice}"
+        outcome = "no improvement found" if self.history else "nothing was tried"
+        if self.unmet:
+            outcome = f"{'nothing faster' if is_timed else 'nothing in 8 or 16 bits'} holds the limits on accuracy"
+        is_cut_short = "calibration_cut_short" in self.summary
+        more = "; calibration was cut short, so more time may find one" if is_cut_short else ""
+        return f"{outcome}: {self.file} is {copied}{more}"
 
     def table(self) -> Table:
         """Float and tuned model side by side."""
