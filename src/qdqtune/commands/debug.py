@@ -6,7 +6,6 @@ outputs are healthy. Then it measures what the engine computes of the pairs that
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,11 @@ from qdqtune.commands.worst_tensors import (
     noise,
     switched_pairs,
 )
-from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
-from qdqtune.explanation.formatting import samples
+from qdqtune.explanation.formatting import counted, samples
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -46,7 +44,7 @@ from qdqtune.numerics.simulation import check_stripped
 from qdqtune.options import MaybeNumber, Option, anything, in_range, option
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.placement.switches import FilePair, file_pairs, with_file_pairs
+from qdqtune.placement.switches import file_pairs, with_file_pairs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Placement, noise_of, sqnr_of
@@ -83,16 +81,6 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
         metavar="DB",
     )
     calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
-
-    @property
-    def model_file(self) -> Path:
-        """The file of the first model, float or quantized."""
-        return Path(str(self.model))
-
-    @property
-    def quantized_file(self) -> Path | None:
-        """The file of the second model, if there is one."""
-        return None if self.quantized is None else Path(str(self.quantized))
 
 
 @dataclass(frozen=True, repr=False)
@@ -210,7 +198,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         EngineFailure: an engine does not run the float model, or ONNX Runtime not the pairs.
         EngineUnavailable: the engine is missing.
     """
-    observer, model = observer or Silent(), options.model_file
+    observer, model = observer or Silent(), Path(str(options.model))
     observer.stage(f"reading {model.name}")
     plain, file, quantized = _models(options)
     pairs, unmatched = file_pairs(plain, quantized)
@@ -228,7 +216,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     spec = options.spec(options.input_shapes)
     check_inputs(spec, plain)
     execution = execution_of(options)
-    data = data_of(options, execution, options.quantized_file, model)
+    data = data_of(options, execution, None if is_alone else file, model)
     prepared = prepare(plain, data, execution, fixed=options.fix_inputs)
     if not prepared.has_real_samples:
         raise BadOption("random inputs say nothing of a model's outputs: give `calibration_data`")
@@ -238,71 +226,44 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         instead = "give the float model first, and this file second"
         with onnxruntime_session(execution, fuse=False) as session:
             check_stripped(plain, quantized, session, judging[0], str(file), instead)
+    notes = list[str]()
+    if unmatched:
+        many = f"{counted(len(unmatched), 'pair')} on no tensor of the float model, and not examined"
+        notes.append(f"{many}, the first: {unmatched[0]}")
+    limit = noise_of(FLOOR_DB if options.min_sqnr is None else options.min_sqnr)
     with (
         temporary_folder() as folder,
         Runner(spec, execution=execution, log_dir=folder) as runner,
         switched_pairs(plain, quantized, pairs, judging, execution) as switched,
     ):
-        search = _Search(plain, quantized, pairs, switched, runner, spec.name, folder, execution, observer)
-        done = search.diagnosis(file, noise_of(FLOOR_DB if options.min_sqnr is None else options.min_sqnr))
-    notes = [*done.notes]
-    if unmatched:
-        many = f"{len(unmatched)} pairs are" if len(unmatched) > 1 else "a pair is"
-        notes.insert(0, f"{many} on no tensor of the float model, and not examined, the first: {unmatched[0]}")
-    if not done.is_healthy and all(pair.kind == "activation" for pair in pairs):
-        notes.append("constants are taken as the file has them: give the float model as well, to have them examined")
-    return replace(
-        done,
-        placement=placement_in(plain, quantized),
-        is_held_out=prepared.is_held_out,
-        unexamined=len(unmatched),
-        notes=tuple(notes),
-    )
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Looks for guilty tensors."""
-
-    plain: Model
-    quantized: Model
-    pairs: Sequence[FilePair]
-    switched: SwitchedPairs
-    runner: Runner
-    engine: str
-    folder: Path
-    execution: Execution
-    observer: Observer
-
-    def diagnosis(self, file: Path, limit: float) -> Diagnosis:
-        """Run `file` on the engine, and find the tensors that take its noise above `limit`."""
-        switched, engine, judged = self.switched, self.engine, len(self.switched.samples)
-        self.observer.stage(f"running {file.name} on {engine}")
-        with rewording(f"{engine} does not run {file.name}"):
-            outputs = self._on_engine(file)
-        notes = list[str]()
+        observer.stage(f"running {file.name} on {spec.name}")
+        with rewording(f"{spec.name} does not run {file.name}"):
+            outputs = _outputs(runner, file, switched)
         loss = noise(switched.reference, outputs)
         if loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
             notes.append(part)
         done = Diagnosis(
-            pairs=len(self.pairs),
-            samples=judged,
+            pairs=len(pairs),
+            samples=len(judging),
             limit=limit,
             noise=loss,
-            examined=judged,
+            examined=len(judging),
             noise_there=loss,
+            unexamined=len(unmatched),
             notes=tuple(notes),
+            placement=placement_in(plain, quantized),
+            is_held_out=prepared.is_held_out,
             file=file,
-            engine=engine,
+            engine=spec.name,
         )
         if done.is_healthy:
             return done
-        self.observer.stage("measuring the pairs of each tensor alone")
+        observer.stage("measuring the pairs of each tensor alone")
         left = loss = switched.narrow(outputs, limit)
         defined = numbers = switched.noise(switched.tensors)
         ranking = switched.ranking() if WORSE * numbers > limit else {}
         without: dict[str, float] = {}
-        biases = {pair.tensor for pair in self.pairs if pair.kind == "bias"}
+        biases = {pair.tensor for pair in pairs if pair.kind == "bias"}
         for tensor in list(ranking)[:WORST]:
             if defined <= limit:
                 break
@@ -310,51 +271,49 @@ class _Search:
             breaks_limit = ranking[tensor] > limit and tensor not in biases  # a corrected one makes up for other pairs
             if rest <= LEFT_SHARE * defined or (breaks_limit and rest <= defined):
                 without[tensor] = defined = rest
-        if without:
-            left = self._noise_of_rest(without.keys())
-        others = {tensor: alone for tensor, alone in ranking.items() if tensor not in without and tensor not in biases}
+        if without:  # what the other pairs do on the engine
+            others = [pair for pair in pairs if pair.tensor not in without]
+            left = 0.0
+            if others:
+                with ConstantFile(folder / "rest.bin") as constants:
+                    constants.save(with_file_pairs(plain, others, quantized), folder / "rest.onnx")
+                try:
+                    left = noise(switched.reference, _outputs(runner, folder / "rest.onnx", switched))
+                except EngineRefused:
+                    left = UNKNOWN_NOISE
+        largest = list[str]()
         if left > max(limit, WORSE * defined):
             levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
-            notes.append(f"{engine} computes other values than the pairs define: {levels}")
-            others = {}
-        elif left <= limit:
-            others = {}
-        shown = {tensor: ranking[tensor] for tensor in [*without, *list(others)[:NAMED]]}
-        suspects = described(self.plain, self.pairs, shown, switched.samples, self.execution)
-        return replace(
-            done,
-            examined=len(switched.samples),
-            noise_there=loss,
-            by_numbers=numbers,
-            rest=left,
-            suspects=tuple(replace(each, without=without.get(each.tensor)) for each in suspects),
-            notes=tuple(notes),
-        )
+            notes.append(f"{spec.name} computes other values than the pairs define: {levels}")
+        elif left > limit:
+            largest = [tensor for tensor in ranking if tensor not in without and tensor not in biases][:NAMED]
+        noises = {tensor: ranking[tensor] for tensor in [*without, *largest]}
+        suspects = described(plain, pairs, noises, switched.samples, execution)
+    if all(pair.kind == "activation" for pair in pairs):
+        notes.append("constants are taken as the file has them: give the float model as well, to have them examined")
+    return replace(
+        done,
+        examined=len(switched.samples),
+        noise_there=loss,
+        by_numbers=numbers,
+        rest=left,
+        suspects=tuple(replace(each, without=without.get(each.tensor)) for each in suspects),
+        notes=tuple(notes),
+    )
 
-    def _on_engine(self, file: Path) -> Outputs:
-        """The outputs of a file on the engine, those that the float model has."""
-        outputs, first = self.runner.outputs_of(file, self.switched.samples), self.switched.reference[0]
-        if missing := first.keys() - outputs[0].keys():
-            raise EngineFailure(f"{file.name} has no output {sorted(missing)[0]!r} as the float model has")
-        return [{name: each[name] for name in first} for each in outputs]
 
-    def _noise_of_rest(self, guilty: Set[str]) -> float:
-        """The noise of the float model with the pairs of all other tensors on the engine; takes a build."""
-        rest = [pair for pair in self.pairs if pair.tensor not in guilty]
-        if not rest:
-            return 0.0
-        file = self.folder / "rest.onnx"
-        with ConstantFile(self.folder / "rest.bin") as constants:
-            constants.save(with_file_pairs(self.plain, rest, self.quantized), file)
-        try:
-            return noise(self.switched.reference, self._on_engine(file))
-        except EngineRefused:
-            return UNKNOWN_NOISE
+def _outputs(runner: Runner, file: Path, switched: SwitchedPairs) -> Outputs:
+    """The outputs of a file on the engine, those that the float model has."""
+    outputs, first = runner.outputs_of(file, switched.samples), switched.reference[0]
+    if missing := first.keys() - outputs[0].keys():
+        raise EngineFailure(f"{file.name} has no output {sorted(missing)[0]!r} as the float model has")
+    return [{name: each[name] for name in first} for each in outputs]
 
 
 def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
     """The float model, the file to examine, and the quantized model in that file."""
-    model, file = options.model_file, options.quantized_file or options.model_file
+    model = Path(str(options.model))
+    file = model if options.quantized is None else Path(str(options.quantized))
     given = load(file)
     if here := {name: value for name, value in options.fix_inputs.items() if name in given.inputs}:
         given = load(file, fix_inputs=here)
