@@ -112,18 +112,3 @@ def test_what_goes_wrong_is_one_line(arguments, code, words, call, fused, float_
     assert (found, out) == (code, "")
     assert len(err.splitlines()) == 1
     assert err.startswith(f"error: {words}")
-
-
-@pytest.mark.parametrize(("content", "words"), [
-    (None, "m.onnx: cannot read the model: No such file or directory"),
-    (b"no model", "m.onnx: not an ONNX file, or damaged"),
-    (b"", "m.onnx: not an ONNX file, or cut short: it holds no graph"),
-])  # fmt: skip
-def test_a_model_that_cannot_be_read(content, words, call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    if content is not None:
-        Path("m.onnx").write_bytes(content)
-    Path("layers.json").write_text('{"Layers": ["a"]}')
-    exported = ("check", "--layers", "m.onnx", "--graph-json", "layers.json")
-    for arguments in (("build", "m.onnx", "-o", "out.onnx"), exported):
-        assert call(*arguments) == (2, "", f"error: {words}\n")

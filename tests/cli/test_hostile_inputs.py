@@ -148,13 +148,6 @@ def test_a_limit_that_no_model_can_have(call: Call, model: Path, tmp_path: Path,
     fails(call, "is no ratio in dB", "tune", model, *QUICK, f"--min-sqnr={ratio}", "-o", tmp_path / "out")
 
 
-def test_what_is_said_of_a_name_does_not_reach_the_terminal_as_a_command(call: Call, model: Path) -> None:
-    code, _, err = call("quantize", model, "--op-types-to-exclude", "Re\x1b]0;title\x07lu\x9b31m")
-    assert code == 2
-    assert "\\x1b]0;title" in err
-    assert not {"\x1b", "\x07", "\x9b"} & set(err)
-
-
 LEAVING = "import sys, numpy as np\n"
 
 
@@ -172,24 +165,6 @@ def test_samples_that_leave_have_failed(call: Call, model: Path, tmp_path: Path,
     (tmp_path / "data.py").write_text(LEAVING + code)
     given = f"{tmp_path / 'data.py'}:samples"
     fails(call, "data.py:samples", "quantize", model, "--calibration-data", given, "-o", tmp_path / "q.onnx")
-
-
-def test_json_is_alone_on_standard_output_whatever_user_code_prints(call: Call, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "talk.py").write_text(
-        "import numpy as np\nprint('importing')\n"
-        "def samples():\n    print('calling')\n    for i in range(6):\n        print('sample', i)\n"
-        "        yield {'x': np.full((8, 8, 64), i / 6, np.float32)}\n    print('done')\n"
-        "def score(predict):\n    print('scoring')\n    return 1.0\n"
-    )
-    talk = tmp_path / "talk.py"
-    told = ["--calibration-data", f"{talk}:samples", "--evaluate", f"{talk}:score", "--json"]
-    code, out, err = call("quantize", model, *told, "-o", tmp_path / "q.onnx")
-    assert code == 0, err
-    assert json.loads(out)["metric"] == {"before": 1.0, "after": 1.0}
-    assert "sample 5" in err
-    code, out, _ = call("tune", model, *QUICK, *told, "-o", tmp_path / "out")
-    assert code in (0, 3, 4)
-    assert json.loads(out)["model"] == str(model)
 
 
 @pytest.mark.usefixtures("workers")

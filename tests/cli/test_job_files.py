@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import yaml
 
 from conftest import Call
 from qdqtune.cli.run import KEYS, read_jobs
@@ -150,20 +149,6 @@ def test_a_wrong_file_ends_the_command_before_anything_begins(call, tmp_path, mo
         assert err.startswith(f"error: {file}")
         assert words in " ".join(err.split())
         assert len(err.splitlines()) == 1
-
-
-def test_every_option_of_tune_is_a_key(tmp_path: Path) -> None:
-    values = {"flag": True, "integer": 12, "text": "1"}
-    (tmp_path / "names").write_text("*")
-    special = {"input_shapes": "x:1x2", "fix_inputs": "n=1", "engine_options": "a=1", "threads": 1, "metric": "top1",
-               "calibration_method": "mse", "model": "a.onnx", "node_filter": str(tmp_path / "names")}  # fmt: skip
-    for key, name in KEYS.items():
-        own = OPTIONS[name]
-        value = special.get(name, own.kind.choices[-1] if own.kind.choices else values[kind(name)])
-        job = {"model": "a.onnx", key.replace("-", "_"): value}
-        (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"jobs": [job]}))
-        (one,) = read_jobs(tmp_path / "jobs.yaml")
-        assert getattr(one.options, name) is not None
 
 
 def test_jobs_go_before_defaults_and_repeat_what_can_be_repeated(tmp_path: Path) -> None:

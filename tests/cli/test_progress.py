@@ -1,8 +1,6 @@
 """A line for every candidate: its speed with the interval, all in times as fast as float, and why it is not taken."""
 
-import ast
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -111,19 +109,3 @@ def test_steps_of_a_long_stage_are_told_now_and_then(monkeypatch, capsys):
         "calibrating on x.npz: 40 of 80, about 40 s left",
         "note: the machine is busy",
     ]
-
-
-PRINTS = {"print", "show", "print_json", "print_lines", "print_prose", "say", "say_notes", "say_error"}
-
-
-def functions_called(node: ast.AST) -> set[str]:
-    return {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-
-
-@pytest.mark.parametrize("path", [*Path(progress.__file__).parent.glob("*.py")], ids=lambda path: path.stem)
-def test_no_command_prints_while_a_picture_is_on_the_terminal(path: Path) -> None:
-    for block in ast.walk(ast.parse(path.read_text())):
-        if isinstance(block, ast.With) and any(
-            ast.unparse(i.context_expr).startswith("progress.") for i in block.items
-        ):
-            assert not set().union(*map(functions_called, block.body)) & PRINTS

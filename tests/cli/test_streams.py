@@ -2,7 +2,6 @@
 
 import io
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.cli import main, streams
+from qdqtune.cli import streams
 from runs import environment
 
 COMMAND = f"{sys.executable} -m qdqtune"
@@ -153,20 +152,6 @@ def stubborn():
         time.sleep(60)
 main([], stubborn)"""
     assert interrupted(code, 0.0, 0.3) == (130, "")
-
-
-def test_a_moving_picture_still_moves(tmp_path: Path, model: Path) -> None:
-    """On a terminal: colours and cursor are ours to command."""
-    ours, theirs = pty.openpty()
-    arguments = ["inspect", str(tmp_path / "nothing.onnx")]
-    with subprocess.Popen(
-        [sys.executable, "-m", "qdqtune", *arguments], env=environment() | {"TERM": "xterm-256color"}, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        assert process.wait() == 2
-    assert b"\x1b[31m" in os.read(ours, 10_000)
-    os.close(ours)
-    assert main.DEFECT == 70
 
 
 def test_results_of_a_run_on_a_cluster_reach_standard_output(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`apply`: the pairs of a recorded placement in another model."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,23 +9,6 @@ import onnx
 from command_lines import errors
 from models import conv_net
 from runs import write
-
-
-def test_apply_into_a_folder_that_is_not_there(call, tuned, tmp_path):
-    placement = tuned.parent / "out" / "placement.yaml"
-    code, error = errors(call("apply", tuned, "--placement", placement, "-o", tmp_path / "no" / "m.onnx"))
-    assert code == 2
-    assert "there is no folder" in error
-
-
-def test_apply_keeps_what_it_reads(call, tuned, tmp_path):
-    placement = Path(shutil.copy(tuned.parent / "out" / "placement.yaml", tmp_path))
-    data = Path(shutil.copy(tuned.with_suffix(".npz"), tmp_path))
-    for path, what in ((placement, "placement"), (data, "calibration data")):
-        before = path.read_bytes()
-        command = ["apply", tuned, "--placement", placement, "--calibration-data", data, "-o", path]
-        assert errors(call(*command)) == (2, f"{path} would overwrite the {what}: choose another --output")
-        assert path.read_bytes() == before
 
 
 def test_apply_for_an_engine_that_is_not_installed(call, tuned, tmp_path):

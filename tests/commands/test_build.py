@@ -1,7 +1,6 @@
 """`build`: what an engine saves of a model arrives whole, and replaces nothing that is read."""
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +33,6 @@ def test_build_writes_what_the_engine_saves(call, float_file, tmp_path):
     session = open_engine(building.EngineSpec("onnxruntime")).build(target, tmp_path / "log")
     np.testing.assert_allclose(session.run(IMAGE)["y"], outputs[0], atol=1e-4)
     assert sorted(p.name for p in tmp_path.iterdir()) == [LIST, "built.onnx", "float.onnx", "log"]
-
-
-def test_build_as_json(call, float_file, tmp_path):
-    code, out, _ = call("build", float_file, "--output", tmp_path / "b.onnx", "--json")
-    told = json.loads(out)
-    assert code == 0
-    assert told["seconds"] > 0
-    assert (told["engine"], told["files"], told["bytes"]) == (
-        "onnxruntime", [str(tmp_path / "b.onnx")], (tmp_path / "b.onnx").stat().st_size
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("threshold", [0, 64, 2**20])
@@ -91,10 +80,16 @@ class Saves:
 
 def test_all_files_that_an_engine_writes_arrive(call, float_file, tmp_path, workers):
     workers.opener = lambda _: Saves()
-    code, out, _ = call("build", float_file, "-o", tmp_path / "m.xml", "--engine", "openvino")
+    asked = ("build", float_file, "-o", tmp_path / "m.xml", "--engine", "openvino")
+    code, out, _ = call(*asked)
     assert code == 0
     assert out.startswith(f"{tmp_path}/m.bin and {tmp_path}/m.xml: an OpenVINO IR, ")
     assert (tmp_path / "m.bin").read_text() == "weights"
+    told = json.loads(call(*asked, "--json")[1])
+    assert told.pop("seconds") >= 0
+    assert told == {
+        "engine": "openvino", "files": [f"{tmp_path}/m.bin", f"{tmp_path}/m.xml"], "bytes": len("halfweights")
+    }  # fmt: skip
 
 
 def test_weights_of_the_model_are_never_replaced(call, tmp_path, workers):
@@ -108,23 +103,6 @@ def test_weights_of_the_model_are_never_replaced(call, tmp_path, workers):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.bin", "m.onnx"]
 
 
-@pytest.mark.parametrize("how", ["same", "symlink", "hard link", "other spelling"])
-def test_the_model_is_never_replaced(how, call, float_file, tmp_path):
-    before = float_file.read_bytes()
-    target = tmp_path / "out.onnx"
-    if how == "same":
-        target = float_file
-    elif how == "symlink":
-        target.symlink_to(float_file)
-    elif how == "hard link":
-        os.link(float_file, target)
-    else:
-        target = tmp_path / ".." / tmp_path.name / "float.onnx"
-    code, _, err = call("build", float_file, "-o", target)
-    assert (code, err) == (2, f"error: {target} would overwrite the model: choose another --output\n")
-    assert float_file.read_bytes() == before
-
-
 def test_a_failed_build_leaves_what_was_there(call, float_file, tmp_path, workers):
     target = tmp_path / "m.plan"
     target.write_text("ftrt good")
@@ -136,16 +114,6 @@ def test_a_failed_build_leaves_what_was_there(call, float_file, tmp_path, worker
     assert sorted(p.name for p in tmp_path.iterdir()) == [LIST, "float.onnx", "m.plan"]
 
 
-@pytest.mark.parametrize(("target", "code", "words"), [
-    ("no/such/folder/m.plan", 2, "cannot write no/such/folder/m.plan: there is no folder no/such/folder"),
-    (".", 2, "cannot write .: it is a folder"),
-    ("float.onnx/m.plan", 2, "cannot write float.onnx/m.plan: there is no folder float.onnx"),
-])  # fmt: skip
-def test_an_output_that_cannot_be_written(target, code, words, call, float_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert call("build", float_file, "-o", target) == (code, "", f"error: {words}\n")
-
-
 def test_an_engine_without_a_format_names_those_that_have_one(call, float_file, tmp_path):
     code, _, err = call("build", float_file, "-o", tmp_path / "m", "--engine", "fake")
     able = "onnxruntime, openvino, tensorrt, tensorrt-rtx, trtexec, cuda"
@@ -155,10 +123,3 @@ def test_an_engine_without_a_format_names_those_that_have_one(call, float_file, 
 def test_every_engine_but_the_fake_and_providers_that_compile_has_a_format():
     compiling = {name for name, table in PROVIDERS.items() if table.compiles}
     assert building.FORMATS.keys() == MODULES.keys() - {"fake"} - compiling
-
-
-@pytest.mark.skipif(shutil.which("trtexec") is not None, reason="trtexec is installed")
-def test_an_engine_that_is_not_there(call, float_file, tmp_path):
-    code, _, err = call("build", float_file, "-o", tmp_path / "m.plan", "--engine", "trtexec")
-    assert code == 5
-    assert len(err.splitlines()) == 1

@@ -9,12 +9,11 @@ from typing import Any
 import onnx
 import pytest
 
-from engine_contract import conv_model, quantized_conv_model, static
+from engine_contract import conv_model
 from qdqtune.cli import main
 from qdqtune.commands.check import Layers
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.types import Layer, NumericFormat, QType
-from trtexec_stand_in import stand_in
+from qdqtune.types import Layer
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
 
@@ -73,35 +72,6 @@ def test_an_engine_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "fake"
     assert [(x["nodes"], x["kind"]) for x in found["layers"]] == [(["conv", "relu"], "compute")]
-
-
-def test_trtexec_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = static(quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True)))
-    onnx.save(model, tmp_path / "m.onnx")
-    program = stand_in(tmp_path, "11.1")
-    assert run(tmp_path / "m.onnx", "--engine", "trtexec", "--engine-option", f"trtexec={program}", "--json") == 0
-    layers = json.loads(capsys.readouterr().out)["layers"]
-    assert sum(len(x["nodes"]) for x in layers) == len(model.graph.node)
-    assert [x["precision"] for x in layers if x["kind"] == "compute"] == ["INT8"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words", "code"),
-    [
-        (("m.onnx", "--profile-json", "p.json"), "--profile-json goes with --graph-json", 2),
-        (("m.onnx", "--graph-json", "none.json"), "cannot read the layer information", 2),
-        (("none.onnx", "--engine", "fake"), "none.onnx", 2),
-        (("m.onnx", "--engine", "trtexec", "--engine-option", "trtexec=no-such-program"), "no-such-program", 5),
-    ],
-)
-def test_what_cannot_be_shown_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, words, code):
-    monkeypatch.chdir(tmp_path)
-    onnx.save(conv_model(), "m.onnx")
-    assert run(*arguments) == code
-    printed = capsys.readouterr()
-    assert words in printed.err
-    assert len(printed.err.strip().splitlines()) == 1
-    assert not printed.out
 
 
 def test_the_model_names_the_nodes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import onnx
 import pytest
 
-import qdqtune
 from models import attention, build, conv_net, embedding, feeds, joined, normal, run
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.apply import ApplyOptions, apply
@@ -221,16 +220,6 @@ def test_a_state_is_an_input_like_others_and_a_fixed_input_decides_an_if(tmp_pat
     assert done.sqnr_db > 20
 
 
-def test_where_nothing_is_lost_the_sqnr_is_none(tmp_path: Path) -> None:
-    text = "net (float[4,32] x) => (float[4,32] y) {\n [a] p = MatMul(x, w)\n [b] q = Abs(p)\n [end] y = Floor(q) }"
-    path = tmp_path / "model.onnx"
-    save(build(text, {"w": np.eye(32, dtype=np.float32)}), path)
-    np.savez(path.with_suffix(".npz"), x=np.float32(np.random.default_rng(0).integers(-1, 2, (6, 4, 32)) * 127))
-    done = quantize(request(path))
-    assert done.placed.placement.edges
-    assert done.sqnr_db is None
-
-
 def test_what_a_softmax_makes_has_the_range_from_0_to_1_in_uint8_if_it_comes_half_way() -> None:
     model = attention()
     for high, expected in ((0.6, Range(0, 1)), (0.4, Range(0.1, 0.4))):
@@ -321,14 +310,6 @@ def test_the_metric_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert before != after
 
 
-def test_from_python(tmp_path: Path) -> None:
-    path = written(conv_net(), tmp_path)
-    done = qdqtune.quantize(str(path), output=tmp_path / "q.onnx", calibration_data=str(path.with_suffix(".npz")))
-    assert done.output.is_file()
-    with pytest.raises(BadOption, match="did you mean 'calibration_data'"):
-        qdqtune.quantize(path, output=tmp_path / "q.onnx", calibration_dta="x")
-
-
 def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path) -> None:
     """The tensor with the longest tail loses most by itself, and hardly reaches the output."""
     text = """net (float[N,32] x) => (float[N,32] y) {
@@ -367,13 +348,6 @@ def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(e
         only = Placement.of(e for e in done.placed.placement if e.tensor == damage.tensor)
         found = sqnr_db(exact, run(insert(model, only, known, numbers), judges))
         assert damage.output_db == pytest.approx(found, abs=0.2)
-
-
-def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: Path) -> None:
-    asked = request(written(conv_net(), tmp_path), engine="onnxruntime", **MINMAX)
-    for damage in quantize(replace(asked, report=True)).damages:
-        less = quantize(replace(asked, nodes_to_exclude=damage.nodes))
-        assert damage.tensor not in {e.tensor for e in less.placed.placement}
 
 
 def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

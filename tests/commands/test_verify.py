@@ -14,7 +14,6 @@ import qdqtune
 from command_lines import QUICK, errors
 from conftest import Call
 from models import build, normal
-from qdqtune.placement.files import read_placement_file
 from runs import hopeless, mixed, write
 from workers import Build, Workers
 
@@ -191,18 +190,6 @@ def test_onnx_runtime_is_verified(call: Call, tmp_path: Path) -> None:
     found = json.loads(told)
     assert (code == 0) is (found["finding"] == "holds")
     assert found["differences"] == {}
-
-
-def test_a_portable_run_is_told_apart(call: Call, tmp_path: Path) -> None:
-    model, out = write(mixed(), tmp_path), tmp_path / "out"
-    data = ("--calibration-data", model.with_suffix(".npz"), "--threads", 1)
-    given = ("tune", model, *data, "-o", out, "--builds", 2, "--no-report", "--min-sqnr", "none")
-    call(*given, "--portable")
-    assert read_placement_file(out / "placement.yaml").portable
-    assert "with portable True, now it is unset" in errors(call(*given))[1]
-    refused = errors(call(*given, "--engine", "fake", "--portable", "--restart"))
-    assert refused == (2, "fake takes the same numbers with every processor: leave --portable out")
-    assert errors(call(*given, "--from-qdq", "--portable"))[0] == 2
 
 
 @pytest.mark.usefixtures("workers")
