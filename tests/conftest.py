@@ -17,10 +17,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import onnx
 import pytest
 from hypothesis import HealthCheck, settings
 
 from command_lines import QUICK
+from engine_contract import conv_model
 from models import build
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
@@ -132,3 +134,10 @@ def call(capfd: pytest.CaptureFixture[str], workers: Workers) -> Call:
         return end.value.code, *capfd.readouterr()
 
     return run
+
+
+@pytest.fixture
+def float_file(tmp_path: Path) -> Path:
+    """A convolution and a Relu in float."""
+    onnx.save(conv_model(), tmp_path / "float.onnx")
+    return tmp_path / "float.onnx"

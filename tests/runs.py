@@ -57,11 +57,11 @@ def hopeless() -> Model:
     return build(HOPELESS, {"w0": normal(8, 8), "w1": normal(8, 8, seed=1)})
 
 
-def write(model: Model, folder: Path, name: str = "model") -> Path:
-    """The model as a file, with three samples beside it."""
+def write(model: Model, folder: Path, name: str = "model", count: int = 3) -> Path:
+    """The model as a file, with samples beside it."""
     path = folder / f"{name}.onnx"
     save(model, path)
-    samples = feeds(model, 3)
+    samples = feeds(model, count)
     np.savez(path.with_suffix(".npz"), **{k: np.stack([s[k] for s in samples]) for k in model.inputs})
     return path
 

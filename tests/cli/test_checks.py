@@ -8,14 +8,8 @@ from typing import Any
 import onnx
 import pytest
 
-from engine_contract import conv_model, quantized_conv_model
+from engine_contract import quantized_conv_model
 from models import INT8
-
-
-@pytest.fixture
-def float_file(tmp_path: Path) -> Path:
-    onnx.save(conv_model(), tmp_path / "float.onnx")
-    return tmp_path / "float.onnx"
 
 
 @pytest.fixture

@@ -18,12 +18,6 @@ from qdqtune.errors import EngineFailure
 from qdqtune.system.checks import HEAD, LIST
 
 
-@pytest.fixture
-def float_file(tmp_path: Path) -> Path:
-    onnx.save(conv_model(), tmp_path / "float.onnx")
-    return tmp_path / "float.onnx"
-
-
 def test_build_writes_what_the_engine_saves(call, float_file, tmp_path):
     target = tmp_path / "built.onnx"
     code, out, err = call("build", float_file, "-o", target)

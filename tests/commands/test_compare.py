@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ import pytest
 from conftest import Call
 from models import INT8, build, joined, normal, ranges
 from qdqtune import compare
-from qdqtune.engines import EngineSpec, runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
@@ -24,37 +22,17 @@ from qdqtune.types import Placement
 from runs import mixed, write
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Engines and time limits of the runners that a command opens."""
-    found = list[tuple[EngineSpec, float]]()
-
-    @contextmanager
-    def recorder(spec, *, execution, log_dir, start=None):
-        found.append((spec, execution.seconds))
-        yield SimpleNamespace(numeric_format=lambda quant_type: quant_type)
-
-    monkeypatch.setattr(runner, "Runner", recorder)
-    return found
-
-
-def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_path):
+@pytest.mark.usefixtures("workers")
+def test_options_of_compare_reach_the_measurement(monkeypatch, call, tmp_path):
     path = write(mixed(batch=None), tmp_path)
     given = SimpleNamespace()
     monkeypatch.setattr("qdqtune.commands.compare.compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
-    code, _, _ = call("compare", path, path, "--engine", "fake", "--engine_option", "noise=0.1", "--time-limit", "3m",
-                      "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
-                      "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2,
-                      "--engine-option", "provider=P")  # fmt: skip
+    code, _, _ = call("compare", path, path, "--engine", "fake", "--input-shape", "x:5x64x64",
+                      "--calibration_samples", 2, "--seed", 4, "--timing_runs", 30, "--warmup-runs", 1)  # fmt: skip
     assert code == 0
     compared, _, samples, plan = given.a
     assert (compared, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)
     assert [s["x"].shape for s in samples] == [(5, 64, 64)] * 2
-    assert made == [(EngineSpec("fake", {"noise": 0.1, "provider": "P"}), 180)]
-    code, _, _ = call("compare", path, path, "--calibration-data", path.with_suffix(".npz"), "--threads", 2, "--json")
-    assert code == 0
-    assert len(given.a[2]) == 3
-    assert made[1] == (EngineSpec("onnxruntime", {"threads": 2}), 600)
 
 
 def test_compare_prints_a_table(call, tuned):

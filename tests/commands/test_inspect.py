@@ -150,3 +150,10 @@ def test_the_summary_fits_on_a_screen(blocks, method, size):
     assert summary[:5] == tree[:5]
     assert not any("├─" in line for line in summary)
     assert any("├─" in line for line in tree)
+
+
+def test_inspect_prints_the_regions(call, tuned):
+    code, out, err = call("inspect", tuned, "--include-all-regions", "--verbose")
+    assert (code, err) == (0, "")
+    assert "8/8 nodes (100.0%)" in out
+    assert "  - third" in out
