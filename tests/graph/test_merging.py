@@ -1,6 +1,5 @@
 """Operators of several nodes become one: the same outputs, and only where no other node reads the inner tensors."""
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -83,32 +82,3 @@ def test_other_types_and_unknown_shapes_are_not_merged() -> None:
     del proto.graph.value_info[:]
     blind = replace(unknown, proto=proto)
     assert REWRITES["layernorm"].apply(blind) is blind
-
-
-@pytest.mark.parametrize(
-    ("shape", "count"), [("float[4,8]", 1), ("float[2,5,8]", 3), ("float[N,5,8]", 3), ("float[N,8]", 1)]
-)
-def test_a_product_with_a_bias_becomes_a_gemm(shape: str, count: int) -> None:
-    model = net("[product] p = MatMul(x, w) [sum] n = Add(b, p)", {"w": normal(8, 6), "b": normal(6)}, shape)
-    rewritten = REWRITES["gemm"].apply(model)
-    assert Counter(n.op for n in rewritten.nodes)["Gemm"] == 1
-    assert len(rewritten.nodes) == count + 1
-    assert rewritten.nodes[rewritten.index_of["product"]].op == "Gemm"
-    assert rewritten.tensors["n"] == model.tensors["n"]
-    same(model, rewritten)
-
-
-@pytest.mark.parametrize(
-    ("body", "shape", "more"),
-    [
-        ("p = MatMul(x, w) n = Add(p, wide)", "float[4,8]", ""),
-        ("p = MatMul(x, w) n = Add(p, b)", "float[4,8]", ", float[] p"),
-        ("p = MatMul(x, w) n = Sub(p, b)", "float[4,8]", ""),
-        ("p = MatMul(w2, x) n = Add(p, one)", "float[8,8]", ""),
-        ("p = MatMul(x, w) n = Add(p, b)", "float[N,M,8]", ""),
-    ],
-)
-def test_other_products_do_not_become_a_gemm(body: str, shape: str, more: str) -> None:
-    constants = {"w": normal(8, 6), "b": normal(6), "wide": normal(4, 6), "w2": normal(6, 8)}
-    model = net(body, constants, shape, more)
-    assert REWRITES["gemm"].apply(model) is model

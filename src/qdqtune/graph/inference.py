@@ -1,8 +1,7 @@
 """Infers types and shapes of tensors, and computes nodes whose results are determined by constants and shapes.
 
 onnx infers whole graphs. It stops where a node would have to be computed (the pads of a Pad, the sizes of a Reshape):
-`decided` computes such nodes and goes on node by node. Transposed and reshaped large constants are computed when they
-are read, so that no large weight is copied.
+`decided` computes such nodes and goes on node by node.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from onnx import ModelProto, numpy_helper
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
 from qdqtune.graph.model import Constant, Model, Node, TensorInfo, graphs, rebuild
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, REARRANGES
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES
 from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.graph.simplifying import FAILURES, computed, drop_unused
 from qdqtune.types import Array
@@ -46,54 +45,39 @@ def weights_computed(model: Model) -> Model:
     find the weights behind them; the same object if there are none. No large result is computed before it is read."""
     known = dict(model.constants)
     source_bytes = {t: c.nbytes for t, c in known.items()}
-    for node in model.nodes:
-        result = _when_read(model, node, known, model.tensors)
-        if result is None:
-            continue
-        source = sum(source_bytes[t] for t in set(node.inputs) if t)
-        if result.nbytes < LARGE_BYTES or result.nbytes <= MOST_GROWTH * source:
-            known[node.outputs[0]] = result
-            source_bytes[node.outputs[0]] = source
-    return _with_constants(model, {t: c for t, c in known.items() if t not in model.constants})
-
-
-def constants_computed(model: Model) -> Model:
-    """`model` with constants in place of the nodes whose results follow from constants and shapes; the same object if
-    there are none."""
-    return _with_constants(model, decided(model)[0])
-
-
-def _with_constants(model: Model, made: Mapping[str, Constant]) -> Model:
-    """`model` with constants in place of the nodes that make them, except those that make graph outputs."""
     kept, added = [], dict[str, Constant]()
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        outputs = [t for t in node.outputs if t]
-        if made.keys() >= set(outputs) and not set(outputs) & set(model.outputs):
-            added |= {t: made[t] for t in outputs}
-        else:
+        result = _when_read(model, node, known, model.tensors)
+        source = 0 if result is None else sum(source_bytes[t] for t in set(node.inputs) if t)
+        if result is None or LARGE_BYTES <= result.nbytes > MOST_GROWTH * source:
             kept.append(proto)
+            continue
+        name = node.outputs[0]
+        known[name], source_bytes[name] = result, source
+        if name in model.outputs:
+            kept.append(proto)
+        else:
+            added[name] = result
     if not added:
         return model
-    result = rebuild(model, kept, added)
-    large = dict(result.large)
-    drop_unused(result.proto.graph, large)
-    return Model(infer(result.proto, large), large)
+    rebuilt = rebuild(model, kept, added)
+    large = dict(rebuilt.large)
+    drop_unused(rebuilt.proto.graph, large)
+    return Model(infer(rebuilt.proto, large), large)
 
 
-def decided(model: Model) -> tuple[dict[str, Constant], dict[str, TensorInfo]]:
-    """The results of nodes that constants and shapes determine, by tensor; and the type and shape of every tensor."""
+def decided(model: Model) -> dict[str, TensorInfo]:
+    """The type and shape of every tensor, with those that follow from values that constants and shapes determine."""
     known, infos = dict(model.constants), dict(model.tensors)
-    made: dict[str, Constant] = {}
     for node in model.nodes:
         if node.domain or node.captures:
             continue
         if (results := _results(model, node, known, infos)) is not None:
             known |= results
-            made |= results
             infos |= {t: TensorInfo(c.dtype, c.shape) for t, c in results.items()}
         elif not all(is_sized(infos.get(t)) for t in node.outputs if t):
             infos |= _inferred(model, node, known, infos)
-    return made, infos
+    return infos
 
 
 def is_sized(info: TensorInfo | None) -> bool:
@@ -112,12 +96,6 @@ def _results(
         return {node.outputs[0]: Constant.of(np.array(sizes[start:end], np.int64))}
     if not all(t in known for t in node.inputs if t):
         return None
-    if node.op in REARRANGES and known[node.inputs[0]].nbytes >= LARGE_BYTES:
-        moved = _when_read(model, node, known, infos) or _when_read(
-            model, node, known, _inferred(model, node, known, infos)
-        )
-        if moved is not None:
-            return {node.outputs[0]: moved}
     if sum(known[t].nbytes for t in node.inputs if t) > MOST_COMPUTED_BYTES:
         return None
     inputs = [known[t].to_proto(t) for t in dict.fromkeys(node.inputs) if t]
@@ -192,10 +170,16 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]
     if shapes:
         model = _with_sizes(model, shapes)
     inputs = (info for name, info in model.tensors.items() if name in model.inputs)
-    made = (t for node in model.nodes for t in node.outputs if t)
+    made = [t for node in model.nodes for t in node.outputs if t]
     if not all(map(is_sized, inputs)) or all(is_sized(model.tensors.get(t)) for t in made):
         return model
-    return _with_infos(model, decided(model)[1])
+    infos, proto = decided(model), deepcopy(model.proto)
+    listed = {v.name: v for v in (*proto.graph.value_info, *proto.graph.output)}
+    for name in made:
+        if name in infos and infos[name] != model.tensors.get(name):
+            info = listed.get(name) or proto.graph.value_info.add(name=name)
+            info.CopyFrom(onnx.helper.make_tensor_value_info(name, infos[name].dtype, infos[name].shape))
+    return Model(proto, model.large)
 
 
 def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
@@ -228,16 +212,6 @@ def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> M
     return Model(infer(proto, model.large), model.large)
 
 
-def _with_infos(model: Model, infos: Mapping[str, TensorInfo]) -> Model:
-    proto = deepcopy(model.proto)
-    listed = {v.name: v for v in (*proto.graph.value_info, *proto.graph.output)}
-    for name in (t for node in model.nodes for t in node.outputs if t):
-        if name in infos and infos[name] != model.tensors.get(name):
-            info = listed.get(name) or proto.graph.value_info.add(name=name)
-            info.CopyFrom(onnx.helper.make_tensor_value_info(name, infos[name].dtype, infos[name].shape))
-    return Model(proto, model.large)
-
-
 def with_float_type(model: Model, dtype: int) -> Model:
     """`model` with element type `dtype` for inputs of compute operators whose type is unknown.
 
@@ -258,18 +232,13 @@ def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
     whole = with_large_inputs(proto, large)
     try:
         inferred = onnx.shape_inference.infer_shapes(whole)
-        values = chain.from_iterable((g.input, g.value_info, g.output) for g in graphs(inferred.graph))
-        if all(_length(v) <= LONGEST_FOLLOWED for v in chain.from_iterable(values) if v.name not in large):
+        parts = chain.from_iterable((g.input, g.value_info, g.output) for g in graphs(inferred.graph))
+        shapes = (v.type.tensor_type.shape.dim for v in chain.from_iterable(parts) if v.name not in large)
+        if all(len(sizes) != 1 or sizes[0].dim_value <= LONGEST_FOLLOWED for sizes in shapes):
             inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
     except INFERENCE_ERRORS:
         return proto
     return without_large_inputs(inferred, large)
-
-
-def _length(value: onnx.ValueInfoProto) -> int:
-    """The size of a tensor of one dimension; 0 for others."""
-    sizes = value.type.tensor_type.shape.dim
-    return sizes[0].dim_value if len(sizes) == 1 else 0
 
 
 def copied(proto: ModelProto) -> ModelProto:

@@ -24,7 +24,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.inference import constants_computed, infer, weights_computed
+from qdqtune.graph.inference import weights_computed
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_dilated, reduced_axes
@@ -70,21 +70,18 @@ def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
     names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
     nodes = []
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        if (found := matches.get(node.index)) is not None:
-            nodes.append(_merged_node(found, names, added))
+        found = matches.get(node.index)
+        if found is not None:
+            inputs = [found.source]
+            for operand in found.operands:
+                if not isinstance(operand, str):
+                    name = names.fresh(f"{node.name}.{len(inputs)}")
+                    added[name], operand = Constant.of(operand), name
+                inputs.append(operand)
+            nodes.append(helper.make_node(found.op, inputs, [node.outputs[0]], node.name, **found.attributes))
         elif node.index not in taken:
             nodes.append(proto)
     return rebuild(model, nodes, added)
-
-
-def _merged_node(match: Match, names: UniqueNames, added: dict[str, Constant]) -> onnx.NodeProto:
-    inputs = [match.source]
-    for operand in match.operands:
-        if not isinstance(operand, str):
-            name = names.fresh(f"{match.last.name}.{len(inputs)}")
-            added[name], operand = Constant.of(operand), name
-        inputs.append(operand)
-    return helper.make_node(match.op, inputs, [match.last.outputs[0]], match.last.name, **match.attributes)
 
 
 def _closed(model: Model, matcher: Matcher) -> Iterator[Match]:
@@ -117,25 +114,21 @@ def gelu(model: Model, node: Node) -> Match | None:
 
 def hard_swish(model: Model, node: Node) -> Match | None:
     """Matches x HardSigmoid(x) of slope 1/6 or x clip(x + 3, 0, 6) / 6, at the HardSigmoid or Clip."""
+    source, nodes, factor = node.inputs[0] if node.inputs else "", (node,), 1.0
     if node.op == "HardSigmoid":
         slope, shift = node.attributes.get("alpha", 0.2), node.attributes.get("beta", 0.5)
-        product = _product(model, node, node.inputs[0], 1.0)
-        if product is None or not _is_close(slope, 1 / 6) or not _is_close(shift, 0.5):
+        if not _is_close(slope, 1 / 6) or not _is_close(shift, 0.5):
             return None
-        return Match("HardSwish", (node, *product), node.inputs[0])
-    found = _hard_step(model, node)
-    product = None if found is None else _product(model, node, found.source, 1 / 6)
-    return None if found is None or product is None else Match("HardSwish", (*found.nodes, *product), found.source)
-
-
-def _hard_step(model: Model, node: Node) -> Match | None:
-    """Matches clip(x + 3, 0, 6) at its Clip; the match names no operator."""
-    if node.op != "Clip" or len(node.inputs) < 3 or (inner := maker(model, node.inputs[0])) is None:
+    elif node.op == "Clip" and [number(model, bound) for bound in node.inputs[1:]] == [0.0, 6.0]:
+        inner = maker(model, source)
+        inside = None if inner is None else _with_number(model, inner)
+        if inner is None or inside is None or not _is_plus(inner, inside, 3.0):
+            return None
+        source, nodes, factor = inside[0], (inner, node), 1 / 6
+    else:
         return None
-    low, high, inside = number(model, node.inputs[1]), number(model, node.inputs[2]), _with_number(model, inner)
-    if low != 0.0 or high != 6.0 or inside is None or not _is_plus(inner, inside, 3.0):
-        return None
-    return Match("", (inner, node), inside[0])
+    product = _product(model, node, source, factor)
+    return None if product is None else Match("HardSwish", (*nodes, *product), source)
 
 
 def layer_norm(model: Model, node: Node) -> Match | None:
@@ -146,7 +139,7 @@ def layer_norm(model: Model, node: Node) -> Match | None:
     root = _root_of_squares(model, node.outputs[0])
     if root is None or not _is_mean(model, mean):
         return None
-    return _divided("LayerNormalization", model, source, (mean, node), node.outputs[0], root)
+    return _divided("LayerNormalization", model, source, (mean, node), node.outputs[0], *root)
 
 
 def rms_norm(model: Model, node: Node) -> Match | None:
@@ -156,24 +149,18 @@ def rms_norm(model: Model, node: Node) -> Match | None:
     centred = maker(model, node.inputs[0])
     if centred is not None and centred.op == "Sub":
         return None  # the variance of a LayerNormalization
-    return _divided("RMSNormalization", model, node.inputs[0], (), node.inputs[0], root)
+    return _divided("RMSNormalization", model, node.inputs[0], (), node.inputs[0], *root)
 
 
-@dataclass(frozen=True)
-class _Root:
-    """Nodes that compute sqrt(mean t^2 + epsilon)."""
-
-    nodes: tuple[Node, ...]
-    epsilon: float
-
-
-def _divided(op: str, model: Model, source: str, before: tuple[Node, ...], numerator: str, root: _Root) -> Match | None:
+def _divided(
+    op: str, model: Model, source: str, before: tuple[Node, ...], numerator: str, root: tuple[Node, ...], epsilon: float
+) -> Match | None:
     """Matches numerator / root, and the scale and bias that may follow, as a normalization `op`."""
-    last = root.nodes[-1]
+    last = root[-1]
     quotient = reader(model, last)
     if quotient is None or source not in model.tensors:
         return None
-    nodes = (*before, *root.nodes, quotient)
+    nodes = (*before, *root, quotient)
     is_quotient = quotient.op == "Div" and quotient.inputs[1] == last.outputs[0]
     # PyTorch's exporters write torch.rsqrt in both ways, and multiply with it.
     if quotient.op == "Reciprocal" or (is_quotient and number(model, quotient.inputs[0]) == 1.0):
@@ -193,10 +180,11 @@ def _divided(op: str, model: Model, source: str, before: tuple[Node, ...], numer
     if op == "LayerNormalization" and (shift := _vector_behind(model, quotient, "Add", width)) is not None:
         operands.append(shift[1])
         nodes = (*nodes, shift[0])
-    return Match(op, nodes, source, {"axis": -1, "epsilon": root.epsilon}, tuple(operands))
+    return Match(op, nodes, source, {"axis": -1, "epsilon": epsilon}, tuple(operands))
 
 
-def _root_of_squares(model: Model, tensor: str) -> _Root | None:
+def _root_of_squares(model: Model, tensor: str) -> tuple[tuple[Node, ...], float] | None:
+    """The nodes that compute sqrt(mean t^2 + epsilon) of a tensor t, and epsilon."""
     squares = [model.nodes[u.node] for u in model.uses(tensor) if u.node != GRAPH and u.slot >= 0]
     square = next((n for n in squares if _is_square(model, n)), None)
     mean = None if square is None else reader(model, square)
@@ -207,7 +195,7 @@ def _root_of_squares(model: Model, tensor: str) -> _Root | None:
     epsilon = _with_number(model, plus)
     if epsilon is None or not 0 < epsilon[1] < 1 or not _is_mean(model, mean):
         return None
-    return _Root((square, mean, plus, root), epsilon[1])
+    return (square, mean, plus, root), epsilon[1]
 
 
 def _is_square(model: Model, node: Node) -> bool:
@@ -321,67 +309,6 @@ def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node
     return tuple(nodes)
 
 
-def as_gemm(model: Model) -> Model:
-    """`model` with a Gemm for each MatMul with constant weights whose only reader adds a constant bias.
-
-    Inputs of more than two dimensions are reshaped around it, if at most one leading dimension is unknown.
-    """
-    names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
-    sums: dict[int, list[onnx.NodeProto]] = {}
-    gone: set[int] = set()
-    for node in model.nodes:
-        if (total := _bias_add(model, node)) is not None:
-            sums[total.index] = _gemm(model, node, total, names, added)
-            gone.add(node.index)
-    if not sums:
-        return model
-    nodes: list[onnx.NodeProto] = []
-    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        if node.index not in gone:
-            nodes += sums.get(node.index, [proto])
-    result = rebuild(model, nodes, added)
-    return Model(infer(result.proto, result.large), result.large)
-
-
-def _bias_add(model: Model, node: Node) -> Node | None:
-    """The Add behind a MatMul, if both can become a Gemm."""
-    if node.op != "MatMul" or node.domain or (weight := model.constants.get(node.inputs[1])) is None:
-        return None
-    info, total = model.tensors.get(node.inputs[0]), reader(model, node)
-    if len(weight.shape) != 2 or weight.dtype != TensorProto.FLOAT or info is None or info.shape is None:
-        return None
-    if total is None or total.op != "Add" or node.inputs[0] in model.constants:
-        return None
-    bias = model.constants.get(other_operand(total, node.outputs[0]))
-    if bias is None or bias.shape != (weight.shape[1],):
-        return None
-    is_known = len(info.shape) >= 2 and info.shape[:-1].count(None) <= (1 if len(info.shape) > 2 else 2)
-    return total if is_known else None
-
-
-def _gemm(
-    model: Model, node: Node, total: Node, names: UniqueNames, added: dict[str, Constant]
-) -> list[onnx.NodeProto]:
-    shape = model.tensors[node.inputs[0]].shape or ()
-    width, out = model.constants[node.inputs[1]].shape
-    bias = other_operand(total, node.outputs[0])
-    if len(shape) == 2:
-        return [helper.make_node("Gemm", [*node.inputs, bias], [total.outputs[0]], node.name)]
-
-    def reshape(source: str, target: str, sizes: list[int], what: str) -> onnx.NodeProto:
-        constant = names.fresh(f"{node.name}.{what}")
-        added[constant] = Constant.of(np.array(sizes, np.int64))
-        return helper.make_node("Reshape", [source, constant], [target], f"{node.name}.reshape_{what}")
-
-    rows, product = names.fresh(f"{node.name}.rows"), names.fresh(f"{node.name}.product")
-    sizes = [-1 if d is None else d for d in shape[:-1]]
-    return [
-        reshape(node.inputs[0], rows, [-1, width], "in"),
-        helper.make_node("Gemm", [rows, node.inputs[1], bias], [product], node.name),
-        reshape(product, total.outputs[0], [*sizes, out], "out"),
-    ]
-
-
 FOLD = "fold"
 """The rewrite that runs make by default: the nodes that it removes would need pairs of their own."""
 
@@ -434,22 +361,16 @@ def without_needless_dilations(model: Model) -> Model:
     return rebuild(model, nodes, {}) if needless else model
 
 
-REWRITES: Mapping[str, Rewrite] = MappingProxyType({
-    "constants": Rewrite(constants_computed),
-    "hardswish": Rewrite(partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"
-    ),
-    "gelu": Rewrite(partial(with_merged, matcher=gelu, opset=20), "Gelu"),
-    "layernorm": Rewrite(partial(with_merged, matcher=layer_norm, opset=17),
-        "LayerNormalization",
-    ),
-    "rmsnorm": Rewrite(partial(with_merged, matcher=rms_norm, opset=23),
-        "RMSNormalization",
-    ),
-    "gemm": Rewrite(as_gemm, "Gemm"),
-    "dilations": Rewrite(without_needless_dilations),
-    "division": Rewrite(without_reciprocals),
-    "opset21": Rewrite(partial(with_opset, opset=21)),
-})  # fmt: skip
+REWRITES: Mapping[str, Rewrite] = MappingProxyType(
+    {
+        "hardswish": Rewrite(partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"),
+        "gelu": Rewrite(partial(with_merged, matcher=gelu, opset=20), "Gelu"),
+        "layernorm": Rewrite(partial(with_merged, matcher=layer_norm, opset=17), "LayerNormalization"),
+        "rmsnorm": Rewrite(partial(with_merged, matcher=rms_norm, opset=23), "RMSNormalization"),
+        "dilations": Rewrite(without_needless_dilations),
+        "division": Rewrite(without_reciprocals),
+    }
+)
 """The rewrites by name, in the order in which they are applied, except `fold`."""
 
 REWRITE_NAMES = (FOLD, *REWRITES)
