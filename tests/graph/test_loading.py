@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import AttributeProto, TensorProto, helper, numpy_helper, parser
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from conftest import Call
 from loaded_models import Arrays, model, normal, run, same
@@ -233,45 +233,6 @@ def test_an_input_without_an_element_type_is_refused(call: Call, tmp_path: Path)
     onnx.save(proto, tmp_path / "m.onnx")
     code, _, err = call("quantize", tmp_path / "m.onnx")
     assert (code, "input 'x' has no element type" in err) == (2, True)
-
-
-def function(name: str, nodes: list[onnx.NodeProto]) -> onnx.FunctionProto:
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
-    made: onnx.FunctionProto = helper.make_function("own", name, ["X"], ["Y"], nodes, opsets, ["alpha"])
-    return made
-
-
-def referring() -> onnx.NodeProto:
-    """A node with an attribute that is one of the function that it stands in."""
-    node = helper.make_node("LeakyRelu", ["X"], ["Y"], "leaky")
-    node.attribute.append(AttributeProto(name="alpha", ref_attr_name="alpha", type=AttributeProto.FLOAT))
-    return node
-
-
-def test_an_attribute_refers_to_one_of_a_function_only_inside_of_one() -> None:
-    proto = small()
-    proto.functions.append(function("F", [referring()]))
-    proto.graph.node.append(helper.make_node("F", ["y"], ["z"], domain="own", alpha=0.5))
-    proto.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
-    leaky = next(node for node in load_proto(proto).nodes if node.op == "LeakyRelu")
-    assert leaky.attributes["alpha"] == 0.5
-    outside = small()
-    outside.graph.node.append(referring())
-    outside.graph.node[-1].input[0] = "y"
-    with pytest.raises(BadModel, match="attribute 'alpha' of node 'leaky' refers to one of a function"):
-        load_proto(outside)
-
-
-def test_functions_that_stand_for_endless_nodes_are_refused() -> None:
-    """Each calls the one before twice: thirty of them are a thousand million nodes."""
-    proto = small()
-    proto.functions.append(function("F0", [helper.make_node("Relu", ["X"], ["Y"])]))
-    for i in range(1, 31):
-        twice = [helper.make_node(f"F{i - 1}", [a], [b], domain="own") for a, b in (("X", "m"), ("m", "Y"))]
-        proto.functions.append(function(f"F{i}", twice))
-    proto.graph.node.append(helper.make_node("F30", ["y"], ["z"], domain="own"))
-    with pytest.raises(BadModel, match=r"inlining its functions gives 3,221,225,47\d nodes"):
-        load_proto(proto)
 
 
 @pytest.mark.parametrize("place", ["initializer", "Constant"])

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
-from qdqtune.graph.model import Constant, bodies, content_key
+from qdqtune.graph.model import PACKED, Constant, bodies, content_key, size_of
 from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.system.checks import Stamps
 from qdqtune.types import Array
@@ -29,11 +28,8 @@ SIZED = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED, Tenso
 DENSE = "write sparse constants out (export the model again without them)"
 """What users can do about sparse constants, which are not read."""
 
-READ_BYTES = 2**20
-"""Bytes of external data that are read at a time."""
 
-
-def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[str, Constant]:
+def take_external(proto: onnx.ModelProto, folder: Path, own: str) -> dict[str, Constant]:
     """Take the large initializers with external data out of `proto`, and embed the small ones. The files lie in
     `folder`; `own` is the name of the model's own file, which may be a link."""
     large: dict[str, Constant] = {}
@@ -44,7 +40,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[s
         if _is_large(tensor) and tensor.name not in overridable:
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
             seen = Stamps.of([located.file])
-            key = content_key(dtype, shape, _chunks(located))
+            key = content_key(dtype, shape, [_bytes(located)])
             read = partial(_values, located, seen, dtype, shape)
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
@@ -89,25 +85,11 @@ def _array(tensor: TensorProto) -> Array:
     return array
 
 
-def _bits(tensor: TensorProto) -> int:
-    """Bits of an element in a file. In memory, elements of 2, 4 and 6 bits take a byte each."""
-    if tensor.data_type not in SIZED:
-        raise BadModel(f"constant {tensor.name!r} has an unknown element type ({tensor.data_type})")
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    if dtype.kind != "V" or dtype.itemsize > 1:
-        return 8 * dtype.itemsize
-    return int((ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype).bits)
-
-
 def _is_large(tensor: TensorProto) -> bool:
     # Strings have no bytes of a fixed size; several numbers of less than 8 bits share one.
-    if tensor.data_type == TensorProto.STRING or _bits(tensor) < 8:
+    if tensor.data_type == TensorProto.STRING or tensor.data_type in PACKED:
         return False
-    return _nbytes(tensor) >= LARGE_BYTES
-
-
-def _nbytes(tensor: TensorProto) -> int:
-    return -(-int(np.prod(tensor.dims, dtype=np.int64)) * _bits(tensor) // 8)
+    return size_of(tensor.data_type, tensor.dims) >= LARGE_BYTES
 
 
 def _lifted(node: onnx.NodeProto) -> TensorProto | None:
@@ -124,12 +106,12 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
         return tensor
     if attribute.name == "sparse_value":
         raise BadModel(f"constant {name!r} is sparse: {DENSE}")
-    types = {"int": np.int64, "float": np.float32, "string": np.object_}
-    kinds = {f"value_{name}{plural}": dtype for name, dtype in types.items() for plural in ("", "s")}
-    if attribute.name not in kinds:
+    types: dict[str, Any] = {"int": np.int64, "float": np.float32, "string": np.object_}
+    dtype = types.get(attribute.name.removeprefix("value_").removesuffix("s"))
+    if dtype is None:
         return None
     try:
-        value: Array = np.array(onnx.helper.get_attribute_value(attribute), kinds[attribute.name])
+        value: Array = np.array(onnx.helper.get_attribute_value(attribute), dtype)
     except (TypeError, ValueError) as error:
         raise BadModel(f"Constant node {node.name!r}: {attribute.name} has a value of another type") from error
     lifted: TensorProto = numpy_helper.from_array(value, name)
@@ -149,7 +131,7 @@ def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def _embed(tensor: TensorProto, folder: Path, own: str) -> None:
-    tensor.raw_data = b"".join(_chunks(_located(tensor, folder, own)))
+    tensor.raw_data = _bytes(_located(tensor, folder, own))
     tensor.ClearField("data_location")
     del tensor.external_data[:]
 
@@ -165,17 +147,20 @@ class _Located(NamedTuple):
 def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
     """Where a tensor's external data are."""
     what = f"external data of constant {tensor.name!r}"
+    if tensor.data_type not in SIZED:
+        raise BadModel(f"{what}: unknown element type ({tensor.data_type})")
+    size = size_of(tensor.data_type, tensor.dims)
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
     if not location.parts or location.is_absolute() or ".." in location.parts:
         again = "save the model again with its weights beside it (onnx.save, save_as_external_data=True)"
         raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder; {again}")
     try:
-        offset, length = int(info.get("offset", 0)), int(info.get("length", _nbytes(tensor)))
+        offset, length = int(info.get("offset", 0)), int(info.get("length", size))
     except ValueError as error:
         raise BadModel(f"{what}: offset and length must be numbers") from error
-    if length != _nbytes(tensor) or offset < 0:
-        raise BadModel(f"{what}: {length} bytes at {offset} do not fit its type and shape ({_nbytes(tensor)} bytes)")
+    if length != size or offset < 0:
+        raise BadModel(f"{what}: {length} bytes at {offset} do not fit its type and shape ({size} bytes)")
     file = folder / location
     if not file.is_file():
         raise BadModel(f"{what}: {location} is missing beside the model; copy it there")
@@ -189,15 +174,12 @@ def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
 
 def _values(located: _Located, seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Read a constant. Its file is not memory-mapped, since the process would crash if the file became shorter."""
-    values = b"".join(_chunks(located))
+    values = _bytes(located)
     seen.check()
     return np.frombuffer(values, dtype).reshape(shape)
 
 
-def _chunks(located: _Located) -> Iterator[bytes]:
+def _bytes(located: _Located) -> bytes:
     with reading(located.file, BadModel), located.file.open("rb") as source:
         source.seek(located.offset)
-        length = located.length
-        while length > 0 and (chunk := source.read(min(READ_BYTES, length))):
-            yield chunk
-            length -= len(chunk)
+        return source.read(located.length)

@@ -7,7 +7,7 @@ with graph inputs in place of the large constants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -291,14 +291,9 @@ def _merged(original: ModelProto, converted: ModelProto, target: int) -> ModelPr
 
 TYPES = frozenset(TensorProto.DataType.values())
 
-MOST_NODES = 10**6
-"""Nodes that inlining the functions of a model may give: each level of calls can double their number. Chosen, not
-measured."""
-
 
 def check_sound(proto: onnx.ModelProto) -> None:
-    """Refuse sparse constants, unknown element types, references to attributes of a function outside of one, and
-    functions that inlining would turn into too many nodes."""
+    """Refuse sparse constants and unknown element types."""
     for graph in graphs(proto.graph):
         if graph.sparse_initializer:
             raise BadModel(f"constant {graph.sparse_initializer[0].values.name!r} is sparse: {DENSE}")
@@ -306,13 +301,6 @@ def check_sound(proto: onnx.ModelProto) -> None:
             element = value.type.tensor_type.elem_type  # 0 for what is no tensor
             if element not in TYPES:
                 raise BadModel(f"tensor {value.name!r} has an unknown element type ({element})")
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.ref_attr_name:
-                    what = f"attribute {attribute.name!r} of node {node.name or node.op_type!r}"
-                    raise BadModel(f"{what} refers to one of a function, {attribute.ref_attr_name!r}, but is in none")
-    if proto.functions:
-        _check_functions(proto)
 
 
 def check_outputs(proto: onnx.ModelProto) -> None:
@@ -348,23 +336,3 @@ def differs(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> Literal["
     ]
     is_other = len(one.shape.dim) != len(other.shape.dim) or any(a != b for a, b in known)
     return "shape" if is_other else None
-
-
-def _check_functions(proto: onnx.ModelProto) -> None:
-    """Count the nodes after inlining, function by function. Recursion is refused by the checker."""
-    functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
-    sizes: dict[tuple[str, str, str], int] = {}
-
-    def size(nodes: Iterable[onnx.NodeProto], open_calls: frozenset[tuple[str, str, str]]) -> int:
-        total = 0
-        for node in nodes:
-            key = node.domain, node.op_type, node.overload
-            if key in functions and key not in open_calls:
-                if key not in sizes:
-                    sizes[key] = size(functions[key].node, open_calls | {key})
-                total += sizes[key]
-            total += 1 + sum(size(body.node, open_calls) for body in bodies(node))
-        return total
-
-    if (total := size(proto.graph.node, frozenset())) > MOST_NODES:
-        raise BadModel(f"inlining its functions gives {total:,} nodes, more than can be handled ({MOST_NODES:,})")

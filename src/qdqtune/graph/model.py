@@ -24,8 +24,9 @@ from qdqtune.types import Array, Edge
 GRAPH = -1
 """The node index in the `Use` of a tensor as a graph output."""
 
-HALF_BYTES = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4})
-"""Types that store two values in a byte."""
+BITS = {"INT2": 2, "UINT2": 2, "INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4}
+PACKED = {code: BITS[name] for name, code in onnx.TensorProto.DataType.items() if name in BITS}
+"""Bits of the types that store several values in a byte. In memory each value takes a byte."""
 
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 
@@ -96,10 +97,8 @@ def content_key(dtype: np.dtype[Any], shape: tuple[int, ...], chunks: Iterable[b
 
 def size_of(dtype: int, shape: Iterable[int]) -> int:
     """Bytes of a tensor's values as files hold them."""
-    count = math.prod(shape)
-    if dtype in HALF_BYTES:
-        return (count + 1) // 2
-    return count * onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize
+    bits = PACKED.get(dtype) or 8 * onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize
+    return -(-math.prod(shape) * bits // 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +125,7 @@ class Constant:
     def data(self) -> memoryview:
         """The bytes of the values as files hold them: two values of 4 bits in a byte, the first in its lower half."""
         values = _bytes(self.array())
-        if self.dtype not in HALF_BYTES:
+        if self.dtype not in PACKED:
             return values
         halves = np.frombuffer(values, np.uint8) & 0x0F
         halves = np.append(halves, np.zeros(len(halves) % 2, np.uint8))

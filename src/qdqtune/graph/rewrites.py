@@ -114,7 +114,8 @@ def gelu(model: Model, node: Node) -> Match | None:
 
 def hard_swish(model: Model, node: Node) -> Match | None:
     """Matches x HardSigmoid(x) of slope 1/6 or x clip(x + 3, 0, 6) / 6, at the HardSigmoid or Clip."""
-    source, nodes, factor = node.inputs[0] if node.inputs else "", (node,), 1.0
+    source, factor = node.inputs[0] if node.inputs else "", 1.0
+    nodes: tuple[Node, ...] = (node,)
     if node.op == "HardSigmoid":
         slope, shift = node.attributes.get("alpha", 0.2), node.attributes.get("beta", 0.5)
         if not _is_close(slope, 1 / 6) or not _is_close(shift, 0.5):
