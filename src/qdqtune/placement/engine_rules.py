@@ -17,7 +17,7 @@ from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import ARITHMETIC, AVERAGE_POOLS, CLAMPS, COMPUTE, CONVOLUTIONS, NORMALIZATIONS
 from qdqtune.placement import start_placements
-from qdqtune.placement.graph_queries import Attention, GraphQueries, nodes_into
+from qdqtune.placement.graph_queries import GraphQueries
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.types import Edge, Placement, QuantType
 
@@ -133,7 +133,7 @@ def constant_operands(queries: GraphQueries) -> Iterator[Edge]:
     """Edges into Add, Sub, Mul and Div nodes with a constant operand."""
     for node in queries.model.nodes:
         if node.op in ARITHMETIC and any(t in queries.model.constants for t in node.inputs):
-            yield from queries.into(node)
+            yield from node.into
 
 
 def inside_fusions(queries: GraphQueries) -> Iterator[Edge]:
@@ -144,8 +144,8 @@ def inside_fusions(queries: GraphQueries) -> Iterator[Edge]:
 def swish(queries: GraphQueries) -> Iterator[Edge]:
     """Edges inside SiLU and HardSwish, x * gate(x): x into the gate, x and the gate into the Mul."""
     for node, x, _, first in _gated(queries):
-        yield from queries.into(node)
-        yield from (e for e in queries.into(first) if e.tensor == x)
+        yield from node.into
+        yield from (e for e in first.into if e.tensor == x)
 
 
 def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
@@ -160,7 +160,7 @@ def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
             continue
         channels = (queries.sizes(layer.inputs[0]) or (None, None))[1]
         if layer.attributes.get("group", 1) == 1 and (channels or TILE) < TILE:
-            yield from queries.into(layer)
+            yield from layer.into
             tensors = {x, gate, node.outputs[0], *first.outputs}
             yield from (e for e in queries.possible if e.tensor in tensors)
 
@@ -196,9 +196,9 @@ def float_functions(queries: GraphQueries) -> Iterator[Edge]:
     for node in queries.model.nodes:
         if node.op in NORMALIZATIONS and queries.fusions.get(node.index) is None:
             kept = 0 if follows_convolution(queries, node) is not None else None
-            yield from (e for e in queries.into(node) if e.index != kept)
+            yield from (e for e in node.into if e.index != kept)
         elif node.op in FLOAT_FUNCTIONS:
-            yield from queries.into(node)
+            yield from node.into
 
 
 def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
@@ -230,7 +230,7 @@ def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
         if node.op in CONVOLUTIONS or not shape or (is_weighted and len(shape) > 2):
             continue
         if len(shape) == 1 or 1 in shape[-2:]:
-            yield from queries.into(node)
+            yield from node.into
 
 
 def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
@@ -241,7 +241,7 @@ def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
             continue
         inner = second[-1] if node.op == "Gemm" and node.attributes.get("transB", 0) else second[-2]
         if any(0 < (size or 0) < TILE for size in (inner, shape[-1])):
-            yield from queries.into(node)
+            yield from node.into
 
 
 def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
@@ -266,7 +266,7 @@ def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
             is_first = node.inputs[0] in queries.model.inputs
             is_tiny = bool(outputs % 8 and inputs % 8) or not (is_first or max(outputs, inputs) >= TILE)
         if is_tiny:
-            yield from queries.into(node)
+            yield from node.into
 
 
 def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
@@ -277,14 +277,9 @@ def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
     """
     for attention in queries.attentions:
         fits = attention.head_size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
-        behind = behind_attention(queries, attention)
-        if not fits or not _can_carry_pairs(queries, attention.products) or not queries.possible.issuperset(behind):
-            yield from nodes_into(queries, attention.products)
-
-
-def behind_attention(queries: GraphQueries, attention: Attention) -> list[Edge]:
-    """The edges that read an attention's second product, directly or through copies."""
-    return list(queries.readers(queries.model.nodes[attention.context].outputs[0]))
+        paired = {*attention.into_products, *queries.readers(attention.context.outputs[0])}
+        if not fits or not paired <= queries.possible:
+            yield from attention.into_products
 
 
 def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
@@ -293,8 +288,8 @@ def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
     for attention in queries.attentions:
         size = attention.head_size or 0
         fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
-        if not fits or not _can_carry_pairs(queries, attention.products):
-            yield from nodes_into(queries, attention.products)
+        if not fits or not queries.possible.issuperset(attention.into_products):
+            yield from attention.into_products
 
 
 def parts_of_float_attention(queries: GraphQueries) -> Iterator[Edge]:
@@ -302,19 +297,19 @@ def parts_of_float_attention(queries: GraphQueries) -> Iterator[Edge]:
     for attention in queries.attentions:
         parts = queries.parts(attention)
         if parts is not None and queries.is_fused_as_float(attention, queries.possible):
-            yield from queries.into(parts[0])
+            yield from parts[0].into
 
 
 def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     for node in queries.computes():
         if node.op == "ConvTranspose":
-            yield from queries.into(node)
+            yield from node.into
 
 
 def grouped_transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     for node in queries.computes():
         if node.op == "ConvTranspose" and node.attributes.get("group", 1) > 1:
-            yield from queries.into(node)
+            yield from node.into
 
 
 def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
@@ -322,11 +317,7 @@ def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     for node in queries.computes():
         image = queries.sizes(node.inputs[0])[2:]
         if node.op == "Conv" and image and all(size == 1 for size in image):
-            yield from queries.into(node)
-
-
-def _can_carry_pairs(queries: GraphQueries, products: tuple[int, int]) -> bool:
-    return all(e in queries.possible for e in nodes_into(queries, products))
+            yield from node.into
 
 
 # ---- rules that place pairs: further edges, given those that have pairs already (`placed`)
@@ -343,8 +334,8 @@ def compute_inputs(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[E
 def attention_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
     """The edges that read an attention's second product, also through copies, if both products have pairs."""
     for attention in queries.attentions:
-        if all(e in placed for e in nodes_into(queries, attention.products)):
-            yield from behind_attention(queries, attention)
+        if placed.issuperset(attention.into_products):
+            yield from queries.readers(attention.context.outputs[0])
 
 
 def attention_parts(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
@@ -352,8 +343,8 @@ def attention_parts(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[
     unless the attention is fused in float16."""
     for attention in queries.attentions:
         parts = queries.parts(attention)
-        if parts is not None and queries.runs_in_8_bits(parts[0], placed):
-            yield from () if queries.is_fused_as_float(attention, placed) else parts[1]
+        if parts is not None and compute_edges(parts[0], placed) and not queries.is_fused_as_float(attention, placed):
+            yield from parts[1]
 
 
 def residual_skip(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
@@ -362,7 +353,11 @@ def residual_skip(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Ed
         if node.op != "Add" or node.domain or (skip := queries.skip(node)) is None:
             continue
         root = queries.fusions.get(node.index)
-        if root is not None and skip.tensor in queries.model.producers and _runs_in_8_bits(queries, root, placed):
+        if (
+            root is not None
+            and skip.tensor in queries.model.producers
+            and compute_edges(queries.model.nodes[root], placed)
+        ):
             yield skip
 
 
@@ -370,7 +365,7 @@ def convolution_to_layernorm(queries: GraphQueries, placed: frozenset[Edge]) -> 
     """The data input of a LayerNormalization that follows a quantized convolution: see `follows_convolution`."""
     for node in queries.model.nodes:
         source = follows_convolution(queries, node)
-        if source is not None and queries.runs_in_8_bits(source, placed):
+        if source is not None and compute_edges(source, placed):
             yield node.into[0]
 
 
@@ -394,10 +389,7 @@ def max_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
 def resize(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
     """The input of a Resize that only quantized operators read; not if cubic, as results then exceed its range."""
     for node in queries.model.nodes:
-        is_resize = node.op in ("Resize", "Upsample") and node.attributes.get("mode", "nearest") not in (
-            "cubic",
-            b"cubic",
-        )
+        is_resize = node.op in ("Resize", "Upsample") and node.attributes.get("mode") not in ("cubic", b"cubic")
         if is_resize and _all_read_in_8_bits(queries, node, placed):
             yield from queries.data(node)
 
@@ -416,7 +408,7 @@ def average_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edg
 def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
     """All uses of the result of a quantized convolution, or of a quantized MatMul with a bias behind it."""
     for node in queries.computes():
-        if node.op == "Gemm" or not queries.runs_in_8_bits(node, placed):
+        if node.op == "Gemm" or not compute_edges(node, placed):
             continue
         uses = queries.model.edges(result(queries, node))
         if node.op != "MatMul" or any(_adds_bias(queries, e) for e in uses):
@@ -441,10 +433,6 @@ def _adds_bias(queries: GraphQueries, edge: Edge) -> bool:
     return user is not None and user.op == "Add" and any(t in queries.model.constants for t in user.inputs)
 
 
-def _runs_in_8_bits(queries: GraphQueries, node: int, placed: frozenset[Edge]) -> bool:
-    return queries.runs_in_8_bits(queries.model.nodes[node], placed)
-
-
 def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge]) -> bool:
     """Whether a tensor comes, through copies, from the fusion of a quantized operator, or from a Concat, MaxPool or
     Resize of quantized inputs."""
@@ -453,7 +441,7 @@ def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge])
         return False
     root = queries.fusions.get(source.index)
     if root is not None:
-        return _runs_in_8_bits(queries, root, placed)
+        return bool(compute_edges(queries.model.nodes[root], placed))
     data = queries.data(source)
     return source.op in ("Concat", "MaxPool", "Resize") and bool(data) and all(e in placed for e in data)
 

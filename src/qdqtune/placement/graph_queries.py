@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import ARITHMETIC, ASKS_SHAPE, COMPUTE, COPIES, FUSED_POINTWISE, is_float, takes_data
-from qdqtune.placement.possible import compute_edges
 from qdqtune.types import Edge, QuantType
 
 SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
@@ -22,20 +21,20 @@ MOST_COPIES = 10
 """Most COPIES between two operators that still count as neighbours. Chosen, not measured."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
-    """Node indices of two matrix products, `scores` and `context`, and the Softmax between. A dynamic size is None."""
+    """Two matrix products, Q times K transposed (`scores`) and the probabilities times V (`context`), and the Softmax
+    between. A dynamic size is None."""
 
-    scores: int
-    softmax: int
-    context: int
+    scores: Node
+    softmax: Node
+    context: Node
     sequence: int | None
     head_size: int | None
 
     @property
-    def products(self) -> tuple[int, int]:
-        """Q times K transposed, and the probabilities times V."""
-        return self.scores, self.context
+    def into_products(self) -> tuple[Edge, ...]:
+        return (*self.scores.into, *self.context.into)
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,11 @@ class GraphQueries:
         """The operators whose arithmetic runs in 8 bits, in graph order."""
         return (n for n in self.model.nodes if n.op in COMPUTE and not n.domain)
 
-    def into(self, node: Node) -> Iterator[Edge]:
-        return (e for e in node.into if e.tensor)
-
     def data(self, node: Node) -> list[Edge]:
         """Edges to the float inputs of a node that are neither settings nor constants."""
         return [
             e
-            for e in self.into(node)
+            for e in node.into
             if takes_data(node, e.index) and e.tensor not in self.model.constants and is_float(self.model, e.tensor)
         ]
 
@@ -113,11 +109,8 @@ class GraphQueries:
         origins = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
         if data and None not in origins and len(set(origins)) == 1:
             return origins[0]
-        return (
-            origins[branch]
-            if node.op == "Add" and (branch := _joined_branch(self, data, origins)) is not None
-            else None
-        )
+        branch = _joined_branch(self, data, origins) if node.op == "Add" else None
+        return None if branch is None else origins[branch]
 
     def skip(self, add: Node) -> Edge | None:
         """The skip input of a residual Add: the data input outside its fusion (`fusions`); None if not residual."""
@@ -134,10 +127,6 @@ class GraphQueries:
         users = (self.model.user(e) for e in self.readers(edge.tensor, copies=frozenset()))
         return all(u is not None and self.fusions.get(u.index) == root for u in users)
 
-    def runs_in_8_bits(self, node: Node, placed: frozenset[Edge]) -> bool:
-        """Whether a compute operator has pairs on activation and weight."""
-        return bool(compute_edges(node, placed))
-
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """Every Softmax between two products of activations: MatMul, scale and mask, Softmax, MatMul."""
@@ -151,15 +140,14 @@ class GraphQueries:
             if scores is not None and context is not None:
                 sequence = next(iter(self.sizes(scores.inputs[1])[-1:]), None)
                 head = self._head_size(scores, context)
-                blocks.append(Attention(scores.index, node.index, context.index, sequence, head))
+                blocks.append(Attention(scores, node, context, sequence, head))
         return tuple(blocks)
 
     def parts(self, attention: Attention) -> tuple[Node, tuple[Edge, ...]] | None:
         """The product with a weight that makes queries and keys at once, often values as well, and the edges into the
         operators that divide its result, behind bias and copies; None where queries and keys have products of their
         own."""
-        scores, context = (self.model.nodes[i] for i in attention.products)
-        queries, *others = (self._part_of(t) for t in (*scores.inputs[:2], *context.inputs[:2]))
+        queries, *others = (self._part_of(e.tensor) for e in attention.into_products)
         if queries is None or others[0] is None or queries[0] is not others[0][0]:
             return None
         edges = (edge for product, edge in (queries, *filter(None, others)) if product is queries[0])
@@ -185,9 +173,9 @@ class GraphQueries:
 
     def is_fused_as_float(self, attention: Attention, paired: Collection[Edge]) -> bool:
         """Whether TensorRT fuses an attention in float: one in half precision whose products are not all `paired`."""
-        info = self.model.tensors.get(self.model.nodes[attention.softmax].inputs[0])
+        info = self.model.tensors.get(attention.softmax.inputs[0])
         is_half = info is not None and info.dtype in HALF
-        return is_half and not all(e in paired for e in nodes_into(self, attention.products))
+        return is_half and not all(e in paired for e in attention.into_products)
 
     def _head_size(self, scores: Node, context: Node) -> int | None:
         """The last dimension of queries and values. If the model leaves it open: the rows of the weight that reads all
@@ -229,7 +217,3 @@ def _joined_branch(queries: GraphQueries, data: list[Edge], roots: list[int | No
         if root is not None and len(queries.model.edges(edge.tensor)) == 1
     ]
     return max(fresh)[1] if fresh else None
-
-
-def nodes_into(queries: GraphQueries, indices: Iterable[int]) -> Iterator[Edge]:
-    return (e for i in indices for e in queries.into(queries.model.nodes[i]))
