@@ -107,7 +107,6 @@ def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_pa
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"target_dla": True}, "no target_dla here: placement_like='implicit'"),
         ({"op_types_to_exclude_fp16": ["Add"]}, "high_precision_dtype='fp32'"),
         ({"quantize_mode": "int4"}, "quantize_mode is int8 or fp8, not 'int4'"),
         ({"dq_only": True, "block_size": None}, "quantize has no dq_only here"),

@@ -39,17 +39,16 @@ def scales_of(path: Path) -> dict[str, npt.NDArray[np.generic]]:
     return {n.inputs[0]: model.constants[n.inputs[1]].array() for n in model.nodes if n.op == "QuantizeLinear"}
 
 
-@pytest.mark.parametrize("like", ["rules", "implicit"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_each_pair_has_the_scale_of_the_file(call: Call, net: Path, precision: str, like: str) -> None:
+def test_each_pair_has_the_scale_of_the_file(call: Call, net: Path, precision: str) -> None:
     cache, output = written(net.parent, SCALES), net.with_name("q.onnx")
-    options = ["--engine", "tensorrt", "--precision", precision, "--placement-like", like, "-o", output]
+    options = ["--engine", "tensorrt", "--precision", precision, "-o", output]
     code, out, err = call("quantize", net, "--calibration-cache", cache, *options)
     assert code == 0, err
     assert "not compared with the float model" in out
     assert "TRT-8510-EntropyCalibration2: 10 tensors have an entry" in err
     found = scales_of(output)
-    assert len(found) >= (7 if like == "implicit" else 5)
+    assert len(found) >= 5
     for tensor, scale in found.items():
         wanted = np.float32(SCALES[tensor.replace("graph_input_cast_0", "image")])
         assert scale.dtype == (np.float16 if precision == "fp16" else np.float32)

@@ -122,15 +122,14 @@ def test_the_product_of_queries_keys_and_values_runs_in_8_bits(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("like", ["rules", "implicit"])
-def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(like, tmp_path, monkeypatch):
+def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(tmp_path, monkeypatch):
     absent(monkeypatch, *CUDA)
     model = passing()
     save(model, tmp_path / "model.onnx")
     lines = [f"{tensor}: 3c60dd{number:02x}" for number, tensor in enumerate(candidate_tensors(model))]
     (tmp_path / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines]))
     made = QuantizeOptions(tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision="fp16",
-                   calibration_cache=tmp_path / "calib.cache", placement_like=like)  # fmt: skip
+                   calibration_cache=tmp_path / "calib.cache")  # fmt: skip
     quantize(made)
     engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
     layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)

@@ -33,7 +33,6 @@ USUAL = {"mha_accumulation_dtype": ["fp16"], "passes": ["concat_elimination"]}
 INSTEAD = {
     "output": "with a mode behind the model it is output_path",
     "op_types_to_exclude_fp16": "high_precision_dtype='fp32' keeps all operators in float32",
-    "target_dla": "placement_like='implicit' of qdqtune.quantize puts pairs on all that a quantizable layer reads",
     "autotune": "python -m qdqtune.autotune and qdqtune.tune search on an engine",
 }
 """What to do without a keyword."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qdqtune.calibration.caches import Matched
 from qdqtune.calibration.observe import MOST_OPTIMIZED
@@ -77,8 +77,6 @@ from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import portable_option, quant_type_option
 from qdqtune.types import Edge, NumericFormat, QuantType
 
-Likeness = Literal["rules", "implicit"]
-
 
 def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
     return option(WORDS, (), help, "Model", metavar=metavar, is_repeated=True, **how)
@@ -89,13 +87,6 @@ class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
     """The options of `quantize`."""
 
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
-    placement_like: Option[Likeness, Likeness] = option(
-        choice("rules", "implicit"),
-        "rules",
-        "rules: pairs where `engine` gains from them as a rule; implicit: on all that a quantizable layer reads, as "
-        "TensorRT's implicit quantization had its scales.",
-        "Model",
-    )
     per_channel: Option[bool | None, bool | None] = option(
         SWITCH,
         None,
@@ -313,8 +304,6 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             return _weight_only(options, shaped, options.weight_only)
         possible = options.allowed(shaped, possible_edges(shaped, ranges))
         possible = frozenset(e for e in possible if e.node not in without)
-        if options.placement_like == "implicit":
-            return engine_rules.place_implicit(shaped, possible, options.quant_type)
         return engine_rules.place(shaped, possible, options.engine, options.quant_type)
 
     ranges = Ranges({})
@@ -359,7 +348,7 @@ def _check_options(options: QuantizeOptions) -> None:
         raise BadOption("`portable` is about the numbers of pairs, of which `weight_only` places none")
     if options.report:
         raise BadOption("`report` is about pairs, of which `weight_only` places none")
-    if options.calibration_cache is not None or options.placement_like == "implicit":
+    if options.calibration_cache is not None:
         raise BadOption("`weight_only` takes no scales of activations, and places no pairs: leave the other option out")
 
 

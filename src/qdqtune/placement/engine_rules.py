@@ -46,14 +46,6 @@ LAYERNORM = "https://github.com/NVIDIA/Model-Optimizer/pull/1117"
 LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
 
 
-ELEMENTWISE = frozenset({"Add", "Mul", "Sub"})
-
-
-OTHERS_IN_8_BITS = AVERAGE_POOLS | ELEMENTWISE | {"Concat", "MaxPool", "Resize"}
-"""Operators with integer kernels beside COMPUTE. Layers that only move values need no pair of their own: TensorRT moves
-pairs across them."""
-
-
 @dataclass(frozen=True)
 class PlacementRule:
     """What rules of both kinds have: engines and types that they are for, a reason, and its source."""
@@ -570,26 +562,3 @@ def place_everywhere(model: Model, possible: frozenset[Edge], quant_type: QuantT
 
 def effect(rule: PlacementRule) -> str:
     return "keeps in float" if isinstance(rule, KeepFloat) else "places pairs"
-
-
-def place_implicit(model: Model, possible: frozenset[Edge], quant_type: QuantType) -> PlacedByRules:
-    """The tensors that TensorRT 8 to 10 ran in 8 bits with `--int8` and a calibration cache, where all had scales.
-
-    Pairs on all inputs of compute operators, and of other quantizable ones if inputs and outputs can carry one. Tensors
-    inside a fusion carry none. TensorRT also chose the faster precision for each layer; with pairs it has no choice.
-    """
-    queries = GraphQueries(model, possible, quant_type)
-    edges = frozenset(e for node in model.nodes if not node.domain for e in _into_quantizable(queries, node))
-    placement = consistent(model, Placement(frozenset(e for e in edges if not queries.is_inside(e))))
-    return PlacedByRules(placement, (("implicit", len(placement)),))
-
-
-def _into_quantizable(queries: GraphQueries, node: Node) -> Iterator[Edge]:
-    if node.op in COMPUTE:
-        yield from compute_edges(node, queries.possible)
-    elif node.op in OTHERS_IN_8_BITS:
-        data = queries.data(node)
-        outputs = [e for e in queries.model.edges(node.outputs[0]) if not e.is_graph_output]
-        is_whole = len(data) == 2 or node.op not in ELEMENTWISE  # with a constant it is fused into the kernel in front
-        if data and is_whole and all(e in queries.possible for e in (*data, *outputs)):
-            yield from data
