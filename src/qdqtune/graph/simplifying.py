@@ -100,7 +100,7 @@ def names_in(graph: onnx.GraphProto) -> set[str]:
 class UniqueNames:
     """Makes new names that differ from those in use."""
 
-    def __init__(self, taken: Iterable[str]) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
         self._suffixes: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(2))
 

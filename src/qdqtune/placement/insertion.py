@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Set
+from copy import deepcopy
 from functools import cached_property
 
 import numpy as np
@@ -19,10 +20,10 @@ from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
-from qdqtune.graph.simplifying import names_in
-from qdqtune.placement.graph_builder import GraphBuilder, Parameters, with_names
+from qdqtune.graph.simplifying import UniqueNames, names_in
+from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import refusal, unscaled
-from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, numpy_type
+from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, float_type
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
@@ -92,7 +93,7 @@ class Inserter:
         for edge, weight_format in placement.weight_only:
             if (problem := self._weight_writer.problem(edge, weight_format)) is not None:
                 raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}: {problem}")
-        is_half = any(self._dtype(t) != TensorProto.FLOAT for t in {e.tensor for e in placement.edges})
+        is_half = any(float_type(self._model, t) != np.float32 for t in {e.tensor for e in placement.edges})
         opset, needed = self._model.opset, max(self._format.opset, 19 if is_half else 13)
         if placement.edges and opset < needed:
             raise ValueError(f"the model has opset {opset}, its pairs need {needed}")
@@ -104,16 +105,13 @@ class Inserter:
             return "the model has no such edge"
         return refusal(model, edge.tensor, node, edge.index) or unscaled(model, edge.tensor, self._ranges)
 
-    def _dtype(self, tensor: str) -> int:
-        return self._model.tensors[tensor].dtype
-
     def _write(self, decision: Decision, placement: Placement) -> Model:
         model = self._model
-        builder = GraphBuilder(names=set(self._names))
+        builder = GraphBuilder(names=UniqueNames(self._names))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
         shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
         paired = {e.tensor: e for e in shown if e in placement}
-        raw = {tensor: builder.unique(tensor + RAW_OUTPUT) for tensor in paired}
+        raw = {tensor: builder.names.fresh(tensor + RAW_OUTPUT) for tensor in paired}
         weight_formats, superfluous = placement.weight_formats, self._weight_writer.superfluous(placement)
         changed = self._changed(placement, decision, raw.keys() | renamed.keys() | set(renamed.values()))
         for node in model.nodes:
@@ -124,7 +122,8 @@ class Inserter:
                 continue
             inputs = self._inputs(builder, decision, node, placement.edges, raw)
             outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
-            written = with_names(model.proto.graph.node[node.index], inputs, outputs)
+            written = deepcopy(model.proto.graph.node[node.index])
+            written.input[:], written.output[:] = inputs, outputs
             behind: list[onnx.NodeProto] = []
             for edge in self._into[node.index]:
                 if edge in weight_formats:
@@ -144,11 +143,8 @@ class Inserter:
         self, builder: GraphBuilder, decision: Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
         """The input names of a node in the new graph; writes the pairs and the bias that it reads."""
-        made = builder.made
         inputs = [
-            ("" if e in decision.conversions else made.get(e[0])) or self._dequantized(builder, decision, e, raw)
-            if e in paired
-            else raw.get(e[0], e[0])
+            self._dequantized(builder, decision, e, raw) if e in paired else raw.get(e.tensor, e.tensor)
             for e in self._into[node.index]
         ]
         if node.index in decision.biases or node.index in decision.shifted:
@@ -172,40 +168,34 @@ class Inserter:
 
         For a graph output, the DQ has the output's name, and the float tensor in front of the Q its name in `raw`.
         """
-        tensor = edge.tensor
+        tensor, made = edge.tensor, builder.made
         constant = self._model.constants.get(tensor)
         if constant is not None:
             return self._constant(builder, tensor, self._without_scalar(edge, constant), decision.constants[edge])
-        if tensor not in builder.made:
+        if tensor not in made:
             shared = self._shared(builder, decision, tensor, raw)
-            builder.made[tensor] = self._pair(builder, tensor, decision.activations[tensor], raw, shared)
+            source, output = raw.get(tensor, tensor), tensor if tensor in raw else ""
+            quantization = decision.activations[tensor]
+            made[tensor, "integers"], made[tensor] = self._pair(builder, tensor, quantization, source, output, shared)
         if edge not in decision.conversions:
-            return builder.made[tensor]
+            return made[tensor]
         key = (tensor, "converted")
-        if key not in builder.made:
-            builder.made[key] = self._converted(builder, tensor, decision.converted[tensor], builder.made[tensor])
-        return builder.made[key]
-
-    def _converted(self, builder: GraphBuilder, tensor: str, quantization: Quantization, source: str) -> str:
-        """Writes the pair of other bits behind that of a tensor, whose DQ gives `source`."""
-        parameters = self._parameters(builder, tensor, quantization)
-        integers = builder.unique(f"{tensor}_QuantizeLinear_Output")
-        output = builder.unique(f"{tensor}_DequantizeLinear_Output")
-        builder.add_converter("QuantizeLinear", tensor, source, parameters, integers)
-        builder.add_converter("DequantizeLinear", tensor, integers, parameters, output)
-        return output
+        if key not in made:
+            _, made[key] = self._pair(builder, tensor, decision.converted[tensor], made[tensor])
+        return made[key]
 
     def _pair(
-        self, builder: GraphBuilder, tensor: str, quantization: Quantization, raw: Mapping[str, str], shared: str | None
-    ) -> str:
+        self, builder: GraphBuilder, tensor: str, quantization: Quantization, source: str, output: str = "",
+        shared: str | None = None,
+    ) -> tuple[str, str]:  # fmt: skip
+        """Writes a DQ and, unless its integers are `shared`, a Q in front; returns what the two make."""
         parameters = self._parameters(builder, tensor, quantization)
-        quantized = shared or builder.unique(f"{tensor}_QuantizeLinear_Output")
-        output = tensor if tensor in raw else builder.unique(f"{tensor}_DequantizeLinear_Output")
-        builder.made[tensor, "integers"] = quantized
+        integers = shared or builder.names.fresh(f"{tensor}_QuantizeLinear_Output")
+        output = output or builder.names.fresh(f"{tensor}_DequantizeLinear_Output")
         if shared is None:
-            builder.add_converter("QuantizeLinear", tensor, raw.get(tensor, tensor), parameters, quantized)
-        builder.add_converter("DequantizeLinear", tensor, quantized, parameters, output)
-        return output
+            builder.add_converter("QuantizeLinear", tensor, source, parameters, integers)
+        builder.add_converter("DequantizeLinear", tensor, integers, parameters, output)
+        return integers, output
 
     def _shared(self, builder: GraphBuilder, decision: Decision, tensor: str, raw: Mapping[str, str]) -> str | None:
         """The quantized tensor of a pair in front of the Cast that makes `tensor`, if it has the same scale but for
@@ -233,31 +223,21 @@ class Inserter:
         return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))
 
     def _constant(self, builder: GraphBuilder, tensor: str, constant: Constant, quantization: Quantization) -> str:
+        """The name of the DQ output behind a quantized constant, or with `float_weights` behind a Q of a float one."""
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
-        if key not in builder.made:
-            builder.made[key] = self._constant_pair(builder, tensor, constant, quantization, key)
-        return builder.made[key]
-
-    def _constant_pair(
-        self,
-        builder: GraphBuilder,
-        tensor: str,
-        constant: Constant,
-        quantization: Quantization,
-        key: tuple[object, ...],
-    ) -> str:
-        """Writes a DQ behind a quantized constant, or with `float_weights` a Q and a DQ behind a float one."""
-        name = builder.unique(f"{tensor}_quantized")
+        if key in builder.made:
+            return builder.made[key]
+        name = builder.names.fresh(f"{tensor}_quantized")
         if not self._format.float_weights:
             if key not in self._forms:
                 self._forms[key] = quantized(constant, quantization)
             builder.constants[name] = self._forms[key]
         parameters = self._parameters(builder, tensor, quantization)
         if self._format.float_weights:
-            source = builder.unique(f"{tensor}_float")
+            source = builder.names.fresh(f"{tensor}_float")
             builder.constants[source] = constant
             builder.add_converter("QuantizeLinear", tensor, source, parameters, name, quantization.axis)
-        output = builder.unique(f"{tensor}_DequantizeLinear_Output")
+        output = builder.made[key] = builder.names.fresh(f"{tensor}_DequantizeLinear_Output")
         builder.add_converter("DequantizeLinear", tensor, name, parameters, output, quantization.axis)
         return output
 
@@ -268,18 +248,17 @@ class Inserter:
         if bias is None:
             return builder.constant(f"{tensor}_corrected", decision.shifted[node.index].values)
         name = builder.constant(f"{tensor}_quantized", bias.values)
-        dtype = numpy_type(self._dtype(node.inputs[1]))
-        parameters = Parameters(
-            builder.constant(f"{name}_scale", bias.scale.astype(dtype)),
+        parameters = (
+            builder.constant(f"{name}_scale", bias.scale.astype(float_type(self._model, node.inputs[1]))),
             builder.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
         )
-        output = builder.unique(f"{tensor}_DequantizeLinear_Output")
+        output = builder.names.fresh(f"{tensor}_DequantizeLinear_Output")
         builder.add_converter("DequantizeLinear", tensor, name, parameters, output, 0 if bias.scale.ndim else None)
         return output
 
-    def _parameters(self, builder: GraphBuilder, tensor: str, quantization: Quantization) -> Parameters:
+    def _parameters(self, builder: GraphBuilder, tensor: str, quantization: Quantization) -> tuple[str, str]:
         """Scale and zero point as initializers; the scale has the tensor's own float type."""
-        dtype = numpy_type(self._dtype(tensor))
+        dtype = float_type(self._model, tensor)
         if self._format.float_weights and dtype == np.float16:
             raise BadModel(
                 f"{tensor} is float16, and an engine that takes no integer weights reads float32 scales only: give the "
@@ -287,7 +266,7 @@ class Inserter:
             )
         values = quantization.scale.astype(dtype)
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
-        return Parameters(builder.constant(f"{tensor}_scale", values), builder.constant(f"{tensor}_zero_point", zeros))
+        return builder.constant(f"{tensor}_scale", values), builder.constant(f"{tensor}_zero_point", zeros)
 
 
 def quantized(constant: Constant, quantization: Quantization) -> Constant:

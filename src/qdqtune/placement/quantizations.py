@@ -68,7 +68,7 @@ class Quantizer:
         self._model, self._ranges, self._format = model, ranges, fmt
         self._constants: dict[str, Range] = {}
         self._weights: dict[tuple[str, int | None, bool], Quantization] = {}
-        self._activations: dict[tuple[Range, int, bool, bool], Quantization] = {}
+        self._activations: dict[tuple[Range, np.dtype[np.generic], bool, bool], Quantization] = {}
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
         self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
 
@@ -80,9 +80,16 @@ class Quantizer:
         read = dict.fromkeys(e.tensor for e in placement)
         members: dict[Member, Range] = {t: self._ranges.activations[t] for t in read if t not in constants}
         members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
-        scale_of = self._scales(members, placement)
-        weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
-        return {m: q for m, q in scale_of.items() if isinstance(m, str)}, weights
+        shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
+        joined = joined_for_convolutions(self._model, placement) if self._format.unsigned else frozenset[str]()
+        wide: Set[Member] = {*placement.wide, *wide_tensors(self._model, placement)}
+        activations: dict[str, Quantization] = {}
+        for member, values in common_ranges(self._model, members, placement, shared).items():
+            if isinstance(member, Edge):
+                weights[member] = self._own_scale(member.tensor, values, wide=member in wide)
+            else:
+                activations[member] = self._own_scale(member, values, member in joined, wide=member in wide)
+        return activations, weights
 
     def decide(self, placement: Placement) -> Decision:
         """The scales, biases and dropped clamps with which `insertion` writes a placement."""
@@ -110,17 +117,8 @@ class Quantizer:
                 own = node.inputs[layer.slot] if layer.slot < len(node.inputs) else ""
                 shift = np.asarray(self._ranges.shifts[node.name], np.float64)
                 values = (model.constants[own].array() if own else 0.0) + shift
-                found[node.index] = ShiftedBias(layer.slot, values.astype(numpy_type(self._dtype(node.outputs[0]))))
+                found[node.index] = ShiftedBias(layer.slot, values.astype(float_type(model, node.outputs[0])))
         return found
-
-    def _scales(self, members: Mapping[Member, Range], placement: Placement) -> dict[Member, Quantization]:
-        """The quantization of each member; members that share a scale have a common range."""
-        shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
-        common = common_ranges(self._model, members, placement, shared)
-        tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
-        joined = joined_for_convolutions(self._model, placement) if self._format.unsigned else frozenset[str]()
-        wide: Set[Member] = {*placement.wide, *wide_tensors(self._model, placement)}
-        return {m: self._own_scale(tensors[m], r, m in joined, wide=m in wide) for m, r in common.items()}
 
     def _own_scale(self, tensor: str, values: Range, is_joined: bool = False, *, wide: bool) -> Quantization:
         """The quantization of an activation, or of a constant that is quantized like one, with a range in 8 bits."""
@@ -132,12 +130,9 @@ class Quantizer:
             least = fixed.scale * (self._format.wide.high - self._format.wide.low)
         values = self._ranges.wide.get(tensor, values) if wide else values
         values = Range(values.low, max(values.high, min(values.low, 0.0) + least))
-        return self._activation_scale(values, self._dtype(tensor), is_joined, wide=wide)
-
-    def _activation_scale(self, values: Range, dtype: int, is_joined: bool, *, wide: bool = False) -> Quantization:
-        key = (values, dtype, is_joined, wide)
+        key = (values, float_type(self._model, tensor), is_joined, wide)
         if key not in self._activations:
-            found = scales.of_range(values, self._format, numpy_type(dtype), wide=wide)
+            found = scales.of_range(values, self._format, key[1], wide=wide)
             self._activations[key] = scales.without_sign(found) if is_joined else found
         return self._activations[key]
 
@@ -218,12 +213,9 @@ class Quantizer:
             if quantized is not None and scale.size in (1, values.size):
                 yield node.index, IntegerBias(quantized, scale)
 
-    def _dtype(self, tensor: str) -> int:
-        return self._model.tensors[tensor].dtype
 
-
-def numpy_type(dtype: int) -> np.dtype[np.generic]:
-    return helper.tensor_dtype_to_np_dtype(dtype)
+def float_type(model: Model, tensor: str) -> np.dtype[np.generic]:
+    return helper.tensor_dtype_to_np_dtype(model.tensors[tensor].dtype)
 
 
 def common_ranges(

@@ -91,8 +91,8 @@ class WeightOnlyWriter:
     ) -> str:
         key = ("dequantized", names)
         if key not in builder.made:
-            builder.made[key] = builder.unique(f"{tensor}_DequantizeLinear_Output")
-            name = builder.unique(f"{tensor}_DequantizeLinear")
+            builder.made[key] = builder.names.fresh(f"{tensor}_DequantizeLinear_Output")
+            name = builder.names.fresh(f"{tensor}_DequantizeLinear")
             axis = 1 if weight_format.block is None else 0
             back = helper.make_node("DequantizeLinear", list(names), [builder.made[key]], name, axis=axis)
             if weight_format.block is not None:
@@ -105,9 +105,9 @@ class WeightOnlyWriter:
     ) -> tuple[onnx.NodeProto, ...]:
         """The Gather of scales and the DequantizeLinear that follow a Gather of integers."""
         result = node.output[0]
-        rows, scales = builder.unique(f"{result}_quantized"), builder.unique(f"{result}_scale")
+        rows, scales = builder.names.fresh(f"{result}_quantized"), builder.names.fresh(f"{result}_scale")
         node.input[0], node.output[0] = names[0], rows
-        own = builder.unique(f"{node.name}_scale"), builder.unique(f"{result}_DequantizeLinear")
+        own = builder.names.fresh(f"{node.name}_scale"), builder.names.fresh(f"{result}_DequantizeLinear")
         return (
             helper.make_node("Gather", [names[1], node.input[1]], [scales], own[0], axis=0),
             helper.make_node("DequantizeLinear", [rows, scales], [result], own[1], axis=-1, block_size=block),
@@ -121,22 +121,22 @@ class WeightOnlyWriter:
         (source, _, *bias), result, name = node.input, node.output[0], node.name
         parts = [("dynamic", source, what) for what in ("quantized", "scale", "zero_point")]
         if parts[0] not in builder.made:
-            builder.made |= {part: builder.unique(f"{source}_dynamic_{part[-1]}") for part in parts}
-            made, own = [builder.made[part] for part in parts], builder.unique(f"{source}_DynamicQuantizeLinear")
+            builder.made |= {part: builder.names.fresh(f"{source}_dynamic_{part[-1]}") for part in parts}
+            made, own = [builder.made[part] for part in parts], builder.names.fresh(f"{source}_DynamicQuantizeLinear")
             builder.nodes.append(helper.make_node("DynamicQuantizeLinear", [source], made, own))
         quantized, scale, zero_point = (builder.made[part] for part in parts)
-        sums, floats, scales = (builder.unique(f"{result}_{what}") for what in ("sums", "floats", "scales"))
+        sums, floats, scales = (builder.names.fresh(f"{result}_{what}") for what in ("sums", "floats", "scales"))
         node.op_type = "MatMulInteger"
         node.input[:], node.output[:] = [quantized, names[0], zero_point], [sums]
         del node.attribute[:]
-        scaled = builder.unique(f"{result}_scaled") if any(bias) else result
+        scaled = builder.names.fresh(f"{result}_scaled") if any(bias) else result
         nodes = [
-            helper.make_node("Cast", [sums], [floats], builder.unique(f"{name}_Cast"), to=TensorProto.FLOAT),
-            helper.make_node("Mul", [scale, names[1]], [scales], builder.unique(f"{name}_scales")),
-            helper.make_node("Mul", [floats, scales], [scaled], builder.unique(f"{name}_Mul")),
+            helper.make_node("Cast", [sums], [floats], builder.names.fresh(f"{name}_Cast"), to=TensorProto.FLOAT),
+            helper.make_node("Mul", [scale, names[1]], [scales], builder.names.fresh(f"{name}_scales")),
+            helper.make_node("Mul", [floats, scales], [scaled], builder.names.fresh(f"{name}_Mul")),
         ]
         if any(bias):
-            nodes.append(helper.make_node("Add", [scaled, *bias], [result], builder.unique(f"{name}_Add")))
+            nodes.append(helper.make_node("Add", [scaled, *bias], [result], builder.names.fresh(f"{name}_Add")))
         return tuple(nodes)
 
     def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
@@ -162,7 +162,7 @@ class WeightOnlyWriter:
         parts = self.parts(weight, weight_format)
         made = ("constants", tensor, *(constant.key for constant in parts.values()))
         if made not in builder.made:
-            names = {builder.unique(f"{tensor}_{what}"): constant for what, constant in parts.items()}
+            names = {builder.names.fresh(f"{tensor}_{what}"): constant for what, constant in parts.items()}
             builder.constants.update(names)
             builder.made[made] = "\n".join(names)
         return tuple(builder.made[made].split("\n"))
