@@ -93,11 +93,11 @@ def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType =
 
     Scales of weights are kept if symmetric numbers of `quant_type` with these steps hold the same values; others follow
     from the weights."""
-    found, unmatched, formats = _matched(float_model, qdq_model)
+    placement, pairs, unmatched = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
     wide: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
-    for edge, pair in found.items():
+    for edge, pair in pairs.items():
         if not (np.isfinite(pair.scale) & (pair.scale >= 0)).all():
             raise BadModel(f"the pair on {edge.tensor} has a scale that no tensor has: see qdqtune debug")
         if not _gives_back(qdq_model, pair):
@@ -119,7 +119,7 @@ def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType =
         else:
             activations[edge.tensor] = pair.range
     ranges = Ranges({**wide, **activations}, weights, wide=wide)
-    return Reading(_placement(found, formats), ranges, tuple(unmatched))
+    return Reading(placement, ranges, tuple(unmatched))
 
 
 def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int, quant_type: QuantType) -> bool:
@@ -137,16 +137,11 @@ def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int, quant_type: Q
 
 def placement_in(float_model: Model, qdq_model: Model) -> Placement:
     """The placement that `read_placement` finds, without a check of the scales."""
-    found, _, formats = _matched(float_model, qdq_model)
-    return _placement(found, formats)
+    return _matched(float_model, qdq_model)[0]
 
 
-def _placement(found: Mapping[Edge, Pair], formats: Mapping[Edge, WeightFormat]) -> Placement:
-    return Placement.of(found, formats.items(), (edge for edge, pair in found.items() if pair.is_wide))
-
-
-def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
-    """Edges with their pairs, names of DQs that match no edge, and weights quantized without their activation."""
+def _matched(float_model: Model, qdq_model: Model) -> tuple[Placement, dict[Edge, Pair], list[str]]:
+    """The placement, the pairs on its edges, and names of DQs that match no edge."""
     twins = twins_of(float_model, qdq_model)
     edges: dict[Edge, Pair] = {}
     formats: dict[Edge, WeightFormat] = {}
@@ -158,25 +153,28 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], li
             if is_conversion(qdq_model, use):
                 continue
             edge = counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
+            weight_format = weight_format_in(pair.zero_point, pair.block)
             if edge is None:
                 unmatched.append(pair.dq.name)
-                continue
-            if _is_weight_only(qdq_model, pair, use.node) and weight_at(float_model, edge) is not None:
-                if (weight_format := weight_format_in(pair.zero_point, pair.block)) is not None:
-                    formats[edge] = weight_format
-                else:
-                    unmatched.append(pair.dq.name)
-                continue
-            edges[edge] = pair
-    formats |= {
-        edge: table.weight_format for table in tables_of(qdq_model) if (edge := _table_edge(float_model, table, twins))
-    }
+            elif not _is_weight_only(qdq_model, pair, use.node) or weight_at(float_model, edge) is None:
+                edges[edge] = pair
+            elif weight_format is None:
+                unmatched.append(pair.dq.name)
+            else:
+                formats[edge] = weight_format
+    for table in tables_of(qdq_model):
+        twin = twins.get(table.gather.index)
+        if twin is not None and weight_at(float_model, twin.into[0]) is not None:
+            formats[twin.into[0]] = table.weight_format
     for product in dynamic_products_of(qdq_model):
-        if (found := _product_edge(float_model, product)) is not None:
-            formats[found] = WeightFormat(product.bits, dynamic=True)
+        known = float_model.index_of.get(product.node.name)
+        twin = float_model.maker(product.result) if known is None else float_model.nodes[known]
+        if twin is not None and len(twin.inputs) > 1 and weight_at(float_model, twin.into[1]) is not None:
+            formats[twin.into[1]] = WeightFormat(product.bits, dynamic=True)
         else:
             unmatched.append(product.node.name)
-    return edges, unmatched, formats
+    wide = [edge for edge, pair in edges.items() if pair.is_wide]
+    return Placement.of(edges, formats.items(), wide), edges, unmatched
 
 
 def is_conversion(qdq_model: Model, use: Use) -> bool:
@@ -208,27 +206,12 @@ def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:
 
 def weight_only_formats(model: Model) -> dict[str, WeightFormat]:
     """Names of the DQs of weights that are quantized without their activation, with their weight formats."""
-    found: dict[str, WeightFormat] = {}
+    formats: dict[str, WeightFormat] = {}
     for pair in pairs_of(model):
-        uses = model.uses(pair.dq.outputs[0])
-        if uses and all(_is_weight_only(model, pair, use.node) for use in uses):
-            weight_format = weight_format_in(pair.zero_point, pair.block)
-            found |= {} if weight_format is None else {pair.dq.name: weight_format}
-    return found
-
-
-def _table_edge(float_model: Model, table: IntegerTable, twins: Mapping[int, Node]) -> Edge | None:
-    twin = twins.get(table.gather.index)
-    edge = None if twin is None else twin.into[0]
-    return edge if edge is not None and weight_at(float_model, edge) is not None else None
-
-
-def _product_edge(float_model: Model, product: DynamicProduct) -> Edge | None:
-    """The edge of the weight of the float product with the same name, or else the same output."""
-    known = float_model.index_of.get(product.node.name)
-    twin = float_model.maker(product.result) if known is None else float_model.nodes[known]
-    edge = None if twin is None or len(twin.inputs) < 2 else twin.into[1]
-    return edge if edge is not None and weight_at(float_model, edge) is not None else None
+        uses, weight_format = model.uses(pair.dq.outputs[0]), weight_format_in(pair.zero_point, pair.block)
+        if weight_format is not None and uses and all(_is_weight_only(model, pair, use.node) for use in uses):
+            formats[pair.dq.name] = weight_format
+    return formats
 
 
 def pairs_of(model: Model) -> Iterator[Pair]:
@@ -263,28 +246,22 @@ def pairs_of(model: Model) -> Iterator[Pair]:
 
 
 def _gives_back(model: Model, pair: Pair) -> bool:
-    """Whether the DQ of a pair undoes its Q: zero point, axis and blocks are the same, and the scale but for
-    rounding."""
+    """Whether the DQ of a pair undoes its Q: the same zero point for the same channels or blocks, and the same scale
+    but for rounding."""
     if pair.q is None:
         return True
     scale = model.constants[pair.q.inputs[1]].array().astype(np.float32)
     zero = _zero_point(model, pair.dq, pair.dtype)
     if scale.size != pair.scale.size or zero is None or not {zero.size, pair.zero_point.size} <= {1, scale.size}:
         return False
-    if scale.size > 1 and (scale.shape != pair.scale.shape or not _has_parts_of_q(model, pair, pair.q)):
+    info = model.tensors.get(pair.source)
+    rank = len(info.shape or ()) if info is not None else 0
+    axes = {axis % rank if rank else axis for axis in (pair.q.attributes.get("axis", 1), pair.axis)}
+    is_same_block = (pair.q.attributes.get("block_size") or None) == pair.block
+    if scale.size > 1 and (scale.shape != pair.scale.shape or len(axes) > 1 or not is_same_block):
         return False
     same_zero = (zero.reshape(-1) == pair.zero_point.reshape(-1)).all()
     return bool(same_zero) and np.allclose(scale.reshape(-1), pair.scale.reshape(-1), rtol=HALF_ROUNDING, atol=0)
-
-
-def _has_parts_of_q(model: Model, pair: Pair, q: Node) -> bool:
-    """Whether the scales of Q and DQ belong to the same channels or blocks; an axis may be counted from the end."""
-    info = model.tensors.get(pair.source)
-    axis = q.attributes.get("axis", 1)
-    is_same_axis = axis == pair.axis
-    if info is not None and info.shape:
-        is_same_axis = axis % len(info.shape) == pair.axis % len(info.shape)
-    return is_same_axis and (q.attributes.get("block_size") or None) == pair.block
 
 
 def _zero_point(model: Model, node: Node, dtype: int) -> Array | None:

@@ -30,11 +30,10 @@ def strip_pairs(model: Model) -> Model:
     Quantized constants become float ones. If the range of a pair starts at zero and its tensor may be negative, a
     quantizer had dropped a clamp: the pair becomes a Relu, or a Clip if the range ends at 6.
     """
-    model = with_products(with_tables(model))
+    model = with_float_weights(model)
     pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
     bounds = _lower_bounds(model, pairs)
-    added: dict[str, Constant] = {}
-    source: dict[str, str] = {}
+    added, source = dict[str, Constant](), dict[str, str]()
     clamps: dict[str, onnx.NodeProto] = {}
     casts: dict[str, onnx.NodeProto] = {}
     for name, pair in pairs.items():
@@ -150,7 +149,12 @@ def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float
         elif node.op in KEEPS_SIGN and (first := bound(node.inputs[0])) is not None:
             low = min(first, 0.0)  # average pools may count the zeros of the padding
         elif node.op in ("Add", "Concat", "Mul"):
-            low = _joined(node.op, [bound(tensor) for tensor in node.inputs])
+            known = [least for least in map(bound, node.inputs) if least is not None]
+            low = None
+            if len(known) == len(node.inputs) and node.op == "Mul":
+                low = 0.0 if min(known) >= 0 else None
+            elif len(known) == len(node.inputs):
+                low = sum(known) if node.op == "Add" else min(known)
         else:
             low = None
         if low is not None:
@@ -162,30 +166,31 @@ def _least(constant: Constant) -> float | None:
     return float(constant.array().min()) if constant.nbytes and constant.dtype in FLOATS else None
 
 
-def _joined(op: str, bounds: list[float | None]) -> float | None:
-    known = [low for low in bounds if low is not None]
-    if len(known) < len(bounds):
-        return None
-    if op == "Mul":
-        return 0.0 if min(known) >= 0 else None
-    return sum(known) if op == "Add" else min(known)
-
-
-def with_tables(model: Model) -> Model:
-    """The model with float Gather tables in place of integer ones (`IntegerTable`)."""
-    tables = {table.gather.index: table for table in tables_of(model)}
-    if not tables:
+def with_float_weights(model: Model) -> Model:
+    """The model with float tables in place of `IntegerTable`, and float products in place of `DynamicProduct`."""
+    replaced: dict[int, onnx.NodeProto] = {}
+    added: dict[str, Constant] = {}
+    gone: set[int] = set()
+    for table in tables_of(model):
+        weight = f"{table.gather.inputs[0]}_float"
+        added[weight] = _float_table(model, table)
+        gather = deepcopy(model.proto.graph.node[table.gather.index])
+        gather.input[0], gather.output[0] = weight, table.dq.outputs[0]
+        replaced[table.gather.index] = gather
+        gone |= {table.scaling.index, table.dq.index}
+    for product in dynamic_products_of(model):
+        weight = f"{product.node.inputs[1]}_float"
+        added[weight] = _float_weight(model, product)
+        inputs = [product.source, weight]
+        replaced[product.behind[-1].index] = helper.make_node("MatMul", inputs, [product.result], product.node.name)
+        gone |= {product.node.index, *(node.index for node in product.behind[:-1])}
+    if not replaced:
         return model
-    gone = {node.index for table in tables.values() for node in (table.scaling, table.dq)}
-    nodes, added = [], dict[str, Constant]()
-    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        copy = deepcopy(proto)
-        if node.index in tables:
-            name = f"{node.inputs[0]}_float"
-            added[name] = _float_table(model, tables[node.index])
-            copy.input[0], copy.output[0] = name, tables[node.index].dq.outputs[0]
-        if node.index not in gone:
-            nodes.append(copy)
+    for node in model.nodes:
+        readers = {use.node for tensor in node.outputs for use in model.uses(tensor)}
+        if node.op == "DynamicQuantizeLinear" and readers <= gone | replaced.keys():
+            gone.add(node.index)
+    nodes = [replaced.get(i, proto) for i, proto in enumerate(model.proto.graph.node) if i not in gone]
     return rebuild(model, nodes, added)
 
 
@@ -198,29 +203,6 @@ def _float_table(model: Model, table: IntegerTable) -> Constant:
         return values.astype(helper.tensor_dtype_to_np_dtype(scales.dtype))
 
     return Constant(f"{rows.key}:table:{scales.key}", scales.dtype, rows.shape, read)
-
-
-def with_products(model: Model) -> Model:
-    """The model with float products in place of those with dynamic quantization (`DynamicProduct`)."""
-    products = {product.node.index: product for product in dynamic_products_of(model)}
-    if not products:
-        return model
-    last = {p.behind[-1].index: p for p in products.values()}
-    gone = products.keys() | {node.index for p in products.values() for node in p.behind}
-    gone |= {
-        n.index
-        for n in model.nodes
-        if n.op == "DynamicQuantizeLinear" and all(use.node in gone for t in n.outputs for use in model.uses(t))
-    }
-    nodes, added = [], dict[str, Constant]()
-    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        if (product := last.get(node.index)) is not None:
-            weight = f"{product.node.inputs[1]}_float"
-            added[weight] = _float_weight(model, product)
-            nodes.append(helper.make_node("MatMul", [product.source, weight], [product.result], product.node.name))
-        elif node.index not in gone:
-            nodes.append(deepcopy(proto))
-    return rebuild(model, nodes, added)
 
 
 def _float_weight(model: Model, product: DynamicProduct) -> Constant:
