@@ -3,17 +3,15 @@ codes, files. It needs no GPU: outputs come from ONNX's reference evaluator, lay
 
 `stand_in` makes one for a test: the file `trtexec`, which runs this one, and beside it `trtexec.json` with `version`;
 and optionally `unknown` (flags that it does not know), `refuse` (pattern of node names that fail to build), `hang`
-("build" or "inference"), `silent` (no times in files), `calls` (a file to which every command line is added), and
-`noise` (the largest share by which a process is slower or faster than the next).
+("build" or "inference"), `silent` (no times in files) and `calls` (a file to which every command line is added).
 `launch` runs it without a process, since an interpreter for each of many calls takes long.
 """
 
 import io
 import json
-import math
 import os
-import random
 import shlex
+import statistics
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -352,48 +350,26 @@ def infer(flags, plan, model):
                  "satisfy any optimization profiles)", "Inference set up failed")  # fmt: skip
     if CONFIG.get("hang") == "inference":
         time.sleep(3600)
-    ms = sum(map(layer_ms, plan["layers"])) / 1.15 * (1 + CONFIG.get("noise", 0.0) * luck())
+    ms = sum(map(layer_ms, plan["layers"])) / 1.15
     iterations = int(flags.get("iterations", ["10"])[0])
-    duration, warmup = float(flags.get("duration", ["3"])[0]), float(flags.get("warmUp", ["200"])[0])
-    count = max(iterations, round(1e3 * duration / ms))
+    count = max(iterations, round(1e3 * float(flags.get("duration", ["3"])[0]) / ms))
     samples = [ms * (1 + 0.01 * (i % 5)) for i in range(count)]
     names, graph = layer_json(plan)
     if path := flags.get("exportLayerInfo"):
         with open(path[0], "w") as file:
             json.dump(graph, file)
-    profiled = "exportProfile" in flags or "dumpProfile" in flags
-    if profiled and VERSION <= (10, 0) and "separateProfileRun" not in flags:
+    if "exportProfile" in flags and VERSION <= (10, 0) and "separateProfileRun" not in flags:
         info("The e2e network timing is not reported since it is inaccurate due to the extra synchronizations")
     else:
-        summary(samples, round(warmup / ms), flags)
+        summary(samples, flags)
     if path := flags.get("exportOutput"):
         export_output(path[0], flags, sizes, model)
     if path := flags.get("exportProfile"):
         export_profile(path[0], names, plan["layers"], count)
 
 
-def luck():
-    """A number in [-1, 1) for this process: it drifts, and differs from call to call."""
-    number = len(Path(CONFIG["calls"]).read_text().splitlines())
-    return math.sin(number / 40) / 2 + random.Random(number).random() - 0.5
-
-
-def summary(samples, warmups, flags):
-    ordered = sorted(samples)
-    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    numbers = "min = {:g} ms, max = {:g} ms, mean = {:g} ms, median = {:g} ms, percentile(90%) = {:g} ms"
-
-    def line(extra):
-        values = (ordered[0], ordered[-1], sum(samples) / len(samples), middle, ordered[-1])
-        return numbers.format(*(v + extra for v in values))
-
-    info(f"Warmup completed {warmups} queries over {flags.get('warmUp', ['200'])[0]} ms")
-    info(f"Timing trace has {len(samples)} queries over {sum(samples) / 1e3:g} s")
-    info("=== Performance summary ===")
-    info(f"Latency: {line(7.0)}")
-    info(f"GPU Compute Time: {line(0.0)}")
-    info(f"Total Host Walltime: {sum(samples) / 1e3:g} s")
-    info(f"Total GPU Compute Time: {sum(samples) / 1e3:g} s")
+def summary(samples, flags):
+    info(f"GPU Compute Time: median = {statistics.median(samples):g} ms")
     if (path := flags.get("exportTimes")) and not CONFIG.get("silent"):
         rows = [f'{{ "startComputeMs" : {i}, "computeMs" : {ms:g}, "d2hMs" : 7, "latencyMs" : {ms + 7:g} }}\n'
                 for i, ms in enumerate(samples[:100])]  # fmt: skip

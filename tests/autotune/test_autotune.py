@@ -353,7 +353,7 @@ def test_points_of_a_cache_that_a_pattern_has_not_are_left_out() -> None:
     pattern = RegionPattern.from_region(region, autotuner.graph)
     full = pattern.get_full_insertion_scheme(region, autotuner.graph)
     older = InsertionScheme([*full.node_inputs, NodeInputInsertionPoint(0, 99)], [], list(full.region_outputs))
-    autotuner.pattern_cache.put_first(pattern, older)
+    autotuner.pattern_cache.add_pattern_schemes(PatternSchemes(pattern, [older]))
     autotuner.set_profile_region(region)
     current = autotuner.current_profile_pattern_schemes
     assert current is not None

@@ -20,20 +20,17 @@ from qdqtune.autotune import region_inspect
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
 from qdqtune.autotune.workflows import AutotuneOptions, RegionLogs
 from qdqtune.cli import tune
-from qdqtune.errors import BadOption, Failure
+from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
-from qdqtune.graph.rewrites import folded
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery
-from qdqtune.search.regions.patterns import group, tunable
-from qdqtune.tuning.observer import State
+from qdqtune.search.regions.patterns import group
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subject import tuned_patterns
-from qdqtune.types import Placement, Proposal, Trial
 from runs import cost, environment, hopeless, mixed, write
 from workers import Workers
 
@@ -137,57 +134,43 @@ def test_the_last_log_is_that_of_what_ships_at_each_number_of_threads(tmp_path: 
     assert (logs / "final.log").read_text() == "final_0_1t_optimized_final"
 
 
-def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
-    code, _, errors = run(
+@pytest.mark.parametrize("dashed", [False, True])
+def test_every_flag(run: Run, asked: list[dict[str, Any]], model: Path, dashed: bool) -> None:
+    flags = (
         "--onnx_path", model, "--output_dir", "results", "--mode", "extensive", "--schemes_per_region", 30,
         "--pattern_cache", "cache.yaml", "--qdq_baseline", "quantized.onnx", "--state_file", "state.yaml",
         "--quant_type", "fp8", "--default_dq_dtype", "bfloat16", "--timing_cache", "times",
         "--warmup_runs", 50, "--timing_runs", 100, "--plugin_libraries", "a.so", "b.so", "--verbose",
-        "--trtexec_benchmark_args", "--fp16 --workspace=4096", "--use_trtexec", engine=(),
+        "--trtexec_benchmark_args", "--fp16 --workspace=4096", "--use_trtexec",
     )  # fmt: skip
+    spelled = (f.replace("_", "-") if dashed and isinstance(f, str) and f.startswith("--") else f for f in flags)
+    code, _, errors = run(*spelled, engine=())
     assert code == 0, errors
     (given,) = asked
     assert errors.splitlines()[0] == "engine: trtexec (as you asked)"
-    assert (given["model"], given["output_dir"]) == (model, Path("results"))
-    assert (given["mode"], given["effort"]) == ("region", "extensive")
-    assert given["builds"] is None  # so that there are enough
-    assert (given["schemes_per_region"], given["warmup_runs"], given["timing_runs"]) == (30, 50, 50)
-    assert (given["quant_type"], given["default_dq_dtype"]) == ("fp8", "bfloat16")
-    assert [given[n] for n in ("pattern_cache", "qdq_baseline", "state_file")] == [
-        Path(n) for n in ("cache.yaml", "quantized.onnx", "state.yaml")
-    ]
-    assert (given["engine"], given["engine_options"]["timing_cache"]) == ("trtexec", "times")
-    assert (given["engine_options"]["plugin_libraries"], given["engine_options"]["trtexec_args"]) == (
-        ["a.so", "b.so"],
-        "--fp16 --workspace=4096",
-    )
+    own = {"timing_cache": "times", "plugin_libraries": ["a.so", "b.so"], "trtexec_args": "--fp16 --workspace=4096"}
+    assert given.items() >= {
+        "model": model, "output_dir": Path("results"), "mode": "region", "effort": "extensive",
+        "builds": None,  # so that there are enough
+        "schemes_per_region": 30, "warmup_runs": 50, "timing_runs": 50, "quant_type": "fp8",
+        "default_dq_dtype": "bfloat16", "pattern_cache": Path("cache.yaml"), "qdq_baseline": Path("quantized.onnx"),
+        "state_file": Path("state.yaml"), "engine": "trtexec", "engine_options": own,
+    }.items()  # fmt: skip
 
 
-def test_every_dashed_flag(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
-    code, _, errors = run(
-        "--model", model, "--output", "out", "--mode", "subgraph", "--quant-type", "fp8", "--use-trtexec",
-        "--warmup-runs", 5, "--timing-runs", 20, "--incremental-validation", "--trtexec-args", "--stronglyTyped",
-        "--schemes-per-region", 30, "--graph-json", "graph.json", "--plugin-libraries", "a.so", "--mode", "quick",
-        "--pattern-cache", "c.yaml", "--qdq-baseline", "q.onnx", "--state-file", "s.yaml", engine=(),
-    )  # fmt: skip
-    assert code == 0, errors
-    (given,) = asked
-    assert (given["mode"], given["effort"], given["builds"]) == ("subgraph", "quick", None)
-    assert (given["graph_json"], given["incremental_validation"]) == (Path("graph.json"), True)
-    assert given["pattern_cache"] is None  # schemes of regions
-    assert "note: --pattern_cache means something with --mode region only" in errors
-    assert (given["warmup_runs"], given["timing_runs"]) == (5, 12)  # rounds, of two runs each; 12 are the least
-    assert (given["engine"], given["engine_options"]["trtexec_args"]) == ("trtexec", "--stronglyTyped")
-    run("-m", model, "--mode", "subgraph", "--no-incremental-validation")
-    assert asked[1]["incremental_validation"] is False
-
-
-def test_short_flags_and_defaults(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+def test_short_flags_those_of_subgraph_mode_and_defaults(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
     run("-m", model, "-o", "out", "-s", 7, "-v", "--calibration_data", "x.npz", "--threads=2")
-    run("--onnx_path", model)
-    first, default = asked
+    subgraph = ("--mode", "subgraph", "--mode", "quick", "--graph-json", "g.json", "--pattern-cache", "c.yaml")
+    _, _, errors = run("--model", model, "--output", "out", "--timing-runs", 20, *subgraph)
+    assert "note: --pattern_cache means something with --mode region only" in errors
+    run("--onnx_path", model, "--no-incremental-validation")
+    first, second, default = asked
     assert (first["schemes_per_region"], first["calibration_data"]) == (7, "x.npz")
-    assert default["output_dir"] == Path("autotuner_output")
+    assert (second["mode"], second["effort"], second["builds"]) == ("subgraph", "quick", None)
+    assert (second["graph_json"], second["incremental_validation"]) == (Path("g.json"), True)
+    assert second["pattern_cache"] is None  # schemes of regions
+    assert second["timing_runs"] == 12  # rounds, of two runs each; 12 are the least
+    assert (default["output_dir"], default["incremental_validation"]) == (Path("autotuner_output"), False)
     assert (default["mode"], default["effort"], default["builds"]) == ("region", "default", None)
     assert (default["quant_type"], default["default_dq_dtype"]) == ("int8", "float32")
 
@@ -318,20 +301,6 @@ def test_tensorrt_has_a_timing_cache_where_modelopt_has_it(run: Run, asked: list
     assert get_parser().parse_args(["-m", "model.onnx"]).timing_cache == autotune.TIMING_CACHE
 
 
-def test_logs_appear_while_the_run_goes_on(tmp_path: Path, workers: Workers) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "trial_003.log").write_text("built")
-    pattern = group(conv_net(), discovery.find(conv_net()))[0]
-    state = State(1, 2, 1.0, Placement(), 0.0, None, replayed=False)
-    for number, digest in ((2, ""), (3, pattern.digest)):
-        trial = Trial(number, Proposal("", Placement(), pattern=digest), Placement(), Failure("build", ""))
-        logs = RegionLogs(tmp_path)
-        logs.patterns([pattern])
-        logs.trial(trial, "failed", state)
-    (found,) = (tmp_path / "logs").glob("region_*")
-    assert found.name == f"region_{pattern.instances[0].id}_scheme_0.log"
-
-
 def test_verbose_shows_the_log(run: Run, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     run("-m", model, "-o", "out", "--builds", 6, "-v")
     assert "candidate 1 in all regions: " in caplog.text  # a placement by rules or the cut, for the whole model
@@ -415,22 +384,3 @@ def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: P
     assert builds(schemes_per_region=30) == builds_for(30, len(tuned_patterns(path))) > 4 * 30
     assert builds(schemes_per_region=30, builds=20) == 20
     assert builds(schemes_per_region=1) == builds() == EFFORTS["default"].builds["region"]
-
-
-def test_schemes_are_counted_for_the_graph_that_is_tuned(tmp_path: Path) -> None:
-    net = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
-        [first] a = Conv(x, w)
-        [scale] b = Mul(a, half)
-        [second] c = Conv(x, w)
-        [third] d = Conv(x, w)
-        [sum] e = Add(b, c)
-        [end] y = Add(e, d)
-    }"""
-    half = np.full((1, 8, 1, 1), 0.5, np.float32)
-    path = write(build(net, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
-    counts = []
-    for rewrites, graph in ("off", load(path)), ("auto", folded(load(path))):
-        counts.append(len(tunable(graph, group(graph, discovery.find(graph)))))
-        builds = AutotuneOptions(path, mode="region", schemes_per_region=300, rewrites=rewrites).settings().builds
-        assert builds == builds_for(300, counts[-1])
-    assert counts[0] < counts[1]

@@ -95,14 +95,6 @@ class Arguments(Search):
         default_in_words="region, default",
         is_repeated=True,
     )
-    schemes_per_region: MaybeInt = option(
-        COUNT,
-        None,
-        "Give every pattern N schemes, however long it takes. Without it the preset limits the builds of the whole "
-        "search (24, 52 or 400).",
-        "Search",
-        flags="-s --schemes-per-region",
-    )
     default_dq_dtype: Any = _changed("default_dq_dtype", default="float32")
     engine: Any = _changed(
         "engine",

@@ -470,9 +470,9 @@ class QDQAutotunerBase:
         edges = with_weights(self.graph, (e for e in possible if e.tensor in names)) & possible
         for pattern in self._patterns.values():
             schemes = (patterns.scheme_of(pattern, region, edges) for region in pattern.instances)
-            scheme = next(filter(None, schemes), None)
-            if scheme is not None:
-                self.pattern_cache.put_first(RegionPattern.of(pattern), InsertionScheme.of(scheme))
+            if points := next(filter(None, schemes), None):
+                scheme, own = InsertionScheme.of(points), self.pattern_cache.own(RegionPattern.of(pattern))
+                own.schemes = [scheme, *(s for s in own.schemes if s.distance(scheme))]
 
     def save_state(self, output_path: str | Path) -> None:
         """Write a state file, in one step, and the pattern cache beside it.

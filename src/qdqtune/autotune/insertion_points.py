@@ -93,18 +93,25 @@ class ResolvedInsertionPoint(_Fields):
 
 
 class InsertionPoint(_Fields):
-    """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names."""
+    """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names.
+
+    `kinds` are those of the fields but the last, one of which is set.
+    """
 
     kinds: ClassVar[tuple[PointKind, ...]]
 
     @property
     def core(self) -> Point:
-        owner, number = self.to_dict().values()
-        return Point(self.kinds[0], owner, number)
+        *owners, number = self.to_dict().values()
+        for kind, owner in zip(self.kinds, owners, strict=True):
+            if owner is not None:
+                return Point(kind, owner, number)
+        raise InvalidSchemeError("an output is that of a node or of a child region: give the number of one")
 
     @classmethod
     def of(cls, point: Point) -> Self:
-        return cls(point.owner, point.number)  # type: ignore[call-arg]
+        owners = (point.owner if kind == point.kind else None for kind in cls.kinds)
+        return cls(*owners, point.number)  # type: ignore[call-arg]
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
         """The uses that the point means in a region; none if it is about a child and there are no children.
@@ -155,21 +162,7 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
     region_index: int | None
     node_index: int | None
     output_index: int
-    kinds: ClassVar[tuple[PointKind, ...]] = ("node_output", "child_output")
-
-    @property
-    def core(self) -> Point:
-        if self.node_index is not None:
-            return Point("node_output", self.node_index, self.output_index)
-        if self.region_index is not None:
-            return Point("child_output", self.region_index, self.output_index)
-        raise InvalidSchemeError("an output is that of a node or of a child region: give the number of one")
-
-    @classmethod
-    def of(cls, point: Point) -> Self:
-        if point.kind == "node_output":
-            return cls(None, point.owner, point.number)
-        return cls(point.owner, None, point.number)
+    kinds: ClassVar[tuple[PointKind, ...]] = ("child_output", "node_output")
 
 
 RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
@@ -180,10 +173,7 @@ LISTS: dict[str, type[InsertionPoint]] = {
     "child_region_inputs": ChildRegionInputInsertionPoint,
     "region_outputs": ChildRegionOutputInsertionPoint,
 }
-"""The lists of points in a scheme."""
-
-NODE_INPUTS = "nodes_insertion_points"
-"""What `node_inputs` is called in files."""
+"""The lists of points in a scheme. In files the first is called `nodes_insertion_points`."""
 
 
 @dataclass
@@ -234,20 +224,17 @@ class InsertionScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as values of JSON, a failure without a latency."""
-        values = asdict(self)
-        values[NODE_INPUTS] = values.pop("node_inputs")
+        values = asdict(self) | {"hash": self.hash}
+        values["nodes_insertion_points"] = values.pop("node_inputs")
         values["latency_ms"] = None if self.latency_ms == inf else self.latency_ms
-        return {**values, "hash": self.hash}
+        return values
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """What `to_dict` gave; what is missing is as in a new scheme."""
-        rows = {**data, "node_inputs": data.get(NODE_INPUTS, ())}
-        values = {f.name: rows[f.name] for f in fields(cls) if f.name in rows}
-        for name, kind in LISTS.items():
-            values[name] = [kind.from_dict(row) for row in rows.get(name, ())]
-        if values.get("latency_ms") is None:
-            values["latency_ms"] = inf
+        rows = {**data, "node_inputs": data.get("nodes_insertion_points", ())}
+        values = {f.name: rows[f.name] for f in fields(cls) if rows.get(f.name) is not None}
+        values |= {name: [kind.from_dict(row) for row in rows.get(name, ())] for name, kind in LISTS.items()}
         return cls(**values)
 
 
@@ -360,7 +347,6 @@ class RegionPattern:
 
     @classmethod
     def of(cls, pattern: patterns.Pattern) -> Self:
-        """A pattern of the search."""
         return cls(pattern.signature, len(pattern.ops))
 
     @classmethod
@@ -502,7 +488,7 @@ class PatternCache:
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
         """Keep the fastest of old and new schemes, each of them different enough from all faster ones."""
-        own, kept = self._own(pattern_schemes.pattern), list[InsertionScheme]()
+        own, kept = self.own(pattern_schemes.pattern), list[InsertionScheme]()
         for scheme in sorted((*own.schemes, *pattern_schemes.schemes), key=lambda s: s.latency_ms):
             if not scheme.error and all(scheme.distance(other) >= max(self.minimum_distance, 1) for other in kept):
                 kept.append(scheme)
@@ -521,15 +507,10 @@ class PatternCache:
             scheme = patterns.scheme_of(pattern, pattern.instances[0], edges)
         self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
 
-    def put_first(self, pattern: RegionPattern, scheme: InsertionScheme) -> None:
-        """Have a scheme tried before all others of its pattern."""
-        own = self._own(pattern)
-        own.schemes = [scheme, *(s for s in own.schemes if s.distance(scheme))]
-
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
         """Take over the schemes of another cache. A scheme that both have keeps the latency it has here if so asked."""
         for theirs in other.pattern_schemes:
-            own = self._own(theirs.pattern)
+            own = self.own(theirs.pattern)
             last, first = (own, theirs) if prefer_existing else (theirs, own)
             merged = {scheme.hash: scheme for scheme in (*first.schemes, *last.schemes)}
             own.schemes = []
@@ -569,7 +550,8 @@ class PatternCache:
         entries = cache.read_cache(path).items()
         return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])
 
-    def _own(self, pattern: RegionPattern) -> PatternSchemes:
+    def own(self, pattern: RegionPattern) -> PatternSchemes:
+        """The schemes of a pattern, which may have none yet."""
         own = self.get_pattern_schemes(pattern)
         if own is None:
             own = PatternSchemes(pattern)

