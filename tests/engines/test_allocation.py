@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.allocation import check_same_kind, describe_all, first_difference
+from qdqtune.engines.allocation import check_same_kind
 from qdqtune.engines.devices import Device
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
@@ -21,7 +21,6 @@ def test_devices_of_several_kinds_are_refused_by_name(kinds: tuple[int, ...], tm
     other = next((n for n, kind in enumerate(kinds, 1) if kind != kinds[0]), None)
     if other is None:
         check_same_kind(runners)
-        assert first_difference(runners, describe_all(runners)) is None
     else:
         with pytest.raises(EngineUnavailable, match=rf"worker-{other} has .*, worker-1 has "):
             check_same_kind(runners)

@@ -4,7 +4,7 @@ import pytest
 
 from loaded_modules import absent
 from qdqtune.engines import MODULES
-from qdqtune.engines.formats import numeric_format, onnxruntime, portable, usual_precision, weight_formats
+from qdqtune.engines.formats import numeric_format, portable, usual_precision, weight_formats
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption
 from qdqtune.types import QType
@@ -56,15 +56,16 @@ V1 = "Features\t: fp asimd evtstrm asimddp sve i8mm bf16\n"
 def test_numbers_of_onnx_runtime_follow_the_processor(
     machine: str, cpuinfo: str, activation: QType, reduced: bool
 ) -> None:
-    numbers = onnxruntime("int8", machine, cpuinfo)
+    numbers = numeric_format("onnxruntime", "int8", machine, cpuinfo)
     assert (numbers.activation, numbers.reduced_weights) == (activation, reduced)
     assert not numbers.symmetric  # a pair can replace a Relu
 
 
 @pytest.mark.parametrize("cpuinfo", [A53, A76])
 def test_portable_numbers_are_the_same_on_every_processor(cpuinfo: str) -> None:
-    plain = onnxruntime("int8", "x86_64", "flags\t\t: avx2\n")
-    assert portable("onnxruntime", onnxruntime("int8", "aarch64", cpuinfo)) == plain == portable("onnxruntime", plain)
+    plain = numeric_format("onnxruntime", "int8", "x86_64", "flags\t\t: avx2\n")
+    on_arm = numeric_format("onnxruntime", "int8", "aarch64", cpuinfo)
+    assert portable("onnxruntime", on_arm) == plain == portable("onnxruntime", plain)
     assert portable("ort-openvino", numeric_format("ort-openvino", "int8")).reduced_weights
     assert [found.name for found in weight_formats("onnxruntime", narrow=True) if found.dynamic] == ["d7"]
 

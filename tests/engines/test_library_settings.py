@@ -7,8 +7,7 @@ import pytest
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeOptions
-from qdqtune.engines.library_settings import PLAIN_OPTIONS, plain
-from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
+from qdqtune.engines.library_settings import PLAIN_OPTIONS, OnnxRuntimeOptions, plain
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions

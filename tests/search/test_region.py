@@ -54,7 +54,7 @@ MODELS = {"mixed": mixed, "conv_net": conv_net, "attention": attention, "blocks"
 def parts(name: str) -> tuple[Model, tuple[Pattern, ...], frozenset[Edge], Inserter]:
     model = MODELS[name]()
     found = ranges(model)
-    inserter = Inserter(model, found, formats.fake("int8"))
+    inserter = Inserter(model, found, formats.numeric_format("fake", "int8"))
     return model, patterns.group(model, discovery.find(model)), possible_edges(model, found), inserter
 
 

@@ -64,7 +64,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             stack.close()
             runner = Script(**script)
             store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
-            inserter = Inserter(model, ranges(model), formats.fake("int8"))
+            inserter = Inserter(model, ranges(model), formats.numeric_format("fake", "int8"))
             engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
             candidates = Candidates(inserter, stack.enter_context(ConstantFile(folder / CONSTANTS)))

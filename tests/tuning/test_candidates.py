@@ -24,7 +24,7 @@ ALL = Placement.of(possible_edges(MODEL, ranges(MODEL)))
 @pytest.fixture
 def candidates(tmp_path: Path) -> Iterator[Candidates]:
     with ConstantFile(tmp_path / CONSTANTS) as constants:
-        yield Candidates(Inserter(MODEL, ranges(MODEL), formats.fake("int8")), constants)
+        yield Candidates(Inserter(MODEL, ranges(MODEL), formats.numeric_format("fake", "int8")), constants)
 
 
 def test_the_whole_file_computes_what_the_candidate_did(candidates: Candidates, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.library_settings import OnnxRuntimeOptions, OpenVinoOptions
 from qdqtune.engines.machine import (
     DOT_PRODUCTS,
     architecture,
@@ -27,8 +28,6 @@ from qdqtune.engines.machine import (
     lacks_dot_products,
     processor_name,
 )
-from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
-from qdqtune.engines.openvino.options import OpenVinoOptions
 from qdqtune.engines.options import EngineOptions, on_option
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote.connection import Destination

@@ -15,7 +15,7 @@ from qdqtune.calibration.inputs import InputSpec, size_hints
 from qdqtune.calibration.options import FixOption, RewriteOption
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines.formats import FORMATS
+from qdqtune.engines import MODULES
 from qdqtune.explanation.formatting import counted
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, graphs, opset_of
@@ -46,7 +46,7 @@ class InspectOptions(RewriteOption, FixOption, ModelOption):
     """The options of `inspect`."""
 
     engine: Text = option(
-        choice(*sorted(FORMATS)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
+        choice(*sorted(MODULES)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
     )
     regions: Option[Division | None, Division | None] = option(
         choice("auto", "names", "topology"),

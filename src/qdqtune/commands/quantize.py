@@ -24,12 +24,11 @@ from qdqtune.commands.inputs import METRIC, MetricLike, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import SourceOptions
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
-from qdqtune.engines import MERGED, EngineSpec
+from qdqtune.engines import MERGED, MODULES, EngineSpec
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import (
-    FORMATS,
     checked_weight_format,
     numeric_format,
     portable,
@@ -115,7 +114,7 @@ class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
         short="tensors whose rounding does most harm",
     )
     engine: Text = option(
-        choice(*sorted(FORMATS)),
+        choice(*sorted(MODULES)),
         "onnxruntime",
         "Whose numbers and rules to use. It need not be installed here.",
         "Engine",

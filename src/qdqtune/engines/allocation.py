@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,28 +67,12 @@ def check_same_kind(runners: Sequence[Runner]) -> None:
     Raises:
         EngineUnavailable: two differ, or one does not start.
     """
-    if (difference := first_difference(runners, describe_all(runners))) is not None:
-        raise EngineUnavailable(
-            f"workers are not alike: {difference}; latencies compare on equal devices only, so give a run devices of "
-            "one kind"
-        )
-
-
-def describe_all(runners: Sequence[Runner]) -> list[Mapping[str, str]]:
-    """`Runner.describe` of each; all engines start at once.
-
-    Raises:
-        EngineUnavailable: one does not start.
-    """
     with ThreadPoolExecutor(len(runners)) as threads:
-        descriptions = [threads.submit(runner.describe) for runner in runners]
-    return [description.result() for description in descriptions]
-
-
-def first_difference(runners: Sequence[Runner], descriptions: Sequence[Mapping[str, str]]) -> str | None:
-    """How a device differs from the first one, in words; None if all are alike."""
-    for runner, other in zip(runners[1:], descriptions[1:], strict=True):
-        for name in {**descriptions[0], **other}:
-            if (value := other.get(name)) != (first := descriptions[0].get(name)):
-                return f"{runner.location} has {name} {value}, {runners[0].location} has {first}"
-    return None
+        first, *others = [started.result() for started in [threads.submit(runner.describe) for runner in runners]]
+    for runner, other in zip(runners[1:], others, strict=True):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise EngineUnavailable(
+                    f"workers are not alike: {runner.location} has {name} {other.get(name)}, {runners[0].location} has "
+                    f"{first.get(name)}; latencies compare on equal devices only, so give a run devices of one kind"
+                )

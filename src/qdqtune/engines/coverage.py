@@ -7,7 +7,7 @@ tensors are borders between layers: a node that no layer names belongs to the la
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -52,7 +52,73 @@ def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[s
     node joins a layer only if the layer reads a constant that the node is computed from (int8 weights of a
     DequantizeLinear). The other constant nodes, and shapes known in advance, run nowhere.
     """
-    return _Assignment(graph, claims).result()
+    nodes = {node.name: node for node in graph.node}
+    inputs = {node.name: tuple(_inputs_of(node)) for node in graph.node}
+    maker = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
+    users: dict[str, list[str]] = {}
+    for name, tensors in inputs.items():
+        for tensor in tensors:
+            users.setdefault(tensor, []).append(name)
+    layer_of: dict[str, int] = {}
+    for number, claim in enumerate(claims):
+        for name in claim.nodes:
+            if name in nodes:
+                layer_of.setdefault(name, number)
+
+    constants = {tensor.name for tensor in graph.initializer}
+    constant_nodes = dict[str, None]()
+    for name, node in nodes.items():
+        is_static = node.op_type in ASKS_SHAPE or constants.issuperset(inputs[name])
+        if name not in layer_of and is_static and not node.op_type.startswith("Random"):
+            constant_nodes[name] = None
+            constants.update(node.output)
+
+    def is_computed_from(name: str, tensors: frozenset[str]) -> bool:
+        seen, stack = {name}, [name]
+        while stack:
+            read = constants.intersection(inputs[stack.pop()])
+            if read & tensors:
+                return True
+            fresh = {maker[tensor] for tensor in read if tensor in maker} - seen
+            seen |= fresh
+            stack.extend(fresh)
+        return False
+
+    for name in reversed(constant_nodes):
+        for tensor in nodes[name].output:
+            owners = [layer_of[user] for user in users.get(tensor, ()) if user in layer_of]
+            owner = next((number for number in owners if tensor not in claims[number].reads), None)
+            if owner is not None and is_computed_from(name, claims[owner].reads):
+                layer_of.setdefault(name, owner)
+
+    others = [name for name in nodes if name not in constant_nodes]
+
+    def join_producer(name: str, borders: frozenset[str] = frozenset()) -> None:
+        makers = (maker.get(tensor, "") for tensor in inputs[name] if tensor not in borders)
+        owners = [layer_of[node] for node in makers if node in layer_of]
+        if owners:
+            layer_of[name] = max(owners)  # the last that runs
+
+    for borders in (frozenset[str]().union(*(claim.reads | claim.writes for claim in claims)), frozenset[str]()):
+        before = -1
+        while before != len(layer_of):
+            before = len(layer_of)
+            for name in others:
+                if name not in layer_of and nodes[name].op_type not in FIRST_IN_FUSION:
+                    join_producer(name, borders)
+            for name in reversed([name for name in others if name not in layer_of]):
+                readers = (user for t in nodes[name].output if t not in borders for user in users.get(t, ()))
+                owners = [layer_of[user] for user in readers if user in layer_of]
+                if owners:
+                    layer_of[name] = min(owners)
+    for name in others:
+        if name not in layer_of:  # a DequantizeLinear without reader makes a graph output
+            join_producer(name)
+    covered: list[list[str]] = [[] for _ in claims]
+    for name in nodes:
+        if name in layer_of:
+            covered[layer_of[name]].append(name)
+    return [tuple(names) for names in covered], tuple(name for name in nodes if name not in layer_of)
 
 
 def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
@@ -81,95 +147,6 @@ def has_sensible_times(layers: Sequence[Layer]) -> bool:
     strange = sum(layer.time_ms or 0.0 for layer in layers if layer.kind == "unknown")
     is_whole = len(known) == len(times) and min(known) >= 0 and 0 < sum(known) < inf
     return is_whole and strange <= STRANGE * sum(known)
-
-
-class _Assignment:
-    """The steps of `cover`. `_layer_of` maps a node to the number of its layer."""
-
-    def __init__(self, graph: onnx.GraphProto, claims: Sequence[Claim]) -> None:
-        self._claims = claims
-        self._borders = frozenset[str]().union(*(claim.reads | claim.writes for claim in claims))
-        self._nodes = {node.name: node for node in graph.node}
-        self._inputs = {node.name: tuple(_inputs_of(node)) for node in graph.node}
-        self._maker = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
-        self._users: dict[str, list[str]] = {}
-        for name, tensors in self._inputs.items():
-            for tensor in tensors:
-                self._users.setdefault(tensor, []).append(name)
-        self._layer_of: dict[str, int] = {}
-        for number, claim in enumerate(claims):
-            for name in claim.nodes:
-                if name in self._nodes:
-                    self._layer_of.setdefault(name, number)
-        self._constant_tensors = {t.name for t in graph.initializer}
-        self._constant_nodes = self._constants()
-        self._assign_constants()
-        self._assign_others()
-
-    def result(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-        covered: list[list[str]] = [[] for _ in self._claims]
-        for name in self._nodes:
-            if name in self._layer_of:
-                covered[self._layer_of[name]].append(name)
-        return [tuple(names) for names in covered], tuple(n for n in self._nodes if n not in self._layer_of)
-
-    def _constants(self) -> frozenset[str]:
-        """Unclaimed nodes that do not depend on inputs of the graph. Their results are added to `_constant_tensors`."""
-        constants = set()
-        for name, node in self._nodes.items():
-            is_static = node.op_type in ASKS_SHAPE or self._constant_tensors.issuperset(self._inputs[name])
-            if name not in self._layer_of and is_static and not node.op_type.startswith("Random"):
-                constants.add(name)
-                self._constant_tensors.update(node.output)
-        return frozenset(constants)
-
-    def _assign_constants(self) -> None:
-        """Assign constant nodes to the layers that read the constants they are computed from."""
-        for name in reversed(self._nodes):
-            if name in self._constant_nodes:
-                for tensor in self._nodes[name].output:
-                    owners = (self._layer_of[u] for u in self._users.get(tensor, ()) if u in self._layer_of)
-                    owner = next((o for o in owners if tensor not in self._claims[o].reads), None)
-                    if owner is not None and self._depends_on(name, self._claims[owner].reads):
-                        self._layer_of.setdefault(name, owner)
-
-    def _depends_on(self, name: str, tensors: frozenset[str]) -> bool:
-        """Whether a constant node is computed from a constant among `tensors`."""
-        seen, stack = {name}, [name]
-        while stack:
-            inputs = self._constant_tensors.intersection(self._inputs[stack.pop()])
-            if inputs & tensors:
-                return True
-            fresh = {self._maker[t] for t in inputs if t in self._maker} - seen
-            seen |= fresh
-            stack.extend(fresh)
-        return False
-
-    def _assign_others(self) -> None:
-        """Assign other nodes to the layers of their neighbours: within the borders first, then across them."""
-        for borders in (self._borders, frozenset[str]()):
-            before = -1
-            while before != len(self._layer_of):
-                before = len(self._layer_of)
-                for name in self._unassigned():
-                    if self._nodes[name].op_type not in FIRST_IN_FUSION:
-                        self._assign_like(name, self._makers(name, borders), max)
-                for name in reversed(list(self._unassigned())):
-                    outputs = (t for t in self._nodes[name].output if t not in borders)
-                    self._assign_like(name, (user for t in outputs for user in self._users.get(t, ())), min)
-        for name in self._unassigned():  # a DequantizeLinear without reader makes a graph output
-            self._assign_like(name, self._makers(name), max)
-
-    def _unassigned(self) -> Iterator[str]:
-        return (name for name in self._nodes if name not in self._layer_of and name not in self._constant_nodes)
-
-    def _makers(self, name: str, borders: frozenset[str] = frozenset()) -> Iterator[str]:
-        return (self._maker[t] for t in self._inputs[name] if t in self._maker and t not in borders)
-
-    def _assign_like(self, name: str, neighbours: Iterable[str], choose: Callable[[Iterable[int]], int]) -> None:
-        """Assign a node to the layer of a neighbour: of its producers the last that runs, of its readers the first."""
-        if owners := [self._layer_of[n] for n in neighbours if n in self._layer_of]:
-            self._layer_of[name] = choose(owners)
 
 
 def _inputs_of(node: onnx.NodeProto) -> Iterator[str]:

@@ -35,7 +35,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from qdqtune.engines import formats
-from qdqtune.engines.coverage import never_run, read_model
+from qdqtune.engines.coverage import Claim, cover, never_run, read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
 from qdqtune.system.writing import append
@@ -132,7 +132,7 @@ class Fake:
                 shared_scale_ops=MOVE_DATA,
                 wide=QType.UINT16 if self._options.wide else None,
             )
-        return formats.fake(quant_type)
+        return formats.numeric_format("fake", quant_type)
 
     def build(self, model: Path, log: Path) -> FakeModel:
         time.sleep(self._options.build_seconds)
@@ -279,7 +279,7 @@ class CostModel:
     def __init__(self, model: onnx.ModelProto, threads: int = 1, *, float_only: bool = False) -> None:
         self.pace = MULTIPLY_ADDS_PER_SECOND * threads
         graph = onnx.shape_inference.infer_shapes(model).graph
-        self.nodes = graph.node
+        self._graph, self.nodes = graph, graph.node
         self.shapes = {t.name: tuple(t.dims) for t in graph.initializer}
         self.constants = set(self.shapes) | {n.output[0] for n in self.nodes if n.op_type == "Constant"}
         for value in (*graph.input, *graph.value_info, *graph.output):
@@ -301,25 +301,9 @@ class CostModel:
 
     def layers(self) -> tuple[Layer, ...]:
         """The nodes that run, each with the nodes around it that cost nothing; see `Built.layers`."""
-        covered: dict[int, list[str]] = {}
-        home: dict[str, int] = {}  # tensor to the layer that makes it
-        folded, pending, fixed = list[str](), dict[str, list[str]](), set(self.constants)
-        for number, node in enumerate(self.nodes):
-            if self._node_seconds(node) > 0:
-                waiting = [name for tensor in node.input for name in pending.pop(tensor, [])]
-                covered[number] = [*waiting, node.name]
-                home.update(dict.fromkeys(node.output, number))
-            elif all(t in fixed or not t for t in node.input):
-                folded.append(node.name)
-                fixed.update(node.output)
-            elif node.op_type == "DequantizeLinear":  # belongs to the integer operators that read it
-                pending[node.output[0]] = [node.name]
-            else:  # an epilogue or a Q that the operator in front of it absorbed
-                owner = home[node.input[0]]
-                covered[owner].append(node.name)
-                home.update(dict.fromkeys(node.output, owner))
-        ran = (self._layer(self.nodes[number], tuple(names)) for number, names in covered.items())
-        return (*ran, *never_run(tuple(folded)))
+        running = [node for node in self.nodes if self._node_seconds(node) > 0]
+        covered, folded = cover(self._graph, [Claim((node.name,)) for node in running])
+        return (*map(self._layer, running, covered), *never_run(folded))
 
     def _layer(self, node: onnx.NodeProto, names: tuple[str, ...]) -> Layer:
         kind: Literal["compute", "quantize"] = "quantize" if node.op_type in QDQ else "compute"

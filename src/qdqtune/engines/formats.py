@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 from qdqtune.engines import MODULES, TENSORRT_FAMILY
 from qdqtune.engines.machine import lacks_dot_products, products_saturate
-from qdqtune.engines.providers import PROVIDERS, Provider
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption
 from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 
@@ -29,15 +28,78 @@ MOVED_ACROSS = frozenset({
 """Operators across which TensorRT and OpenVINO move a Q or a DQ. With one scale on both sides two pairs become one."""
 
 
-def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
-    """The numeric format of an engine with default options, as it is on this machine's processor.
+TENSORRT = NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=MOVED_ACROSS)
+TENSORRT_FP8 = NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=MOVED_ACROSS)
+"""Numbers of TensorRT: int8 with weights per channel, or FP8 E4M3 per tensor; biases stay in float."""
+
+
+def numeric_format(
+    engine: str, quant_type: QuantType, machine: str | None = None, cpuinfo: str | None = None
+) -> NumericFormat:
+    """The numeric format of an engine with default options, as it is on this machine's processor, or on that of
+    `machine` and `cpuinfo` (those of `engines.machine`).
+
+    ONNX Runtime on the CPU: weights are symmetric; activations have zero points, which cost no time, and with which a
+    pair can replace a Relu. On x86 int8 activations are several times slower. On ARM both are fused into the same
+    operators (seen with 1.31.1 under an emulator), so their kernels decide (platform.cpp, convsym.cpp, qlinearconv.cc;
+    no times were taken on ARM):
+
+    - Without dot products there is one kernel for products, of int8 with int8; uint8 activations are rewritten to int8
+      before each product. Convolutions that are products of matrices (MlasSymmQgemm) read int8 as it lies in memory.
+      The kernel adds two products in 16 bits, which -128 as a weight would overflow: `insert` writes none.
+    - With dot products uint8 has kernels of its own (UDOT), for which weights are rewritten once, on loading. With I8MM
+      it has UMMLA, and int8 convolutions stay with SDOT.
+
+    OpenVINO on the CPU: symmetric on both sides, int8, or uint8 for tensors without negative values. Measured with
+    2026.4 on x86 without VNNI, one thread; times are relative to float:
+
+    - The product of two activations has an integer kernel for symmetric numbers only, and zero points elsewhere cost
+      time. With the pairs of quantize_static, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8. VNNI multiplies
+      uint8 with int8, so int8 behind a Relu costs time there (mobilenet_v2: 0.47, not 0.40), and 1.6 dB.
+    - Sums of two products saturate: with weights of 127 they are off by half and more, with weights of 63 exact.
+    - A clamp between a convolution and a pair is fused with both. So neither dropping it nor an int32 bias gains time.
+    - A pair behind a Concat or MaxPool is moved into the kernels in front. With a scale of its own it is rounded
+      twice: squeezenet takes 0.36, and with common scales 0.24 with 4 dB more.
+    - An int8 pair between a Concat and a Conv is rounded to steps of 1 whatever its scale is. A uint8 pair around 128
+      is exact, and the same kernels run.
 
     Raises:
         BadOption: no engine has that name, or it has no kernels for that type.
     """
-    if engine not in FORMATS:
+    if engine not in MODULES:
         raise BadOption(f"unknown engine {engine!r}; there are {', '.join(sorted(MODULES))}")
-    return FORMATS[engine](quant_type)
+    if engine in TENSORRT_FAMILY or engine == "fake":
+        numbers = TENSORRT if quant_type == "int8" else TENSORRT_FP8
+        return replace(numbers, shared_scale_ops=frozenset()) if engine == "fake" else numbers
+    if quant_type == "fp8":
+        raise BadOption(f"{engine} has no FP8 kernels: use `quant_type` int8, or another engine")
+    if engine in PROVIDERS:
+        table = PROVIDERS[engine]
+        return table.numbers or numeric_format(table.like, quant_type, machine, cpuinfo)
+    saturates = products_saturate(machine, cpuinfo)
+    if engine == "openvino":
+        return replace(TENSORRT, unsigned=True, reduced_weights=saturates)
+    return NumericFormat(
+        QType.INT8 if lacks_dot_products(machine, cpuinfo) else QType.UINT8,
+        QType.INT8,
+        symmetric=False,
+        reduced_weights=saturates,
+        bias="int32",
+        drop_clamps=True,
+        shared_scale_ops=ONNXRUNTIME_SHARED,
+    )
+
+
+def tensorrt_of(quant_type: QuantType, version: str, is_strongly_typed: bool) -> NumericFormat:
+    """The numbers of a version of TensorRT, which takes all precisions from the graph (strong typing) or not: 8.6 takes
+    no integers as weights, which stay float in front of a Q and a DQ.
+
+    Raises:
+        BadOption: it reads no FP8.
+    """
+    if quant_type == "fp8" and not is_strongly_typed:
+        raise BadOption(f"TensorRT {version} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
+    return replace(numeric_format("tensorrt", quant_type), float_weights=not is_strongly_typed)
 
 
 def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
@@ -52,109 +114,6 @@ def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
     major = version.split(".")[0]
     chooses = engine != "tensorrt-rtx" and major.isdecimal() and int(major) < 10
     return "fp16" if engine in TENSORRT_FAMILY and not chooses else "fp32"
-
-
-def onnxruntime(quant_type: QuantType, machine: str | None = None, cpuinfo: str | None = None) -> NumericFormat:
-    """ONNX Runtime on the CPU: int8 activations on ARM without dot products, else uint8. `machine` and `cpuinfo` are
-    those of `engines.machine`.
-
-    Weights are symmetric; activations have zero points, which cost no time, and with which a pair can replace a Relu.
-    On x86 int8 activations are several times slower. On ARM both are fused into the same operators, QLinearConcat
-    included (seen with 1.31.1 under an emulator), so their kernels decide (platform.cpp, convsym.cpp and qlinearconv.cc
-    of ONNX Runtime; no times were taken on ARM):
-
-    - Without dot products there is one kernel for products, of int8 with int8; uint8 activations are rewritten to int8
-      before each product. Convolutions that are products of matrices (MlasSymmQgemm) read int8 as it lies in memory.
-    - With dot products uint8 has kernels of its own (UDOT), for which weights are rewritten once, on loading. With I8MM
-      it has UMMLA, and int8 convolutions stay with SDOT.
-    - The int8 kernel without dot products adds two products in 16 bits, which -128 as a weight would overflow: `insert`
-      writes none. No other kernel of ARM saturates.
-
-    Raises:
-        BadOption: for FP8.
-    """
-    if quant_type == "fp8":
-        raise BadOption("ONNX Runtime has no FP8 kernels: use `quant_type` int8, or another engine")
-    return NumericFormat(
-        QType.INT8 if lacks_dot_products(machine, cpuinfo) else QType.UINT8,
-        QType.INT8,
-        symmetric=False,
-        reduced_weights=products_saturate(machine, cpuinfo),
-        bias="int32",
-        drop_clamps=True,
-        shared_scale_ops=ONNXRUNTIME_SHARED,
-    )
-
-
-def openvino(quant_type: QuantType) -> NumericFormat:
-    """OpenVINO on the CPU: symmetric on both sides, int8, or uint8 for tensors without negative values.
-
-    Measured with OpenVINO 2026.4 on x86 without VNNI, one thread; times are relative to float:
-
-    - The product of two activations has an integer kernel for symmetric numbers only, and zero points elsewhere cost
-      time. With the pairs of quantize_static, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8, deit_small 1.20
-      and 1.31. VNNI multiplies uint8 with int8, so int8 behind a Relu costs time there (mobilenet_v2: 0.47, not 0.40),
-      and 1.6 dB.
-    - Sums of two products saturate: with weights of 127 they are off by half and more, with weights of 63 exact.
-    - A clamp between a convolution and a pair is fused with both. So neither dropping it nor an int32 bias gains time.
-    - A pair behind a Concat or MaxPool is moved into the kernels in front. With a scale of its own it is rounded twice:
-      squeezenet takes 0.36, and with common scales 0.24 with 4 dB more.
-    - An int8 pair between a Concat and a Conv is rounded to steps of 1 whatever its scale is: 15 dB instead of exact
-      values. A uint8 pair around 128 is exact, and the same kernels run.
-
-    Raises:
-        BadOption: for FP8.
-    """
-    if quant_type == "fp8":
-        raise BadOption("OpenVINO has no FP8 kernels for the CPU: use `quant_type` int8, or another engine")
-    return NumericFormat(
-        QType.INT8,
-        QType.INT8,
-        symmetric=True,
-        unsigned=True,
-        reduced_weights=products_saturate(),
-        shared_scale_ops=MOVED_ACROSS,
-    )
-
-
-def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> NumericFormat:
-    """TensorRT: symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
-
-    Without `explicit_weights` (version 8.6) weights stay float in front of a Q and a DQ: TensorRT 8.6 takes no
-    integers.
-    """
-    if quant_type == "int8":
-        return NumericFormat(
-            QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=MOVED_ACROSS, float_weights=not explicit_weights
-        )
-    return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=MOVED_ACROSS)
-
-
-def tensorrt_of(quant_type: QuantType, version: str, is_strongly_typed: bool) -> NumericFormat:
-    """`tensorrt` of a version, which takes all precisions from the graph (strong typing) or not.
-
-    Raises:
-        BadOption: it reads no FP8.
-    """
-    if quant_type == "fp8" and not is_strongly_typed:
-        raise BadOption(f"TensorRT {version} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
-    return tensorrt(quant_type, explicit_weights=is_strongly_typed)
-
-
-def fake(quant_type: QuantType) -> NumericFormat:
-    """The fake engine: like TensorRT, without operators that keep one scale on both sides."""
-    return replace(tensorrt(quant_type), shared_scale_ops=frozenset())
-
-
-def of_provider(table: Provider, quant_type: QuantType) -> NumericFormat:
-    """An execution provider of ONNX Runtime, by its table.
-
-    Raises:
-        BadOption: for FP8.
-    """
-    if quant_type == "fp8":
-        raise BadOption(f"{table.ep} has no FP8 kernels: use `quant_type` int8, or another engine")
-    return table.numbers or FORMATS[table.like](quant_type)
 
 
 def follow_processor(engine: str) -> bool:
@@ -179,12 +138,6 @@ def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
     return replace(numbers, activation=activation, reduced_weights=True)
 
 
-FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
-    "fake": fake, "onnxruntime": onnxruntime, "openvino": openvino, **dict.fromkeys(TENSORRT_FAMILY, tensorrt),
-    **{name: partial(of_provider, table) for name, table in PROVIDERS.items()},
-})  # fmt: skip
-
-
 PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
@@ -207,8 +160,12 @@ def weight_formats(engine: str, operator: str = "MatMul", *, narrow: bool | None
       (it rounds their scales to bfloat16), and with SME d8 with weights without zero points as well: both are as above
       (qnbitgemm_kernel_neon.cpp and qgemm_kleidiai.cpp of MLAS, not measured).
     """
-    names = WEIGHT_FORMATS.get(engine, {})
-    known = (WeightFormat.named(name) for name in names.get(operator, ()))
+    names: tuple[str, ...] = ()
+    if operator in PRODUCTS:
+        names = PROVIDERS[engine].weights if engine in PROVIDERS else WEIGHT_FORMATS.get(engine, ())
+    elif operator == "Gather" and engine == "onnxruntime":
+        names = ("w8",)
+    known = map(WeightFormat.named, names)
     is_narrow = products_saturate() if narrow is None else narrow
     return tuple(replace(one, bits=7) if one.dynamic and is_narrow else one for one in known)
 
@@ -237,14 +194,13 @@ def checked_weight_format(engine: str, wanted: str, *, narrow: bool | None = Non
     return wanted
 
 
-_ON_CPU = "w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"
-
-WEIGHT_FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
-    "onnxruntime": {**dict.fromkeys(PRODUCTS, tuple(dict.fromkeys(("w4b32a", *_ON_CPU, "d8")))), "Gather": ("w8",)},
-    "openvino": dict.fromkeys(PRODUCTS, _ON_CPU),
-    "tensorrt": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
-    "tensorrt-rtx": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128", "w4b32", "w8")),
-    "trtexec": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
-    **{name: dict.fromkeys(PRODUCTS, table.weights) for name, table in PROVIDERS.items()},
-})  # fmt: skip
-"""Names of weight formats by engine and operator."""
+WEIGHT_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "onnxruntime": ("w4b32a", "w4b32", "w4b128", "w4b128a", "w8", "w8b32", "w8b128", "d8"),
+        "openvino": ("w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"),
+        "tensorrt": ("w4b64", "w4b128"),
+        "tensorrt-rtx": ("w4b64", "w4b128", "w4b32", "w8"),
+        "trtexec": ("w4b64", "w4b128"),
+    }
+)
+"""Names of weight formats of products, by engine."""

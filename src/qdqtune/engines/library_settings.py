@@ -1,18 +1,18 @@
-"""What engines tell the vendors' libraries, in the words of these: for the engines, and for programs that deploy.
-
-And which options of an engine are taken from a file that may come from elsewhere.
+"""The options of ONNX Runtime and OpenVINO, readable without these libraries; what engines tell vendors' libraries, in
+the words of these, for the engines and for programs that deploy; and which options a file from elsewhere may set.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal
-from qdqtune.engines.providers import OF_EP, PROVIDERS, Provider
+from qdqtune.engines.providers import OF_EP, PLAIN_VALUE, PROVIDERS, Provider
+from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
 
@@ -21,6 +21,51 @@ BETTER_DEFAULTS = 11
 
 QUICK = ("--useCudaGraph", "--useSpinWait", "--noDataTransfers")
 """Flags of trtexec before that version, by which it times as a program would run."""
+
+
+@dataclass(frozen=True)
+class OnnxRuntimeOptions:
+    """Options of ONNX Runtime.
+
+    Many CPUs take a hundred times as long for numbers below 1.2e-38, and a pair rounds them to zero, so that a
+    quantized model would be faster for this reason alone: `denormals_as_zero` takes that away. It is set for the
+    threads that a session starts; for the thread that makes it, only the first session of a process counts.
+
+    Without `fuse` each operator runs exactly as the file has it: that shows what pairs do to the values, not to the
+    speed. `rewrite` moves pairs, and rounds weights between them.
+    """
+
+    threads: Annotated[int, "CPU threads"] = 1
+    provider: Annotated[str, "execution provider, by ONNX Runtime's name"] = CPU_PROVIDER
+    fuse: Annotated[bool, "fuse operators"] = True
+    fuse_pairs: Annotated[bool, "fuse Q/DQ pairs with operators"] = True
+    denormals_as_zero: Annotated[bool, "take denormal numbers as zero"] = True
+    rewrite: Annotated[bool, "without fuse: let ONNX Runtime rewrite the graph first"] = False
+    provider_options: Annotated[Mapping[str, str] | None, "options of the provider, beside its usual ones"] = None
+    library: Annotated[str, "file of the plug-in that brings the provider, in place of its package's"] = ""
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
+
+
+FLOAT_PRECISIONS = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True)
+class OpenVinoOptions:
+    """Options of OpenVINO."""
+
+    threads: Annotated[int, "CPU threads"] = 1
+    precision: Annotated[str, "of all that carries no Q/DQ pair: f32, f16 or bf16"] = "f32"
+    denormals_as_zero: Annotated[bool, "take denormal numbers as zero"] = True
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
+        if self.precision not in FLOAT_PRECISIONS:
+            known = ", ".join(FLOAT_PRECISIONS)
+            raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {known}")
 
 
 def session_settings(threads: int) -> dict[str, Any]:
@@ -124,9 +169,9 @@ def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
     spec = normal(spec)
     provider = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else spec.options.get("provider")
     table, given = OF_EP.get(str(provider)), spec.options.get("provider_options")
-    patterns = {} if table is None else table.plain
+    known = frozenset[str]() if table is None else table.plain
     own = given if isinstance(given, Mapping) else {}
-    kept = {n: value for n, value in own.items() if n in patterns and re.fullmatch(patterns[n], str(value))}
+    kept = {name: value for name, value in own.items() if name in known and PLAIN_VALUE.fullmatch(str(value))}
     options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}
     if "provider_options" in options:
         options["provider_options"] = kept

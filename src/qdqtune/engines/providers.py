@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,8 +18,8 @@ DOCUMENTS = "https://onnxruntime.ai/docs/execution-providers"
 SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 """Numbers that every provider computes with, if only after it has made floats of them."""
 
-SWITCH, NUMBER = "[01]", "[0-9]+"
-"""Patterns of values of plain options."""
+PLAIN_VALUE = re.compile("[A-Za-z0-9_:,.]+")
+"""Values of plain options: no path leads out of a folder without a slash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class Provider:
     plugin: the Python module of its plug-in package, whose `get_library_path` names the library; "" if it is built into
         ONNX Runtime. The engine's option `library` names another library.
     options: its own options by default.
-    plain: its own options that name no file, library or address in memory, each with a pattern of its values: only
-        these are taken from folders that may come from elsewhere.
+    plain: its own options that name no file, library or address in memory: only these are taken from folders that may
+        come from elsewhere.
     is_gpu: whether each worker needs a GPU of its own.
     memory: what ONNX Runtime calls the memory of its device; by default that of the CPU.
     precision: the usual precision of what stays in float.
@@ -62,7 +63,7 @@ class Provider:
     weights: tuple[str, ...] = ()
     plugin: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
-    plain: Mapping[str, str] = field(default_factory=dict)
+    plain: frozenset[str] = frozenset()
     is_gpu: bool = False
     memory: str = "cpu"
     precision: Literal["fp32", "fp16"] = "fp32"
@@ -88,12 +89,11 @@ CUDA = Provider(
     memory="cuda",
     precision="fp16",
     recording="enable_cuda_graph",
-    plain={
-        **dict.fromkeys(("enable_cuda_graph", "use_tf32", "prefer_nhwc", "cudnn_conv_use_max_workspace"), SWITCH),
-        **dict.fromkeys(("device_id", "gpu_mem_limit", "sdpa_kernel"), NUMBER),
-        "cudnn_conv_algo_search": "[A-Z]+",
-    },
-)
+    plain=frozenset({
+        "enable_cuda_graph", "use_tf32", "prefer_nhwc", "cudnn_conv_use_max_workspace", "device_id", "gpu_mem_limit",
+        "sdpa_kernel", "cudnn_conv_algo_search",
+    }),
+)  # fmt: skip
 """CUDA: NVIDIA's GPUs, a kernel for each node. Tried with onnxruntime-gpu 1.31.1 on an H200."""
 
 ORT_OPENVINO = Provider(
@@ -104,12 +104,16 @@ ORT_OPENVINO = Provider(
     like="openvino",
     notes="numbers of the engine openvino",
     options={"device_type": "CPU"},
-    plain={
-        "device_type": "[A-Z0-9:,.]+",
-        "precision": "[A-Z0-9]+",
-        **dict.fromkeys(("num_of_threads", "num_streams"), NUMBER),
-        **dict.fromkeys(("disable_dynamic_shapes", "enable_qdq_optimizer"), "[A-Za-z]+"),
-    },
+    plain=frozenset(
+        {
+            "device_type",
+            "precision",
+            "num_of_threads",
+            "num_streams",
+            "disable_dynamic_shapes",
+            "enable_qdq_optimizer",
+        }
+    ),
     threads_option="num_of_threads",
     compiles=True,
 )
@@ -135,13 +139,19 @@ QNN = Provider(
     notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes; int4 weights run, not offered",
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
-    plain={
-        "backend_type": "htp|cpu|gpu",
-        **dict.fromkeys(("soc_model", "htp_arch", "vtcm_mb", "device_id"), NUMBER),
-        **dict.fromkeys(("enable_htp_fp16_precision", "offload_graph_io_quantization"), SWITCH),
-        "htp_graph_finalization_optimization_mode": NUMBER,
-        "htp_performance_mode": "[a-z_]+",
-    },
+    plain=frozenset(
+        {
+            "backend_type",
+            "soc_model",
+            "htp_arch",
+            "vtcm_mb",
+            "device_id",
+            "enable_htp_fp16_precision",
+            "offload_graph_io_quantization",
+            "htp_graph_finalization_optimization_mode",
+            "htp_performance_mode",
+        }
+    ),
     has_fixed_sizes=True,
     compiles=True,
     simulated_on=("x86_64", "AMD64"),

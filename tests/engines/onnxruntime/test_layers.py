@@ -16,10 +16,10 @@ from models import feeds, ranges
 from qdqtune.engines import CPU_PROVIDER, MERGED, EngineSpec, open_engine
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.library_settings import OnnxRuntimeOptions
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.onnxruntime.engine import OnnxRuntime
 from qdqtune.engines.onnxruntime.layers import assigned_layers, elsewhere, own_words
-from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load

@@ -21,10 +21,9 @@ from onnxruntime import InferenceSession as Session
 
 from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
-from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, provider_options, session_settings
+from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptions, provider_options, session_settings
 from qdqtune.engines.machine import instruction_sets, is_simulated, processor_name, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.engines.onnxruntime.options import OnnxRuntimeOptions
 from qdqtune.engines.providers import OF_EP, SYMMETRIC, Provider
 from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
@@ -154,10 +153,8 @@ class OnnxRuntime:
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Those of `formats`; on a provider without a table symmetric int8, which all of them run."""
-        if self.table is not None:
-            return formats.of_provider(self.table, quant_type)
-        numbers = formats.onnxruntime(quant_type)
-        return numbers if self._options.provider == CPU_PROVIDER else SYMMETRIC
+        numbers = formats.numeric_format("onnxruntime" if self.table is None else self.table.name, quant_type)
+        return SYMMETRIC if self.table is None and self._options.provider != CPU_PROVIDER else numbers
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
         """Build a model: load it into a session."""

@@ -11,9 +11,8 @@ import numpy as np
 
 from qdqtune.engines import formats, machine, output_to, translated
 from qdqtune.engines.coverage import read_model
-from qdqtune.engines.library_settings import openvino_configuration
+from qdqtune.engines.library_settings import OpenVinoOptions, openvino_configuration
 from qdqtune.engines.openvino import layers as openvino_layers
-from qdqtune.engines.openvino.options import OpenVinoOptions
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
@@ -64,7 +63,7 @@ class OpenVino:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        return formats.openvino(quant_type)
+        return formats.numeric_format("openvino", quant_type)
 
     def build(self, model: Path, log: Path) -> OpenVinoModel:
         """Compile a model."""
