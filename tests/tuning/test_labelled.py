@@ -17,6 +17,7 @@ from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.label_metrics import Score, loss_high
+from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
@@ -156,7 +157,6 @@ class TestWhatCannotBe:
             ({"labels": "nowhere.npy"}, BadData, r"labels .*nowhere.npy not found"),
             ({"labels": "labels.npy", "evaluate": "m:f"}, BadOption, "`evaluate` is a metric of its own"),
             ({"labels": "labels.npy", "metric": "cosine"}, BadOption, "`metric` cosine reads vectors"),
-            ({"labels": "from_one.npy"}, BadOption, "label 8 is no class of output y, which has 8: count classes from"),
             ({"metric": "cosine", "calibration_data": None}, BadOption, "`metric` cosine needs samples"),
             ({"labels": "labels.npy", "metric": "top1:z"}, BadOption, "`metric` top1:z names no output: there are y"),
             ({"labels": "labels.npy", "metric": "top1:"}, BadOption, "`metric` top1: names no output: there are y"),
@@ -171,13 +171,23 @@ class TestWhatCannotBe:
             tune(settings(model, builds=10, **changes))
         assert "\n" not in str(told.value)
 
-    def test_labels_that_fit_no_output_are_refused_before_the_model_is_measured(self, model: Path, monkeypatch) -> None:
-        monkeypatch.setattr("qdqtune.numerics.metrics.Tally", None)
+    @pytest.mark.parametrize("command", [tune, estimate])
+    @pytest.mark.parametrize(
+        ("file", "metric", "message"),
+        [
+            ("labels.npy", "cosine", "`metric` cosine reads vectors"),
+            ("from_one.npy", "auto", "label 8 is no class of output y, which has 8: count classes from"),
+        ],
+    )
+    def test_labels_that_fit_no_output_are_refused_before_the_model_is_measured(
+        self, model: Path, data, command, file, metric, message
+    ) -> None:
+        np.save(model.parent / "from_one.npy", data[1] + 1)
         stages = list[str]()
         log = Log()
         log.stage = stages.append
-        with pytest.raises(BadOption, match="`metric` cosine reads vectors"):
-            tune(settings(model, labels=model.parent / "labels.npy", metric="cosine", builds=10), log)
+        with pytest.raises(BadOption, match=message):
+            command(settings(model, labels=model.parent / file, metric=metric, builds=10), log)
         assert stages == [f"reading {model.name}"]
 
 

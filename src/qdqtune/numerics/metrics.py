@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx.helper import tensor_dtype_to_np_dtype
 
 from qdqtune import options
 from qdqtune.calibration.inputs import InputSpec, input_specs
+from qdqtune.calibration.observe import outputs_on
 from qdqtune.calibration.samples import LABELS, Samples, open_samples, read_arrays
 from qdqtune.calibration.user_code import BudgetEnded, call_in_thread, import_callable, user_errors
 from qdqtune.engines.execution import CHECK_SECONDS, Execution
@@ -371,22 +371,12 @@ def open_labelled(
     first = samples.first(1)[0]
     count = sum(1 for _ in samples)
     rows = paired(found, count, first, samples.origin)
-    _check_shapes(asked, model, rows[0], output)
+    outputs = next(outputs_on(model, [first], execution=execution))  # before the work of a run begins
+    chosen_metric, of = chosen(asked, outputs, rows[0], output)
+    for labels_of_sample in rows:
+        check_classes(chosen_metric, of, outputs[of], labels_of_sample)
     content = (part for label in found for part in (str(label.shape), str(label.dtype), label.tobytes().hex()))
     return Labelled(f"{name} on {labels}", _digest(name, samples.digest, *content), asked, samples, rows, output)
-
-
-def _check_shapes(asked: Asked, shaped: Model, right: Array, only: str | None) -> None:
-    """Refuse labels of a sample that fit no output, before the model runs; not where a shape is unknown. An output is
-    taken to have as many rows as the labels: its first size may be that of another batch."""
-    infos = {name: shaped.tensors.get(name) for name in (shaped.outputs if only is None else [only])}
-    outputs = dict[str, Array]()
-    for name, info in infos.items():
-        if info is not None and info.sizes is not None and info.dtype:
-            kind = np.float32 if info.is_float else tensor_dtype_to_np_dtype(info.dtype)
-            outputs[name] = np.zeros((*right.shape[:1], *info.sizes[1:]), kind)
-    if len(outputs) == len(infos):
-        chosen(asked, outputs, right, only)
 
 
 def _digest(*parts: str) -> str:

@@ -22,6 +22,7 @@ from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.rewritten import most_builds
+from qdqtune.tuning.run import labelled_metric, user_function
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_journal
 from qdqtune.tuning.subject import PAIRED, open_subject
@@ -57,9 +58,11 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
     execution, _ = on_device(settings.on, execution)
+    user_function(settings, execution)
     with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
+        labelled_metric(settings, subject, execution)
         if settings.state.exists() and not settings.restart:
             read_journal(settings.state)  # as a run does at this point: it may be damaged
         runner.feed(at_each(subject.mix, settings.thread_counts))

@@ -153,7 +153,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             folder.mkdir()
         constants = stack.enter_context(ConstantFile(folder / CONSTANTS))
         execution = replace(execution, constants=constants)
-        evaluation: Metric | None = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
+        evaluation = user_function(settings, execution)
         runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, execution))
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
@@ -161,11 +161,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
         asked_outputs(settings.scores, subject.shaped.outputs)  # refuses other names before the work begins
-        if settings.is_labelled:
-            where = settings.calibration_data, subject.shaped, execution
-            how: Any = {"limit": settings.calibration_samples, "fixed": settings.fix_inputs}
-            how["folders"] = (settings.model.parent,)
-            evaluation = open_labelled(settings.label_file, settings.metric, *where, **how)
+        evaluation = evaluation or labelled_metric(settings, subject, execution)
         fingerprint = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, fingerprint, restart=settings.restart, given=given))
         yield Ready(
@@ -181,6 +177,27 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             constants=constants,
             others=tuple(others),
         )
+
+
+def user_function(settings: Settings, execution: Execution) -> Metric | None:
+    """The function of `evaluate`; None without one."""
+    return None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
+
+
+def labelled_metric(settings: Settings, subject: Subject, execution: Execution) -> Metric | None:
+    """The metric of `labels` or `metric`, which fit the outputs of the float model; None without them."""
+    if not settings.is_labelled:
+        return None
+    return open_labelled(
+        settings.label_file,
+        settings.metric,
+        settings.calibration_data,
+        subject.shaped,
+        execution,
+        limit=settings.calibration_samples,
+        fixed=settings.fix_inputs,
+        folders=(settings.model.parent,),
+    )
 
 
 @contextmanager

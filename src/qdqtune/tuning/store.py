@@ -393,8 +393,9 @@ def _encoded(value: Any) -> object:
 
 
 def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    """Refuse a fingerprint that differs from that of the file, and name the first difference."""
-    for names, was, now in _differences(old, new, ()):
+    """Refuse a fingerprint that differs from that of the file, and name the first difference: the model's, if it is
+    another."""
+    for names, was, now in sorted(_differences(old, new, ()), key=lambda difference: difference[0] != ("model",)):
         words = " ".join(names).replace("_", " ").split()
         label = " ".join(dict.fromkeys(words))  # "engine engine" becomes "engine"
         made = f"with {label} {_shown(was)}, now it is {_shown(now)}"
