@@ -35,8 +35,8 @@ def call(*arguments: object) -> tuple[int, list[str]]:
 
 def on_disks(model: Path, disk: Path) -> None:
     """In a name space of its own: what happens on disks of several sizes."""
-    data = ["--calibration-data", model.with_suffix(".npz"), *PLAIN]
-    tuning = ["tune", model, *FAKE, *data, "--builds", "5", "-o"]
+    data = ["--calibration-data", model.with_suffix(".npz"), *PLAIN.split()]
+    tuning = ["tune", model, *FAKE.split(), *data, "--builds", "5", "-o"]
     assert call(*tuning, model.parent / "whole")[0] == 0
     expected = [(model.parent / "whole" / name).read_bytes() for name in SHIPPED]
     failures = []

@@ -4,17 +4,21 @@
 `--fuzz-from` says where to begin.
 """
 
+import json
 import multiprocessing
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import onnx
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mutations
+from qdqtune.tuning.store import line_of
 
 CASES = 12
 """Cases in every run of the tests: always the same."""
@@ -39,15 +43,56 @@ def cases(request: pytest.FixtureRequest) -> range:
 
 @settings(max_examples=CASES, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32 - 1))
-@example(seed=0)
-@example(seed=7400493)  # what long runs have found: a model without nodes, which takes no time,
-@example(seed=7401040)  # a list of types by which a product is a scalar,
-@example(seed=81212077)  # a run that has measured pairs which the model does not have
 def test_any_file_ends_in_one_line_and_changes_nothing(base: Path, seed: int) -> None:
     with TemporaryDirectory() as folder:
-        (Path(folder) / "case").mkdir()
-        made, wrong = mutations.run(seed, base, Path(folder) / "case")
-        assert not wrong, f"{made}: {wrong}"
+        own = Path(folder) / "case"
+        own.mkdir()
+        case = mutations.case(seed, base, own)
+        wrong = mutations.judged(case, base, own)
+        assert not wrong, f"{case}: {wrong}"
+
+
+def without_nodes(model: onnx.ModelProto) -> None:
+    del model.graph.node[:]
+    model.graph.output[0].CopyFrom(model.graph.input[0])
+
+
+def with_a_scalar(model: onnx.ModelProto) -> None:
+    product = next(node for node in model.graph.node if node.op_type == "MatMul")
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info(product.output[0], 1, []))
+
+
+@pytest.mark.parametrize(
+    ("change", "command"),
+    [
+        (without_nodes, "compare {float} {file} --engine fake --calibration-data {data}"),
+        (with_a_scalar, "debug {file} {base}/mixed_quantized.onnx --calibration-data {data}"),
+    ],
+)
+def test_models_that_long_runs_have_found(
+    base: Path, tmp_path: Path, change: Callable[[onnx.ModelProto], None], command: str
+) -> None:
+    """One takes no time, and the types that the other lists are wrong."""
+    (tmp_path / "case").mkdir()
+    case = mutations.Case(command, tmp_path / "case" / "mixed.onnx", change.__name__)
+    model = onnx.load(base / "mixed.onnx")
+    change(model)
+    onnx.save(model, case.path)
+    assert not mutations.judged(case, base, tmp_path / "case")
+
+
+def test_a_run_that_has_measured_pairs_which_the_model_does_not_have(base: Path, tmp_path: Path) -> None:
+    own = tmp_path / "case"
+    shutil.copytree(base / "front", own / mutations.OUT)
+    state = own / mutations.OUT / "autotuner_state.yaml"
+    rows = [json.loads(line) for line in state.read_text().splitlines()]
+    trial = next(row for row in rows if str(row["key"]).startswith("trial:"))
+    trial["value"]["placement"]["edges"] = [["nothing", "nowhere", 0]]
+    for row in rows:
+        del row["crc"]
+    state.write_bytes(b"".join(map(line_of, rows)))
+    case = mutations.Case(f"{mutations.TUNE} {mutations.RUNS['front']} -o {{out}}", state, "edges")
+    assert not mutations.judged(case, base, own)
 
 
 def outcomes(seeds: range, base: Path, folder: Path) -> Iterator[tuple[int, list[str]]]:
