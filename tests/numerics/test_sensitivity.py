@@ -12,7 +12,7 @@ from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Model
 from qdqtune.numerics import sensitivity
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.numerics.sensitivity import UNBOUNDED_NOISE, Block, halved, quantized_weights, sensitivities
+from qdqtune.numerics.sensitivity import UNBOUNDED_NOISE, Block, halved, sensitivities
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -88,7 +88,7 @@ def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> No
     model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)}, 21)
     edge, weight_format = Edge("w", "product", 1), WeightFormat(4, 32)
     known = noise_of(model, Placement.of((), {edge: weight_format}.items()), PLAIN)
-    found = sensitivities(model, quantized_weights(model, {edge: weight_format}), feeds(model))
+    found = sensitivities(model, {edge: weight_format}, feeds(model))
     assert found["w"] == pytest.approx(known, rel=0.1)
 
 
@@ -96,8 +96,7 @@ def test_dynamic_quantization_rounds_the_weight_and_the_activation() -> None:
     model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)})
     edge, dynamic = Edge("w", "product", 1), DYNAMIC
     known = noise_of(model, Placement.of((), {edge: dynamic}.items()), PLAIN)
-    alone = quantized_weights(model, {edge: dynamic}) | {Edge("x", "product", 0): None}
-    found = sensitivities(model, alone, feeds(model))
+    found = sensitivities(model, {edge: dynamic, Edge("x", "product", 0): None}, feeds(model))
     assert min(found["w"], found["x"]) > 0.1 * known
     assert found["w"] + found["x"] == pytest.approx(known, rel=0.3)  # errors of both are independent
 

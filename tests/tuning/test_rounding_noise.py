@@ -11,7 +11,6 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format
-from qdqtune.numerics.sensitivity import quantized_weights
 from qdqtune.tuning import rounding_noise
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
@@ -43,7 +42,7 @@ def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
         runner=SimpleNamespace(memory=None),
         **{"observer": Silent(), "others": (), "execution": EXECUTION},
     )
-    weights = quantized_weights(MODEL, dict.fromkeys(SHARES, W8))
+    weights = dict.fromkeys(SHARES, W8)
     caveat = Caveat()
     assert rounding_noise._Alone(cast(Run, run), 0.0, 0.5).measured("storing weights", weights, caveat)
     assert caveat == Caveat(is_hurried=is_cut_short)

@@ -10,11 +10,9 @@ import heapq
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
@@ -32,17 +30,6 @@ from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, 
 from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
 from qdqtune.types import Accuracy, Deaf, Edge, Listener, NumericFormat, QType, Sample, WeightFormat
 
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """A weight in a weight format: its `parts` by name, as `WeightOnlyWriter.parts` gives them, in blocks of `block`
-    inputs (None: one scale a channel). `turned`: its reader takes it transposed."""
-
-    parts: Mapping[str, Constant]
-    block: int | None
-    turned: bool
-
-
 MEASUREMENTS = 256
 """The most blocks that are measured, whatever the size of the model. Chosen, not measured."""
 
@@ -54,7 +41,7 @@ CONSIDERED = 0.1
 """Share of the inferences that may be spent on finding the noisiest samples, on which blocks are then measured: the
 noise of all samples together is mostly that of the noisiest. Chosen, not measured."""
 
-How = Quantization | QuantizedWeight | None
+How = Quantization | WeightFormat | None
 """How a tensor is rounded: with fixed scales, as a weight in a weight format, or (None) to uint8 with the scale of its
 own values, as DynamicQuantizeLinear finds it at run time."""
 
@@ -95,7 +82,7 @@ def sensitivities(
     """
     if not pairs:
         return {}
-    if any(isinstance(how, QuantizedWeight) or (how and how.qtype is QType.UINT16) for how in pairs.values()):
+    if any(isinstance(how, WeightFormat) or (how and how.qtype is QType.UINT16) for how in pairs.values()):
         model = with_opset(model, BLOCK_OPSET)
     roundings = _roundings(model, pairs)
     count, listener = len(roundings), listener or Deaf()
@@ -185,9 +172,7 @@ def halved(
 # ---- roundings
 
 
-def quantization(
-    model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge, *, wide: bool = False
-) -> Quantization:
+def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge, *, wide: bool) -> Quantization:
     """The quantization of an edge by its own range, if `wide` in 16 bits; in `placement.quantizations` some tensors
     share a scale."""
     constant = model.constants.get(edge.tensor)
@@ -201,17 +186,6 @@ def quantization(
         return scales.of_weight(values.astype(np.float32), role.axis, numbers, ranges.weights.get(edge.tensor))
     own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
     return scales.of_range(ranges.activations.get(edge.tensor, own), numbers)
-
-
-def quantized_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat]) -> dict[Edge, QuantizedWeight]:
-    """By edge, the weight as candidates have it in its weight format."""
-    writer, found = WeightOnlyWriter(model), {}
-    for edge, weight_format in weight_formats.items():
-        weight = weight_at(model, edge)
-        assert weight is not None  # only weights have weight formats
-        turned = weight.transposed != (edge.tensor in model.producers)
-        found[edge] = QuantizedWeight(writer.parts(weight, weight_format), weight_format.block, turned)
-    return found
 
 
 def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
@@ -231,14 +205,19 @@ def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
 def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: How) -> Rounding:
     """Nodes that round a tensor as a candidate does, where a large weight comes as integers, too."""
     if how is None:
-        parts = ["integers", "scale", "zero_point"]
-        both = (
-            helper.make_node("DynamicQuantizeLinear", [""], parts),
-            helper.make_node("DequantizeLinear", parts, ["floats"]),
-        )
-        return Rounding(tensor, tensor, edges, both, {})
-    if isinstance(how, QuantizedWeight):
-        return Rounding(tensor, tensor, edges, tuple(_from_integers(how)), how.parts)
+        results = ["integers", "scale", "zero_point"]
+        dynamic = helper.make_node("DynamicQuantizeLinear", [""], results)
+        return Rounding(tensor, tensor, edges, (dynamic, helper.make_node("DequantizeLinear", results, ["floats"])), {})
+    if isinstance(how, WeightFormat):
+        weight = weight_at(model, edges[0])
+        assert weight is not None  # only weights have weight formats
+        parts = WeightOnlyWriter(model).parts(weight, how)
+        back = helper.make_node("DequantizeLinear", list(parts), [""], axis=1 if how.block is None else 0)
+        if how.block is not None:
+            back.attribute.append(helper.make_attribute("block_size", how.block))
+        is_turned = weight.transposed != (tensor in model.producers)
+        turn = [helper.make_node("Transpose", [""], [""], perm=[1, 0])] if is_turned else []
+        return Rounding(tensor, tensor, edges, (back, *turn), parts)
     zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
     constants = {"scale": Constant.of(how.scale), "zero_point": Constant.of(zeros)}
     constant, dtype = model.large.get(tensor), model.tensors[tensor].dtype
@@ -251,13 +230,3 @@ def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: How) -> R
         ends = (helper.make_node("Cast", [""], [""], to=to) for to in (TensorProto.FLOAT, dtype))
         nodes = [next(ends), *nodes, next(ends)]
     return Rounding(tensor, tensor, edges, tuple(nodes), constants)
-
-
-def _from_integers(weight: QuantizedWeight) -> list[onnx.NodeProto]:
-    """Nodes that make floats of a weight's integers."""
-    nodes = [helper.make_node("DequantizeLinear", list(weight.parts), [""], axis=1 if weight.block is None else 0)]
-    if weight.block is not None:
-        nodes[0].attribute.append(helper.make_attribute("block_size", weight.block))
-    if weight.turned:
-        nodes.append(helper.make_node("Transpose", [""], [""], perm=[1, 0]))
-    return nodes

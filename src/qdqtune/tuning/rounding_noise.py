@@ -18,7 +18,7 @@ from qdqtune.calibration.rounding import rounded_weight
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.model import Model
-from qdqtune.numerics.sensitivity import How, quantization, quantized_weights, sensitivities
+from qdqtune.numerics.sensitivity import How, quantization, sensitivities
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.tuning.observer import SEARCHING
@@ -224,8 +224,7 @@ class _Alone:
             is_dynamic = any(s.dynamic for shares in run.format_shares.values() for s in shares)
             part = replace(self, share=self.share / 2) if is_dynamic else self
             of_activation = part.activations(caveat) if is_dynamic else {}
-            what = "storing each weight in fewer bits"
-            alone = part.measured(what, quantized_weights(model, coarsest), caveat)
+            alone = part.measured("storing each weight in fewer bits", coarsest, caveat)
             shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
             rows = []
             for edge, weight_formats in run.format_shares.items():
