@@ -60,23 +60,36 @@ def test_a_result_explains_itself(tuned: qdqtune.Result) -> None:
     assert isinstance(one.rows[0], qdqtune.Explanation)
 
 
-def test_the_same_call_goes_on_where_it_was_also_from_memory(tuned: qdqtune.Result) -> None:
-    heard: list[bool] = []
+class Listening(qdqtune.Observer):
+    """Whether each trial came from the state file."""
 
-    class Listening(qdqtune.Observer):
-        def trial(self, trial: Trial, outcome: str, state: State) -> None:
-            heard.append(state.replayed)
+    def __init__(self) -> None:
+        self.replayed: list[bool] = []
 
-    with in_process():
-        again = qdqtune.tune(
-            onnx.load(tuned.baseline),
-            observer=Listening(),
-            calibration_data=feeds(mixed(), 3),
-            output_dir=tuned.folder,
-            **SHORT,
-        )
-    assert heard == [True] * 3
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        self.replayed.append(state.replayed)
+
+
+class Old:
+    """An observer that lacks what it does not care for."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+
+@pytest.mark.parametrize("observer", [Listening(), Old()])
+def test_the_same_call_goes_on_where_it_was_and_prints_nothing(tuned, observer, caplog, capfd):
+    given = {"calibration_data": feeds(mixed(), 3), "output_dir": tuned.folder, **SHORT}
+    with in_process(), caplog.at_level(logging.INFO, "qdqtune"):
+        again = qdqtune.tune(onnx.load(tuned.baseline), observer=observer, **given)
     assert again.placement == tuned.placement
+    assert capfd.readouterr() == ("", "")
+    assert "searching" in caplog.messages
+    assert any("from the state file" in line for line in caplog.messages)
+    assert observer.replayed == [True] * 3 if isinstance(observer, Listening) else "searching" in observer.stages
 
 
 def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tmp_path: Path) -> None:
@@ -92,6 +105,8 @@ def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tm
             proto, placement=tuned.placement_file, output=tmp_path / "a.onnx", calibration_data=feeds(mixed(), 3)
         )
         seen = qdqtune.inspect(proto)
+        built = qdqtune.build(tuned.baseline, output=tmp_path / "built.onnx", threads=1)
+    assert built.files == (tmp_path / "built.onnx",)
     assert done.output == tmp_path / "q.onnx"
     assert not any(edge.node == "head" for edge in done.placed.placement)
     assert pair.ratio is not None
@@ -103,17 +118,10 @@ def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tm
     assert checked.measured
     assert applied.placement == tuned.placement
     assert seen.to_dict()["nodes"] == 8
-    for result in (done, pair, ran, checked, applied, seen):
+    for result in (done, pair, ran, checked, applied, seen, built):
         assert repr(result).startswith(f"<{type(result).__name__}: ")
         assert "<table>" in result._repr_html_() or not result.table().rows
         json.dumps(result.to_dict())
-
-
-def test_build_saves_what_the_engine_makes(tuned: qdqtune.Result, tmp_path: Path) -> None:
-    with in_process():
-        made = qdqtune.build(tuned.baseline, output=tmp_path / "built.onnx", threads=1)
-    assert made.files == (tmp_path / "built.onnx",)
-    assert "MB" in repr(made)
 
 
 def test_settings_go_on_to_work(model: Path, workers: object) -> None:
@@ -170,12 +178,7 @@ def test_a_metric_of_the_callers_decides(tuned: qdqtune.Result) -> None:
     assert asked
 
 
-def test_nothing_is_printed_and_the_log_has_the_lines(tuned, caplog, capfd):
-    with in_process(), caplog.at_level(logging.INFO, "qdqtune"):
-        qdqtune.tune(onnx.load(tuned.baseline), calibration_data=feeds(mixed(), 3), output_dir=tuned.folder, **SHORT)
-    assert capfd.readouterr() == ("", "")
-    assert "searching" in caplog.messages
-    assert any("from the state file" in line for line in caplog.messages)
+def test_progress_is_printed_where_it_is_asked_for(tuned, capfd):
     with in_process():
         qdqtune.quantize(tuned.baseline, output=tuned.folder.parent / "p.onnx", progress=True)
     assert "comparing with the float model" in capfd.readouterr().err
@@ -193,15 +196,10 @@ def test_another_thread_ends_a_call_and_what_was_measured_is_kept(model: Path) -
         qdqtune.tune(model, observer=Impatient(), cancel=cancel, **given)
     with pytest.raises(qdqtune.Cancelled):
         qdqtune.tune(model, cancel=cancel, **given)
-    replayed: list[bool] = []
-
-    class Listening(qdqtune.Observer):
-        def trial(self, trial: Trial, outcome: str, state: State) -> None:
-            replayed.append(state.replayed)
-
+    observer = Listening()
     with in_process():
-        assert qdqtune.tune(model, observer=Listening(), **given).improved
-    assert replayed == [True, True, True]  # they raced together, and were measured when the first was told
+        assert qdqtune.tune(model, observer=observer, **given).improved
+    assert observer.replayed == [True] * 3  # they raced together, and were measured when the first was told
 
 
 def test_a_wait_for_the_engine_ends_when_it_is_cancelled(model: Path) -> None:
@@ -210,21 +208,3 @@ def test_a_wait_for_the_engine_ends_when_it_is_cancelled(model: Path) -> None:
     hanging = qdqtune.EngineSpec("fake", {"build_seconds": 600.0})  # whose builds take longer than anybody waits
     with pytest.raises(qdqtune.Cancelled):
         qdqtune.layers(model, engine=hanging, cancel=cancel)
-
-
-def test_an_observer_may_lack_what_it_does_not_care_for(tuned: qdqtune.Result) -> None:
-    stages: list[str] = []
-
-    class Old:
-        def stage(self, text: str) -> None:
-            stages.append(text)
-
-    with in_process():
-        qdqtune.tune(
-            onnx.load(tuned.baseline),
-            observer=Old(),  # type: ignore[arg-type]
-            calibration_data=feeds(mixed(), 3),
-            output_dir=tuned.folder,
-            **SHORT,
-        )
-    assert "searching" in stages

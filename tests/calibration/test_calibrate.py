@@ -43,7 +43,7 @@ def test_candidates_are_the_float_tensors_that_have_readers() -> None:
 def test_min_and_max_are_those_of_numpy_over_all_samples(make: Any) -> None:
     net = make()
     samples = feeds(net, 5)
-    found = calibrate(net, iter(samples)).activations
+    found = calibrate(net, samples).activations
     values = activations(net, samples)
     assert set(found) == set(candidate_tensors(net))
     for tensor, own in found.items():

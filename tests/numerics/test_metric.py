@@ -88,10 +88,9 @@ def test_errors_of_the_function_are_one_line(metric, loaded, body, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_metric_that_is_not_finite_fails_the_model(metric: Metric, loaded: tuple[Runner, Handle], value: str) -> None:
-    with pytest.raises(EngineRefused, match=value):
-        evaluate(load_evaluation(metric(f"return float('{value}')"), EXECUTION), *loaded)
+def test_a_metric_that_is_not_finite_fails_the_model(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+    with pytest.raises(EngineRefused, match="inf"):
+        evaluate(load_evaluation(metric("return float('inf')"), EXECUTION), *loaded)
 
 
 @pytest.mark.parametrize(
@@ -103,28 +102,23 @@ def test_what_the_engine_refuses_fails_the_model_and_not_the_function(metric, lo
         evaluate(load_evaluation(metric(body), EXECUTION), *loaded)
 
 
-# The loop has an end, so that it does not outlive the tests.
-HANGS = (
-    "import threading; threading.Event().wait()",
-    "import time; begun = time.monotonic()\n    while time.monotonic() < begun + 2: pass",
-)
+HANGS = "import threading; threading.Event().wait()"
 
 
-@pytest.mark.parametrize("body", HANGS)
-def test_a_metric_that_hangs_is_given_up(metric: Metric, loaded: tuple[Runner, Handle], body: str) -> None:
+def test_a_metric_that_hangs_is_given_up(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
     asks = "predict({'x': np.zeros((2, 4), np.float32)})"
     with pytest.raises(TooSlow, match=r"`evaluate` .*metric.py:score took longer than 0.05 s: `time_limit` gives it"):
-        evaluate(load_evaluation(metric(f"{asks}\n    {body}"), Execution(0.05)), *loaded)
+        evaluate(load_evaluation(metric(f"{asks}\n    {HANGS}"), Execution(0.05)), *loaded)
 
 
 def test_a_metric_that_imports_for_ever_is_given_up(tmp_path: Path) -> None:
-    (tmp_path / "metric.py").write_text(HANGS[0])
+    (tmp_path / "metric.py").write_text(HANGS)
     with pytest.raises(TooSlow, match=r"the import of .*metric.py:score took longer than 0.05 s"):
         load_evaluation(f"{tmp_path / 'metric.py'}:score", Execution(0.05))
 
 
 def test_a_metric_that_outlasts_the_time_budget_has_no_value(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
-    evaluation = load_evaluation(metric(HANGS[0]), Execution(60.0, time.monotonic()))
+    evaluation = load_evaluation(metric(HANGS), Execution(60.0, time.monotonic()))
     found = refusal(lambda: evaluate(evaluation, *loaded))
     assert found.is_transient  # with more time it is asked again
     assert "`time_budget` has ended during `evaluate`" in found.reason

@@ -1,7 +1,6 @@
-"""Ranges of all candidate tensors in one pass over the samples, in memory that does not grow with their number.
+"""Ranges of all candidate tensors, in memory that does not grow with the number of samples.
 
-Minimum and maximum are reduced inside the graph. The other methods count each tensor's values in a histogram and take
-the range from it, so that no values are stored.
+Each tensor's values are counted in a histogram, from which its range is taken, so that no values are stored.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.observe import observe, outputs_on, with_outputs
+from qdqtune.calibration.observe import observe
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
@@ -47,17 +44,22 @@ class Histogram:
         self._low, self._high = np.inf, -np.inf
         self._broken = False
 
+    def extend(self, values: Array) -> None:
+        """Take the range of some values, and count none of them."""
+        if not values.size or self._broken:
+            return
+        low, high = float(values.min()), float(values.max())
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        self._broken = not (np.isfinite(low) and np.isfinite(high))
+
     def add(self, values: Array) -> None:
+        """Count some values."""
         flat = values.reshape(-1)
         if flat.dtype != np.float32:
             flat = flat.astype(np.float64)
+        self.extend(flat)
         if not flat.size or self._broken:
             return
-        low, high = float(flat.min()), float(flat.max())
-        self._broken = not (np.isfinite(low) and np.isfinite(high))
-        if self._broken:
-            return
-        self._low, self._high = min(self._low, low), max(self._high, high)
         top = max(-self._low, self._high)
         if self._width == 0.0 and top > 0:
             self._width = float(2.0 ** np.ceil(np.log2(top / self.BINS)))
@@ -82,7 +84,7 @@ class Histogram:
     @property
     def whole(self) -> Range | None:
         """The range of all values; None if one is not finite, or there is none."""
-        return None if self._broken or not self._counts.any() else Range(self._low, self._high)
+        return None if self._broken or self._low > self._high else Range(self._low, self._high)
 
     def range(self, percentile: float) -> Range | None:
         """The range without half of (100 - percentile) % of the values at each end; None if a value is not finite."""
@@ -233,43 +235,20 @@ def calibrate(
     tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:
         return Ranges({})
-    if how.method == "minmax":
-        ranges = _minmax(model, tensors, samples, execution)
-    else:
-        histograms = {tensor: Histogram() for tensor in tensors}
-        for tensor, values in observe(model, tensors, samples, execution=execution):
+    histograms = {tensor: Histogram() for tensor in tensors}
+    for tensor, values in observe(model, tensors, samples, execution=execution):
+        if how.method == "minmax":
+            histograms[tensor].extend(values)
+        else:
             histograms[tensor].add(values)
-        ranges = {}
-        for tensor, histogram in histograms.items():
-            if how.method == "percentile":
-                ranges[tensor] = histogram.range(how.percentile)
-            elif how.method == "entropy":
-                ranges[tensor] = histogram.least_divergence(numbers)
-            else:
-                ranges[tensor] = histogram.least_error(numbers)
+    ranges: dict[str, Range | None] = {}
+    for tensor, histogram in histograms.items():
+        if how.method == "minmax":
+            ranges[tensor] = histogram.whole
+        elif how.method == "percentile":
+            ranges[tensor] = histogram.range(how.percentile)
+        elif how.method == "entropy":
+            ranges[tensor] = histogram.least_divergence(numbers)
+        else:
+            ranges[tensor] = histogram.least_error(numbers)
     return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})
-
-
-def _minmax(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
-) -> dict[str, Range | None]:
-    nodes: list[onnx.NodeProto] = []
-    reduced: list[str] = []
-    for i, tensor in enumerate(tensors):
-        source = tensor
-        if model.tensors[tensor].dtype != TensorProto.FLOAT:
-            source = f"__range_{i}_float"
-            nodes.append(helper.make_node("Cast", [tensor], [source], source, to=TensorProto.FLOAT))
-        zeros = f"__range_{i}_zeros"  # x - x keeps a NaN, which minimum and maximum may ignore
-        nodes.append(helper.make_node("Sub", [source, source], [zeros], zeros))
-        for op, operand in (("ReduceMin", source), ("ReduceMax", source), ("ReduceSum", zeros)):
-            reduced.append(f"__range_{i}_{op}")
-            nodes.append(helper.make_node(op, [operand], reduced[-1:], reduced[-1], keepdims=0))
-    lows, highs = np.full(len(tensors), np.inf), np.full(len(tensors), -np.inf)
-    broken = np.zeros(len(tensors), bool)
-    for outputs in outputs_on(with_outputs(model, nodes, reduced), samples, execution=execution):
-        values = np.asarray([outputs[name] for name in reduced], np.float64).reshape(-1, 3)
-        broken |= ~np.isfinite(values).all(axis=1)
-        lows, highs = np.fmin(lows, values[:, 0]), np.fmax(highs, values[:, 1])
-    ends = zip(tensors, broken.tolist(), lows.tolist(), highs.tolist(), strict=True)
-    return {tensor: None if is_broken else Range(low, high) for tensor, is_broken, low, high in ends}

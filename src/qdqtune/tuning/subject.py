@@ -313,10 +313,8 @@ class SamplesInTime:
         if ends is None:
             return SamplesInTime(prepared.calibration, inf, note)
         left = CALIBRATION_SHARE * max(0.0, ends - time.monotonic())
-        count = 1
-        if how.method != "minmax":
-            tensors = candidate_tensors(prepared.shaped)
-            count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
+        tensors = candidate_tensors(prepared.shaped)
+        count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
         return SamplesInTime(prepared.calibration, left / (max(1, count) + how.bias_correction), note)
 
     def __call__(self) -> Iterator[Sample]:
