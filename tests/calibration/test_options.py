@@ -25,3 +25,9 @@ def test_a_cache_of_scales_excludes_how_ranges_are_found(given: dict[str, object
     check_cache(RangeOptions(**given), CacheOption())
     with pytest.raises(BadOption, match="brings the scales: leave `calibration_method`"):
         check_cache(RangeOptions(**given), cache)
+
+
+@pytest.mark.parametrize("percentile", [50.0, 100.1, 0.0])
+def test_percentiles_that_make_no_sense(percentile: float) -> None:
+    with pytest.raises(ValueError, match="percentile"):
+        Calibration("percentile", percentile)

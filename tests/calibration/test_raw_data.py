@@ -128,7 +128,7 @@ def test_pictures_that_cannot_be_used(tmp_path: Path, content: Any, inputs: str,
     one_line(error)
 
 
-def test_damaged_files_are_told(tmp_path: Path) -> None:
+def test_damaged_pictures_are_told(tmp_path: Path) -> None:
     settings(tmp_path, PLAIN)
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
     with pytest.raises(BadData, match=r"cannot read the picture .*a\.png"):
@@ -189,16 +189,11 @@ def test_a_decoder_starts_with_empty_caches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
-    [
-        ("float[N,3,H,W] pixel_values", "holds texts, which need an input input_ids"),
-        (f"{TEXTS}, float[N,4] extra", "has no array 'extra'"),
-    ],
+    [(PIXELS, "holds texts, which need an input input_ids"), (f"{TEXTS}, float[N,4] extra", "has no array 'extra'")],
 )
 def test_texts_that_do_not_fit(tmp_path: Path, inputs: str, message: str) -> None:
-    source = texts(tokenizer(tmp_path), "one")
-    with pytest.raises(BadData) as error:
-        open_samples(str(source), model(inputs)).first(1)
-    assert message in str(error.value)
+    with pytest.raises(BadData, match=message) as error:
+        first(texts(tokenizer(tmp_path), "one"), inputs)
     one_line(error)
 
 
