@@ -30,13 +30,12 @@ from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Decision, Partition, fusion_groups, partition
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.bench import Bench, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import calibrated, open_subject
-from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker
 from qdqtune.types import Placement, Proposal, Sample
 
 RESIDUAL = """residual (float[1,64,56,56] x) => (float[1,10] y) {

@@ -29,9 +29,9 @@ from qdqtune.search.costs.units import Decision, partition
 from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.limits import Limits, is_unmet, outcome, wins
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
+from qdqtune.tuning.run import Budget
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Accuracy, Measurement, Placement, Proposal, Trial
 from refusals import or_raise

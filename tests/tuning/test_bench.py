@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import onnx
 import pytest
 
 from models import feeds, ranges
@@ -23,10 +24,9 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.bench import Bench, Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.tuning.records import TrialRecord, job_of
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.trial_worker import Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.types import Measurement, Placement, Proposal, Times
 from refusals import or_raise
 from runs import mixed, room_for
@@ -302,3 +302,30 @@ def test_the_first_worker_goes_on_alone_even_if_it_was_lost() -> None:
     bench.stand_alone()
     assert closed == [1]
     assert bench._runner is cast(Any, first.runner)
+
+
+MODEL = mixed()
+ALL = Placement.of(possible_edges(MODEL, ranges(MODEL)))
+
+
+@pytest.fixture
+def candidates(tmp_path: Path) -> Iterator[Candidates]:
+    with ConstantFile(tmp_path / CONSTANTS) as constants:
+        yield Candidates(Inserter(MODEL, ranges(MODEL), formats.numeric_format("fake", "int8")), constants)
+
+
+def test_the_whole_file_computes_what_the_candidate_did(candidates: Candidates, tmp_path: Path) -> None:
+    candidates.write_whole(ALL, tmp_path / "whole.onnx")
+    small, whole = candidates.file(ALL), tmp_path / "whole.onnx"
+    assert small.stat().st_size < whole.stat().st_size
+    assert onnx.load(small, load_external_data=False).graph.node == onnx.load(whole).graph.node
+    loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(small).graph.initializer}
+    expected = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(whole).graph.initializer}
+    assert loaded.keys() == expected.keys()
+    assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
+
+
+def test_a_place_that_cannot_be_written_is_an_output_error(candidates: Candidates, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="cannot write"):
+        candidates.write_whole(Placement(), tmp_path / "file" / "model.onnx")

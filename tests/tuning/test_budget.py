@@ -17,14 +17,13 @@ from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.engines import EngineSpec
-from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.budget import Budget
+from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.run import Budget
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import SamplesInTime
-from qdqtune.tuning.trial_worker import BRIEF_LOOKS
 from qdqtune.types import Measurement, Sample, Trial
 from runs import cost, mixed, settings, write
 from workers import Workers

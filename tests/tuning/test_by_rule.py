@@ -19,7 +19,7 @@ from qdqtune.errors import BadOption
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
-from qdqtune.tuning.trial_worker import NO_NODES
+from qdqtune.tuning.bench import NO_NODES
 from runs import without_seconds
 
 SIMULATOR = pytest.mark.skipif(

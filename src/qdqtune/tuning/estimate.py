@@ -18,6 +18,7 @@ from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
+from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
@@ -26,7 +27,6 @@ from qdqtune.tuning.run import labelled_metric, user_function
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_journal
 from qdqtune.tuning.subject import PAIRED, open_subject
-from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds
 
 COUNTED_BYTES = 4e8
 """Bytes of values that calibration counts in histograms in a second. On two cores, seven networks: 0.2 to 0.9 GB/s."""

@@ -43,7 +43,6 @@ from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.tuning.budget import CALIBRATION_SHARE
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
 from qdqtune.tuning.records import RangesRecord
@@ -56,6 +55,9 @@ FOREMOST = ("imported", "rules", "static", "compute")
 """Origins of suggestions that cut and subgraph mode always build: the user's pairs; those of the engine's rules, as
 `quantize` ships them; those of a usual static quantizer; and the fewest pairs, with which every compute operator gives
 floats."""
+
+CALIBRATION_SHARE = 0.25
+"""The share of the time left that calibration may take. Chosen, not measured."""
 
 PAIRED = 2.0
 """The time of an inference with pairs that nothing fuses, in plain inferences. Estimated, not measured."""

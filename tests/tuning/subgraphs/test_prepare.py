@@ -21,9 +21,10 @@ from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.subgraphs import prepare
 from runs import cost, hopeless, mixed, mixed_run, settings, write
 from trtexec_stand_in import calls, stand_in
-from workers import Workers
+from workers import Build, Workers
 
 ONCE = Plan((1,), error=0.4, turn_seconds=0.0, warmup=0)
 pytestmark = pytest.mark.usefixtures("workers")
@@ -177,3 +178,55 @@ def test_trtexec_without_profiling_flags(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "model.fp16.graph.json").exists()
     assert result.recorded.rows[0].gain_alone is not None
     assert "as engines usually fuse" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
+
+
+def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
+    model = build(
+        "net (float[64,64] x) => (float[64,64] y) {"
+        "[a] t = MatMul(x, w) [b] u = Relu(t) [c] v = MatMul(u, w) [d] z = Relu(v) [e] y = MatMul(z, k)}",
+        {"w": normal(64, 64, scale=0.1), "k": normal(64, 64, scale=0.1, seed=1)},
+    )
+    result = tune(settings(write(model, tmp_path), mode="subgraph", builds=8))
+    kinds = [row.kind for row in result.recorded.rows]
+    assert len(kinds) == 3
+    assert len(set(kinds)) == 2
+    assert result.improved
+
+
+def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_path: Path) -> None:
+    result = mixed_run(tmp_path, "subgraph", engine=EngineSpec("fake", {"hide_times": True}))
+    assert result.improved
+    assert any("total latency" in note for note in result.notes)
+    assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
+    assert "all groups and what lies between" in [t.proposal.origin for t in result.history]
+    assert all(row.gain_in_model is None for row in result.recorded.rows)
+
+
+def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None:
+    result = mixed_run(tmp_path, "subgraph", engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
+    rows = {row.nodes[0]: row for row in result.recorded.rows}
+    assert rows["softmax"].why.startswith("scheme activation-only")
+    assert "no implementation" in rows["softmax"].why
+    assert not rows["softmax"].kept
+    assert result.improved
+
+
+def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_hand(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [False]
+    monkeypatch.setattr(prepare.time, "monotonic", lambda: 1e9 * late[0])
+
+    def refused(built: Build) -> None:
+        late[0] |= built.path.parent.name == "subgraphs" and "." in built.path.stem
+
+    workers.refused = refused
+    result = mixed_run(tmp_path, "subgraph", time_budget=1e6)
+    groups = [built.path.name for built in workers.builds if built.path.parent.name == "subgraphs"]
+    assert len(groups) == 2  # the group in float, and one scheme
+    assert any(row.why == "no time was left" for row in result.recorded.rows)
+    assert any(note.startswith("`time_budget` ended before") for note in result.notes)
+    workers.builds.clear()
+    again = mixed_run(tmp_path, "subgraph", time_budget=1e6)
+    assert workers.builds
+    assert len(again.history) >= len(result.history)
