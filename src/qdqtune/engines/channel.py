@@ -114,7 +114,6 @@ class Channel:
 
     @staticmethod
     def _await(descriptor: int, event: int, deadline: Deadline | None) -> None:
-        """Return when a descriptor can be used without a wait."""
         if deadline is None:
             return
         poll = select.poll()

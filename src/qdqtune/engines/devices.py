@@ -39,7 +39,6 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that let a process see only its GPU."""
         return {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
 
     @property

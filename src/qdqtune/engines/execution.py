@@ -40,7 +40,6 @@ def cancelled_by(check: Check) -> Iterator[None]:
 
 
 def raise_if_cancelled() -> None:
-    """Raise if the work of this thread is cancelled."""
     for check in _checks.get():
         check()
 

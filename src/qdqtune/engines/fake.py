@@ -109,8 +109,6 @@ def create(options: FakeOptions) -> Fake:
 
 
 class Fake:
-    """Builds models for the reference evaluator and the cost model."""
-
     def __init__(self, options: FakeOptions) -> None:
         self._options, self._noise = options, _Noise(options)
 
@@ -160,7 +158,6 @@ class Fake:
         return FakeModel(model, costs, self._noise, spoiled=fault == "nan", timed=not self._options.hide_times)
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
-        """The fault that the options name for a model, if it has a pair at an input of a matching node."""
         faults = self._options.faults or {}
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
         named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
@@ -248,7 +245,6 @@ class CostModels:
         self._known: dict[tuple[tuple[int, ...], ...], CostModel] = {}
 
     def of(self, inputs: Tensors) -> CostModel:
-        """The cost model for the sizes of these inputs."""
         sizes = {name: np.shape(inputs[name]) for name in self._open if name in inputs}
         key = tuple(sizes.values())
         if key not in self._known:

@@ -47,7 +47,6 @@ class Fallback:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that cross borders, as far as sizes are known."""
         return sum(border.nbytes or 0 for border in self.borders)
 
     def in_words(self) -> str:
@@ -64,7 +63,6 @@ class Fallback:
         return f"{share}, {self.price()}: {'; '.join(told[:FEW])}{more}"
 
     def price(self) -> str:
-        """The borders with their bytes, and the time where it is known."""
         count = len(self.borders)
         time = "" if self.ms is None else f", {self.ms:.3g} ms there and in copies"
         unknown = " and more" * any(border.nbytes is None for border in self.borders)

@@ -128,13 +128,11 @@ def library_settings(
 
 
 def _shapes(spec: EngineSpec, sizes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, list[int]]]:
-    """Smallest, usual and largest sizes of each dynamic input: those of the engine's options, or else `sizes`."""
     usual = {name: [*shape] for name, shape in sizes.items()}
     return {which: usual | dict(spec.options.get(f"{which}_shapes") or {}) for which in ("min", "opt", "max")}
 
 
 def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The program, and its flags for a build and for a measurement."""
     version, types = int(described["version"].partition(".")[0] or 0), ["--fp16", "--int8"]
     if described.get("typing") == "strong":
         types = ["--stronglyTyped"] if version < BETTER_DEFAULTS else []

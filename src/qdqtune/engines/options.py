@@ -41,7 +41,6 @@ ENGINE_NAMES = (
 
 
 def time_limit_option() -> Any:
-    """The option `time_limit`: how long one request to an engine may take."""
     return option(
         SECONDS, TIME_LIMIT, "Longest that one build or inference may take, samples of `calibration_data` in each pass "
         "over them, and your metric beside its inferences: 90s, 10m, 1h.", "Engine", metavar="TEXT",
@@ -121,7 +120,6 @@ class EngineOptions(Options):
 
     @property
     def engine_name(self) -> str:
-        """The name of the engine."""
         if isinstance(self.engine, EngineSpec):
             return normal(self.engine).name
         return normal(EngineSpec(self.engine, self.engine_options)).name
@@ -153,7 +151,6 @@ class EngineOptions(Options):
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
-    """`spec` with a timing cache in `folder`, if the engine takes one and none is set."""
     if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
         return spec
     return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
@@ -165,7 +162,6 @@ def _machine(value: Any) -> str:
 
 
 def on_option() -> Any:
-    """The option `on`: another machine that measures."""
     return option(
         Kind(_machine),
         None,

@@ -71,7 +71,6 @@ class Program:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
         return self._process.poll() is None
 
     def ask(self, message: object, limit: float) -> Any:
@@ -105,7 +104,6 @@ class Program:
         return None
 
     def printed(self) -> str:
-        """Implements `Worker.printed`."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
@@ -148,11 +146,9 @@ class WorkerProcess(Program):
             undo.pop_all()
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """Implements `Worker.request`."""
         answer: tuple[bool, Any] = self.ask((name, arguments), limit)
         return answer
 
     def kill(self) -> None:
-        """Implements `Worker.kill`."""
         with contextlib.closing(self._scratch):  # also where Ctrl-C comes meanwhile
             self.end()

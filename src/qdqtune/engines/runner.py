@@ -194,7 +194,6 @@ class Runner:
             self._free(handle.build)
 
     def save(self, handle: Handle, path: Path) -> None:
-        """`Built.save` in the worker process."""
         self._ask_of([handle], "save", handle.build, path.absolute(), what=f"saving {handle.path.name}")
 
     # Inferences
@@ -304,7 +303,6 @@ class Runner:
             return _twice(lambda: self._request(name, *arguments, what="answering"))
 
     def _ask_of(self, handles: Sequence[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
-        """The answer to a request that needs loaded builds."""
 
         def ask() -> Any:
             self._rebuild(handles)
@@ -325,7 +323,6 @@ class Runner:
                 self.memory.use((id(self), handle.build))
 
     def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float:
-        """Build a file within the memory budget, without freeing builds that are `needed` now; the seconds it took."""
         size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
         if self.memory is not None:
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
@@ -336,7 +333,6 @@ class Runner:
         return seconds
 
     def _free(self, number: int) -> None:
-        """Free a build in the worker."""
         self._forget(number)
         if self._is_open:
             with contextlib.suppress(EngineRefused):  # then the memory is free as well
@@ -352,7 +348,6 @@ class Runner:
         return self._worker is not None and self._worker.alive
 
     def _end(self) -> None:
-        """End the worker, and with it its builds."""
         worker, self._worker = self._worker, None
         for number in list(self._present):
             self._forget(number)

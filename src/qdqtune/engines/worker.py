@@ -111,7 +111,6 @@ class Session:
         return model.builds[count]
 
     def unload(self, number: int) -> None:
-        """Free a model."""
         for built in self._models.pop(number).builds.values():
             built.close()
         return_free_memory()
@@ -187,13 +186,11 @@ def _sizes(inputs: Tensors) -> dict[str, tuple[int, ...]]:
 
 
 def order_of(seed: int, number: int, models: int) -> list[int]:
-    """The order of so many models in a round, by their places."""
     order: list[int] = np.random.default_rng((seed, number)).permutation(models).tolist()
     return order
 
 
 def _quickest(model: Built, inputs: Tensors) -> float:
-    """The shortest of a few inferences, in seconds."""
     model.time(inputs, 1)  # the first inference allocates
     samples = [model.time(inputs, 1)]
     while len(samples) < PROBES and sum(samples) < PROBE_SECONDS:
@@ -240,7 +237,6 @@ def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     channel, session = parent(), Session()
     for name, arguments in received(channel):
         channel.send(answer(session, name, arguments))

@@ -54,7 +54,6 @@ def atomic_write(target: Path, kind: str = "") -> Iterator[Path]:
 
 
 def _replaceable(path: Path) -> Path:
-    """The file to replace, links followed."""
     check_inside(path, path.parent)
     file = real(path)
     if file.exists() and not os.access(file, os.W_OK):

@@ -89,7 +89,6 @@ def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
 
 
 def _plugged_in(options: OnnxRuntimeOptions) -> list[ort.OrtEpDevice]:
-    """The devices of a provider that comes as a plug-in, which is registered."""
     table, library = OF_EP.get(options.provider), options.library
     if not library and table is not None:
         if importlib.util.find_spec(table.plugin) is None:
@@ -107,7 +106,6 @@ def _plugged_in(options: OnnxRuntimeOptions) -> list[ort.OrtEpDevice]:
 
 @cache
 def _register(provider: str, library: str) -> None:
-    """Register a plug-in, once in a process."""
     ort.register_execution_provider_library(provider, library)
 
 
@@ -157,7 +155,6 @@ class OnnxRuntime:
         return SYMMETRIC if self.table is None and self._options.provider != CPU_PROVIDER else numbers
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
-        """Build a model: load it into a session."""
         with output_to(log), translated(*ORT_MESSAGES):
             session = self.session(model)
         provider = self._options.provider
@@ -195,8 +192,6 @@ class OnnxRuntime:
 
 
 class OnnxRuntimeModel:
-    """A session and the names of its inputs and outputs."""
-
     def __init__(self, engine: OnnxRuntime, path: Path, session: Session) -> None:
         self._engine = engine
         self._path = path
@@ -236,7 +231,6 @@ class OnnxRuntimeModel:
                 return self._seconds(binding, runs)
 
     def _recording(self, given: Mapping[str, Array]) -> Recording:
-        """The recorded inference for inputs of these shapes, with these values."""
         shapes = tuple(np.shape(array) for array in given.values())
         if shapes not in self._recordings:
             number, memory = 1 + len(self._recordings), self._engine.memory
@@ -359,7 +353,6 @@ class Recording:
             self._binding.bind_ortvalue_output(name, value)
 
     def take(self, inputs: Mapping[str, Array]) -> None:
-        """Copy other values of the inputs to the device."""
         for name, value in self._inputs.items():
             value.update_inplace(np.asarray(inputs[name], order="C"))
 

@@ -133,7 +133,6 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
 
 def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
-    """The `Claim` of each optimized node, from its name and its tensors."""
     model = _Names(graph)
     tensors = {name: model.tensor(name) for node in nodes for name in (*node.input, *node.output)}
     claimed = _named_nodes(nodes, model, _written_nodes(nodes, model, tensors))

@@ -66,7 +66,6 @@ class OpenVino:
         return formats.numeric_format("openvino", quant_type)
 
     def build(self, model: Path, log: Path) -> OpenVinoModel:
-        """Compile a model."""
         with output_to(log), translated(*OPENVINO_MESSAGES):
             compiled = self.core.compile_model(str(model), DEVICE, self.configuration())
             outputs = tuple(output.name for output in read_model(model).graph.output)
@@ -79,8 +78,6 @@ class OpenVino:
 
 
 class OpenVinoModel:
-    """A compiled model with one request, and the names of its outputs."""
-
     def __init__(self, engine: OpenVino, path: Path, compiled: ov.CompiledModel, outputs: tuple[str, ...]) -> None:
         self._engine = engine
         self._path = path

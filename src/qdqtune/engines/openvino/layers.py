@@ -129,7 +129,6 @@ def _constant_layers(infos: Mapping[str, Mapping[str, str]], before: Mapping[str
 
 
 def _dequantized(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
-    """For each node, the inputs of the DequantizeLinear nodes in front of it."""
     sources = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"}
     return {node.name: frozenset(sources[t] for t in node.input if t in sources) for node in graph.node}
 
@@ -157,7 +156,6 @@ def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Layer
 
 
 def _precision(info: Mapping[str, str], is_logical: bool) -> str:
-    """The type that a layer computes in."""
     if not is_logical:
         return _type(info["runtimePrecision"])
     made = _type(info["outputPrecisions"])

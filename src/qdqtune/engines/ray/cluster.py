@@ -48,11 +48,9 @@ class WorkerActor:
         self._program = Program(self._scratch.path / "worker.log", **python("-m", "qdqtune.engines.remote.far"))
 
     def greeting(self) -> dict[str, Any]:
-        """What the worker says first."""
         return greeting(self._program, WAIT_SECONDS)
 
     def ask(self, message: object, limit: float) -> Any:
-        """The answer to a message. Raises as `Program.ask`."""
         return self._program.ask(message, limit)
 
     def end(self) -> None:
@@ -138,7 +136,6 @@ class Cluster:
 
 
 def _await_answer(reference: Any, limit: float) -> Any:
-    """The answer of an actor."""
     deadline = Deadline(limit)
     while not ray.wait([reference], timeout=deadline.pause)[0]:
         deadline.after_pause()
@@ -146,7 +143,6 @@ def _await_answer(reference: Any, limit: float) -> Any:
 
 
 def _reason(error: RayError) -> str:
-    """An error of Ray in one line."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, QdqtuneError | EOFError):
         return one_line(cause)

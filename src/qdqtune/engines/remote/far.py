@@ -94,7 +94,6 @@ class FarSession(Session):
         self._lease = ExitStack()
 
     def ask(self, request: bytes) -> tuple[bool, Any]:
-        """The answer to a request from far away."""
         try:
             reply = answer(self, *_Request(request, self.contents).load())
         except OutputError as error:
@@ -150,7 +149,6 @@ class FarSession(Session):
         return log.read_text(errors="replace") if log.exists() else "", good, result
 
     def saved(self, number: int) -> Array:
-        """The bytes that `save` writes."""
         path = self._folder / "saved"
         self.save(number, path)
         content = np.fromfile(path, np.uint8)

@@ -54,11 +54,9 @@ class FarWorker:
 
     @property
     def alive(self) -> bool:
-        """Implements `Worker.alive`."""
         return self._program.alive
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """Implements `Worker.request`."""
         contents: dict[str, Array] = {}
         sent: tuple[Any, ...] = (name, arguments)
         if name == "open":
@@ -90,11 +88,9 @@ class FarWorker:
         return good, result
 
     def kill(self) -> None:
-        """Implements `Worker.kill`."""
         self._program.end(ENDING_SECONDS)
 
     def printed(self) -> str:
-        """Implements `Worker.printed`."""
         return self._program.printed()
 
 
