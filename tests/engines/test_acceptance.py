@@ -1,9 +1,5 @@
 """No written model keeps its name, or gets it, unless its engine loads it."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
@@ -17,8 +13,7 @@ from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.system.writing import temporary_folder
-from runs import environment, mixed
+from runs import mixed
 from workers import Workers
 
 
@@ -85,28 +80,3 @@ def test_a_metric_that_fails_leaves_nothing_behind(call: Call, model: Path, tmp_
     )
     assert (code, "no labels" in err) == (2, True)
     assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
-
-
-@pytest.mark.usefixtures("temporary")
-def test_files_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
-    code = """
-import time
-from qdqtune.system.writing import temporary_folder
-with temporary_folder() as folder:
-    (folder / "constants.bin").write_bytes(bytes(100))
-    print("ready", flush=True)
-    time.sleep(60)"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment() | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    (tmp_path / "qdqtune-of-somebody").mkdir()
-    (tmp_path / "qdqtune-of-somebody" / "notes.txt").touch()
-    with temporary_folder():
-        assert len(list(tmp_path.glob("qdqtune-*/constants.bin"))) == 1  # that run is at work
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    with temporary_folder():
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["qdqtune-of-somebody"]

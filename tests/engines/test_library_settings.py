@@ -24,12 +24,6 @@ FOREIGN = {
 }  # fmt: skip
 """Options of providers that name a file, a library or an address in memory, or that nobody has looked at."""
 
-PLAIN = {
-    "qnn": {"backend_type": "htp", "soc_model": "69"},
-    "ort-openvino": {"device_type": "CPU", "num_of_threads": "4"},
-    "cuda": {"enable_cuda_graph": "1"},
-}
-
 
 @pytest.mark.parametrize("engine", FOREIGN)
 def test_options_of_providers_that_name_files_stay_where_they_are(engine: str) -> None:
@@ -40,12 +34,6 @@ def test_options_of_providers_that_name_files_stay_where_they_are(engine: str) -
         taken, left = plain(spec)
         assert taken == EngineSpec(engine, {"provider_options": {}})
         assert left == [f"provider_options {name}" for name in FOREIGN[engine]]
-
-
-@pytest.mark.parametrize("engine", PLAIN)
-def test_plain_options_of_providers_are_taken(engine: str) -> None:
-    spec = EngineSpec(engine, {"threads": 1, "provider_options": PLAIN[engine]})
-    assert plain(spec) == (spec, [])
 
 
 @pytest.mark.parametrize("engine", PROVIDERS)

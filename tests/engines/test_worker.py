@@ -17,32 +17,37 @@ from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer, Turn, Workload
 
 
-class _Scripted:
-    """Records the turns that a model is asked for."""
+class Scripted:
+    """A model whose inferences take as long as its inputs say, times a factor; without inputs a second more with each
+    turn of any model. `turns` are the names and the numbers of inferences of all models."""
 
-    def __init__(self, name: str, seconds: float, turns: list[tuple[str, int]]) -> None:
-        self.name, self.seconds, self.turns = name, seconds, turns
+    def __init__(self, name: str, turns: list[tuple[str, int]], factor: float = 1.0) -> None:
+        self.name, self.turns, self.factor = name, turns, factor
+        self.asked: list[tuple[float, int]] = []
 
-    def time(self, inputs: object, runs: int) -> float:
+    def time(self, inputs: Mapping[str, Any], runs: int) -> float:
         self.turns.append((self.name, runs))
-        return self.seconds + len(self.turns)
+        if not inputs:
+            return self.factor + len(self.turns)
+        self.asked.append((float(inputs["x"]), runs))
+        return self.factor * float(inputs["x"])
 
 
 def hold(session: Session, *models: Any) -> None:
     session._models = {number: Model(Path(), Path(), {None: model}) for number, model in enumerate(models)}
 
 
-def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
+def scripted(*names: str) -> tuple[Session, list[tuple[str, int]]]:
     turns: list[tuple[str, int]] = []
     session = Session()
     session.open(EngineSpec("fake"))
     session.feed(as_workloads({}))
-    hold(session, _Scripted("A", a_seconds, turns), _Scripted("B", b_seconds, turns))
+    hold(session, *(Scripted(name, turns) for name in names))
     return session, turns
 
 
 def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
-    session, turns = _scripted()
+    session, turns = scripted("A", "B")
     samples = session.rounds((0, 1), 5, range(64), [Turn(7, 2, 0.01)], 3).pair(0, 1)
     assert turns[:2] == [("A", 3), ("B", 3)]
     assert {runs for _, runs in turns[2:]} == {7}
@@ -51,14 +56,13 @@ def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     assert 16 < orders.count("ABBA") < 48
     assert samples.a == samples.b  # a steady drift hits both sides alike
 
-    later, later_slots = _scripted()
+    later, later_slots = scripted("A", "B")
     later.rounds((0, 1), 5, range(10, 12), [Turn(7, 2, 0.01)], 0)
     assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
 
 
 def test_three_models_race_in_all_orders_and_back_again() -> None:
-    session, turns = _scripted()
-    session._models[2] = Model(Path(), Path(), {None: _Scripted("C", 1.0, turns)})  # type: ignore[dict-item]
+    session, turns = scripted("A", "B", "C")
     times = session.rounds((0, 1, 2), 5, range(60), [Turn(1, 2, 0.01)], 0)
     orders = ["".join(name for name, _ in turns[i : i + 6]) for i in range(0, len(turns), 6)]
     assert all(order[3:] == order[2::-1] for order in orders)
@@ -66,21 +70,10 @@ def test_three_models_race_in_all_orders_and_back_again() -> None:
     assert times.seconds[0] == times.seconds[1] == times.seconds[2], "a steady drift hits all alike"
 
 
-class Scripted:
-    """A model whose inferences take as long as its inputs say, times a factor."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor, self.asked = factor, list[tuple[float, int]]()
-
-    def time(self, inputs: Mapping[str, Any], runs: int) -> float:
-        self.asked.append((float(inputs["x"]), runs))
-        return self.factor * float(inputs["x"])
-
-
 def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     session = Session()
     session.open(EngineSpec("fake"))
-    a, b = Scripted(0.001), Scripted(0.0005)
+    a, b = Scripted("A", [], 0.001), Scripted("B", [], 0.0005)
     hold(session, a, b)
     session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
     turns = session.probe((0, 1), 0.02)
@@ -95,7 +88,7 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
 def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     session = Session()
     session.open(EngineSpec("fake"))
-    a, b = Scripted(0.05), Scripted(0.02)
+    a, b = Scripted("A", [], 0.05), Scripted("B", [], 0.02)
     hold(session, a, b)
     session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
     turns = session.probe((0, 1), 0.02)

@@ -9,13 +9,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import repeat
 from math import inf
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # which would warn that it finds no folder
 
@@ -51,67 +52,55 @@ class Tally:
 
 
 @contextmanager
-def stage(*, tells: bool = False) -> Iterator[Stage]:
-    """A stage in memory, which is gone afterwards."""
-    folder = tempfile.mkdtemp(prefix="simulation-", dir=IN_MEMORY if IN_MEMORY.is_dir() else None)
-    sys.unraisablehook = lambda _: None  # a dead process writes nothing, not even what its files still held
+def folder() -> Iterator[str]:
+    """A folder in memory, which is gone afterwards."""
+    path = tempfile.mkdtemp(prefix="simulation-", dir=IN_MEMORY if IN_MEMORY.is_dir() else None)
     try:
-        yield Stage(Path(folder), tells=tells)
+        yield path
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(path)
 
 
-def played(seeds: Sequence[range], minutes: float, answers: "Connection[Tally, None]") -> None:
-    """What a process does: play scenarios for so many minutes, and send what happened in each part."""
-    ends = time.monotonic() + 60 * minutes
-    with stage() as ours:
-        gc.freeze()
-        gc.disable()  # or it walks through all of the libraries again and again
-        for part in seeds:
-            if time.monotonic() > ends:
-                break
-            tally = Tally()
-            for seed in part:
-                scenario = scenario_of(seed, ours.reference)
-                found = play(scenario, ours)
-                tally.seeds += 1
-                tally.processes += sum(found.ends.values())
-                tally.happened.update(found.happened)
-                tally.ends.update(found.ends)
-                if found.wrong:
-                    tally.failed[seed] = [str(scenario), *found.wrong]
-            gc.collect()
-            answers.send(tally)
+@cache
+def _stage(root: str) -> Stage:
+    """The stage of this process."""
+    gc.freeze()
+    gc.disable()  # or it walks through all of the libraries again and again
+    sys.unraisablehook = lambda _: None  # a dead process writes nothing, not even what its files still held
+    return Stage(Path(tempfile.mkdtemp(dir=root)))
+
+
+def played(seeds: range, root: str, ends: float) -> Tally:
+    """What happened in these scenarios; in none after the time `ends`."""
+    tally, ours = Tally(), _stage(root)
+    for seed in seeds if time.monotonic() < ends else ():
+        scenario = scenario_of(seed, ours.reference)
+        found = play(scenario, ours)
+        tally.seeds += 1
+        tally.processes += sum(found.ends.values())
+        tally.happened.update(found.happened)
+        tally.ends.update(found.ends)
+        if found.wrong:
+            tally.failed[seed] = [str(scenario), *found.wrong]
+    gc.collect()
+    return tally
 
 
 def many(first: int, count: int, processes: int, minutes: float = inf) -> int:
     """Play the scenarios of so many seeds, or as many as so many minutes allow, and print what happened; how many
     failed."""
-    context, begun, total, told = multiprocessing.get_context("spawn"), time.monotonic(), Tally(), 0.0
+    begun, total, told = time.monotonic(), Tally(), 0.0
     parts = [range(start, min(start + CHUNK, first + count)) for start in range(first, first + count, CHUNK)]
-    open_pipes, workers = [], list[Any]()
-    for number in range(processes):
-        ours, theirs = context.Pipe(duplex=False)
-        workers.append(context.Process(target=played, args=(parts[number::processes], minutes, theirs), daemon=True))
-        workers[-1].start()
-        theirs.close()
-        open_pipes.append(ours)
-    while open_pipes:
-        for pipe in wait(open_pipes):
-            try:
-                part = pipe.recv()
-            except EOFError:  # it has played all, or died
-                open_pipes.remove(pipe)
-                continue
-            total.add(part)
-            for seed, wrong in part.failed.items():
+    context = multiprocessing.get_context("spawn")
+    with folder() as root, ProcessPoolExecutor(processes, context) as pool:
+        for tally in pool.map(played, parts, repeat(root), repeat(begun + 60 * minutes)):
+            total.add(tally)
+            for seed, wrong in tally.failed.items():
                 if len(total.failed) <= SHOWN:
                     print(f"\nseed {seed}: " + "\n    ".join(wrong), flush=True)
-        if (spent := time.monotonic() - begun) > told + 60:
-            told = spent
-            print(f"{total.seeds} of {count} seeds, {len(total.failed)} failed, {spent:.0f} s", flush=True)
-    for worker in workers:
-        worker.join()
+            if (spent := time.monotonic() - begun) > told + 60:
+                told = spent
+                print(f"{total.seeds} of {count} seeds, {len(total.failed)} failed, {spent:.0f} s", flush=True)
     seconds = time.monotonic() - begun
     print(f"\n{total.seeds} seeds from {first}, {total.processes} runs in {seconds:.0f} s on {processes} processes")
     print(f"{60 * total.processes / seconds:.0f} runs a minute\n\nfaults that happened")
@@ -123,15 +112,13 @@ def many(first: int, count: int, processes: int, minutes: float = inf) -> int:
     print(f"\n{len(total.failed)} failed: {sorted(total.failed)[:200]}")
     if total.failed:
         print(f"to play one again: make simulate SEED={min(total.failed)}")
-    died = sum(worker.exitcode != 0 for worker in workers)
-    if died:
-        print(f"{died} processes have died")
-    return len(total.failed) + died
+    return len(total.failed)
 
 
 def one(seed: int) -> int:
     """Play the scenario of a seed, and print what happens in it; how much does not hold."""
-    with stage(tells=True) as ours:
+    with folder() as root:
+        ours = Stage(Path(root), tells=True)
         scenario = scenario_of(seed, ours.reference)
         print(f"seed {seed}, {scenario.world}")
         found = play(scenario, ours)

@@ -90,35 +90,6 @@ def test_a_result_that_is_the_model_by_another_name_is_refused(call: Call, exter
     is_refused(call, external.parent, "would overwrite", "tune", external, *QUICK, "-o", out)
 
 
-@pytest.mark.parametrize("option", ["--calibration-data", "--evaluate", "--qdq-baseline"])
-def test_whatever_a_run_reads_it_does_not_write(call: Call, model: Path, tmp_path: Path, option: str) -> None:
-    metric = tmp_path / "ev.py"
-    metric.write_text("def score(predict): return 1.0\n")
-    baseline = Path(shutil.copy(model, tmp_path / "baseline.onnx"))
-    given = {"--calibration-data": model.with_suffix(".npz"), "--evaluate": metric, "--qdq-baseline": baseline}[option]
-    (tmp_path / "out").mkdir()
-    os.link(given, tmp_path / "out" / "summary.json")
-    named = f"{metric}:score" if option == "--evaluate" else given
-    is_refused(
-        call, tmp_path, "would overwrite", "autotune", "-m", model, *QUICK, option, named, "-o", tmp_path / "out"
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "name", "mode"),
-    [
-        ("--graph-json", "logs/graph.json", "subgraph"),
-        ("--pattern-cache", "autotuner_state_pattern_cache.yaml", "region"),
-    ],
-)
-def test_groups_and_patterns_are_not_overwritten(call, model, tmp_path, option, name, mode):
-    given = tmp_path / "out" / name
-    given.parent.mkdir(parents=True)
-    given.write_text("{}")
-    arguments = ["autotune", "-m", model, *QUICK, "--mode", mode, option, given, "-o", tmp_path / "out"]
-    is_refused(call, tmp_path, "would overwrite", *arguments)
-
-
 @pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
 def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: str) -> None:
     mine = [tmp_path / folder / "notes.txt" for folder in ("candidates", "region_models", "subgraphs", "front", "logs")]
@@ -208,11 +179,6 @@ def test_pipes_in_the_folder_of_a_run_are_refused(call: Call, external: Path, na
     for arguments in (["explain", folder], ["report", folder], ["tune", external, *QUICK, "-o", folder]):
         code, _, err = call(*arguments)
         assert code == 2 or arguments[0] != "tune", err
-
-
-def test_the_option_that_names_a_state_file_is_told(call: Call, external: Path) -> None:
-    arguments = ("autotune", "-m", external, *QUICK, "-o", external.parent / "out", "--state-file", external)
-    is_refused(call, external.parent, "would overwrite the model: choose another --state-file", *arguments)
 
 
 def test_what_lies_below_a_folder_is_listed_without_following_links(tmp_path: Path) -> None:

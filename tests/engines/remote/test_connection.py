@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 from observers import When
@@ -235,20 +234,6 @@ def saved_with_constants(folder: Path) -> Path:
     return folder / "candidate.onnx"
 
 
-def test_a_model_arrives_unchanged_with_its_constants_beside_it(tmp_path: Path) -> None:
-    model, folder = saved_with_constants(tmp_path), tmp_path / "far"
-    folder.mkdir()
-    proto, constants = packed(model)
-    assert constants
-    for digest, values in constants.items():
-        values.tofile(folder / digest)
-    (folder / "model.onnx").write_bytes(proto)
-    want = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(model).graph.initializer}
-    have = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(folder / "model.onnx").graph.initializer}
-    assert have.keys() == want.keys()
-    assert all(np.array_equal(have[name], want[name]) for name in want)
-
-
 # Workers
 
 
@@ -291,20 +276,6 @@ def test_a_worker_that_is_killed_or_stopped_costs_its_job(far: Far, tmp_path: Pa
         if harm == signal.SIGSTOP:
             assert refusal(lambda: runner.load(model)).stage == "timeout"
         runner.load(model)
-        other.load(model)
-    far.clean()
-
-
-def test_a_build_that_hangs_is_ended_alone(far: Far, tmp_path: Path) -> None:
-    slow = EngineSpec("fake", {"build_seconds": 60.0})
-    model = write(mixed(), tmp_path)
-    execution, _ = on_device(far.on, Execution(seconds=1.0))
-    with (
-        temporary_runner(slow, execution) as hanging,
-        temporary_runner(FAKE, execution) as other,
-    ):
-        assert other.describe()["device"] == "cost model"
-        assert refusal(lambda: hanging.load(model)).stage == "timeout"
         other.load(model)
     far.clean()
 
@@ -387,13 +358,6 @@ def test_a_killed_driver_leaves_nothing_on_either_side_and_the_run_goes_on(
 
 def known(state: Path) -> int:
     return 0 if not state.exists() else sum(row.get("kind") == "trial" for row in rows(state))
-
-
-def test_what_a_machine_left_that_died_is_removed_by_the_next_connection(far: Far) -> None:
-    left = far.temporary / "qdqtune-abcdefgh.tmp"
-    left.mkdir()
-    assert facts_of(far.on).where == "board"
-    assert not left.exists()
 
 
 def test_other_commands_run_on_another_machine_as_well(
