@@ -6,42 +6,10 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, parser
+from onnx import parser
 
-from qdqtune.graph.model import GRAPH, Constant, Model, TensorInfo, Use, captured
+from qdqtune.graph.model import Constant, Model, captured
 from two_products import TEXT, model, weights
-
-
-def test_nodes_list_tensors_that_their_bodies_read() -> None:
-    nodes = model().nodes
-    assert [(n.index, n.name, n.op) for n in nodes[:2]] == [(0, "mm", "MatMul"), (1, "add", "Add")]
-    assert nodes[3].inputs == ("c",)
-    assert nodes[3].captures == ("b", "t", "x")
-
-
-def test_users_and_makers_of_a_tensor() -> None:
-    m = model()
-    assert m.uses("t") == (Use(1, 0), Use(3, -1))
-    assert m.uses("y") == (Use(GRAPH, 0),)
-    assert m.uses("nothing") == ()
-    assert m.producers == {"t": 0, "s": 1, "y": 2, "z": 3}
-    assert m.index_of["mm2"] == 2
-
-
-def test_inputs_exclude_constants_that_are_listed_among_them() -> None:
-    proto = parser.parse_model(TEXT)
-    proto.graph.input.append(onnx.helper.make_tensor_value_info("b", TensorProto.FLOAT, [1]))
-    m = Model(proto, model().large)
-    assert m.inputs == ("x", "c")
-    assert m.outputs == ("y", "z")
-
-
-def test_types_and_shapes() -> None:
-    tensors = model().tensors
-    assert tensors["t"] == TensorInfo(TensorProto.FLOAT, (None, 40))
-    assert tensors["w"] == TensorInfo(TensorProto.FLOAT, (40, 40))
-    assert tensors["c"] == TensorInfo(TensorProto.BOOL, ())
-    assert not tensors["c"].is_float
 
 
 def test_names_of_nested_bodies_are_captured_unless_they_are_defined_there() -> None:

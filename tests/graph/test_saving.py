@@ -26,12 +26,6 @@ def run(path: Path) -> list[npt.NDArray[Any]]:
     return results
 
 
-def test_a_model_is_saved_in_one_file(tmp_path: Path) -> None:
-    save(model(), tmp_path / "m.onnx")
-    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
-    np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
-
-
 def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(tmp_path, monkeypatch):
     monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
     (tmp_path / "m.onnx.data").write_bytes(bytes(100_000))
@@ -40,19 +34,6 @@ def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(tmp_path,
     assert (tmp_path / "m.onnx").stat().st_size < 2000
     np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
     onnx.checker.check_model(str(tmp_path / "m.onnx"))
-
-
-def test_models_share_a_file_of_constants(tmp_path: Path) -> None:
-    with ConstantFile(tmp_path / "w.bin") as constants:
-        constants.save(model(), tmp_path / "a.onnx")
-        one = (tmp_path / "w.bin").stat().st_size
-        constants.save(model(), tmp_path / "b.onnx")
-        assert (tmp_path / "w.bin").stat().st_size == one
-        constants.save(model(weights(5)), tmp_path / "c.onnx")
-        assert (tmp_path / "w.bin").stat().st_size > one
-        a, b, c = (run(tmp_path / f"{name}.onnx")[0] for name in "abc")
-    np.testing.assert_array_equal(a, b)
-    assert (a[0, 0], c[0, 0]) == (3, 7)
 
 
 def test_a_saved_file_is_the_same_model_for_onnx_and_for_load(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.model import Model
-from qdqtune.placement.engine_rules import RULES, KeepFloat, effect, place, rules_of
+from qdqtune.placement.engine_rules import RULES, place, rules_of
 from qdqtune.placement.graph_queries import GraphQueries
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
+from qdqtune.placement.start_placements import placements
 from qdqtune.types import Edge, QuantType
 from region_models import networks
 from rule_placements import count, placed, users, weights
@@ -43,10 +44,14 @@ def test_every_placement_is_whole_and_can_be_inserted(name: str, engine: str, qu
 @given(networks())
 def test_rules_take_any_graph(network) -> None:  # type: ignore[no-untyped-def]
     model = network.model()
+    possible = possible_edges(model, known(model))
+    found = [(place, "uint8") for place in placements(model, possible).values()]
     for engine, numbers in (("onnxruntime", "uint8"), ("tensorrt", "int8"), ("tensorrt", "fp8")):
-        found = placed(model, engine, "fp8" if numbers == "fp8" else "int8").placement
-        assert consistent(model, found) == found
-        insert(model, found, known(model), FORMATS[numbers])
+        found.append((placed(model, engine, "fp8" if numbers == "fp8" else "int8").placement, numbers))
+    for placement, numbers in found:
+        assert placement.edges <= possible
+        assert consistent(model, placement) == placement
+        insert(model, placement, known(model), FORMATS[numbers])
 
 
 def test_each_rule_has_a_reason_a_source_engines_and_a_function_of_its_own() -> None:
@@ -57,7 +62,6 @@ def test_each_rule_has_a_reason_a_source_engines_and_a_function_of_its_own() -> 
     for rule in RULES:
         assert all((rule.reason, rule.source, rule.engines, rule.quant_types))
         assert rule.engines <= MODULES.keys()
-        assert effect(rule) == ("keeps in float" if isinstance(rule, KeepFloat) else "places pairs")
     assert {r.name for r in rules_of("onnxruntime")} < {r.name for r in rules_of()}
     for engine, quant_type in TYPES:
         assert rules_of(engine, quant_type)

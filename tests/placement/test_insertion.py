@@ -330,7 +330,6 @@ def test_candidates_share_their_weights(tmp_path: Path) -> None:
         (Edge("c0", "stem_relu", -1), "no such edge"),
         (Edge("image", "stem", 9), "no such edge"),
         (Edge("nothing", "stem_relu", 0), "no such edge"),
-        (Edge("logits", "", 1), "no such edge"),
         (Edge("logits", "", -1), "no such edge"),
         (Edge("cat", "", 0), "no such edge"),
         (Edge("image", "", 0), "no such edge|hands it through"),
@@ -389,14 +388,6 @@ def test_new_names_collide_with_nothing() -> None:
     assert quantized.outputs == model.outputs
     assert len(quantized.index_of) == len(quantized.nodes)
     assert sqnr(run(model, samples), run(quantized, samples)) > 30
-
-
-def test_the_reference_agrees_with_onnx_runtime() -> None:
-    model, samples, found, possible, _ = case("tapped")
-    quantized = insert(model, Placement(possible), found, UINT8)
-    for a, b in zip(run(quantized, samples), evaluate(quantized, samples), strict=True):
-        for name, array in a.items():
-            np.testing.assert_allclose(array, b[name], atol=1.1 * found.activations[name].magnitude / 127)
 
 
 def test_a_model_that_is_written_carries_the_ir_version_that_its_opset_needs() -> None:

@@ -104,21 +104,6 @@ def test_pairs_can_be_put_back_on_a_stripped_model(name: str, data: st.DataObjec
             np.testing.assert_allclose(mine[output], array, rtol=1e-2 if half else 1e-4, atol=1e-2 if half else 1e-5)
 
 
-def test_weights_without_pairs_come_through_unchanged() -> None:
-    model, _, found, possible, _ = case("conv_net")
-    activations = Placement.of(e for e in possible if e.tensor not in model.constants)
-    stripped = strip_pairs(insert(model, activations, found, PLAIN))
-    assert {n: c.key for n, c in stripped.constants.items()} == {n: c.key for n, c in model.constants.items()}
-
-
-def test_the_empty_placement() -> None:
-    model, _, found, _, _ = case("attention")
-    quantized = insert(model, Placement(), found, UINT8)
-    assert not is_quantized(quantized)
-    assert read_placement(model, quantized).placement == Placement()
-    assert strip_pairs(quantized).fingerprint == model.fingerprint
-
-
 # Clamps that a quantizer dropped
 
 
@@ -347,22 +332,6 @@ def test_ranges_are_what_a_pair_can_represent(zero: np.generic, expected: tuple[
     assert reading.placement.edges == {Edge("x", "relu", 0)}
     assert bool(reading.placement.wide) == (zero.itemsize == 2)
     assert reading.ranges.activations == {"x": Range(expected[0] / 2, expected[1] / 2)}
-
-
-def test_a_missing_zero_point_is_uint8_zero() -> None:
-    pair = "q = QuantizeLinear(x, s)\n d = DequantizeLinear(q, s)\n [relu] y = Relu(d)"
-    model, quantized = (build(f"net (float[N,4] x) => (float[N,4] y) {{ {body} }}", {"s": np.float32(2)})
-                        for body in ("[relu] y = Relu(x)", pair))  # fmt: skip
-    reading = read_placement(model, quantized)
-    assert reading.ranges.activations == {"x": Range(0, 510)}
-
-
-def test_output_dtype_stands_for_a_zero_point() -> None:
-    pair = "q = QuantizeLinear <output_dtype=3> (x, s)\n d = DequantizeLinear(q, s)\n [relu] y = Relu(d)"
-    model = build("net (float[N,4] x) => (float[N,4] y) { [relu] y = Relu(x) }")
-    quantized = build(f"net (float[N,4] x) => (float[N,4] y) {{ {pair} }}", {"s": np.float32(2)}, opset=21)
-    assert read_placement(model, quantized).ranges.activations == {"x": Range(-254, 254)}
-    assert [n.op for n in strip_pairs(quantized).nodes] == ["Relu"]
 
 
 def test_a_zero_point_that_is_computed_makes_no_pair() -> None:

@@ -5,15 +5,14 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from models import FORMATS, attention, build, conv_net, evaluate, feeds, normal, ranges, run
-from qdqtune.calibration.scales import Ranges
+from models import FORMATS, build, conv_net, evaluate, feeds, normal, ranges, run
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import SWITCH, file_pairs, representable, with_file_pairs
-from qdqtune.types import Edge, Placement, WeightFormat
+from qdqtune.types import Edge, Placement
 from quantized_nets import NETS, equal, quantized
 
 
@@ -93,12 +92,6 @@ def test_a_damaged_pair_stands_as_it_is(tensor: str, factor: float) -> None:
         assert np.isnan(representable(pair)).all()
 
 
-def test_pairs_of_another_model_are_unmatched() -> None:
-    pairs, unmatched = file_pairs(attention(), quantized(conv_net()))
-    assert not pairs
-    assert len(unmatched) > 10
-
-
 def test_a_bias_that_the_float_model_lacks_is_no_pair_on_nothing() -> None:
     """Correcting biases gives one to a Conv that had none."""
     proto = conv_net().to_proto()
@@ -115,14 +108,6 @@ def test_pairs_come_in_graph_order() -> None:
     assert first == sorted(first)
     assert {p.kind for p in pairs} == {"activation", "constant"}
     assert {e for p in pairs for e in p.edges} == set(possible_edges(model, ranges(model)))
-
-
-def test_what_a_weight_in_blocks_gives() -> None:
-    weights = np.linspace(-1, 2, 64 * 4, dtype=np.float32).reshape(64, 4)
-    model = build("net (float[1,64] x) => (float[1,4] y) { [m] y = MatMul(x, w) }", {"w": weights}, 21)
-    stored = Placement.of((), [(Edge("w", "m", 1), WeightFormat(4, 32, symmetric=False))])
-    (pair,), _ = file_pairs(model, load_proto(insert(model, stored, Ranges({}), FORMATS["plain"]).to_proto()))
-    assert representable(pair) == pytest.approx((-1, 2), abs=0.1)
 
 
 PRODUCTS = """net (float[N,4] x) => (float[N,4] y) {{

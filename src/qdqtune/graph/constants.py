@@ -40,7 +40,7 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str) -> dict[str, C
         if _is_large(tensor) and tensor.name not in overridable:
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
             seen = Stamps.of([located.file])
-            key = content_key(dtype, shape, [_bytes(located)])
+            key = content_key(dtype, shape, _bytes(located))
             read = partial(_values, located, seen, dtype, shape)
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:

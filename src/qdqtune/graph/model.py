@@ -87,11 +87,10 @@ _element_type, _name = cache(onnx.helper.np_dtype_to_tensor_dtype), cache(str)
 """Of a numpy type. Cached, as the lookups take longer than all other work for a small constant."""
 
 
-def content_key(dtype: np.dtype[Any], shape: tuple[int, ...], chunks: Iterable[bytes | memoryview]) -> str:
+def content_key(dtype: np.dtype[Any], shape: tuple[int, ...], data: bytes | memoryview) -> str:
     """32 hex digits that name a tensor's type, shape and bytes."""
     digest = hashlib.sha256(f"{_name(dtype)}{shape}".encode())
-    for chunk in chunks:
-        digest.update(chunk)
+    digest.update(data)
     return digest.hexdigest()[:32]
 
 
@@ -105,22 +104,18 @@ def size_of(dtype: int, shape: Iterable[int]) -> int:
 class Constant:
     """A constant tensor that is read on demand. `key` names its content: equal keys mean equal bytes.
 
-    `read` returns the values; for dtypes that numpy lacks (float8e4m3fn, bfloat16) in their ml_dtypes type.
+    `array` returns the values, which are not to be changed; for dtypes that numpy lacks in their ml_dtypes type.
     """
 
     key: str
     dtype: int
     shape: tuple[int, ...]
-    read: Callable[[], Array]
+    array: Callable[[], Array]
 
     @property
     def nbytes(self) -> int:
         """Size of the values as files hold them."""
         return size_of(self.dtype, self.shape)
-
-    def array(self) -> Array:
-        """The values; not to be changed."""
-        return self.read()
 
     def data(self) -> memoryview:
         """The bytes of the values as files hold them: two values of 4 bits in a byte, the first in its lower half."""
@@ -132,12 +127,10 @@ class Constant:
         return (halves[::2] | halves[1::2] << 4).data
 
     @staticmethod
-    def of(array: Array, key: str | None = None) -> Constant:
+    def of(array: Array) -> Constant:
         """A constant with these values, which stay in memory."""
         array = np.asarray(array, order="C")
-        if key is None:
-            data = array.tobytes() if array.nbytes < LARGE_BYTES else _bytes(array)
-            key = content_key(array.dtype, array.shape, [data])
+        key = content_key(array.dtype, array.shape, array.tobytes() if array.nbytes < LARGE_BYTES else _bytes(array))
         return Constant(key, _element_type(array.dtype), array.shape, lambda: array)
 
     def to_proto(self, name: str) -> onnx.TensorProto:

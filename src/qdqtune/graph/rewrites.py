@@ -458,8 +458,12 @@ def folded(model: Model) -> Model:
         if (layer := _layer(model, node)) is not None:
             layers[layer.output] = layer
             continue
-        source = _source(model, node, layers)
-        if source is not None and (found := _scale_and_shift(model, node, source, layers[source])) is not None:
+        sources = [t for t in dict.fromkeys(node.inputs) if t in layers and len(model.uses(t)) == 1]
+        constants = sum(t in model.constants for t in node.inputs)
+        if node.domain or len(sources) != 1 or constants != len(node.inputs) - 1:
+            continue
+        (source,) = sources
+        if (found := _scale_and_shift(model, node, source, layers[source])) is not None:
             before, (factor, addend) = layers.pop(source), found
             scale, shift = before.scale * factor, before.shift * factor + addend
             layers[node.outputs[0]] = replace(before, output=node.outputs[0], scale=scale, shift=shift)
@@ -487,13 +491,6 @@ def _layer(model: Model, node: Node) -> _Layer | None:
             return None
         bias = constant.array().astype(np.float64).reshape(-1) * node.attributes.get("beta", 1.0)
     return _Layer(node, node.outputs[0], np.ones(channels), np.broadcast_to(bias, channels))
-
-
-def _source(model: Model, node: Node, layers: Mapping[str, _Layer]) -> str | None:
-    """The input of `node` that one of `layers` makes and nothing else reads, if the other inputs are constants."""
-    sources = [t for t in dict.fromkeys(node.inputs) if t in layers and len(model.uses(t)) == 1]
-    constants = sum(t in model.constants for t in node.inputs)
-    return sources[0] if not node.domain and len(sources) == 1 and constants == len(node.inputs) - 1 else None
 
 
 def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tuple[Array, Array] | None:

@@ -37,20 +37,10 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     None if it can, once it has a range.
 
     Engines run a pair wherever ONNX allows one, and only measurement shows whether it pays. So an activation can carry
-    one into every data input, also as the computed bias of a Conv (a constant bias gets its scale from the other two
-    inputs), into LSTM and Einsum, and into Shape, where it has no use.
-
-    No pair can stand on
-
-    - an initializer that is a graph input as well, as its range is whatever callers give;
-    - a tensor of unknown type, whose scale would have no type either, or of another type than float;
-    - a setting (`SETTINGS_FROM`): engines need plain numbers there;
-    - an input of an operator that is not ONNX's: what it computes is unknown;
-    - a tensor that the body of an If or Loop captures, at the body or as a graph output: bodies read it by its name,
-      which the pair would take; and a graph output that no node makes;
-    - a constant that is neither a weight (`weight_role`) nor an operand (`TAKES_CONSTANTS`). The weights of LSTM and
-      Einsum are among those: no engine has an integer kernel for them, and their channels are unknown. The constant
-      scale of a LayerNormalization, InstanceNormalization or BatchNormalization is a weight: engines fold it.
+    one into every data input, also as the computed bias of a Conv, into LSTM and Einsum, and into Shape, where it has
+    no use. A constant has to be a weight (`weight_role`) or an operand (`TAKES_CONSTANTS`). A tensor of unknown type
+    gives its scale none, what callers may override has any range, and bodies of an If or Loop read a tensor by its
+    name, which the pair would take.
     """
     if tensor in model.overridable:
         return "callers may override it, and its range with it"
@@ -66,12 +56,8 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     user = model.nodes[node]
     if user.domain:
         return f"{user.op} is no operator of ONNX"
-    if tensor in model.constants:
-        return _refused_constant(model, tensor, user, slot)
-    return None if takes_data(user, slot) else f"it is a setting of {user.op}"
-
-
-def _refused_constant(model: Model, tensor: str, user: Node, slot: int) -> str | None:
+    if tensor not in model.constants:
+        return None if takes_data(user, slot) else f"it is a setting of {user.op}"
     if not model.constants[tensor].nbytes:
         return "it is empty"
     is_operand = user.op in TAKES_CONSTANTS or (user.op == "Gather" and slot == 0)
@@ -95,13 +81,11 @@ def unscaled(model: Model, tensor: str, ranges: Ranges) -> str | None:
 
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     """Every edge that can carry a pair (`can_carry`), of tensors that have a scale."""
-    inputs = ((t, n.index, slot, n.name) for n in model.nodes for slot, t in enumerate(n.inputs))
-    outputs = ((t, GRAPH, slot, "") for slot, t in enumerate(model.outputs))
-    able: dict[str, list[Edge]] = {}
-    for tensor, node, slot, name in (*inputs, *outputs):
-        if can_carry(model, tensor, node, slot):
-            able.setdefault(tensor, []).append(Edge(tensor, name, slot))
-    return frozenset(e for tensor, edges in able.items() if unscaled(model, tensor, ranges) is None for e in edges)
+    edges = [(e, node.index) for node in model.nodes for e in node.into]
+    edges += [(Edge(t, "", slot), GRAPH) for slot, t in enumerate(model.outputs)]
+    able = [e for e, node in edges if can_carry(model, e.tensor, node, e.index)]
+    scaled = {t for t in {e.tensor for e in able} if unscaled(model, t, ranges) is None}
+    return frozenset(e for e in able if e.tensor in scaled)
 
 
 @dataclass(frozen=True)
@@ -118,7 +102,6 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
     The scale of a normalization is a weight without channels.
     """
     node = model.user(edge)
-    rank = len(model.constants[edge.tensor].shape)
     if node is None or node.domain:
         return None
     match node.op, edge.index:
@@ -129,10 +112,9 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
         case "Gemm", 1:
             return WeightRole(0 if node.attributes.get("transB", 0) else 1)
         case "MatMul", 1:
+            rank = len(model.constants[edge.tensor].shape)
             return WeightRole(1 if rank == 2 else None)  # engines have no per-channel kernels for batched weights
-        case (("Gemm" | "MatMul"), 0):
-            return WeightRole(None)
-        case (("LayerNormalization" | "InstanceNormalization" | "BatchNormalization"), 1):
+        case (("Gemm" | "MatMul"), 0) | (("LayerNormalization" | "InstanceNormalization" | "BatchNormalization"), 1):
             return WeightRole(None)
     return None
 

@@ -43,7 +43,7 @@ class Rounding:
     constants: Mapping[str, Constant]
 
 
-def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: bool = False) -> Model:
+def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: bool) -> Model:
     """`model` with these roundings; if `switched`, rounding i is on only while the model input `SWITCH` + i is true."""
     return _Writer(model, roundings, is_switched=switched).written()
 
