@@ -110,11 +110,7 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
     dtype = types.get(attribute.name.removeprefix("value_").removesuffix("s"))
     if dtype is None:
         return None
-    try:
-        value: Array = np.array(onnx.helper.get_attribute_value(attribute), dtype)
-    except (TypeError, ValueError) as error:
-        raise BadModel(f"Constant node {node.name!r}: {attribute.name} has a value of another type") from error
-    lifted: TensorProto = numpy_helper.from_array(value, name)
+    lifted: TensorProto = numpy_helper.from_array(np.array(onnx.helper.get_attribute_value(attribute), dtype), name)
     return lifted
 
 

@@ -301,8 +301,6 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
 
 
 def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,10 +68,8 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
             "engine": recorded.engine,
             "quant_type": recorded.quant_type,
             "fix_inputs": dict(recorded.fix_inputs),
-            "calibration": asdict(recorded.calibration),
-            "rewrites": {
-                name: made if isinstance(made, bool) else list(made) for name, made in asdict(recorded.rewrites).items()
-            },
+            "calibration": msgspec.to_builtins(recorded.calibration),
+            "rewrites": msgspec.to_builtins(recorded.rewrites),
             "edges": edges,
             **({"weights": weights} if weights else {}),
             **({"portable": True} if recorded.portable else {}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from qdqtune.graph.model import Model
@@ -58,7 +58,12 @@ def integer_islands(
                 edges.update(data)
                 edges.update(e for t in node.outputs for e in model.edges(t))
                 integer.update(node.outputs)
-    return Placement.of(_outside_fusions(model, (e for e in edges if e in possible and not e.is_graph_output)))
+
+    def is_fused(edge: Edge) -> bool:
+        node = model.user(edge)
+        return node is not None and node.op in FUSED_BEHIND and len(model.uses(edge.tensor)) == 1
+
+    return Placement.of(e for e in edges if e in possible and not e.is_graph_output and not is_fused(e))
 
 
 def static(model: Model, possible: frozenset[Edge]) -> Placement:
@@ -130,11 +135,3 @@ def _behind_compute(model: Model, tensor: str) -> bool:
             return False
         tensor = next((t for t in node.inputs if t not in model.constants), "")
     return False
-
-
-def _outside_fusions(model: Model, edges: Iterator[Edge]) -> Iterator[Edge]:
-    """The edges without those into nodes that are fused with the producer of the tensor."""
-    for edge in edges:
-        node = model.user(edge)
-        if node is None or node.op not in FUSED_BEHIND or len(model.uses(edge.tensor)) > 1:
-            yield edge

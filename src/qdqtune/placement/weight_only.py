@@ -10,7 +10,8 @@ and the Mul that make floats of its sums behind it: the nodes that ONNX Runtime 
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cache, cached_property, partial
 
 import numpy as np
 import onnx
@@ -36,7 +37,7 @@ class WeightOnlyWriter:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._scales: dict[str, tuple[Array, Array | None]] = {}
+        self._parts: dict[str, dict[str, Constant]] = {}
         self._latest: tuple[str, RoundedWeight] | None = None
 
     @cached_property
@@ -144,16 +145,21 @@ class WeightOnlyWriter:
         when they are written."""
         source, is_table = weight.constant, weight.node.op == "Gather"
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
+        if key in self._parts:
+            return self._parts[key]
         integers = helper.np_dtype_to_tensor_dtype(np.dtype(INTEGER_TYPE[weight_format.bits, weight_format.symmetric]))
         rows, columns = weight.shape
         scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
         described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
         described += [] if weight_format.symmetric else [("zero_point", integers, scaled)]
-        found = {}
-        for number, (what, dtype, shape) in enumerate(described):
-            read = partial(self._part, number, key, weight, weight_format, shape)
-            found[what] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
-        return found
+        parts = {}
+        for what, dtype, shape in described:
+            read = partial(self._part, what, key, weight, weight_format, shape)
+            part = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
+            is_kept = what != "quantized" and part.nbytes < SHARED_SCALES
+            parts[what] = replace(part, array=cache(read)) if is_kept else part
+        self._parts[key] = parts
+        return parts
 
     def _constants(
         self, builder: GraphBuilder, tensor: str, weight: Weight, weight_format: WeightFormat
@@ -167,19 +173,11 @@ class WeightOnlyWriter:
             builder.made[made] = "\n".join(names)
         return tuple(builder.made[made].split("\n"))
 
-    def _part(
-        self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]
-    ) -> Array:
-        """Part `number` of a weight: 0 integers, 1 scales, 2 zero points. They are read one after the other."""
-        if number == 0 or key not in self._scales:
-            if self._latest is None or self._latest[0] != key:
-                self._latest = key, rounded_weight(weight.array(), weight_format)
-            latest = self._latest[1]
-            parts = latest.integers, latest.scale, latest.zero_point
-            if latest.scale.nbytes < SHARED_SCALES:
-                self._scales[key] = parts[1:]
-            found = parts[number]
-        else:
-            found = self._scales[key][number - 1]
-        assert found is not None  # a symmetric weight format has no third part
-        return np.ascontiguousarray(found.reshape(shape).T if weight.node.op == "Gather" else found.reshape(shape))
+    def _part(self, what: str, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]) -> Array:
+        """The values of a part. The parts of a weight are read one after the other."""
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, rounded_weight(weight.array(), weight_format)
+        latest = self._latest[1]
+        values = {"quantized": latest.integers, "scale": latest.scale, "zero_point": latest.zero_point}[what]
+        assert values is not None  # a symmetric weight format has no third part
+        return np.ascontiguousarray(values.reshape(shape).T if weight.node.op == "Gather" else values.reshape(shape))
