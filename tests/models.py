@@ -301,7 +301,7 @@ def static(name: str, **options: bool) -> tuple[Model, Model]:
 
 def held(constant: Constant) -> Constant:
     """A constant whose file may go."""
-    return Constant.of(np.array(constant.array()), constant.key)
+    return Constant.of(np.array(constant.array()))
 
 
 def edges(*written: str) -> set[Edge]:
