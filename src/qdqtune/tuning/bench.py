@@ -109,12 +109,6 @@ class Conditions:
     model_bytes: int = 0
     by_rule: ByRule | None = None
 
-    def may_be_taken(self, trial: Trial) -> bool:
-        """Whether a candidate may be accepted, so that its build is kept until the batch is judged."""
-        measured = judge(trial, self.plan)
-        is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
-        return not is_slower and self.limits.is_exact_enough(trial.accuracy)
-
 
 @dataclass(frozen=True)
 class TrialJob:
@@ -200,7 +194,9 @@ class TrialWorker:
                 self.drop(job.proposal.placement)
         for trial in self._raced(entrants, batch) if entrants else ():
             trials[trial.number] = trial
-            if not self._conditions.may_be_taken(trial):
+            measured = judge(trial, self._conditions.plan)
+            is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
+            if is_slower or not self._conditions.limits.is_exact_enough(trial.accuracy):  # it cannot be accepted
                 self.drop(trial.placement)
         return [trials[job.number] for job in jobs]
 
@@ -337,7 +333,9 @@ class Bench:
     def __init__(self, pool: WorkerPool[TrialWorker], store: Store, conditions: Conditions) -> None:
         self._pool, self._store, self._conditions = pool, store, conditions
         self._first = pool.first
-        self._asked_metrics = set[Placement]()
+        self.asked_metrics = set[Placement]()
+        """The placements whose metric this session has asked for. What an earlier one left does not count: after a
+        failure it may have asked for others."""
         self.deadline: float | None = None
         """The time of `time.monotonic` at which comparisons end with the rounds that they have."""
 
@@ -451,7 +449,7 @@ class Bench:
         """
         evaluation = self._conditions.evaluation
         assert evaluation is not None  # it is asked for with `evaluate`, `labels` or `metric` only
-        self._asked_metrics.add(placement)
+        self.asked_metrics.add(placement)
         build = partial(self._worker.load, placement, f"metric_{placement.digest}")
         return self._metric(placement.digest, evaluation, build)
 
@@ -460,11 +458,6 @@ class Bench:
         return self._store.memo(
             f"metric:{evaluation.digest}:{of}", Score, lambda: measure(evaluation, self._runner, build(), floats)
         )
-
-    def asked_metric(self, placement: Placement) -> bool:
-        """Whether this session has asked for the user's metric of a placement. What an earlier one left does not count:
-        after a failure it may have asked for others."""
-        return placement in self._asked_metrics
 
     def given_file(self, file: Path, fixed: Sample) -> tuple[Accuracy, Score | None]:
         """How near the outputs of the user's own Q/DQ file are to the float model's, and the user's metric of it, None
@@ -484,9 +477,10 @@ class Bench:
                 stack.callback(self._runner.unload, handle)
                 return handle
 
-            exactness = self._store.memo(
-                f"given:{len(self._conditions.samples)} samples", Accuracy, lambda: self._given_accuracy(build(), fixed)
-            )
+            def given_accuracy() -> Accuracy:
+                return accuracy(self.reference, self._outputs(build(), fixed), self.scores)
+
+            exactness = self._store.memo(f"given:{len(self._conditions.samples)} samples", Accuracy, given_accuracy)
             if evaluation is None:
                 return exactness, None
             try:
@@ -513,9 +507,6 @@ class Bench:
             return accuracy(reference, others, scores_of(reference, self._conditions.scores))
 
         return self._store.memo(f"float file:{len(self._conditions.samples)} samples", Accuracy, measured)
-
-    def _given_accuracy(self, handle: Handle, fixed: Sample) -> Accuracy:
-        return accuracy(self.reference, self._outputs(handle, fixed), self.scores)
 
     def _outputs(self, handle: Handle, fixed: Sample) -> list[dict[str, Array]]:
         samples = [{**sample, **fixed} for sample in self._conditions.samples]

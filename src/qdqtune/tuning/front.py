@@ -88,14 +88,6 @@ class ProvenPoint:
         return Tradeoff(self.ratio.median, self.trial.exactness)
 
 
-def shipped_point(front: Sequence[ProvenPoint]) -> ProvenPoint | None:
-    """The point that ships: the fastest that holds the limits, or the most exact of those that are equal to it. None if
-    no point may."""
-    holding = [p for p in front if p.holds]
-    alike = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]
-    return max(alike, key=lambda p: (round(p.trial.exactness), -p.ratio.median), default=None)
-
-
 def _row(point: ProvenPoint, proof: Proof, run: Run) -> dict[str, Any]:
     """The row of a point in summary.json."""
     accuracy, placement, mix = point.trial.accuracy, point.trial.placement, run.subject.mix
@@ -141,8 +133,14 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
         run.output.clear(FRONT)
     notes = raced.notes
     if len(points) < TARGET_POINTS:
-        notes = (*notes, _short_front(len(points), len(placements), run))
-    if (best := shipped_point(points)) is not None:
+        count = f"{len(points)} point{'s' * (len(points) != 1)}"
+        tried = f"{len(placements)} candidate{'s' * (len(placements) != 1)}"
+        short = "`time_budget`" if run.budget.is_late else f"`builds` {run.settings.builds}"
+        notes = (*notes, f"the front has {count} of {tried}: {short} has no room for others: give more")
+    holding = [point for point in points if point.holds]
+    alike = [point for point in holding if is_alike(point.ratio, holding[0].ratio)]
+    best = max(alike, key=lambda point: (round(point.trial.exactness), -point.ratio.median), default=None)
+    if best is not None:  # the fastest that holds the limits, or the most exact of those that are equal to it
         run.given.check()
         copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
         won = Attempt(best.trial.placement, best.contexts)
@@ -159,15 +157,12 @@ def _promising(history: Sequence[Trial], run: Run) -> list[MeasuredPoint]:
     """The points of the search that may become points of the front, as many as there is room for, the best one among
     them."""
     most = run.limits.max_noise
-    able = [p for p in undominated(history, run.settings.plan) if not is_too_noisy(_noise(p.trial), most)]
+    points = undominated(history, run.settings.plan)
+    able = [p for p in points if p.trial.accuracy is None or not is_too_noisy(p.trial.accuracy.noise, most)]
     best = [p for p in able if p.placement == best_of(history)]
     others = [p for p in able if p.placement != best_of(history)]
     found = [*best, *spread(others, run.budget.points - len(best))]
     return found[: run.budget.provable(len(found))]
-
-
-def _noise(trial: Trial) -> float:
-    return 0.0 if trial.accuracy is None else trial.accuracy.noise
 
 
 def _written(placement: Placement, run: Run) -> Path:
@@ -190,14 +185,6 @@ def _point(attempt: Attempt, history: Sequence[Trial], run: Run) -> ProvenPoint:
             holds = False
     keep_rounds(attempt.placement, first_faster(attempt.to_float), run.store)
     return ProvenPoint(trial, attempt.to_float, holds, metric)
-
-
-def _short_front(points: int, candidates: int, run: Run) -> str:
-    """What gives a front more points."""
-    told = f"the front has {points} point{'s' * (points != 1)} of {candidates} candidate{'s' * (candidates != 1)}"
-    if run.budget.is_late:
-        return f"{told}: `time_budget` has no room for others: give more"
-    return f"{told}: `builds` {run.settings.builds} has no room for others: give more"
 
 
 def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:

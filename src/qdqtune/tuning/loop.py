@@ -62,7 +62,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     else:
         proof = prove(history, run) if settings.is_timed else chosen_by_rule(history, run)
     for at, trial in enumerate(history):
-        if run.bench.asked_metric(trial.placement):  # the proof may have asked for it after the search
+        if trial.placement in run.bench.asked_metrics:  # the proof may have asked for it after the search
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     recorded = mode.record(history, proof)
     return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall or mode.shortfall, log=log)

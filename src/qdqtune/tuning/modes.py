@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from qdqtune.errors import writing
@@ -33,7 +32,7 @@ from qdqtune.tuning.result import ModeResult, summary_by_rule
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.settings import EFFORTS
-from qdqtune.tuning.subgraphs.prepare import Profiled, outcomes, profile
+from qdqtune.tuning.subgraphs.prepare import outcomes, profile
 from qdqtune.types import Placement, Trial
 
 UNHURRIED = 2.0
@@ -65,10 +64,13 @@ def cut(run: Run) -> Mode:
         return by_rule(run)
     subject, noise = run.subject, noise_of(run)
     if (by_layers := cut_search(run, noise)) is not None:
-        record = partial(_record_units, by_layers)
-        if not run.settings.front or noise is None:
-            return Mode(by_layers, record)
-        return Mode(FrontSearch(by_layers, noise), record)
+
+        def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
+            return ModeResult(files={UNITS: {"units": rows_of(by_layers.costs(history), proof.in_file)}})
+
+        if run.settings.front and noise is not None:
+            return Mode(FrontSearch(by_layers, noise), record)
+        return Mode(by_layers, record)
     suggestions = subject.suggestions()
     noise = binding_noise_of(run) if run.budget.can_learn else None
     if noise is not None:
@@ -123,12 +125,6 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         contexts=shares_at(subject.mix, run.settings.thread_counts),
         is_hurried=left is not None and left < needed and not run.settings.front,
     )
-
-
-def _record_units(by_layers: CutSearch, history: Sequence[Trial], proof: Proof) -> ModeResult:
-    """What each fusion group costs with pairs and in float, and how it runs in the file that ships."""
-    rows = rows_of(by_layers.costs(history), proof.in_file)
-    return ModeResult(files={UNITS: {"units": rows}})
 
 
 # ---------------------------------------------------------------- region
@@ -205,13 +201,12 @@ def subgraph(run: Run) -> Mode:
     search, noise = profiled.search, binding_noise_of(run)
     search = replace(search, by_cut=cut_search(run, noise) if search.incremental else None)
     strategy = with_quiet_seeds(search, noise)
-    record = partial(_record_groups, profiled)
+
+    def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
+        rows = outcomes(profiled, history, proof.in_file)
+        return ModeResult(rows, {"groups": [asdict(row) for row in rows]}, notes=profiled.notes)
+
     return Mode(strategy, record, (profiled.progress,), profiled.shortfall)
-
-
-def _record_groups(profiled: Profiled, history: Sequence[Trial], proof: Proof) -> ModeResult:
-    rows = outcomes(profiled, history, proof.in_file)
-    return ModeResult(rows, {"groups": [asdict(row) for row in rows]}, notes=profiled.notes)
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}

@@ -92,7 +92,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     if settings.withholds_pairs:  # rewrites are exact, and so is what the user asks for by name; half precision is not
         queue = shipping.Finalists()
         may_rewrite = may_rewrite and run.subject.precision in ("fp32", settings.precision)
-    is_folded = _is_folded(run)
+    is_folded = bool(settings.fix_inputs) and not run.subject.rewrites.names  # what that gains is no gain of pairs
     field = Field(
         given=settings.model,
         has_other_float=settings.from_qdq or is_folded,
@@ -111,7 +111,10 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             shutil.rmtree(_unproven(attempt.placement, run).parent)  # a whole model, which is not needed any more
     if won is not None:
         if won.placement:
-            _move(_unproven(won.placement, run), folder / FINAL)
+            file, final = _unproven(won.placement, run), folder / FINAL
+            both = [(data_of(file), data_of(final)), (file, final)]
+            with writing(final):
+                rename_all([(old, new) for old, new in both if old.exists()], file.with_name("replaced"))
         else:
             copy_model(folder / BASELINE, folder / FINAL)
             notes.append(CHANGES_ALONE.format(run.subject.changes))
@@ -339,12 +342,6 @@ def keep_rounds(placement: Placement, best: Compared, store: Store) -> None:
         store.put(proof_key(placement), best.measured)
 
 
-def _is_folded(run: Run) -> bool:
-    """Whether the search's float model is the user's with inputs fixed, and no other rewrite. What that gains must not
-    be reported as a gain of the pairs."""
-    return bool(run.settings.fix_inputs) and not run.subject.rewrites.names
-
-
 def _unproven(placement: Placement, run: Run) -> Path:
     """The file of a placement that may ship, written once. It moves to the output folder when it has proven itself."""
     path = run.candidates.folder / placement.digest / FINAL
@@ -353,12 +350,6 @@ def _unproven(placement: Placement, run: Run) -> Path:
             path.parent.mkdir(exist_ok=True)
         run.candidates.write_whole(placement, path)
     return path
-
-
-def _move(source: Path, target: Path) -> None:
-    with writing(target):
-        both = [(data_of(source), data_of(target)), (source, target)]
-        rename_all([(old, new) for old, new in both if old.exists()], source.with_name("replaced"))
 
 
 def copy_model(source: Path, target: Path) -> None:

@@ -185,19 +185,14 @@ class Attempt:
         if not is_proven(self.to_float):
             is_elsewhere = self.ratio.verdict == "faster" and is_slower(worst_of(self.to_float))
             return "slower elsewhere" if is_elsewhere else "not faster"
-        if self.must_beat_given and self.to_given and not _beats(self.to_given):
+        against_given = {one.ratio.verdict for one in self.to_given}
+        if self.must_beat_given and against_given and ("faster" not in against_given or "slower" in against_given):
             return "not faster than given"
         if self.missed is not None:
             return "misses the limits"
         if self.to_rewritten and not any(one.ratio.verdict == "faster" for one in self.to_rewritten):
             return "pairs do not pay"
         return "ships"
-
-
-def _beats(contexts: Sequence[Compared]) -> bool:
-    """Whether a file is faster than the user's in some context and slower in none."""
-    verdicts = {one.ratio.verdict for one in contexts}
-    return "faster" in verdicts and "slower" not in verdicts
 
 
 # ---------------------------------------------------------------- which files are tried, and which ships
