@@ -57,6 +57,10 @@ REFUSED = re.compile(r"OpType:(\w+)")
 """How ONNX Runtime names the operator that an execution provider has refused."""
 
 
+Idea = tuple[str, Labels]
+"""The origin of a proposal, and its labels."""
+
+
 @dataclass(frozen=True)
 class RuleSearch:
     """The search (see the module). `plan` tells how times are judged; None where nothing is timed."""
@@ -66,31 +70,27 @@ class RuleSearch:
     plan: Plan | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        costs = self.learned(history)
         tried = {t.placement for t in history} | {Placement()}
-        for proposal in self._proposals(history):
-            if proposal.placement not in tried:
-                return (proposal,)
+        for origin, labels in self._ideas(costs, history):
+            placement = costs.placement(labels)
+            if placement not in tried:
+                return (Proposal(origin, placement, wants_layers=True),)
         return ()
 
-    def _proposals(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        costs = self.learned(history)
-        yield self._proposal(costs, ALL_8, costs.everywhere(W8A8))
-        by_placement = {t.placement: t for t in history}
-        first = by_placement.get(costs.placement(costs.everywhere(W8A8)))
-        leaves = any(costs.off.values())
-        if first is None:
+    def _ideas(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Idea]:
+        narrow, wide = costs.everywhere(W8A8), costs.everywhere(W16A16)
+        yield ALL_8, narrow
+        held = {t.placement: t.holds is True and failure(t) is None for t in history}
+        leaves, is_enough = any(costs.off.values()), held.get(costs.placement(narrow))
+        if is_enough is None or (is_enough and not leaves):
             return
-        if first.holds is True and failure(first) is None and not leaves:
-            return
-        wide = costs.everywhere(W16A16)
         if not set(SIXTEEN).isdisjoint(wide):
-            yield self._proposal(costs, ALL_16, wide)
-        widest = by_placement.get(costs.placement(wide))
-        is_short = widest is None or widest.holds is not True or failure(widest) is not None
+            yield ALL_16, wide
         if all(failure(t) is not None for t in history[-FRUITLESS:]) and len(history) >= FRUITLESS:
             return
-        float_too = leaves or is_short or self.plan is not None
-        alike = [t for t in history if costs.keeps_floats(t.placement)]
+        float_too = leaves or not held.get(costs.placement(wide)) or self.plan is not None
+        alike = [t for t in history if costs.floats <= costs.float_parts(t.placement)]
         yield from self._within_limits(costs, alike, float_too=float_too)
         yield from self._without_operators(costs, history, wide)
         yield from self._narrowed(costs, history)
@@ -98,26 +98,20 @@ class RuleSearch:
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
         """The costs with what builds have shown: nodes that run elsewhere, operators that are refused in 16 bits, and
         what bytes cost in time."""
-        failed = ((t.placement, found.reason) for t in history if (found := failure(t)) is not None)
-        refused = (self.costs.in_16_bits(REFUSED.findall(reason), placement) for placement, reason in failed)
-        costs = replace(self.costs, refused=self.costs.refused.union(*refused), floats=self._floats(history))
+        refused, floats = set(self.costs.refused), frozenset[tuple[int, ...]]()
+        for trial in history:
+            failed = failure(trial)
+            if failed is not None:
+                refused |= self.costs.in_16_bits(REFUSED.findall(failed.reason), trial.placement)
+            elif trial.proposal.origin == FLOATS and trial.holds and not floats:
+                floats = self.costs.float_parts(trial.placement)
+        costs = replace(self.costs, refused=frozenset(refused), floats=floats)
         costs = costs.learned((t.placement, t.layers) for t in history if t.layers)
         return costs if self.plan is None else costs.fitted(ratios_to_float(history, self.plan))
 
-    def _floats(self, history: Sequence[Trial]) -> frozenset[tuple[int, ...]]:
-        """The parts in floats of the first placement that holds the limits as some operators are in floats."""
-        held = (t.placement for t in history if t.proposal.origin == FLOATS and t.holds and failure(t) is None)
-        if (placement := next(held, None)) is None:
-            return frozenset()
-        labels = zip(self.costs.parts, self.costs.labels(placement), strict=True)
-        return frozenset(part.nodes for part, label in labels if label == FLOAT)
-
-    def _proposal(self, costs: RuleCosts, origin: str, labels: Labels) -> Proposal:
-        return Proposal(origin, costs.placement(labels), wants_layers=True)
-
     # ------------------------------------------------ within the limits
 
-    def _within_limits(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Proposal]:
+    def _within_limits(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Idea]:
         """The cheapest placement whose noise on ONNX Runtime should hold the limit here; without that noise those at
         several guesses of the sum of noise that does. All are cheaper than the best so far."""
         if sum(t.proposal.origin == BY_RULE for t in history) >= AIMS:
@@ -145,7 +139,7 @@ class RuleSearch:
             if bound is not None:
                 labels = self._lowered(costs, labels, noise, bound)
             if costs.total(labels) < most:
-                yield self._proposal(costs, BY_RULE, labels)
+                yield BY_RULE, labels
 
     def _lowered(self, costs: RuleCosts, labels: Labels, noise: Noise, limit: float) -> Labels:
         """The labels with as many parts in fewer bits as the noise on ONNX Runtime allows: large groups of parts first,
@@ -171,7 +165,7 @@ class RuleSearch:
 
     # ------------------------------------------------ operators in floats
 
-    def _without_operators(self, costs: RuleCosts, history: Sequence[Trial], wide: Labels) -> Iterator[Proposal]:
+    def _without_operators(self, costs: RuleCosts, history: Sequence[Trial], wide: Labels) -> Iterator[Idea]:
         """Where nothing holds the limits: the widest placement with one kind of operator in floats, for each kind, the
         cheapest first; then with the one that helped most and others, as far as these help, too. What an operator reads
         becomes float with it: between pairs it would compute in 16 bits."""
@@ -186,19 +180,19 @@ class RuleSearch:
                 kinds.setdefault(costs.model.nodes[node].op, set()).update({number} | makers)
         changed = sorted((_with(wide, numbers, FLOAT) for numbers in kinds.values()), key=costs.total)
         for labels in changed:
-            yield self._proposal(costs, FLOATS, labels)
+            yield FLOATS, labels
         alone = [(left, labels) for labels in changed if (left := noise.get(costs.placement(labels))) is not None]
         helped = [(left, labels) for left, labels in sorted(alone) if left <= HELPED * all_wide]
         for fewest, least in helped[:1]:
             for _, labels in helped[1:]:
                 both = tuple(FLOAT if FLOAT in each else each[0] for each in zip(least, labels, strict=True))
-                yield self._proposal(costs, FLOATS, both)
+                yield FLOATS, both
                 if (left := noise.get(costs.placement(both), inf)) <= HELPED * fewest:
                     fewest, least = left, both
 
     # ------------------------------------------------ one part after the other
 
-    def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Proposal]:
+    def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Idea]:
         """The best placement with parts in fewer bits, those first that save the most for the noise they bring: an
         eighth of them together, a sixteenth, and so on; then neighbours, which convert nothing between them: half of
         the parts, a quarter, and so on; then each alone. Without those that miss the limit if their noise exceeds that
@@ -222,22 +216,18 @@ class RuleSearch:
                 if saved > 0:
                     ranked.append((-saved / more, number, labels))
         single = [labels for *_, labels in sorted(ranked)]
-        together = [single[: len(single) >> halvings] for halvings in range(FIRST_HALVINGS, len(single).bit_length())]
-        merged = (
-            tuple(next((c[n] for c in changes if c[n] != own), own) for n, own in enumerate(base))
-            for changes in (*together, *([labels] for labels in single))
-        )
+        together = list[Labels]()
+        for halvings in range(FIRST_HALVINGS, len(single).bit_length()):
+            changes = single[: len(single) >> halvings]
+            together.append(tuple(next((c[n] for c in changes if c[n] != own), own) for n, own in enumerate(base)))
         missed = [costs.labels(t.placement) for t in history if t.proposal.origin == NARROWED and t.holds is False]
-        ordered = list(merged)
-        ordered[len(together) : len(together)] = _neighbours(base, costs.everywhere(W8A8))
-        for labels in ordered:
+        for labels in (*together, *_neighbours(base, costs.everywhere(W8A8)), *single):
             is_hopeless = any(all(map(ge, other, labels)) for other in missed)
             if costs.total(labels) >= before or is_hopeless:
                 continue
-            proposal = self._proposal(costs, NARROWED, labels)
-            noise = simulate(proposal.placement) if simulate is not None and isfinite(most) else None
+            noise = simulate(costs.placement(labels)) if simulate is not None and isfinite(most) else None
             if noise is None or noise <= most:
-                yield proposal
+                yield NARROWED, labels
 
 
 def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:

@@ -17,6 +17,7 @@ which differ in nothing that other parts see, a part has the cheaper one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from qdqtune.graph.operators import elements, is_dilated, is_float
 from qdqtune.placement.possible import weight_role
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.table import Table, solve
+from qdqtune.search.costs.units import joined
 from qdqtune.types import Edge, Layer, Placement
 
 W8A8, W8A16, W16A16, FLOAT = range(4)
@@ -107,8 +109,14 @@ class RuleCosts:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts, in graph order."""
-        return tuple(self._part(nodes) for nodes in _joined(self.model, self.fullest))
+        """The parts, in graph order: nodes that no pair stands between."""
+        model, bare = self.model, list[tuple[int, int]]()
+        for node in model.nodes:
+            for edge in node.into:
+                maker = model.maker(edge.tensor)
+                if maker is not None and edge not in self.fullest and is_float(model, edge.tensor):
+                    bare.append((node.index, maker.index))
+        return tuple(self._part(nodes) for nodes in joined(range(len(model.nodes)), bare))
 
     @cached_property
     def maker(self) -> Mapping[str, int]:
@@ -116,21 +124,13 @@ class RuleCosts:
         return {t: number for number, part in enumerate(self.parts) for t in part.writes}
 
     @cached_property
-    def readers(self) -> Mapping[str, tuple[int, ...]]:
+    def readers(self) -> Mapping[str, Sequence[int]]:
         """The parts that read each activation through an edge that may carry a pair."""
-        found: dict[str, list[int]] = {}
+        readers = defaultdict[str, list[int]](list)
         for number, part in enumerate(self.parts):
             for tensor in dict.fromkeys(edge.tensor for edge in part.reads):
-                found.setdefault(tensor, []).append(number)
-        return {tensor: tuple(numbers) for tensor, numbers in found.items()}
-
-    @cached_property
-    def _shown(self) -> Mapping[str, tuple[Edge, ...]]:
-        found: dict[str, list[Edge]] = {}
-        for edge in sorted(self.fullest.edges):
-            if edge.is_graph_output:
-                found.setdefault(edge.tensor, []).append(edge)
-        return {tensor: tuple(edges) for tensor, edges in found.items()}
+                readers[tensor].append(number)
+        return readers
 
     # ------------------------------------------------ labels and placements
 
@@ -164,37 +164,40 @@ class RuleCosts:
             if label != FLOAT:
                 edges.update(part.weights, part.constants)
                 wide.update(part.constants if label in SIXTEEN else (), part.weights if label == W16A16 else ())
-        for tensor, shown in self._shown.items():
-            number = self.maker.get(tensor)
-            written = W8A8 if number is None else labels[number]
-            edges.update(shown if written != FLOAT else ())
-            wide.update(shown if written in SIXTEEN else ())
+        for edge in self.fullest.edges:
+            if edge.is_graph_output:
+                number = self.maker.get(edge.tensor)
+                written = W8A8 if number is None else labels[number]
+                edges |= {edge} if written != FLOAT else set()
+                wide |= {edge} if written in SIXTEEN else set()
         return Placement.of(edges, (), wide)
 
     def labels(self, placement: Placement) -> Labels:
         """What parts compute in with a placement: in floats unless all that they read and write has pairs. An operator
         without weights between parts in 8 bits computes in 8 bits as well: its file is the same either way."""
-        paired = {edge.tensor for edge in placement.edges}
-        return tuple(self._label(part, placement, paired) for part in self.parts)
+        bare = {edge.tensor for edge in self.fullest.edges} - {edge.tensor for edge in placement.edges}
+        labels = []
+        for part in self.parts:
+            own = (*part.reads, *part.weights, *part.constants)
+            if not part.reads or not placement.edges.issuperset(own) or not bare.isdisjoint(part.writes):
+                labels.append(FLOAT)
+            elif placement.wide.isdisjoint(part.reads):
+                labels.append(W8A8)
+            else:
+                labels.append(W8A16 if placement.wide.isdisjoint(part.weights) else W16A16)
+        return tuple(labels)
 
-    def _label(self, part: Part, placement: Placement, paired: set[str]) -> int:
-        own = (*part.reads, *part.weights, *part.constants)
-        written = (tensor for tensor in part.writes if tensor in self.readers or tensor in self._shown)
-        if not part.reads or not placement.edges.issuperset(own) or not paired.issuperset(written):
-            return FLOAT
-        if placement.wide.isdisjoint(part.reads):
-            return W8A8
-        return W8A16 if placement.wide.isdisjoint(part.weights) else W16A16
-
-    def keeps_floats(self, placement: Placement) -> bool:
-        """Whether all parts that stay in floats do so with a placement."""
+    def float_parts(self, placement: Placement) -> frozenset[tuple[int, ...]]:
+        """The nodes of each part that computes in floats with a placement."""
         labels = zip(self.parts, self.labels(placement), strict=True)
-        return self.floats <= {part.nodes for part, label in labels if label == FLOAT}
+        return frozenset(part.nodes for part, label in labels if label == FLOAT)
 
     def in_16_bits(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
         """In what operators compute with a placement, as far as it is in 16 bits."""
-        labels = zip(self.parts, self.labels(placement), strict=True)
-        wide = ((self.model.nodes[node].op, label) for part, label in labels for node in part.nodes if label in SIXTEEN)
+        wide = set[tuple[str, int]]()
+        for part, label in zip(self.parts, self.labels(placement), strict=True):
+            if label in SIXTEEN:
+                wide.update((self.model.nodes[node].op, label) for node in part.nodes)
         return {(op, label) for op, label in wide if op in operators}
 
     # ------------------------------------------------ costs
@@ -245,47 +248,45 @@ class RuleCosts:
     @cached_property
     def _conversions(self) -> Table:
         """What conversions cost where parts cost nothing."""
-        return self._table([(0.0,) * len(ALIKE)] * len(self.parts))
+        return self._table([(0.0,) * len(ALIKE)] * len(self.parts), Noise(self.model, {}), 0.0)
 
-    def _table(self, own: Iterable[Sequence[float]], noise: Noise | None = None, price: float = 0.0) -> Table:
+    def _table(self, own: Sequence[tuple[float, ...]], noise: Noise, price: float) -> Table:
         """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`; the last part is what comes
         from outside."""
-        table = Table([tuple(costs) for costs in own])
+        table = Table([*own])
         outside = table.part(inf, inf, 0.0)  # inputs of the graph come as floats
         for tensor, readers in self.readers.items():
-            base = self.rates.converted * (CONVERTED_BYTES * elements(self.model, tensor) + EACH)
-            narrowed = 0.0 if noise is None else noise.of_value(noise.value(tensor))
-            widened = 0.0 if noise is None else noise.of_wide(noise.value(tensor))
-            maker = self.maker.get(tensor, outside)
-            table.convert(maker, readers, base + price * narrowed, base + price * widened, base)
+            base = self.rates.converted * _conversion_bytes(self.model, tensor)
+            narrowed = base + price * noise.of_value(noise.value(tensor))
+            widened = base + price * noise.of_wide(noise.value(tensor))
+            table.convert(self.maker.get(tensor, outside), readers, narrowed, widened, base)
         return table
 
     def cheapest(self, noise: Noise, price: float, *, float_too: bool) -> Labels:
         """The cheapest labels with `price` bytes for noise as large as the signal. `float_too`: parts that can compute
         in 8 bits may also compute in floats."""
-        own = [
-            [
-                self._of_part(number, label) + price * self._noise_of(part, label, noise)
-                if self.allows(part, label) or (label == FLOAT and float_too)
-                else inf
-                for label in (W8A8, W8A16, W16A16, FLOAT)
-            ]
-            for number, part in enumerate(self.parts)
-        ]
-        by_kind = [[min(costs[label] for label in alike) for alike in ALIKE] for costs in own]
+        own = []
+        for number, part in enumerate(self.parts):
+            costs = [inf] * len(WRITES)
+            for label in WRITES:
+                if self.allows(part, label) or (label == FLOAT and float_too):
+                    costs[label] = self._of_part(number, label) + price * self._noise_of(part, label, noise)
+            own.append(costs)
+        by_kind = [tuple(min(costs[label] for label in alike) for alike in ALIKE) for costs in own]
         kinds = solve(self._table(by_kind, noise, price))[:-1]
         return tuple(min(ALIKE[kind], key=costs.__getitem__) for kind, costs in zip(kinds, own, strict=True))
 
     @cached_property
     def _weights(self) -> float:
-        constants = {edge.tensor for part in self.parts for edge in (*part.weights, *part.constants)}
+        """More than the bytes of all weights in 16 bits."""
+        constants = {edge.tensor for edge in self.fullest.edges if edge.tensor in self.model.constants}
         return 1.0 + WIDE_BYTES * sum(elements(self.model, tensor) for tensor in constants)
 
     @cached_property
     def _elsewhere(self) -> float:
         """What a node that runs elsewhere costs: more than everything else together."""
         written = sum(EACH + _written(self.model, part) for part in self.parts)
-        converted = sum(CONVERTED_BYTES * elements(self.model, tensor) + EACH for tensor in self.readers)
+        converted = sum(_conversion_bytes(self.model, tensor) for tensor in self.readers)
         rates = self.rates
         return 1.0 + max(rates.wide, rates.floats) * written + 3 * rates.converted * converted
 
@@ -333,26 +334,10 @@ def left_nodes(layers: Sequence[Layer]) -> frozenset[str]:
     return frozenset(name for layer in left for name in layer.nodes)
 
 
+def _conversion_bytes(model: Model, tensor: str) -> float:
+    return CONVERTED_BYTES * elements(model, tensor) + EACH
+
+
 def _written(model: Model, part: Part) -> float:
     """What the tensors of a part cost in 16 bits."""
     return sum(WIDE_BYTES * elements(model, tensor) + EACH for tensor in part.writes)
-
-
-def _joined(model: Model, fullest: Placement) -> list[tuple[int, ...]]:
-    """The sets of nodes, by index, that no pair stands between."""
-    group = {node.index: node.index for node in model.nodes}
-
-    def root(number: int) -> int:
-        while group[number] != number:
-            group[number] = number = group[group[number]]
-        return number
-
-    for node in model.nodes:
-        for edge in node.into:
-            maker = model.maker(edge.tensor)
-            if maker is not None and edge not in fullest and is_float(model, edge.tensor):
-                group[root(node.index)] = root(maker.index)
-    sets: dict[int, list[int]] = {}
-    for node in model.nodes:
-        sets.setdefault(root(node.index), []).append(node.index)
-    return sorted(tuple(nodes) for nodes in sets.values())
