@@ -16,7 +16,6 @@ from qdqtune.search.costs.profiles import (  # fmt: skip
     PricedScheme,
     Profile,
     SchemeResult,
-    edges_of,
     passthrough_profile,
     points_of,
     profile_of,
@@ -81,9 +80,11 @@ def test_a_scheme_means_the_same_edges_in_every_equal_group() -> None:
     first, second = (parts.units[parts.owner[name]] for name in ("a", "c"))
     sizes = dict.fromkeys("xtuvy", (4, 8)) | {"w": (8, 8)}
     part, possible = alone(parts, first)
-    points = points_of(part, schemes(part, possible)["full, output"])
-    assert edges_of(parts, first, points) == {Edge("x", "a", 0), Edge("w", "a", 1), Edge("u", "c", 0)}
-    assert {Edge("u", "c", 0), Edge("w", "c", 1)} <= edges_of(parts, second, points)
+    options = (PricedScheme("full, output", points_of(part, schemes(part, possible)["full, output"]), 0.5),)
+    ends = {Edge("x", "a", 0), Edge("w", "a", 1), Edge("u", "c", 0)}
+    for gaining, edges in (({0}, ends), ({0, 1}, {*ends, Edge("w", "c", 1)})):
+        profiles = {n: Profile(1.0, options if n in gaining else ()) for n in (first.number, second.number)}
+        assert select(parts, profiles).placement().edges - {Edge("y", "", 0)} == edges
     assert signature(parts, first, sizes) == signature(parts, second, sizes)
     assert signature(parts, first, sizes) != signature(parts, second, sizes | {"v": (5, 8)})
     fewer = partition(model, parts.possible - {Edge("w", "c", 1)}, [["a", "b"], ["c", "d"]])

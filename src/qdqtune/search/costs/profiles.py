@@ -8,7 +8,7 @@ decides by both which groups run quantized.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -104,18 +104,6 @@ def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
     return frozenset((-1 if e.is_graph_output else model.index_of[e.node], e.index) for e in placement)
 
 
-def edges_of(parts: Partition, unit: Unit, points: Collection[GroupPoint]) -> frozenset[Edge]:
-    """The possible edges of the whole model that some points of a group stand for."""
-    edges: set[Edge] = set()
-    for number, index in points:
-        if number < 0:
-            edges.update(parts.edges.get(unit.outputs[index], ()))
-        else:
-            node = parts.model.nodes[unit.nodes[number]]
-            edges.add(node.into[index])
-    return frozenset(edges & parts.possible)
-
-
 def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:
     """A text, equal for two groups exactly if operators, attributes, wiring, shapes, types and possible pairs are."""
     model = parts.model
@@ -162,46 +150,33 @@ def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeRe
         floats: its layers in float.
         answers: the results of all its schemes.
     """
-    failures = {a.scheme: a.result.reason for a in answers if isinstance(a.result, Failure)}
-    good = [(a, a.result) for a in answers if not isinstance(a.result, Failure)]
+    rounds = [answer.result for answer in answers if isinstance(answer.result, Measurement)]
+    float_ms = 1e3 * float(np.median([s for measured in rounds for s in measured.a])) if rounds else 0.0
     if floats:
         float_ms = sum(layer.time_ms or 0.0 for layer in _without_reformats(model, floats))
-        return Profile(float_ms, tuple(_by_layers(model, floats, a, measured) for a, measured in good), failures)
-    rounds = [(a, measured) for a, measured in good if measured is not None]
-    float_ms = 1e3 * float(np.median([s for _, m in rounds for s in m.a])) if rounds else 0.0
-    options = (
-        PricedScheme(
-            a.scheme, points_of(model, a.placement), float_ms * r, r, weight_format=_weight_format(a.placement)
-        )
-        for a, m in rounds
-        for r in [_ratio(m)]
-    )
+    options, failures = list[PricedScheme](), dict[str, str]()
+    for answer in answers:
+        ratio, placement = None, answer.placement
+        if isinstance(answer.result, Failure):
+            failures[answer.scheme] = answer.result.reason
+            continue
+        if answer.result is not None:
+            ratio = float(np.median(np.asarray(answer.result.b) / np.asarray(answer.result.a)))
+        weight_format = next(iter(placement.weight_formats.values()), None)
+        option = PricedScheme(answer.scheme, points_of(model, placement), 0.0, ratio, weight_format=weight_format)
+        if floats:  # the time of the rounds is divided among kernels, Qs and DQs by their layer times
+            own = _without_reformats(model, answer.layers)
+            before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))
+            total = counted if ratio is None or not after else counted * ratio * before / after
+            times = attribute(model, placement, own, total)
+            read = {t: ms for t, ms in times.quantize.items() if t in model.inputs}
+            q = {min((use.node, use.slot) for use in model.uses(t)): ms for t, ms in read.items()}
+            d = {(-1, model.outputs.index(t)): ms for t, ms in times.dequantize.items() if t in model.outputs}
+            alone = total - sum(q.values()) - sum(d.values())
+            options.append(replace(option, ms=alone, quantize=q, dequantize=d))
+        elif ratio is not None:
+            options.append(replace(option, ms=float_ms * ratio))
     return Profile(float_ms, tuple(options), failures)
-
-
-def _by_layers(
-    model: Model, floats: Sequence[Layer], answer: SchemeResult, measured: Measurement | None
-) -> PricedScheme:
-    """A scheme with its time from the paired rounds, divided among kernels, Qs and DQs by their layer times."""
-    own = _without_reformats(model, answer.layers)
-    before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))
-    ratio = None if measured is None else _ratio(measured)
-    total = counted if ratio is None or not after else counted * ratio * before / after
-    times = attribute(model, answer.placement, own, total)
-    q = {min((u.node, u.slot) for u in model.uses(t)): ms for t, ms in times.quantize.items() if t in model.inputs}
-    d = {(-1, model.outputs.index(t)): ms for t, ms in times.dequantize.items() if t in model.outputs}
-    alone = total - sum(q.values()) - sum(d.values())
-    return PricedScheme(
-        answer.scheme, points_of(model, answer.placement), alone, ratio, q, d, _weight_format(answer.placement)
-    )
-
-
-def _weight_format(placement: Placement) -> WeightFormat | None:
-    return next(iter(placement.weight_formats.values()), None)
-
-
-def _ratio(measured: Measurement) -> float:
-    return float(np.median(np.asarray(measured.b) / np.asarray(measured.a)))
 
 
 def _without_reformats(model: Model, layers: Sequence[Layer]) -> list[Layer]:
@@ -247,12 +222,15 @@ class GroupSelection:
 
     def placement(self) -> Placement:
         """The pairs of all chosen schemes; a tensor that is stored in 8 bits has pairs on all its edges."""
-        edges = {e for t in self.decision.stored for e in self.parts.edges.get(t, ())}
+        parts, edges = self.parts, set[Edge]()
         for number in self.decision.quantized:
-            option = self.option(number)
+            option, nodes = self.option(number), parts.units[number].nodes
             points = option.points if option else frozenset()
-            edges |= edges_of(self.parts, self.parts.units[number], [p for p in points if p[0] >= 0])
-        return Placement.of(edges, self.parts.placement(self.decision).weight_only)
+            edges |= {parts.model.nodes[nodes[node]].into[slot] for node, slot in points if node >= 0}
+        edges &= parts.possible
+        for tensor in self.decision.stored:
+            edges.update(parts.edges.get(tensor, ()))
+        return Placement.of(edges, parts.placement(self.decision).weight_only)
 
     def with_followers(self) -> GroupSelection:
         """The selection with those groups quantized as well that read only tensors of quantized groups.
@@ -285,38 +263,30 @@ class GroupSelection:
 
 
 def select(parts: Partition, profiles: Mapping[int, Profile]) -> GroupSelection:
-    """The cheapest selection of groups for times that were taken alone."""
-    costs = prices(parts, profiles)
-    return GroupSelection(costs, cut(costs), profiles)
-
-
-def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
-    """Prices of all groups in ms, without effects of neighbours on each other, which are not known yet.
-
-    A group without a scheme gets a quantized price above any possible sum.
-    """
+    """The cheapest selection of groups for times that were taken alone, without effects of neighbours on each other,
+    which are not known yet. A group without a scheme gets a quantized price above any possible sum."""
     never = 1.0 + 2.0 * sum(profiles[u.number].float_ms for u in parts.units)
+    prices = []
+    for unit in parts.units:
+        profile, leaving = profiles[unit.number], len(parts.leaving(unit))
+        least = MIN_SAVING * profile.float_ms
+        storing, giving = _storing_and_handing(parts, unit, profile)
+        known = [option.ms for option in (storing, giving) if option is not None]
+        more = (giving.ms if giving is not None else never) - min(known, default=0.0)
+        allowed = parts.weight_formats(unit)
+        by_format = {o.weight_format: least + o.ms for o in profile.options if o.weight_format in allowed}
+        prices.append(
+            Price(
+                as_float=profile.float_ms,
+                as_quantized=least + min(known, default=profile.float_ms + never),
+                handing=max(0.0, more) / leaving if leaving else 0.0,
+                seen=bool(known),
+                by_format=by_format,
+            )
+        )
     quantize, dequantize = (_conversions(parts, profiles, which) for which in ("quantize", "dequantize"))
-    own = tuple(_group_price(parts, unit, profiles[unit.number], never) for unit in parts.units)
-    return Costs(parts, own, quantize, dequantize)
-
-
-def _group_price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Price:
-    storing, giving = _storing_and_handing(parts, unit, profile)
-    known = [option.ms for option in (storing, giving) if option is not None]
-    leaving = len(parts.leaving(unit))
-    more = (giving.ms if giving is not None else never) - min(known, default=0.0)
-    return Price(
-        as_float=profile.float_ms,
-        as_quantized=MIN_SAVING * profile.float_ms + min(known, default=profile.float_ms + never),
-        handing=max(0.0, more) / leaving if leaving else 0.0,
-        seen=bool(known),
-        by_format={
-            option.weight_format: MIN_SAVING * profile.float_ms + option.ms
-            for option in profile.options
-            if option.weight_format in parts.weight_formats(unit)
-        },
-    )
+    costs = Costs(parts, tuple(prices), quantize, dequantize)
+    return GroupSelection(costs, cut(costs), profiles)
 
 
 def _storing_and_handing(
@@ -325,13 +295,9 @@ def _storing_and_handing(
     """The best scheme that stores all outputs in 8 bits, and the best that stores none."""
     leaving = {(-1, k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
 
-    def best(options: Iterator[PricedScheme]) -> PricedScheme | None:
-        return min(options, key=lambda o: o.ms, default=None)
-
-    pairs = [option for option in profile.options if option.weight_format is None]
-    storing = best(o for o in pairs if leaving and leaving <= o.points)
-    handing = best(o for o in pairs if not leaving & o.points)
-    return storing, handing
+    pairs = sorted((o for o in profile.options if o.weight_format is None), key=lambda o: o.ms)
+    storing = next((o for o in pairs if leaving and leaving <= o.points), None)
+    return storing, next((o for o in pairs if not leaving & o.points), None)
 
 
 def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) -> dict[str, float]:
