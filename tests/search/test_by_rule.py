@@ -11,6 +11,7 @@ from models import build, normal, ranges
 from qdqtune.errors import Failure
 from qdqtune.placement import engine_rules
 from qdqtune.placement.possible import possible_edges, wide_weights
+from qdqtune.search import best_of
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, Rates, RuleCosts
@@ -33,7 +34,7 @@ NOISE = {f"t{i}": 1e-4 * (1 + 7 * (i % 3)) for i in range(1, STEPS + 1)}
 LIMIT = noise_of(30.0)
 
 
-def chain(steps: int) -> RuleCosts:
+def costs(steps: int = STEPS) -> RuleCosts:
     """The costs of so many convolutions in a row."""
     text = "".join(f"[n{i}] t{i + 1} = Conv <pads=[1,1,1,1]> (t{i}, w{i})\n" for i in range(steps))
     model = build(
@@ -43,10 +44,6 @@ def chain(steps: int) -> RuleCosts:
     return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, ranges(model)), "int8"))
 
 
-def costs(steps: int = STEPS) -> RuleCosts:
-    return chain(steps)
-
-
 Answer = Callable[[RuleCosts, Placement], tuple[float, tuple[Layer, ...]] | Failure]
 
 
@@ -54,23 +51,30 @@ def noise(found: RuleCosts, narrow=NOISE, limit: float | None = LIMIT, simulate=
     return Noise(found.model, narrow, limit, simulate=simulate, wide_noise=wide or {})
 
 
-def simulated(search: RuleSearch, answer: Answer, builds: int = 25) -> list[Trial]:
-    """The trials of a search whose outputs have the noise that `answer` gives, with the layers of its report."""
+def simulated(
+    search: RuleSearch, answer: Answer, limit: float = LIMIT, seconds: Callable[[Placement], float] | None = None
+) -> list[Trial]:
+    """The trials of a search whose outputs have the noise that `answer` gives, with the layers of its report. With
+    `seconds`, builds take these each time."""
     history: list[Trial] = []
     paid = {Placement(): search.costs.cost(Placement())}
-    while len(history) < builds and (batch := search.propose(history)):
+    while len(history) < 25 and (batch := search.propose(history)):
         (proposal,) = batch
-        against = next((t.placement for t in reversed(history) if t.accepted), Placement())
+        against = best_of(history)
         told = answer(search.costs, proposal.placement)
         if isinstance(told, Failure):
             history.append(Trial(len(history) + 1, proposal, against, told))
             continue
         power, layers = told
-        paid[proposal.placement] = search.costs.cost(proposal.placement, layers)
-        result = CostsByRule(paid[against], paid[proposal.placement])
+        result: CostsByRule | Measurement
+        if seconds is None:
+            paid[proposal.placement] = search.costs.cost(proposal.placement, layers)
+            result = CostsByRule(paid[against], paid[proposal.placement])
+        else:
+            result = Measurement((seconds(against),) * 20, (seconds(proposal.placement),) * 20)
         trial = Trial(
             len(history) + 1, proposal, against, result, accuracy=Accuracy(sqnr_of(power)), layers=layers,
-            holds=power <= LIMIT,
+            holds=power <= limit,
         )  # fmt: skip
         history += accepted([trial], Plan(), next((t for t in reversed(history) if t.accepted), None))
     return history
@@ -90,10 +94,6 @@ def by_table(factor: float) -> Answer:
     return answer
 
 
-def best(history: list[Trial]) -> Placement:
-    return next(t.placement for t in reversed(history) if t.accepted)
-
-
 def cheapest(found: RuleCosts, answer: Answer) -> float:
     """The cost of the cheapest of all assignments whose outputs hold the limit."""
     every = product((W8A8, W8A16), repeat=STEPS)
@@ -104,7 +104,7 @@ def cheapest(found: RuleCosts, answer: Answer) -> float:
 def test_the_cheapest_that_holds_is_found_and_a_resumed_search_goes_on_alike(factor: float) -> None:
     found, answer = costs(), by_table(factor)
     history = simulated(RuleSearch(found, noise(found)), answer)
-    assert found.cost(best(history)) <= 1.25 * cheapest(found, answer)
+    assert found.cost(best_of(history)) <= 1.25 * cheapest(found, answer)
     assert len(history) <= 20
     assert len({t.placement for t in history}) == len(history)
     resumed = RuleSearch(costs(), noise(costs()))
@@ -120,7 +120,7 @@ def test_few_builds_are_needed_where_onnx_runtime_tells_the_noise(factor: float)
         return by_table(1.0)(found, placement)[0]
 
     history = simulated(RuleSearch(found, noise(found, dict.fromkeys(NOISE, 1e-4), simulate=simulate)), answer)
-    assert found.cost(best(history)) <= 1.25 * cheapest(found, answer)
+    assert found.cost(best_of(history)) <= 1.25 * cheapest(found, answer)
     assert len(history) <= 7
     assert len(asked) > len(history)
 
@@ -131,15 +131,10 @@ def test_a_search_whose_builds_all_fail_ends() -> None:
     assert 2 <= len(history) <= FRUITLESS
 
 
-def test_nothing_else_is_tried_where_8_bits_hold() -> None:
-    history = simulated(RuleSearch(costs(), noise(costs())), by_table(0.01))
+def test_nothing_else_is_tried_and_no_noise_asked_for_where_8_bits_hold() -> None:
+    history = simulated(RuleSearch(costs(), None), by_table(0.01))  # type: ignore[arg-type]
     assert [t.proposal.origin for t in history] == [ALL_8]
     assert history[0].accepted
-
-
-def test_noise_is_not_asked_for_where_8_bits_hold() -> None:
-    search = RuleSearch(costs(), None)  # type: ignore[arg-type]
-    assert [t.proposal.origin for t in simulated(search, by_table(0.01))] == [ALL_8]
 
 
 def test_a_node_that_is_left_in_8_bits_gets_16() -> None:
@@ -149,7 +144,7 @@ def test_a_node_that_is_left_in_8_bits_gets_16() -> None:
 
     found = costs()
     history = simulated(RuleSearch(found, noise(found)), answer)
-    assert [label == W8A16 for label in found.labels(best(history))] == [False, False, True, False, False, False]
+    assert [label == W8A16 for label in found.labels(best_of(history))] == [False, False, True, False, False, False]
 
 
 def test_a_node_that_is_left_in_both_becomes_float() -> None:
@@ -184,7 +179,7 @@ def test_an_engine_that_refuses_weights_in_16_bits_still_gets_activations() -> N
 
     history = simulated(RuleSearch(costs(), noise(costs())), answer)
     assert sum(isinstance(t.result, Failure) for t in history) == 1
-    assert best(history).wide
+    assert best_of(history).wide
 
 
 def test_an_engine_without_16_bits_is_not_asked_for_them() -> None:
@@ -199,7 +194,7 @@ def test_floats_are_tried_where_16_bits_miss_the_limit() -> None:
 
     found = costs(4)
     loud = noise(found, {**NOISE, "w0": 1e-2}, wide={"w0": 1e-6})
-    labels = found.labels(best(simulated(RuleSearch(found, loud), answer)))
+    labels = found.labels(best_of(simulated(RuleSearch(found, loud), answer)))
     assert labels[0] == FLOAT
     assert FLOAT not in labels[2:]
 
@@ -223,35 +218,19 @@ def test_operators_that_the_engine_alone_computes_badly_become_float() -> None:
 
     quiet = dict.fromkeys([*model.constants, *(e.tensor for e in found.fullest.edges)], 1e-6)
     history = simulated(RuleSearch(found, noise(found, quiet)), answer)
-    *narrow, log, _, _, root = found.labels(best(history))
+    *narrow, log, _, _, root = found.labels(best_of(history))
     assert (log, root) == (FLOAT, FLOAT)
     assert narrow == [W8A8] * 2
     assert len(history) <= 20
 
 
 def test_at_the_end_several_parts_get_fewer_bits_at_once() -> None:
-    found = chain(40)
+    found = costs(40)
     search = RuleSearch(found, noise(found, {}))
     wide = found.placement(found.everywhere(W16A16))
     trial = Trial(1, Proposal(ALL_16, wide), Placement(), CostsByRule(2.0, 1.0), accuracy=Accuracy(30.5), accepted=True)
     narrowed = [labels.count(W8A16) for _, labels in search._narrowed(found, [trial])]
     assert narrowed[:3] == [5, 2, 1]
-
-
-def timed(search: RuleSearch, seconds: Callable[[Placement], float], holds: Callable[[Placement], bool]) -> list[Trial]:
-    """The trials of a search whose builds take these seconds each time."""
-    history: list[Trial] = []
-    while len(history) < 25 and (batch := search.propose(history)):
-        (proposal,) = batch
-        against = next((t.placement for t in reversed(history) if t.accepted), Placement())
-        result = Measurement((seconds(against),) * 20, (seconds(proposal.placement),) * 20)
-        told = Accuracy(sqnr_of(search.noise.expected(proposal.placement)))
-        trial = Trial(
-            len(history) + 1, proposal, against, result, accuracy=told,
-            layers=report(search.costs.model), holds=holds(proposal.placement),
-        )  # fmt: skip
-        history += accepted([trial], Plan(), next((t for t in reversed(history) if t.accepted), None))
-    return history
 
 
 @pytest.mark.parametrize(("rates", "limit"), [
@@ -270,11 +249,10 @@ def test_by_time_16_bits_stand_where_they_cost_least(rates: Rates, limit: float)
         return 1e-3 + 1e-7 * real.total(found.labels(placement))
 
     search = RuleSearch(found, noise(found, limit=limit, simulate=simulate), Plan())
-    history = timed(search, seconds, lambda placement: simulate(placement) <= limit)
+    history = simulated(search, lambda _, p: (simulate(p), report(found.model)), limit, seconds)
     every = map(found.placement, product((W8A8, W8A16, FLOAT), repeat=STEPS))
     least = min(seconds(placement) for placement in every if simulate(placement) <= limit)
-    found_best = next((t.placement for t in reversed(history) if t.accepted), Placement())
-    assert seconds(found_best) <= 1.03 * least
+    assert seconds(best_of(history)) <= 1.03 * least
     learned = search.learned(history).rates
     assert learned.floats / learned.wide == pytest.approx(rates.floats / rates.wide, rel=0.5)
 

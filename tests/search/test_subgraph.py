@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, log2
 
 import pytest
@@ -49,12 +50,23 @@ def quantized(parts: Partition, placement: Placement) -> set[str]:
     return {parts.model.nodes[u.nodes[0]].name for u in parts.units if u.weights and set(u.weights) <= placement.edges}
 
 
-def with_bad(parts: Partition, bad: Collection[str]) -> Seconds:
-    """A group gains 1 % of the model, a bad one costs five times that."""
-    return lambda p: 100.0 - sum(-5.0 if name in bad else 1.0 for name in quantized(parts, p))
+def with_bad(parts: Partition, bad: Collection[str], more: float = 0.0) -> Seconds:
+    """A group gains 1 % of the model, a bad one costs five times that; and any bad one `more`."""
+
+    def seconds(placement: Placement) -> float:
+        running = quantized(parts, placement)
+        taken = sum(-5.0 if name in bad else 1.0 for name in running)
+        return 100.0 - taken + (0.0 if running.isdisjoint(bad) else more)
+
+    return seconds
 
 
-def played(search: SubgraphSearch, seconds: Seconds, refused: Collection[Placement] = ()) -> list[Trial]:
+def played(
+    search: SubgraphSearch,
+    seconds: Seconds,
+    refused: Collection[Placement] = (),
+    layers: Callable[[Placement], tuple[Layer, ...]] = lambda _: (),
+) -> list[Trial]:
     """As the tuning loop does it."""
     history: list[Trial] = []
     while batch := search.propose(history):
@@ -65,7 +77,7 @@ def played(search: SubgraphSearch, seconds: Seconds, refused: Collection[Placeme
         result: Measurement | Failure = Failure("build", "refused")
         if proposal.placement not in refused:
             result = Measurement((seconds(against),) * 12, (seconds(proposal.placement),) * 12)
-        trial = Trial(len(history) + 1, proposal, against, result)
+        trial = Trial(len(history) + 1, proposal, against, result, layers=layers(proposal.placement))
         found = judge(trial, PLAN)
         history.append(replace(trial, accepted=found is not None and found.verdict == "faster"))
     return history
@@ -82,9 +94,7 @@ def test_all_groups_come_first_and_nothing_follows_where_they_win() -> None:
 @pytest.mark.parametrize("bad", [{"m0"}, {"m7"}, {"m15"}, {"m3", "m4"}, {"m1", "m9", "m14"}])
 def test_bad_groups_are_found_by_halving(bad: set[str]) -> None:
     search = search_of(ladder())
-    seconds = with_bad(search.parts, bad)
-    heavy = lambda p: seconds(p) + (40.0 if bad & quantized(search.parts, p) else 0.0)  # noqa: E731
-    history = played(search, heavy)
+    history = played(search, with_bad(search.parts, bad, 40.0))
     assert quantized(search.parts, best_of(history)) == {f"m{k}" for k in range(GROUPS)} - bad
     assert len(history) <= 2 + 2 * len(bad) * ceil(log2(GROUPS))
 
@@ -120,9 +130,7 @@ def test_placements_by_rule_meet_the_best_so_far() -> None:
 
 def test_any_part_of_a_history_leads_to_the_same_next_question() -> None:
     search = search_of(ladder())
-    seconds = with_bad(search.parts, {"m2", "m11"})
-    heavy = lambda p: seconds(p) + (30.0 if {"m2", "m11"} & quantized(search.parts, p) else 0.0)  # noqa: E731
-    history = played(search, heavy)
+    history = played(search, with_bad(search.parts, {"m2", "m11"}, 30.0))
     for length, trial in enumerate(history):
         (proposal,) = search_of(ladder()).propose(history[:length])
         assert proposal == trial.proposal
@@ -142,19 +150,9 @@ def test_layers_of_a_build_tell_which_groups_to_take_back() -> None:
     """All groups win together, and still some of them are slower there than in float: one build removes them."""
     model, slow = ladder(), {"m5", "m6"}
     parts = search_of(model).parts
-    search = search_of(model, float_layers=layers_of(parts, Placement(), slow))
-
-    def milliseconds(placement: Placement) -> float:
-        return sum(layer.time_ms or 0.0 for layer in layers_of(parts, placement, slow))
-
-    history: list[Trial] = []
-    while batch := search.propose(history):
-        (proposal,) = batch
-        against = best_of(history)
-        result = Measurement((milliseconds(against),) * 12, (milliseconds(proposal.placement),) * 12)
-        trial = Trial(len(history) + 1, proposal, against, result, layers=layers_of(parts, proposal.placement, slow))
-        found = judge(trial, PLAN)
-        history.append(replace(trial, accepted=found is not None and found.verdict == "faster"))
+    layers = partial(layers_of, parts, slow=slow)
+    search = search_of(model, float_layers=layers(Placement()))
+    history = played(search, lambda p: sum(layer.time_ms or 0.0 for layer in layers(p)), layers=layers)
     assert [t.accepted for t in history] == [True, True]
     assert history[1].proposal.origin == "change m5 and 1 more groups"
     assert quantized(parts, best_of(history)) == {f"m{k}" for k in range(GROUPS)} - slow

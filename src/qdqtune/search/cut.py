@@ -30,6 +30,7 @@ exact.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
@@ -76,7 +77,8 @@ ONLY_PRICES = frozenset({"compute", FUSED_UNITS})
 """Origins of proposals of the first batch that seldom ship: they price what the others leave open."""
 
 BUILD_SPREAD = 0.1
-"""Builds of one file differ by a little less than this share."""
+"""Fallbacks that are predicted to be slower than the best so far by more than this share are left out: builds of one
+file differ by a little less."""
 
 CLOSE_SHARE = 0.02
 """A decision is close, and the opposite one worth a build, if that is predicted to cost at most this share of the best
@@ -114,8 +116,11 @@ class CutSearch:
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
         if self.noise is not None and not any(trial.holds is False for trial in history):
             return self._without_limits.propose(history)
-        if first := _untried(self._hurried_batch if self.is_hurried else self._first_batch, history):
-            return first
+        first = self._first_batch
+        if self.is_hurried and "static" in self.seeds:  # pairs as a usual quantizer places them price nearly all units
+            first = tuple(p for p in first if p.origin not in ONLY_PRICES)
+        if untried := _untried(first, history):
+            return untried
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
         for proposal in self._later_proposals(self.costs(history), history):
@@ -148,15 +153,9 @@ class CutSearch:
         usually do."""
         bits = self._weight_placements()
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
-        seeds = {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
-        return (*_named(seeds), self._everything, *_named(rest))
-
-    @property
-    def _hurried_batch(self) -> tuple[Proposal, ...]:
-        """Of the first batch what may ship: pairs as a usual quantizer places them price nearly all units, too. The
-        rest comes when the prices lead no further."""
-        ships = tuple(p for p in self._first_batch if p.origin not in ONLY_PRICES)
-        return ships if "static" in self.seeds else self._first_batch
+        parts = partition(self.model, self.possible, self.groups)
+        first = {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
+        return tuple(_named(first | {FUSED_UNITS: parts.placement(everything(parts))} | rest))
 
     def _weight_placements(self) -> dict[str, Placement]:
         """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the mixture
@@ -173,11 +172,6 @@ class CutSearch:
         if mixed and self._may_hold(mixed) and mixed not in held.values():
             return {"weights in fewer bits": mixed} | held
         return held or weights_by_family(self.format_shares, self._may_hold)
-
-    @property
-    def _everything(self) -> Proposal:
-        parts = partition(self.model, self.possible, self.groups)
-        return Proposal(FUSED_UNITS, parts.placement(everything(parts)), wants_layers=True)
 
     def _may_hold(self, placement: Placement) -> bool:
         """Whether a placement is expected to hold the limits on noise, before anything is built."""
@@ -196,15 +190,12 @@ class CutSearch:
         yield from _untried(rest, history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
-        for proposal in chain(
-            self._polish(costs, history, stuck=stuck), self._promising_fallbacks(costs, history, stuck=stuck)
-        ):
-            if self.noise is None or self.noise.fits(proposal.placement, history):
+        slowest = (1 + BUILD_SPREAD) * costs.total(decision_of(costs, best_of(history)))
+        for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.fallbacks)):
+            placement = proposal.placement
+            is_slow = proposal.predicted is None and costs.total(decision_of(costs, placement)) > slowest
+            if (stuck or not is_slow) and (self.noise is None or self.noise.fits(placement, history)):
                 yield proposal
-
-    def _is_worth(self, costs: Costs, decision: Decision, best: Placement) -> bool:
-        """Whether a decision is predicted to save more than builds of one file differ by."""
-        return costs.total(decision) < (1 - CLOSE_SHARE) * costs.total(decision_of(costs, best))
 
     def _optima(self, costs: Costs, history: Sequence[Trial], *, raised: bool = False) -> Iterator[Decision]:
         """The optima of the prices. With several contexts also those of each; first come those that are predicted to be
@@ -264,18 +255,14 @@ class CutSearch:
             predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
             yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
 
-    def _promising_fallbacks(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
-        """The fallbacks that are not predicted to be clearly slower than the best so far."""
-        slowest = (1 + BUILD_SPREAD) * costs.total(decision_of(costs, best_of(history)))
-        for spare in _named(self.fallbacks):
-            if stuck or costs.total(decision_of(costs, spare.placement)) <= slowest:
-                yield spare
-
     def optima(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The optimum of prices from any builds, if it is predicted to be clearly faster than the best so far."""
-        costs, best = self.costs(history), best_of(history)
-        worth = (decision for decision in self._optima(costs, history) if self._is_worth(costs, decision, best))
-        return (self._proposal(costs, decision) for decision in worth)
+        """The optimum of prices from any builds, if it is predicted to be clearly faster than the best so far: to save
+        more than builds of one file differ by."""
+        costs = self.costs(history)
+        most = (1 - CLOSE_SHARE) * costs.total(decision_of(costs, best_of(history)))
+        for decision in self._optima(costs, history):
+            if costs.total(decision) < most:
+                yield self._proposal(costs, decision)
 
     def _proposal(self, costs: Costs, decision: Decision) -> Proposal:
         predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
@@ -295,30 +282,25 @@ class CutSearch:
     @cached_property
     def _members(self) -> list[tuple[Group, tuple[Edge, ...], str]]:
         """The fusion groups with their inner edges and their kinds."""
-        return [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
+        members = []
+        for group in self.groups:
+            kind = kind_of(self.model, tuple(self.model.index_of[name] for name in group))
+            members.append((group, inner_edges(self.model, group, self.possible), kind))
+        return members
 
     def _units(self, times: Sequence[BuildTimes]) -> Iterator[Group]:
         """The float build's groups, each split as groups of its kind ran fastest in 8 bits."""
-        divided = self._ms_by_split(times)
-        for group, edges, kind in self._members:
-            prices = divided.get(kind, {})
-            best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
-            yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
-
-    def _ms_by_split(self, times: Sequence[BuildTimes]) -> dict[str, dict[frozenset[int], float]]:
-        """By kind of fusion group, the least ms in any build for each split (the inner edges that carry pairs)."""
-        found: dict[str, dict[frozenset[int], float]] = {}
+        least = defaultdict[str, dict[frozenset[int], float]](dict)  # by kind, for each set of inner edges with pairs
         for group, edges, kind in self._members:
             for build in times:
                 spent = group_ms(self.model, group, build)
                 if spent is not None:
                     chosen = frozenset(i for i, e in enumerate(edges) if e in build.placement)
-                    own = found.setdefault(kind, {})
-                    own[chosen] = min(spent, own.get(chosen, spent))
-        return found
-
-    def _kind(self, group: Group) -> str:
-        return kind_of(self.model, tuple(self.model.index_of[name] for name in group))
+                    least[kind][chosen] = min(spent, least[kind].get(chosen, spent))
+        for group, edges, kind in self._members:
+            splits = sorted((spent, len(chosen), sorted(chosen)) for chosen, spent in least[kind].items())
+            best = splits[0][2] if splits else []
+            yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
 
 
 def _layers_at(shares: Sequence[float], layers: Sequence[Layer]) -> tuple[Layer, ...]:

@@ -126,15 +126,7 @@ class HasTradeoff(Protocol):
     def tradeoff(self) -> Tradeoff: ...
 
 
-class HasTrial(Protocol):
-    """A point that was measured."""
-
-    @property
-    def trial(self) -> Trial: ...
-
-
 T = TypeVar("T", bound=HasTradeoff)
-M = TypeVar("M", bound=HasTrial)
 
 
 def farthest(candidates: Iterable[T], taken: Sequence[Tradeoff], near: float = NEAREST) -> T | None:
@@ -163,19 +155,6 @@ def spread(points: Sequence[MeasuredPoint], count: int) -> tuple[MeasuredPoint, 
     return tuple(points[i] for i in sorted(chosen))
 
 
-def named(points: Sequence[M]) -> dict[str, M]:
-    """The points by name, after their SQNR: 24db, or 24db-2 where that is taken."""
-    found: dict[str, M] = {}
-    for point in points:
-        stem = "exact" if point.trial.sqnr_db is None else f"{point.trial.sqnr_db:.0f}db"
-        name, number = stem, 1
-        while name in found:
-            number += 1
-            name = f"{stem}-{number}"
-        found[name] = point
-    return found
-
-
 @dataclass(frozen=True)
 class FrontSearch:
     """Front search (see the module). `by_cut` knows the noise of every value."""
@@ -190,7 +169,9 @@ class FrontSearch:
         measured = undominated(history, self.by_cut.plan)
         taken = [point.tradeoff for point in measured]
         near = NEAR if len(measured) >= TARGET_POINTS else NEAREST
-        able = self._within_noise(self.predicted_ratios(history), history)
+        summed_db = self._summed_db({t.placement: t.exactness for t in history if t.sqnr_db is not None})
+        able = [PredictedPoint(p, Tradeoff(ratio, summed_db(p))) for p, ratio in self.predicted_ratios(history)]
+        able = [point for point in able if not is_too_noisy(point.noise, self.noise.limit)]
         found = list[PredictedPoint]()
         points = [p for p in unbeaten(able) if not any(tradeoff.beats(p.tradeoff) for tradeoff in taken)]
         while len(found) < self.by_cut.width and (point := farthest(points, taken, near)) is not None:
@@ -205,20 +186,12 @@ class FrontSearch:
         path, scale = self._optima_by_noise_price(costs), self._scale(costs, history)
         tried = {t.placement for t in history} | {Placement()}
         built = tuple(decision_of(costs, p.placement) for p in undominated(history, self.by_cut.plan))
-        decisions = dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built))))
-        ratios = ((d, 1 - scale * (1 - costs.total(d) / costs.float_ms)) for d in decisions)
-        worth = ((costs.partition.placement(d), ratio) for d, ratio in ratios if ratio <= WORTHWHILE_RATIO)
-        return tuple((placement, ratio) for placement, ratio in worth if placement not in tried)
-
-    def _within_noise(
-        self, predicted_ratios: Sequence[tuple[Placement, float]], history: Sequence[Trial]
-    ) -> Iterator[PredictedPoint]:
-        """The predicted points that are not too noisy."""
-        summed_db = self._summed_db({t.placement: t.exactness for t in history if t.sqnr_db is not None})
-        for placement, ratio in predicted_ratios:
-            point = PredictedPoint(placement, Tradeoff(ratio, summed_db(placement)))
-            if not is_too_noisy(point.noise, self.noise.limit):
-                yield point
+        points = []
+        for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built)))):
+            ratio = 1 - scale * (1 - costs.total(decision) / costs.float_ms)
+            if ratio <= WORTHWHILE_RATIO:
+                points.append((costs.partition.placement(decision), ratio))
+        return tuple((placement, ratio) for placement, ratio in points if placement not in tried)
 
     def _scale(self, costs: Costs, history: Sequence[Trial]) -> float:
         """The measured saving of builds as a multiple of the predicted one, within `SCALE_RANGE`; 1 without builds."""

@@ -21,7 +21,6 @@ from qdqtune.search.front import (
     MeasuredPoint,
     Tradeoff,
     is_too_noisy,
-    named,
     spread,
     unbeaten,
     undominated,
@@ -188,10 +187,14 @@ def _point(attempt: Attempt, history: Sequence[Trial], run: Run) -> ProvenPoint:
 
 
 def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:
-    """Name the points and their files, and write the placement of each beside its file. Other files are deleted."""
-    found = []
-    for name, point in named(points).items():
-        placement = point.trial.placement
+    """Name the points and their files after their SQNR (24db, or 24db-2 where that is taken), and write the placement
+    of each beside its file. Other files are deleted."""
+    found, stems = [], Counter[str]()
+    for point in points:
+        decibels, placement = point.trial.sqnr_db, point.trial.placement
+        stem = "exact" if decibels is None else f"{decibels:.0f}db"
+        stems[stem] += 1
+        name = stem if stems[stem] == 1 else f"{stem}-{stems[stem]}"
         file = run.output.claim(files[placement].with_name(f"{name}.onnx"))
         if data_of(files[placement]).exists():  # its constants lie in a file named after it: both are written again
             run.output.claim(data_of(file))

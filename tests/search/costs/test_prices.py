@@ -6,6 +6,7 @@ from models import INT8, build, normal, ranges
 from price_chain import CHAIN, FLOAT, chain, parts_of, placed, times
 from qdqtune.engines.fake import CostModel
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.attribution import BuildTimes, attribute
 from qdqtune.search.costs.decisions import everything
 from qdqtune.search.costs.prices import UNMEASURED_SHARE, learn, state
@@ -14,6 +15,28 @@ from qdqtune.types import Edge, Placement
 from region_models import resnet
 from runs import mixed
 from weight_only_nets import SHARES, W4, W8, parts
+
+
+def test_states() -> None:
+    parts = parts_of(chain())
+
+    def states(placement: Placement) -> list[str]:
+        return [state(u, parts, placement) for u in parts.units]
+
+    assert states(Placement()) == ["float"] * 4
+    assert states(placed(parts, "abcd", "tuvy")) == ["quantized"] * 4
+    assert states(placed(parts, "a")) == ["handing", "float", "float", "float"]
+    assert states(placed(parts, "a", "t")) == ["quantized", "float", "float", "float"]
+    assert states(Placement.of([Edge("x", "a", 0)])) == ["float"] * 4
+    assert states(Placement.of([Edge("w0", "a", 1)]))[0] == "float"
+
+
+def test_a_unit_with_pairs_inside_is_mixed() -> None:
+    model = chain()
+    parts = partition(model, possible_edges(model, ranges(model)), [("a", "b")])
+    whole = parts.placement(Decision.of({0}, {"u"}))
+    assert state(parts.units[0], parts, whole) == "quantized"
+    assert state(parts.units[0], parts, whole | Placement.of([Edge("t", "b", 0)])) == "mixed"
 
 
 def test_units_without_a_measurement_are_guessed_to_be_fast() -> None:

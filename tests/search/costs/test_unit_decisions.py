@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,14 @@ from runs import hopeless, mixed, mixed_run, settings, write
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def test_every_unit_is_explained(tmp_path: Path) -> None:
-    mixed_run(tmp_path, "cut")
-    written = json.loads((tmp_path / "out" / "units.json").read_text())["units"]
+def units_of(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "out" / "units.json").read_text())["units"]
+
+
+def test_every_unit_is_explained_and_the_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
+    summary = mixed_run(tmp_path, "cut").summary
+    assert summary["predicted_ratio"] == pytest.approx(summary["ratio"], rel=1e-6)
+    written = units_of(tmp_path)
     assert sorted(n for row in written for n in row["nodes"]) == sorted(n.name for n in mixed().nodes)
     rows = {row["nodes"][0]: row for row in written}
     assert [r["float_ms"] for r in written] == sorted((r["float_ms"] for r in written), reverse=True)
@@ -23,27 +29,14 @@ def test_every_unit_is_explained(tmp_path: Path) -> None:
     assert rows["skip"]["dequantize_ms"] > 0  # softmax reads it as a float
 
 
-def test_the_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
-    summary = mixed_run(tmp_path, "cut").summary
-    assert summary["predicted_ratio"] == pytest.approx(summary["ratio"], rel=1e-6)
-
-
 def test_nothing_faster_is_explained_too(tmp_path: Path) -> None:
     result = tune(settings(write(hopeless(), tmp_path), mode="cut", builds=12))
     assert not result.improved
-    written = json.loads((tmp_path / "out" / "units.json").read_text())["units"]
-    assert written
-    assert not any(row["quantized"] for row in written)
+    assert [row["quantized"] for row in units_of(tmp_path)] == [False] * 3
     assert result.summary["predicted_ratio"] is None
 
 
-def test_region_mode_explains_no_units(tmp_path: Path) -> None:
-    tune(settings(write(mixed(), tmp_path)))
-    assert not (tmp_path / "out" / "units.json").exists()
-
-
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    short = mixed_run(tmp_path, "cut", builds=4)
-    long = mixed_run(tmp_path, "cut", builds=12)
-    assert len(short.history) == 3 < len(long.history)
-    assert long.history[:3] == short.history
+    short, long = (mixed_run(tmp_path, "cut", builds=builds).history for builds in (4, 12))
+    assert len(short) == 3 < len(long)
+    assert long[:3] == short

@@ -187,25 +187,6 @@ def test_inputs_that_cannot_carry_a_pair_are_no_points():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("op", "inputs", "slots"),
-    [
-        ("Conv", ("input", "weight", "bias"), [0, 1]),
-        ("MatMul", ("weight", "input"), [0, 1]),
-        ("Mul", ("input", "scalar"), [0, 1]),
-        ("Pow", ("input", "scalar"), [0]),
-        ("BatchNormalization", ("input", "bias", "bias", "bias", "bias"), [0, 1]),
-        ("Resize", ("input", "", "bias"), [0]),
-    ],
-)
-def test_weights_carry_pairs_and_settings_do_not(op, inputs, slots):
-    net = Network()
-    net.outputs = [net.add(op, *inputs)]
-    _, pattern, region = only(net)
-    edges = patterns.resolve(pattern, region, pattern.everything)
-    assert sorted(e.index for e in edges if e.node) == slots
-
-
 def test_regions_without_points_have_no_pattern():
     net = Network()
     net.types["input"] = TensorProto.INT64
