@@ -80,6 +80,14 @@ class FakeCuda(ModuleType):
         self.cudaError_t: Any = enum.IntEnum("cudaError_t", errors)
         self.cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
         self.cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
+        answers = {"cudaGetDevice": (0,), "cudaDriverGetVersion": (12080,), "cudaDeviceSynchronize": (),
+                   "cudaGetLastError": (), "cudaStreamSynchronize": (), "cudaEventSynchronize": ()}  # fmt: skip
+        for name, values in answers.items():
+            setattr(self, name, lambda *_, values=values: self._ok(*values))
+        self.cudaStreamCreate = lambda: self._made("stream", self._handle())
+        self.cudaEventCreate = lambda: self._made("event", SimpleNamespace(at=0.0))
+        for name, kind in (("Stream", "stream"), ("Event", "event"), ("Graph", "graph"), ("GraphExec", "graph")):
+            setattr(self, f"cuda{name}Destroy", lambda _, kind=kind: self._gone(kind))
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -89,6 +97,14 @@ class FakeCuda(ModuleType):
 
     def _ok(self, *values: Any) -> tuple[Any, ...]:
         return (self.cudaError_t.cudaSuccess, *values)
+
+    def _made(self, kind: str, value: Any) -> tuple[Any, ...]:
+        self.alive[kind] += 1
+        return self._ok(value)
+
+    def _gone(self, kind: str) -> tuple[Any, ...]:
+        self.alive[kind] -= 1
+        return self._ok()
 
     def _handle(self) -> int:
         self._next += 0x1000
@@ -104,20 +120,8 @@ class FakeCuda(ModuleType):
     def cudaGetDeviceCount(self) -> Any:  # noqa: N802
         return self._ok(self.devices)
 
-    def cudaGetDevice(self) -> Any:  # noqa: N802
-        return self._ok(0)
-
     def cudaGetDeviceProperties(self, device: int) -> Any:  # noqa: N802
         return self._ok(SimpleNamespace(name=b"Stand-in GPU\0\0", major=8, minor=9))
-
-    def cudaDriverGetVersion(self) -> Any:  # noqa: N802
-        return self._ok(12080)
-
-    def cudaDeviceSynchronize(self) -> Any:  # noqa: N802
-        return self._ok()
-
-    def cudaGetLastError(self) -> Any:  # noqa: N802
-        return self._ok()
 
     def cudaMalloc(self, size: int) -> Any:  # noqa: N802
         address = self._handle()
@@ -135,17 +139,6 @@ class FakeCuda(ModuleType):
             ctypes.memmove(target, bytes(self.memory[source][:size]), size)
         return self._ok()
 
-    def cudaStreamCreate(self) -> Any:  # noqa: N802
-        self.alive["stream"] += 1
-        return self._ok(self._handle())
-
-    def cudaStreamDestroy(self, stream: Any) -> Any:  # noqa: N802
-        self.alive["stream"] -= 1
-        return self._ok()
-
-    def cudaStreamSynchronize(self, stream: Any) -> Any:  # noqa: N802
-        return self._ok()
-
     def cudaStreamBeginCapture(self, stream: Any, mode: Any) -> Any:  # noqa: N802
         self.captured = []
         return self._ok()
@@ -154,20 +147,10 @@ class FakeCuda(ModuleType):
         actions, self.captured = self.captured, None
         if not self.capturable:
             return self.cudaError_t.cudaErrorStreamCaptureInvalidated, None
-        self.alive["graph"] += 1
-        return self._ok(actions)
+        return self._made("graph", actions)
 
     def cudaGraphInstantiateWithFlags(self, graph: Any, flags: int) -> Any:  # noqa: N802
-        self.alive["graph"] += 1
-        return self._ok(graph)
-
-    def cudaGraphDestroy(self, graph: Any) -> Any:  # noqa: N802
-        self.alive["graph"] -= 1
-        return self._ok()
-
-    def cudaGraphExecDestroy(self, graph: Any) -> Any:  # noqa: N802
-        self.alive["graph"] -= 1
-        return self._ok()
+        return self._made("graph", graph)
 
     def cudaGraphLaunch(self, graph: Any, stream: Any) -> Any:  # noqa: N802
         self.launches += 1
@@ -175,19 +158,8 @@ class FakeCuda(ModuleType):
             action()
         return self._ok()
 
-    def cudaEventCreate(self) -> Any:  # noqa: N802
-        self.alive["event"] += 1
-        return self._ok(SimpleNamespace(at=0.0))
-
-    def cudaEventDestroy(self, event: Any) -> Any:  # noqa: N802
-        self.alive["event"] -= 1
-        return self._ok()
-
     def cudaEventRecord(self, event: Any, stream: Any) -> Any:  # noqa: N802
         event.at = self.clock
-        return self._ok()
-
-    def cudaEventSynchronize(self, event: Any) -> Any:  # noqa: N802
         return self._ok()
 
     def cudaEventElapsedTime(self, start: Any, stop: Any) -> Any:  # noqa: N802

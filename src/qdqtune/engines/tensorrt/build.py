@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from qdqtune.engines.tensorrt.options import TensorRtOptions
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line, writing
+from qdqtune.system.writing import atomic_write
 
 
 class TimingCache:
@@ -46,7 +47,10 @@ class TimingCache:
             cache.combine(other, False)  # another process may have written in the meantime
         self._data = bytes(memoryview(cache.serialize()))
         if self._path is not None:
-            _replace(self._path, self._data)
+            with writing(f"timing cache {self._path}"):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._path) as fresh:
+                fresh.write_bytes(self._data)
 
     def _read(self) -> bytes:
         return self._path.read_bytes() if self._path is not None and self._path.is_file() else b""
@@ -181,18 +185,11 @@ def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None
             )
         profile = profile or builder.create_optimization_profile()
         set_shape = profile.set_shape_input if tensor.is_shape_tensor else profile.set_shape
-        if not tensor.is_shape_tensor and not all(_fits(shape, sizes) for shape in shapes):
-            raise BadOption(f"input {tensor.name!r} has sizes {sizes}: it cannot have {', '.join(map(str, shapes))}")
         try:
             set_shape(tensor.name, *map(list, shapes))
         except (RuntimeError, TypeError, ValueError) as error:
             raise BadOption(f"input {tensor.name!r} of sizes {sizes} cannot be {shapes}: {one_line(error)}") from error
     return profile
-
-
-def _fits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a shape fits the `sizes` of an input, where -1 stands for any size."""
-    return len(shape) == len(sizes) and all(known in (-1, given) for given, known in zip(shape, sizes, strict=True))
 
 
 def _refusal(parser: Any, model: Path) -> str:
@@ -211,12 +208,3 @@ def _node_name(model: Path, index: int) -> str:
     except (OSError, DecodeError):
         return ""
     return str(nodes[index].name) if 0 <= index < len(nodes) else ""
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replace the content of a file at once, so that no reader sees a part of it."""
-    with writing(f"timing cache {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_bytes(data)
-        beside.replace(path)
