@@ -20,7 +20,6 @@ from qdqtune.autotune import (
     AutotunerError,
     AutotunerNotInitializedError,
     ChildRegionInputInsertionPoint,
-    CombinedRegionSearch,
     Config,
     InsertionScheme,
     InvalidSchemeError,
@@ -339,14 +338,6 @@ def test_a_pattern_cache_is_tried_first() -> None:
     assert PatternCache.load("again.yaml") == cache
 
 
-def test_a_cache_without_its_state_is_taken_over() -> None:
-    begun(mixed().to_proto()).save_state("autotuner_state.yaml")
-    Path("autotuner_state.yaml").unlink()
-    cache = PatternCache.load("autotuner_state_pattern_cache.yaml")
-    begun(mixed().to_proto(), pattern_cache=cache).save_state("autotuner_state.yaml")
-    assert Path("autotuner_state.yaml").is_file()
-
-
 def test_points_of_a_cache_that_a_pattern_has_not_are_left_out() -> None:
     autotuner = begun(mixed().to_proto())
     region = next(r for r in autotuner.regions if RegionPattern.from_region(r, autotuner.graph).size > 1)
@@ -566,19 +557,7 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
         autotuner.generate()
 
 
-def test_every_region_has_a_pattern() -> None:
-    found = CombinedRegionSearch(conv_net(), maximum_sequence_region_size=2).search_regions()
-    assert sum(len(region.get_region_nodes_and_descendants()) for region in found) == len(conv_net().nodes)
-    cache = PatternCache(minimum_distance=2, max_entries_per_pattern=3)
-    for region in found:
-        pattern = RegionPattern.from_region(region, conv_net())
-        cache.add_pattern_from_region(region, conv_net())
-        known = cache.get_pattern_schemes(pattern.signature)
-        assert known is cache.get_pattern_schemes(pattern)
-        assert known is not None
-        assert (known.pattern, known.num_schemes) == (pattern, 1)
-        assert pattern.size == len(region.get_region_nodes_and_descendants())
-
+def test_a_region_without_points_has_an_empty_scheme() -> None:
     text = "{ [shape] s = Shape(x) [size] t = Neg(s) [first] y = MatMul(x, w) }"
     net = build(f"net (float[2,8] x) => (float[2,8] y, int64[2] t) {text}", {"w": normal(8, 8)})
     nothing = Region()

@@ -42,7 +42,6 @@ from qdqtune.autotune.insertion_points import (
     resolve_region_io_insertion_points,
     skip_invalid_insertion_points,
 )
-from qdqtune.autotune.region_inspect import inspect_region_search
 from qdqtune.autotune.region_search import (
     CombinedRegionSearch,
     RegionPartitioner,
@@ -52,7 +51,6 @@ from qdqtune.autotune.region_search import (
 from qdqtune.errors import BadOption
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.search.regions.discovery import Point
-from runs import write
 from workers import Workers
 
 TEXT = "net (float[2,8] x) => (float[2,8] y) { [first] h = MatMul(x, w) [act] r = Relu(h) [second] y = Add(r, x) }"
@@ -245,13 +243,6 @@ def test_both_phases_of_the_division() -> None:
     assert "more" in out.getvalue()
 
 
-def test_regions_are_printed_and_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = inspect_region_search(str(write(conv_net(), tmp_path)))
-    assert "Phase 1 complete" in capsys.readouterr().out
-    assert all(isinstance(r, Region) for r in found)
-    assert found
-
-
 class Surgeon:
     """As a graph of GraphSurgeon looks from outside."""
 
@@ -283,28 +274,6 @@ def test_graphs_of_graphsurgeon_serve_as_models_do(monkeypatch: pytest.MonkeyPat
     constant.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["c"], value_float=1.0))
     with pytest.raises(AutotunerError, match="numbered otherwise"):
         graphs.as_model(constant)
-
-
-@pytest.fixture
-def begun(workers: Workers, no_benchmark: None) -> QDQAutotunerBase:
-    """An autotuner with a current scheme that was measured."""
-    benchmark.init_benchmark_instance(engine="fake")
-    autotuner = QDQAutotunerBase(small())
-    autotuner.initialize()
-    autotuner.regions = [region(0, 1)]
-    autotuner.submit(10.0)
-    autotuner.set_profile_region(autotuner.regions[0])
-    while autotuner.generate() != -1 and not autotuner.get_resolved_insertion_points(best=False):
-        autotuner.submit(10.0)
-    autotuner.submit(5.0)
-    return autotuner
-
-
-def test_what_was_submitted_is_current_and_in_the_cache(begun: QDQAutotunerBase) -> None:
-    assert b"QuantizeLinear" in begun.export_onnx()
-    assert begun.pattern_cache.num_patterns == 1
-    with pytest.raises(InvalidSchemeError, match="no scheme waits"):
-        begun.submit(4.0)
 
 
 def test_what_cannot_be_timed_takes_infinitely_long(
