@@ -226,9 +226,7 @@ def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
 
 def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> None:
     code, _, errors = run("-m", model, "--quant_type", "fp8", engine=("--engine", "onnxruntime"))
-    assert (code, errors.splitlines()[-1]) == (
-        2, "error: ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine"
-    )  # fmt: skip
+    assert (code, "has no FP8 kernels: use --quant-type int8" in errors.splitlines()[-1]) == (2, True)
 
 
 def test_regions_can_be_looked_at(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
