@@ -29,7 +29,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, leased, needs_gpu, pinned
 from qdqtune.engines.options import WorkerOptions
-from qdqtune.engines.ray import NODE_LOST
+from qdqtune.engines.process import NODE_LOST
 from qdqtune.engines.remote.connection import facts_of
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.explanation.formatting import builds, counted, duration

@@ -53,7 +53,7 @@ def allocate_workers(
         yield Allocation((ANYWHERE,) if is_shared else allot(spec, workers or 1, cores_each))
         return
     try:
-        from qdqtune.engines.ray import cluster
+        from qdqtune.engines import cluster
     except ImportError as error:
         raise EngineUnavailable(f"`ray` needs Ray, which is not installed: {INSTALL}") from error
     with cluster.connected(ray):

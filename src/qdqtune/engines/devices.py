@@ -29,13 +29,11 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """What a worker runs on: cores that no other worker uses (none: it is not pinned), and the number of a GPU or "".
-    For a device that a cluster is to find, `least` is how many cores it must have."""
+    """What a worker runs on: cores that no other worker uses (none: it is not pinned), and a GPU's number or ""."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
     gpu: str = ""
-    least: int = 0
 
     @property
     def environment(self) -> dict[str, str]:

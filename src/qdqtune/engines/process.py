@@ -17,6 +17,11 @@ from qdqtune.errors import EngineUnavailable, writing
 from qdqtune.system.interpreter import end_group, python
 from qdqtune.system.writing import WORKERS, Scratch
 
+NODE_LOST = (
+    "the Ray node that the run was connected through is lost, and the run with it: the same command goes on from what "
+    "was measured"
+)
+
 
 class Worker(Protocol):
     """Answers requests: names of `worker.Session` methods with their arguments. The first request opens the engine."""

@@ -207,7 +207,7 @@ def test_without_a_cluster_or_without_ray_the_message_says_what_to_do(monkeypatc
     fake = EngineSpec("fake")
     with pytest.raises(EngineUnavailable, match="no Ray cluster answers at"), allocate_workers(fake, 1, 1, "!"):
         pass
-    absent(monkeypatch, "qdqtune.engines.ray.cluster")
-    monkeypatch.delattr("qdqtune.engines.ray.cluster", raising=False)
+    absent(monkeypatch, "qdqtune.engines.cluster")
+    monkeypatch.delattr("qdqtune.engines.cluster", raising=False)
     with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[ray\]'"), allocate_workers(fake, 1, 1, "auto"):
         pass

@@ -25,9 +25,8 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.options import on_device
 from qdqtune.engines.process import Program
-from qdqtune.engines.remote.connection import Destination, facts_of, why_not
+from qdqtune.engines.remote.connection import Destination, facts_of, packed, why_not
 from qdqtune.engines.remote.far import Contents, FarSession
-from qdqtune.engines.remote.worker import packed
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.loading import load
@@ -149,7 +148,7 @@ def test_reasons_are_read_from_what_adb_prints(printed: str, words: str) -> None
 
 
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.engines.remote.worker.__version__", "9.9")
+    monkeypatch.setattr("qdqtune.engines.remote.connection.__version__", "9.9")
     with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version"):
         facts_of(far.on)
     far.clean()

@@ -7,7 +7,6 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from ray.exceptions import RayActorError, RayError
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.execution import Deadline, cancelled_by
-from qdqtune.engines.process import Program
-from qdqtune.engines.ray import NODE_LOST
-from qdqtune.engines.remote.worker import FarWorker, check_version, greeting
+from qdqtune.engines.process import NODE_LOST, Program
+from qdqtune.engines.remote.connection import FarWorker, check_version, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.interpreter import python
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
@@ -60,7 +58,7 @@ class WorkerActor:
 
 
 class ActorProgram:
-    """The program of an actor: a `remote.worker.Far`."""
+    """The program of an actor: a `remote.connection.Far`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor, self.alive = actor, True
@@ -99,14 +97,14 @@ class Cluster:
         Raises:
             EngineUnavailable: none is free, or another version of qdqtune is installed there.
         """
-        gpus, cores = 1 if needs_gpu(self.spec) else 0, max(self.cores_each, device.least)
+        gpus, cores = 1 if needs_gpu(self.spec) else 0, self.cores_each
         wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote()
         program = ActorProgram(actor)
         with contextlib.ExitStack() as undo:
             undo.callback(program.end)
             try:
-                with cancelled_by(partial(self._check_start, cores)):
+                with cancelled_by(self._check_start):
                     words = _await_answer(actor.greeting.remote(), WAIT_SECONDS)
             except TimeoutError:
                 wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
@@ -121,7 +119,7 @@ class Cluster:
         self.started.append(worker)
         return worker
 
-    def _check_start(self, cores: int) -> None:
+    def _check_start(self) -> None:
         """Stop waiting for a worker that the cluster cannot hold any more as nodes were lost.
 
         Raises:
@@ -131,7 +129,7 @@ class Cluster:
         own = ray.get_runtime_context().get_node_id()
         if not any(node["Alive"] for node in nodes() if node["NodeID"] == own):
             raise EngineUnavailable(NODE_LOST)
-        if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
+        if sum(worker.alive for worker in self.started) >= capacity(self.spec, self.cores_each):
             raise TimeoutError
 
 
