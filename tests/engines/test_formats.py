@@ -66,7 +66,7 @@ def test_portable_numbers_are_the_same_on_every_processor(cpuinfo: str) -> None:
     plain = numeric_format("onnxruntime", "int8", "x86_64", "flags\t\t: avx2\n")
     on_arm = numeric_format("onnxruntime", "int8", "aarch64", cpuinfo)
     assert portable("onnxruntime", on_arm) == plain == portable("onnxruntime", plain)
-    assert portable("ort-openvino", numeric_format("ort-openvino", "int8")).reduced_weights
+    assert portable("openvino", numeric_format("openvino", "int8")).reduced_weights
     assert [found.name for found in weight_formats("onnxruntime", narrow=True) if found.dynamic] == ["d7"]
 
 

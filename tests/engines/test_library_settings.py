@@ -19,8 +19,10 @@ FOREIGN = {
         "qnn_ir_backend_path": "lib.so", "profiling_file_path": "a.csv", "dump_json_qnn_graph": "1",
         "json_qnn_graph_dir": "/tmp", "qnn_context_priority": "high",
     },
-    "ort-openvino": {"cache_dir": "/tmp", "load_config": "a.json", "device_type": "../x", "context": "4096"},
-    "cuda": {"gpu_external_alloc": "4096", "user_compute_stream": "4096", "tunable_op_tuning_enable": "1"},
+    "cuda": {
+        "device_id": "../x", "gpu_external_alloc": "4096", "user_compute_stream": "4096",
+        "tunable_op_tuning_enable": "1",
+    },
 }  # fmt: skip
 """Options of providers that name a file, a library or an address in memory, or that nobody has looked at."""
 
@@ -39,7 +41,7 @@ def test_options_of_providers_that_name_files_stay_where_they_are(engine: str) -
 @pytest.mark.parametrize("engine", PROVIDERS)
 def test_the_usual_options_of_each_provider_are_plain(engine: str) -> None:
     table = PROVIDERS[engine]
-    usual = {**table.options, **table.simulated_as, **({table.threads_option: "2"} if table.threads_option else {})}
+    usual = {**table.options, **table.simulated_as}
     spec = EngineSpec(engine, {"provider_options": usual})
     assert plain(spec) == (spec, [])
 

@@ -13,8 +13,9 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown
 from qdqtune.commands.source import PreparedModel, SourceOptions
+from qdqtune.engines import THREADED
 from qdqtune.engines.acceptance import checked_output
-from qdqtune.engines.formats import follow_processor, numeric_format, portable
+from qdqtune.engines.formats import numeric_format, portable
 from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.explanation.formatting import counted, placed
 from qdqtune.graph.rewrites import allowed
@@ -108,7 +109,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     recorded = read_placement_file(options.placement)
     engine = options.engine or recorded.engine
     numbers = numeric_format(engine, "fp8" if recorded.quant_type == "fp8" else "int8")
-    if recorded.portable and follow_processor(engine):
+    if recorded.portable and engine in THREADED:
         numbers = portable(engine, numbers)
     rewrites = recorded.rewrites if options.rewrites == "auto" else allowed(options.rewrites)
     graph = options.float_model(engine, recorded.fix_inputs, numbers.opset, rewrites)

@@ -120,8 +120,9 @@ TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 """Engines of NVIDIA's: they run on its GPUs, build for given input sizes, and usually start from a float16 model."""
 
 
-THREADED = frozenset({"onnxruntime", "openvino", *(name for name, table in PROVIDERS.items() if table.threads_option)})
-"""Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere."""
+THREADED = frozenset({"onnxruntime", "openvino"})
+"""Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere, and whose
+numbers depend on the processor."""
 
 MERGED: Mapping[str, tuple[str, ...]] = {"onnxruntime": ("gelu",), "qnn": ("gelu", "dilations", "division")}
 """By engine: the rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a

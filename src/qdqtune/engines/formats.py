@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from qdqtune.engines import MODULES, TENSORRT_FAMILY
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED
 from qdqtune.engines.machine import lacks_dot_products, products_saturate
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption
@@ -74,8 +74,7 @@ def numeric_format(
     if quant_type == "fp8":
         raise BadOption(f"{engine} has no FP8 kernels: use `quant_type` int8, or another engine")
     if engine in PROVIDERS:
-        table = PROVIDERS[engine]
-        return table.numbers or numeric_format(table.like, quant_type, machine, cpuinfo)
+        return PROVIDERS[engine].numbers
     saturates = products_saturate(machine, cpuinfo)
     if engine == "openvino":
         return replace(TENSORRT, unsigned=True, reduced_weights=saturates)
@@ -116,13 +115,6 @@ def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
     return "fp16" if engine in TENSORRT_FAMILY and not chooses else "fp32"
 
 
-def follow_processor(engine: str) -> bool:
-    """Whether the numbers of an engine depend on the processor."""
-    return engine in ("onnxruntime", "openvino") or (
-        engine in PROVIDERS and PROVIDERS[engine].numbers is None and follow_processor(PROVIDERS[engine].like)
-    )
-
-
 def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
     """The numbers of an engine with which a file computes the same on every processor: weights of 7 bits, with which no
     sum of products saturates, and activations that x86 runs fast.
@@ -132,7 +124,7 @@ def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
     Raises:
         BadOption: the numbers of the engine depend on no processor.
     """
-    if not follow_processor(engine):
+    if engine not in THREADED:
         raise BadOption(f"{engine} takes the same numbers with every processor: leave `portable` out")
     activation = QType.UINT8 if engine == "onnxruntime" else numbers.activation
     return replace(numbers, activation=activation, reduced_weights=True)

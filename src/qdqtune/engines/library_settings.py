@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal
-from qdqtune.engines.providers import OF_EP, PLAIN_VALUE, PROVIDERS, Provider
+from qdqtune.engines.providers import OF_EP, PLAIN_VALUE, PROVIDERS
 from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
@@ -78,13 +78,6 @@ def session_settings(threads: int) -> dict[str, Any]:
     }
 
 
-def provider_options(table: Provider | None, threads: int, own: Mapping[str, str] | None) -> dict[str, str]:
-    """The options of an execution provider: those of its table, the number of threads, the user's `own`."""
-    given = {} if table is None else dict(table.options)
-    given |= {table.threads_option: str(threads)} if table is not None and table.threads_option else {}
-    return given | dict(own or {})
-
-
 def openvino_configuration(threads: int, precision: str, *, denormals_as_zero: bool) -> dict[str, Any]:
     """The properties that OpenVINO compiles models with."""
     return {
@@ -119,7 +112,7 @@ def library_settings(
     chip = {} if table is None else {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
     return {
         "provider": provider,
-        "provider_options": provider_options(table, threads, chip | dict(options.get("provider_options") or {})),
+        "provider_options": {**(table.options if table else {}), **chip, **(options.get("provider_options") or {})},
         "plugin": "" if table is None else table.plugin,
         "provider_library": options.get("library") or "",
         **session_settings(threads),

@@ -31,7 +31,7 @@ class Provider:
     install: the command or the build that brings it.
     source: the address of its documents.
     like: the engine whose placement rules hold for it.
-    numbers: the format of int8 pairs; None: that of the engine `like`.
+    numbers: the format of int8 pairs.
     notes: what numbers it takes beyond that, in words: 16 bits, opset, zero points.
     weights: weight formats of products.
     plugin: the Python module of its plug-in package, whose `get_library_path` names the library; "" if it is built into
@@ -43,7 +43,6 @@ class Provider:
     memory: what ONNX Runtime calls the memory of its device; by default that of the CPU.
     precision: the usual precision of what stays in float.
     recording: its option that records the kernels of an inference and starts them together; "" if it has none.
-    threads_option: its own option for the number of the CPU's threads that it computes on; "" if it computes elsewhere.
     has_fixed_sizes: whether it takes models only whose sizes are all fixed.
     compiles: whether it runs many nodes as one, so that ONNX Runtime cannot write its graph or time single nodes.
     simulated_on: processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are
@@ -58,7 +57,7 @@ class Provider:
     install: str
     source: str
     like: str
-    numbers: NumericFormat | None = None
+    numbers: NumericFormat
     notes: str = ""
     weights: tuple[str, ...] = ()
     plugin: str = ""
@@ -68,7 +67,6 @@ class Provider:
     memory: str = "cpu"
     precision: Literal["fp32", "fp16"] = "fp32"
     recording: str = ""
-    threads_option: str = ""
     has_fixed_sizes: bool = False
     compiles: bool = False
     simulated_on: tuple[str, ...] = ()
@@ -90,36 +88,11 @@ CUDA = Provider(
     precision="fp16",
     recording="enable_cuda_graph",
     plain=frozenset({
-        "enable_cuda_graph", "use_tf32", "prefer_nhwc", "cudnn_conv_use_max_workspace", "device_id", "gpu_mem_limit",
-        "sdpa_kernel", "cudnn_conv_algo_search",
+        "enable_cuda_graph", "use_tf32", "prefer_nhwc", "cudnn_conv_use_max_workspace", "device_id",
+        "gpu_mem_limit", "sdpa_kernel", "cudnn_conv_algo_search",
     }),
 )  # fmt: skip
 """CUDA: NVIDIA's GPUs, a kernel for each node. Tried with onnxruntime-gpu 1.31.1 on an H200."""
-
-ORT_OPENVINO = Provider(
-    name="ort-openvino",
-    ep="OpenVINOExecutionProvider",
-    install="pip install onnxruntime-openvino, in an environment without onnxruntime",
-    source=f"{DOCUMENTS}/OpenVINO-ExecutionProvider.html",
-    like="openvino",
-    notes="numbers of the engine openvino",
-    options={"device_type": "CPU"},
-    plain=frozenset(
-        {
-            "device_type",
-            "precision",
-            "num_of_threads",
-            "num_streams",
-            "disable_dynamic_shapes",
-            "enable_qdq_optimizer",
-        }
-    ),
-    threads_option="num_of_threads",
-    compiles=True,
-)
-"""OpenVINO inside ONNX Runtime; the engine openvino is OpenVINO itself. Tried with onnxruntime-openvino 1.24.1 on
-the CPU.
-"""
 
 QNN = Provider(
     name="qnn",
@@ -139,19 +112,10 @@ QNN = Provider(
     notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes; int4 weights run, not offered",
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
-    plain=frozenset(
-        {
-            "backend_type",
-            "soc_model",
-            "htp_arch",
-            "vtcm_mb",
-            "device_id",
-            "enable_htp_fp16_precision",
-            "offload_graph_io_quantization",
-            "htp_graph_finalization_optimization_mode",
-            "htp_performance_mode",
-        }
-    ),
+    plain=frozenset({
+        "backend_type", "soc_model", "htp_arch", "vtcm_mb", "device_id", "enable_htp_fp16_precision",
+        "offload_graph_io_quantization", "htp_graph_finalization_optimization_mode", "htp_performance_mode",
+    }),
     has_fixed_sizes=True,
     compiles=True,
     simulated_on=("x86_64", "AMD64"),
@@ -160,7 +124,7 @@ QNN = Provider(
         r"(?P<reason>QNN\.backendValidateOpConfig\(\) failed for node `(?P<nodes>[^`\n]*)`[^\n\x1b]*)",
         r"Validation FAILED[^\n]*\n(?P<nodes>(?:\s*Operator type:[^\n]*\n)+)\s*REASON : (?P<reason>[^\n]*)",
     ),
-)
+)  # fmt: skip
 """QNN: the NPU of Qualcomm's processors, and on x86 its simulator. Tried on that of 2.7.0, not on a chip.
 
 Observed on the simulator of 2.7.0: with a Relu between a padded convolution and a Q around 128, the values at the edges
@@ -176,7 +140,7 @@ refuses some graphs with QNN_COMMON_ERROR_MEM_ALLOC (LeakyRelu, Max, Conv). `soc
 Gen 2) and 69 (8 Elite) give the same outputs. There floats have 16 bits: of dtln_2 as a float model 21 dB are left.
 """
 
-PROVIDERS: Mapping[str, Provider] = MappingProxyType({table.name: table for table in (CUDA, ORT_OPENVINO, QNN)})
+PROVIDERS: Mapping[str, Provider] = MappingProxyType({table.name: table for table in (CUDA, QNN)})
 """Execution providers by the name that `engine` has for them."""
 
 OF_EP: Mapping[str, Provider] = MappingProxyType({table.ep: table for table in PROVIDERS.values()})

@@ -172,7 +172,7 @@ def test_a_provider_is_quoted() -> None:
     ("name", "op", "words"),
     [
         ("cuda", "Shape", "on the CPU: ONNX Runtime computes shapes there"),
-        ("ort-openvino", "QLinearConv", "on the CPU: QLinearConv is an operator on integers of ONNX Runtime's CPU"),
+        ("qnn", "QLinearConv", "on the CPU: QLinearConv is an operator on integers of ONNX Runtime's CPU"),
         ("cuda", "NonZero", "on the CPU: CUDAExecutionProvider says no reason; https://"),
     ],
 )
@@ -181,7 +181,7 @@ def test_where_a_provider_says_nothing_the_rule_of_its_table_is_told(name, op, w
 
 
 def test_another_provider_is_named() -> None:
-    assert elsewhere("n", "Add", "CUDAExecutionProvider", PROVIDERS["ort-openvino"], {}).startswith("on CUDAExec")
+    assert elsewhere("n", "Add", "CUDAExecutionProvider", QNN, {}).startswith("on CUDAExec")
 
 
 def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:

@@ -21,7 +21,7 @@ from onnxruntime import InferenceSession as Session
 
 from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
-from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptions, provider_options, session_settings
+from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptions, session_settings
 from qdqtune.engines.machine import instruction_sets, is_simulated, processor_name, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.providers import OF_EP, SYMMETRIC, Provider
@@ -182,7 +182,7 @@ class OnnxRuntime:
         for name, value in {**own, **entries}.items():
             options.add_session_config_entry(name, value)
         content, table = model if isinstance(model, bytes) else str(model), self.table
-        given = provider_options(table, chosen.threads, self._own)
+        given = {**(table.options if table else {}), **self._own}
         if table is not None and more.get("enable_profiling"):  # a recording shows no single nodes
             given.pop(table.recording, None)
         if self._plugged_in:

@@ -294,7 +294,7 @@ def elsewhere(node: str, op: str, ep: str, table: Provider, told: Mapping[str, s
     where = "on the CPU" if ep == CPU_PROVIDER else f"on {ep}"
     if node in told:
         return f"{where}: {told[node]}"
-    if op.startswith("QLinear") and table.like != "onnxruntime":
+    if op.startswith("QLinear"):
         return f"{where}: {op} is an operator on integers of ONNX Runtime's CPU; {table.ep} takes pairs in its place"
     if op in ASKS_SHAPE:
         return f"{where}: ONNX Runtime computes shapes there"
