@@ -169,13 +169,13 @@ def test_compare_reports_each_workload(model: Path, call: Any) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_library_call_takes_arrays(model: Path) -> None:
-    calls = {name: (arrays, WEIGHTS[name]) for name, arrays in CALLS.items()}
+def test_a_library_call_takes_weights_by_file(model: Path) -> None:
+    calls = {model.with_name(f"{name}.npz"): WEIGHTS[name] for name in CALLS}
     how: Any = {"engine": "fake", "calibration_method": "minmax", "bias_correction": False, "min_sqnr": None}
     result = qdqtune.tune(model, workloads=calls, output_dir=model.parent / "out", builds=6, report=False, **how)
     assert [(row["name"], row["share"]) for row in result.summary["workloads"]] == [("decode", 0.8), ("prefill", 0.2)]
-    with pytest.raises(BadOption, match="arrays by name of input, weight"):
-        qdqtune.tune(model, workloads={"decode": (1, 2, 3)}, output_dir=model.parent / "x")  # type: ignore[dict-item]
+    with pytest.raises(BadOption, match="no weight above zero"):
+        qdqtune.tune(model, workloads={"decode.npz": (1, 2, 3)}, output_dir=model.parent / "x")  # type: ignore[dict-item]
 
 
 @pytest.mark.usefixtures("workers")

@@ -1,4 +1,4 @@
-"""Workloads: calls with inputs of different shapes, from files or arrays, and the share of each in all calls."""
+"""Workloads: calls with inputs of different shapes, and the share of each in all calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy.typing as npt
 
 from qdqtune.calibration.samples import Samples, read_arrays, read_sample
 from qdqtune.engines.execution import Execution
@@ -37,17 +35,8 @@ class WorkloadFile:
         return f"{self.path}:{self.weight:g}"
 
 
-@dataclass(frozen=True, eq=False)
-class WorkloadArrays:
-    """A workload in memory: its name, the arrays by input name, and its weight."""
-
-    name: str
-    arrays: Mapping[str, npt.ArrayLike]
-    weight: float
-
-
-WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float | tuple[Mapping[str, npt.ArrayLike], float]]
-"""Workloads as Python users give them: weights by file; or arrays and weights by name; or texts like decode.npz:0.8."""
+WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float]
+"""Workloads as Python users give them: weights by file, or texts like decode.npz:0.8."""
 
 
 def _weight(value: Any, text: str) -> float:
@@ -67,18 +56,10 @@ def _file(text: str) -> WorkloadFile:
     return WorkloadFile(Path(file), _weight(weight if file else None, text))
 
 
-def _named(name: object, given: Any) -> WorkloadFile | WorkloadArrays:
-    if not isinstance(given, tuple):
-        return WorkloadFile(Path(str(name)), _weight(given, f"{name}:{given}"))
-    if len(given) != 2 or not isinstance(given[0], Mapping):
-        raise ValueError(f"workload {name!r} is (arrays by name of input, weight)")
-    return WorkloadArrays(str(name), given[0], _weight(given[1], str(name)))
-
-
-def _workloads(value: Any) -> tuple[WorkloadFile | WorkloadArrays, ...]:
-    """Workloads from FILE:WEIGHT (1 if left out), or from a mapping of weights by file or name."""
+def _workloads(value: Any) -> tuple[WorkloadFile, ...]:
+    """Workloads from FILE:WEIGHT (1 if left out), or from a mapping of weights by file."""
     if isinstance(value, Mapping):
-        return tuple(_named(name, given) for name, given in value.items())
+        return tuple(WorkloadFile(Path(str(file)), _weight(w, f"{file}:{w}")) for file, w in value.items())
     return tuple(_file(one) if isinstance(one, str) else one for one in texts_of(value))
 
 
@@ -95,7 +76,7 @@ def workloads_option() -> Any:
     )
 
 
-WorkloadsOption = Option[WorkloadsLike | None, tuple[WorkloadFile | WorkloadArrays, ...]]
+WorkloadsOption = Option[WorkloadsLike | None, tuple[WorkloadFile, ...]]
 
 Sizes = Mapping[str, tuple[int | None, ...]]
 

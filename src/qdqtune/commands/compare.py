@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions, samples_option
-from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
+from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
 from qdqtune.commands.gate import RUNS, Gated, GateOptions, passes
 from qdqtune.commands.inputs import SamplesLike, execution_of
 from qdqtune.commands.shown import Shown, Table
@@ -166,7 +166,7 @@ def compare(
         EngineFailure: the engine cannot build or run the first file.
     """
     execution, machine = on_device(options.on, execution_of(options))
-    workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
+    workloads = options.workloads
     usual = usual_threads() if machine is None else machine.physical_cores
     spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
     is_timed = not is_simulated(spec.name, machine)

@@ -24,7 +24,6 @@ import onnx
 from qdqtune.calibration.options import samples_option
 from qdqtune.calibration.samples import LABELS, files_named
 from qdqtune.calibration.user_code import checked_count, read_in_thread
-from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
 from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
@@ -51,7 +50,7 @@ MetricLike = str | Callable[[Predict], float]
 
 METRIC = reads(files_named, "metric", make=str)
 
-IN_MEMORY = ("model", "quantized", "calibration_data", "workloads", "evaluate", "labels")
+IN_MEMORY = ("model", "quantized", "calibration_data", "evaluate", "labels")
 """Options whose value may be a Python object."""
 
 T = TypeVar("T", bound=Options)
@@ -131,23 +130,6 @@ def _labels_file(labels: object, folder: Path) -> str | None:
     return str(path)
 
 
-def workload_files(workloads: Sequence[WorkloadFile | WorkloadArrays], folder: Path) -> tuple[WorkloadFile, ...]:
-    """The files of workloads; arrays are written to the folder.
-
-    Raises:
-        BadData: a workload holds no arrays.
-    """
-    found = []
-    for workload in workloads:
-        if isinstance(workload, WorkloadFile):
-            found.append(workload)
-            continue
-        target = folder / "workloads"
-        target.mkdir(exist_ok=True)
-        found.append(WorkloadFile(_write(workload.arrays, target / workload.name), workload.weight))
-    return tuple(found)
-
-
 @dataclass
 class ModelOption(Options):
     """The model of a command."""
@@ -194,11 +176,9 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
                 known[name] = sample_source(value, folder, execution, getattr(options, "calibration_samples", None))
             elif name == "labels":
                 known[name] = _labels_file(value, folder)
-            elif name == "workloads":
-                known[name] = workload_files(value, folder)
             elif value is not None and not isinstance(value, Settings):
                 known[name] = model_file(value, folder, name, examples)
-        is_fed = given.get("calibration_data") is not None or given.get("workloads")
+        is_fed = given.get("calibration_data") is not None or getattr(options, "workloads", None)
         if torch_export.is_module(given.get("model")) and not is_fed and getattr(options, "input_shapes", None) == {}:
             known["input_shapes"] = torch_export.example_shapes(known["model"], given["model"], examples)
         yield replace(options, **known)

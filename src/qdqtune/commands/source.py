@@ -155,7 +155,7 @@ def data_of(options: DataOptions, execution: Execution, *files: Path | None) -> 
     """The samples that options name, in files (see `on_disk`). If they name none, and one of the model `files` lies in
     the folder of a run, the samples of that run."""
     source: object = getattr(options, "calibration_data", None)
-    workloads: Sequence[object] = getattr(options, "workloads", None) or ()
+    workloads: Sequence[WorkloadFile] = getattr(options, "workloads", None) or ()
     if source is None and not options.input_shapes and not workloads:
         beside = next((fed for file in files if file is not None and (fed := data_beside(file, execution))), None)
         if beside is not None:
@@ -165,7 +165,7 @@ def data_of(options: DataOptions, execution: Execution, *files: Path | None) -> 
         options.calibration_samples,
         options.input_shapes,
         options.seed,
-        tuple(file for file in workloads if isinstance(file, WorkloadFile)),
+        tuple(workloads),
         tuple(dict.fromkeys(file.parent for file in files if file is not None)),
     )
 

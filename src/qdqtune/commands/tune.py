@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from qdqtune.calibration.options import RangeOptions, check_cache
 from qdqtune.calibration.prepare import USUAL_JUDGED
-from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
+from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
@@ -123,7 +123,7 @@ class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
         bound = effort if self.time_budget is None else EFFORTS["extensive"]
         builds = FRONT_BUILDS if self.front else bound.builds[self.mode]
         builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, machine) else builds
-        files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
+        files = self.workloads
         data = None if self.calibration_data is None else str(self.calibration_data)
         own = usual_threads(self.cores_per_worker or max(1, usable_cores() // (self.workers or 1)))
         if machine is not None:
