@@ -83,9 +83,7 @@ def test_what_does_not_fit_is_told_with_the_shapes() -> None:
         chosen("auto", outputs, np.zeros((1, 5), np.int64))
     with pytest.raises(BadOption, match=r"`evaluate` calls a function of yours"):
         chosen("auto", {"out": np.zeros((1, 3, 8, 8), np.float32)}, np.zeros((1, 8, 8), np.int64))
-    with pytest.raises(
-        BadOption, match=r"`metric` cosine reads vectors \[rows, size\], and labels of the same shape: the"
-    ):
+    with pytest.raises(BadOption, match=r"`metric` cosine fits no output: the model gives out"):
         chosen("cosine", outputs, np.zeros((1, 9)))
     with pytest.raises(BadOption, match="label 10 is no class of output out, which has 10: count classes from 0"):
         check_classes("top1", "out", outputs["out"], np.array([10]))

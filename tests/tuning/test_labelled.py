@@ -156,7 +156,7 @@ class TestWhatCannotBe:
             ({"labels": "few.npy"}, BadData, "299 labels for more than 299 samples of .*: `labels` has one for each"),
             ({"labels": "nowhere.npy"}, BadData, r"labels .*nowhere.npy not found"),
             ({"labels": "labels.npy", "evaluate": "m:f"}, BadOption, "`evaluate` is a metric of its own"),
-            ({"labels": "labels.npy", "metric": "cosine"}, BadOption, "`metric` cosine reads vectors"),
+            ({"labels": "labels.npy", "metric": "cosine"}, BadOption, "`metric` cosine fits no output"),
             ({"metric": "cosine", "calibration_data": None}, BadOption, "`metric` cosine needs samples"),
             ({"labels": "labels.npy", "metric": "top1:z"}, BadOption, "`metric` top1:z names no output: there are y"),
             ({"labels": "labels.npy", "metric": "top1:"}, BadOption, "`metric` top1: names no output: there are y"),
@@ -175,7 +175,7 @@ class TestWhatCannotBe:
     @pytest.mark.parametrize(
         ("file", "metric", "message"),
         [
-            ("labels.npy", "cosine", "`metric` cosine reads vectors"),
+            ("labels.npy", "cosine", "`metric` cosine fits no output"),
             ("from_one.npy", "auto", "label 8 is no class of output y, which has 8: count classes from"),
         ],
     )

@@ -137,13 +137,6 @@ Name = Literal["top1", "top5", "cosine"]
 Asked = Literal["auto"] | Name
 NAMES: tuple[Name, ...] = get_args(Name)
 
-WANTED: Mapping[Name, str] = {
-    "top1": "class scores [rows, classes] or class numbers [rows]",
-    "top5": "class scores [rows, classes]",
-    "cosine": "vectors [rows, size]",
-}
-"""The outputs that a metric reads."""
-
 TOP = 5
 """The classes among which top5 looks for the right one."""
 
@@ -197,11 +190,9 @@ def chosen(
                 return name, output
     has = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in outputs.items())
     given = "" if right is None else f", and `labels` has {right.dtype}{list(right.shape)} a sample"
-    if asked == "auto":
-        known = f"`metric` knows {', '.join(NAMES)}; `evaluate` calls a function of yours"
-        raise BadOption(f"no metric fits: the model gives {has}{given}. {known}")
-    alike = ", and labels of the same shape" if right is not None and asked == "cosine" else ""
-    raise BadOption(f"`metric` {asked} reads {WANTED[asked]}{alike}: the model gives {has}{given}")
+    what = "no metric fits" if asked == "auto" else f"`metric` {asked} fits no output"
+    hint = f"`metric` knows {', '.join(NAMES)}; `evaluate` calls a function of yours"
+    raise BadOption(f"{what}: the model gives {has}{given}. {hint}")
 
 
 def check_classes(metric: Name, output: str, array: Array, right: Array) -> None:

@@ -80,27 +80,16 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
         BadOption: the function itself fails, or does not return a number.
         TooSlow: it takes too long.
     """
-    refusals: list[EngineRefused] = []
     tasks, is_over = SimpleQueue[Any](), threading.Event()
 
     def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answers, sample = SimpleQueue[Any](), {name: np.asarray(array) for name, array in inputs.items()}
-
-        def run() -> None:
-            try:
-                answers.put(runner.outputs(handle, [sample])[0])
-            except EngineRefused as refused:
-                refusals.append(refused)
-                answers.put(None)
-
-        tasks.put(run)
+        tasks.put(lambda: answers.put(runner.outputs(handle, [sample])[0]))
         while not is_over.is_set():
             with suppress(Empty):
-                outputs: Mapping[str, Array] | None = answers.get(timeout=CHECK_SECONDS)
-                if outputs is None:
-                    raise EngineFailure(str(refusals[-1]))
+                outputs: Mapping[str, Array] = answers.get(timeout=CHECK_SECONDS)
                 return outputs
-        raise EngineFailure("nobody waits for the metric any more")
+        raise EngineFailure("the metric has ended")  # or the engine has refused the model, which `evaluate` raises
 
     def score() -> float:
         with user_errors(f"`evaluate` {evaluation.source} failed", BadOption):
@@ -111,18 +100,12 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
             value = call_in_thread(score, f"`evaluate` {evaluation.source}", evaluation.execution, tasks)
     except BudgetEnded as ended:
         raise EngineRefused(Failure("timeout", str(ended))) from ended
-    except (BadOption, EngineFailure) as error:
-        if refusals:
-            raise refusals[0] from error
+    except BadOption as error:
         if isinstance(error.__cause__, TypeError):
             raise BadOption(f"{error} (it is called with `predict`, which takes {{input name: array}})") from error
-        if isinstance(error, EngineFailure):
-            raise BadOption(f"`evaluate` {evaluation.source} failed: {error}") from error
         raise
     finally:
         is_over.set()
-    if refusals:  # it caught the error and went on, so its number means nothing
-        raise refusals[0]
     return _number(evaluation.source, value)
 
 
