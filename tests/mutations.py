@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import resource
 import shlex
 import shutil
 import struct
@@ -16,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +49,6 @@ RUNS = {
     "front": "--front --builds 14",
 }
 """What runs have been told whose files are mutated."""
-
-MEMORY = 6 * 2**30
-"""Bytes of memory that a case of a long run may take."""
 
 TEXTS = ["", "x", "\x00", "a\x00b", "loop", "nowhere/x", "\x1b[2J", "a\nb", "\u202e", "../../etc/passwd", "/",
          "a" * 5000, "é\ud7ff", "0", "%s{}", "[red]x[/red]", "-1", "None", " "]  # fmt: skip
@@ -476,17 +471,3 @@ def judged(made: Case, base: Path, folder: Path) -> list[str]:
         json.loads(out.getvalue())
     wrong += [f"{name} is left among temporary files" for name in contents(aside)]
     return [*wrong, err.getvalue()[-3000:]] if wrong else []
-
-
-def apart(seeds: range, base: Path, folder: Path, answer: Connection[Any, Any]) -> None:
-    """Cases of a long run, in a process of their own."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for seed in seeds:
-        own = folder / str(seed)
-        own.mkdir()
-        made = case(seed, base, own)
-        wrong = judged(made, base, own)
-        answer.send([str(made), *wrong] if wrong else [])
-        for left in (own, temporary(own)):
-            shutil.rmtree(left)
