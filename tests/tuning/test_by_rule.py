@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
+from models import build, normal
 from qdqtune import apply, compare, quantize
 from qdqtune.commands.explain import explain_run
 from qdqtune.commands.tune import BY_RULE_BUILDS, TuneOptions, tune
@@ -18,6 +18,7 @@ from qdqtune.engines.machine import is_simulated, this_machine
 from qdqtune.errors import BadOption
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load
+from qdqtune.graph.saving import save
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning.bench import NO_NODES
 from runs import without_seconds
@@ -28,6 +29,16 @@ SIMULATOR = pytest.mark.skipif(
 SPEED = ("faster", "speedup", "times as fast", "0x", " ms ")
 """What no result of a run says that timed nothing."""
 
+NETWORK = """net (float[1,8,12,12] x) => (float[1,4] y) {
+    [first] c0 = Conv <pads=[1,1,1,1]> (x, w0)
+    [relu] r0 = Relu(c0)
+    [second] c1 = Conv <pads=[1,1,1,1]> (r0, w1)
+    [third] c2 = Conv <pads=[1,1,1,1]> (c1, w2)
+    [pool] p = GlobalAveragePool(c2)
+    [flatten] f = Flatten(p)
+    [last] y = Gemm(f, w3)
+}"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,20 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = np.random.default_rng(0)
     weights = {f"w{i}": draw.standard_normal((8, 8, 3, 3)).astype(np.float32) / 8 for i in range(3)}
     weights["w3"] = draw.standard_normal((8, 4)).astype(np.float32)
-    nodes = [
-        helper.make_node("Conv", ["x", "w0"], ["c0"], "first", pads=[1] * 4),
-        helper.make_node("Relu", ["c0"], ["r0"], "relu"),
-        helper.make_node("Conv", ["r0", "w1"], ["c1"], "second", pads=[1] * 4),
-        helper.make_node("Conv", ["c1", "w2"], ["c2"], "third", pads=[1] * 4),
-        helper.make_node("GlobalAveragePool", ["c2"], ["p"], "pool"),
-        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
-        helper.make_node("Gemm", ["f", "w3"], ["y"], "last"),
-    ]
-    shapes = {"x": [1, 8, 12, 12], "y": [1, 4]}
-    inputs, outputs = ([helper.make_tensor_value_info(n, TensorProto.FLOAT, shapes[n])] for n in "xy")
-    constants = [numpy_helper.from_array(w, n) for n, w in weights.items()]
-    graph = helper.make_graph(nodes, "net", inputs, outputs, constants)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "m.onnx")
+    save(build(NETWORK, weights, opset=17), folder / "m.onnx")
     np.savez(folder / "samples.npz", x=draw.standard_normal((40, 8, 12, 12)).astype(np.float32))
     return folder
 
@@ -218,33 +216,25 @@ def test_open_sizes_are_fixed_where_a_placement_is_applied(done, folder: Path) -
     assert "takes fixed sizes only: what ships has those of the samples" in " ".join(same.notes)
 
 
-@SIMULATOR
-def test_reciprocals_of_small_numbers_stay_right(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime_qnn")
-    shape = [1, 4, 32]
-    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name in "xy")
-    graph = helper.make_graph([helper.make_node("Reciprocal", ["x"], ["y"], "turned")], "net", inputs, outputs)
-    model, data, written = tmp_path / "m.onnx", str(tmp_path / "samples.npz"), tmp_path / "pairs.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
-    np.savez(data, x=np.random.default_rng(0).uniform(0.01, 0.1, (40, *shape[1:])).astype(np.float32))
-    quantize(model, output=written, calibration_data=data, engine="qnn")
-    assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > 20
+DRAWN = np.random.default_rng(0).standard_normal((40, 4, 32)).astype(np.float32)
 
 
 @SIMULATOR
-def test_a_bias_of_zeros_does_not_spoil_a_small_sum(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "samples", "least_db"),
+    [
+        ("y = Reciprocal(x)", 0.01 + np.abs(DRAWN) / 50, 20),  # of small numbers
+        ("p = MatMul(x, w) y = Add(zeros, p)", DRAWN, 30),  # a bias of zeros, and a small sum
+    ],
+)
+def test_small_numbers_stay_right(tmp_path: Path, nodes: str, samples: np.ndarray, least_db: float) -> None:
     pytest.importorskip("onnxruntime_qnn")
-    draw = np.random.default_rng(0)
-    weights = {"w": draw.standard_normal((32, 32)).astype(np.float32) / 500, "zeros": np.zeros(32, np.float32)}
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["zeros", "p"], ["y"])]
-    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4, 32])] for name in "xy")
-    constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "net", inputs, outputs, constants)
+    weights = {"w": normal(32, 32, scale=1 / 500), "zeros": np.zeros(32, np.float32)} if "w" in nodes else {}
     model, data, written = tmp_path / "m.onnx", str(tmp_path / "samples.npz"), tmp_path / "pairs.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
-    np.savez(data, x=draw.standard_normal((40, 4, 32)).astype(np.float32))
+    save(build(f"net (float[1,4,32] x) => (float[1,4,32] y) {{ {nodes} }}", weights, opset=17), model)
+    np.savez(data, x=samples)
     quantize(model, output=written, calibration_data=data, engine="qnn")
-    assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > 30
+    assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > least_db
 
 
 @SIMULATOR
