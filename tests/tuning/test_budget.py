@@ -28,6 +28,8 @@ from qdqtune.types import Measurement, Sample, Trial
 from runs import cost, mixed, settings, write
 from workers import Workers
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 SAMPLES = 40
 
 
@@ -118,7 +120,6 @@ def test_a_model_without_values_to_calibrate_on_has_time_for_them(clock: Clock, 
     assert len([*in_time()]) >= 1
 
 
-@pytest.mark.usefixtures("clock")
 def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Workers) -> None:
     result, _ = slow_run(model, workers, 0.2, 110.0, front=True, builds=60)
     told = next(note for note in result.notes if note.startswith("the front has"))
@@ -137,7 +138,6 @@ def result_rounds(trial: Trial) -> tuple[float, ...]:
     return trial.result.a
 
 
-@pytest.mark.usefixtures("clock")
 def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -> None:
     result, notes = slow_run(model, workers, 3.8, 120.0)
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
@@ -159,13 +159,11 @@ def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: W
     assert 0.5 < expected.seconds / (clock.now - begun) < 2  # candidates of this model take a third of its time
 
 
-@pytest.mark.usefixtures("clock")
 def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers) -> None:
     _, notes = slow_run(model, workers, 0.01, 1200.0)
     assert notes.notes == []
 
 
-@pytest.mark.usefixtures("clock")
 def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -> None:
     result, _ = slow_run(model, workers, 0.2, 60.0, builds=12)
     spent = 1 + len(result.history)
@@ -205,7 +203,6 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert "`time_budget` had no room" in str(budget(20, 0.5).excuse)
 
 
-@pytest.mark.usefixtures("clock")
 def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Path, workers: Workers) -> None:
     slow_run(model, workers, 0.2, 30.0)
     _, notes = slow_run(model, workers, 0.2, 60.0)

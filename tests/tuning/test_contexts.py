@@ -25,6 +25,8 @@ from qdqtune.types import Measurement
 from runs import settings
 from workers import Build, Workers
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 ONE = EngineSpec("fake", {"threads": 1})
 
 
@@ -44,7 +46,6 @@ def is_final(build: Build, count: int) -> bool:
 # What is proven
 
 
-@pytest.mark.usefixtures("workers")
 def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
     result = run(model, (4, 1))
     assert result.improved
@@ -134,7 +135,6 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
     assert (told["baseline_ms"], told["final_ms"]) in [(at["baseline_ms"], at["final_ms"]) for at in told["by_threads"]]
 
 
-@pytest.mark.usefixtures("workers")
 def test_engines_without_threads_are_asked_nothing(model: Path) -> None:
     result = run(model, None, engine=EngineSpec("fake"))
     assert (result.improved, result.summary["by_threads"], result.summary["proof_builds"]) == (True, [], 6)
@@ -188,7 +188,6 @@ def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_no
 # What is told
 
 
-@pytest.mark.usefixtures("workers")
 def test_the_result_says_what_it_was_tuned_for(model: Path) -> None:
     result = run(model)
     assert result.summary["tuned_for"] == "1 and 4 threads; other numbers were not measured"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -39,6 +40,8 @@ from qdqtune.types import Measurement, Placement
 from runs import cost, hopeless, mixed, out, rows, settings, write
 from workers import Build, Watched, WatchedModel, Workers, in_process
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 PROOF_BUILDS = 2 * USUAL_BUILDS
 """The builds of a proof of one file that its first block decides."""
 
@@ -68,7 +71,6 @@ def result(improved: Path) -> Result:
         return tune(settings(improved))
 
 
-@pytest.mark.usefixtures("workers")
 class TestAnImprovement:
     """What one run finds and leaves."""
 
@@ -139,7 +141,6 @@ class TestAnImprovement:
         assert all(state.replayed for _, _, state in log.trials)
 
 
-@pytest.mark.usefixtures("workers")
 def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, workers: Workers) -> None:
     built: list[tuple[str, str]] = []
 
@@ -162,7 +163,6 @@ def races(model: Path) -> list[dict[str, Any]]:
     return [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "race"]
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("make", [hopeless, conv_net])
 def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[], Model]) -> None:
     model = write(make(), tmp_path)
@@ -176,7 +176,6 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
     assert not is_quantized(load(out(model, "baseline.onnx")))
 
 
-@pytest.mark.usefixtures("workers")
 def test_a_wide_interval_is_made_narrower_where_builds_are_cheap(model: Path, workers: Workers) -> None:
     workers.slower = lambda build: 1 + 0.03 * (-1) ** build.number
     usual = tune(settings(model)).summary
@@ -189,7 +188,6 @@ def test_a_wide_interval_is_made_narrower_where_builds_are_cheap(model: Path, wo
     assert again["proof_builds"] == precise["proof_builds"]
 
 
-@pytest.mark.usefixtures("workers")
 def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Path, workers: Workers) -> None:
     proto = onnx.load(model)
     proto.doc_string = "of the user"  # so that it is another file than ours
@@ -201,7 +199,6 @@ def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Pa
     assert ["failure" in row for row in races(model)] == [True, False]
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("front", [False, True])
 def test_a_candidate_that_does_not_run_as_a_finished_file_costs_no_other(
     model: Path, workers: Workers, *, front: bool
@@ -223,7 +220,6 @@ def test_a_candidate_that_does_not_run_as_a_finished_file_costs_no_other(
         assert not any("as it is" in note for note in result.notes)
 
 
-@pytest.mark.usefixtures("workers")
 def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(model: Path, workers: Workers) -> None:
     def interrupted(build: Build) -> None:
         if build.path.name == "optimized_final.onnx":
@@ -236,7 +232,6 @@ def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(model:
     assert not out(model, "candidates").exists()
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("builds", [4, 9, 17])
 def test_the_builds_are_never_overspent(model: Path, workers: Workers, builds: int) -> None:
     result = tune(settings(model, builds=builds))
@@ -246,27 +241,23 @@ def test_the_builds_are_never_overspent(model: Path, workers: Workers, builds: i
     assert built == result.summary["builds"] + result.summary["proof_builds"]
 
 
-@pytest.mark.usefixtures("workers")
 def test_it_stops_when_there_is_nothing_left_to_try(model: Path) -> None:
     result = tune(settings(model, builds=392, config=Config(schemes_per_region=2)))
     assert 0 < result.summary["builds"] < 60
 
 
-@pytest.mark.usefixtures("workers")
 def test_the_input_file_is_left_as_it_is(model: Path) -> None:
     before = model.read_bytes(), sorted(p.name for p in model.parent.iterdir())
     tune(settings(model, builds=6))
     assert (model.read_bytes(), sorted(p.name for p in model.parent.iterdir() if p.name != "out")) == before
 
 
-@pytest.mark.usefixtures("workers")
 def test_an_output_folder_that_cannot_be_written_is_an_output_error(model: Path) -> None:
     (model.parent / "file").touch()
     with pytest.raises(OutputError, match="cannot write"):
         tune(settings(model, output_dir=model.parent / "file" / "out"))
 
 
-@pytest.mark.usefixtures("workers")
 def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
     model = write(mixed(batch=None), tmp_path)
     result = tune(settings(model, input_shapes={"x": (2, 64, 64)}))
@@ -277,7 +268,6 @@ def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
             assert value.type.tensor_type.shape.dim[0].dim_param == "N"
 
 
-@pytest.mark.usefixtures("workers")
 def test_the_node_filter_leaves_other_regions_in_float(model: Path) -> None:
     result = tune(settings(model, node_filter=("fir*",)))
     assert result.improved
@@ -318,7 +308,6 @@ def destroyed(model: Path) -> Path:
     return given
 
 
-@pytest.mark.usefixtures("workers")
 class TestAModelThatHasPairs:
     def test_it_is_refused_unless_said(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", start_placements.everything(load(model), possible(model)))
@@ -491,7 +480,6 @@ def pair_scale(proto: onnx.ModelProto, tensor: str) -> str:
     return next(str(n.input[1]) for n in proto.graph.node if n.op_type == "QuantizeLinear" and n.input[0] == tensor)
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("kind", "stage"), [("refuse", "build"), ("nan", "output")])
 def test_a_placement_that_fails_does_not_ship_and_the_search_goes_on(model: Path, kind: str, stage: str) -> None:
     result = tune(settings(model, engine=faulty(**{kind: "skip"})))
@@ -524,7 +512,6 @@ def test_an_engine_that_dies_or_hangs_is_a_failed_trial(
     assert not out(model, "candidates").exists()
 
 
-@pytest.mark.usefixtures("workers")
 def test_a_float_model_that_the_engine_refuses_ends_the_run(model: Path, tmp_path: Path, workers: Workers) -> None:
     workers.refused = lambda build: "no such operator" if build.engine == "fake" else None
     with pytest.raises(BaselineFailed, match=r"cannot run the float model: .*no such operator") as failure:
@@ -536,14 +523,12 @@ def test_a_float_model_that_the_engine_refuses_ends_the_run(model: Path, tmp_pat
         estimate(settings(model, output_dir=tmp_path / "other"))
 
 
-@pytest.mark.usefixtures("workers")
 def test_a_model_without_anything_to_quantize_is_refused(tmp_path: Path) -> None:
     model = write(build("net (int64[2,8] x) => (int64[2,8] y) { [negate] y = Neg(x) }"), tmp_path)
     with pytest.raises(BadModel, match="has no tensor that could be quantized"):
         tune(settings(model))
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("number", range(6))
 def test_no_random_network_gets_slower(tmp_path: Path, number: int) -> None:
     model = write(random_network(number), tmp_path)
@@ -575,7 +560,6 @@ def random_network(number: int) -> Model:
 NOISE = {"noise": 0.03, "drift": 0.1, "spikes": 0.02}
 
 
-@pytest.mark.usefixtures("workers")
 def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Path, workers: Workers) -> None:
     """At one false win per thousand comparisons, a hundred comparisons give none."""
     workers.slower = lambda build: 1e-4 / cost(build.path)
@@ -594,7 +578,6 @@ def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Pa
     assert accepted <= 2
 
 
-@pytest.mark.usefixtures("workers")
 def test_under_the_same_noise_a_real_gain_is_found(model: Path) -> None:
     for number in range(2):
         engine = EngineSpec("fake", {"seed": number, **NOISE})
@@ -607,7 +590,6 @@ def test_under_the_same_noise_a_real_gain_is_found(model: Path) -> None:
         assert low <= truth <= high
 
 
-@pytest.mark.usefixtures("workers")
 def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: Path) -> None:
     model = write(mixed(), tmp_path)
     short = replace(Plan(), looks=(12,), turn_seconds=0.001)
@@ -619,7 +601,6 @@ def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: P
     assert result.improved == (result.summary["ratio"] < 1)
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("time_budget", [None, 0.01])
 def test_half_precision_that_is_slower_or_not_timed_ships_for_nobody(tmp_path: Path, time_budget: float | None) -> None:
     model = write(hopeless(), tmp_path)
@@ -654,3 +635,50 @@ def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_compute
     else:
         assert result.shipped == "given"
         assert any("proved faster, and was not taken: the output SQNR" in note for note in result.notes)
+
+
+def test_no_placement_is_built_twice_in_a_search(model: Path, workers: Workers) -> None:
+    """Schemes that mean the same edges are one placement, the float model is built once, and runs choose alike."""
+    result = tune(settings(model, builds=52))
+    built = [build.path.stem for build in workers.builds if build.is_candidate]
+    placements = [t.placement for t in result.history]
+    assert len(set(placements)) == len(placements) > 12
+    assert Placement() not in placements
+    assert len(built) == len(set(built)) == 1 + len(placements)
+    twin = tune(settings(model, builds=52, output_dir=model.parent / "twin"))
+    assert [t.placement for t in twin.history] == placements
+
+
+def test_warmup_is_a_number_of_inferences(model: Path, workers: Workers) -> None:
+    tune(settings(model, builds=4, plan=replace(Plan(), turn_seconds=0.0, warmup=7)))
+    assert set(workers.runs) == {1, 7}
+
+
+def test_a_candidate_costs_less_than_its_model_is_large(tmp_path, monkeypatch, workers):
+    written: Counter[str] = Counter()
+    original = Path.write_bytes
+
+    def counted(self: Path, data: Any) -> int:
+        written[self.parent.name if self.suffix == ".onnx" else ""] += len(data)
+        return original(self, data)
+
+    sizes: list[int] = []
+
+    def watched(build: Build) -> None:
+        constants = build.path.parent / "constants.bin"
+        if build.path.parent.name == "candidates" and constants.exists():
+            sizes.append(constants.stat().st_size)
+
+    workers.refused = watched
+    monkeypatch.setattr(Path, "write_bytes", counted)
+    text = (
+        "net (float[1,2,512] x) => (float[1,2,512] y) { [up] a = MatMul(x, w) [r] b = Relu(a) [down] y = MatMul(b, v) }"
+    )
+    weights = {"w": normal(512, 512, scale=0.05), "v": normal(512, 512, scale=0.05, seed=1)}
+    path = write(build(text, weights), tmp_path)
+    written.clear()
+    result = tune(settings(path, builds=22))
+    nbytes = sum(w.nbytes for w in weights.values())
+    assert len(result.history) >= 5
+    assert written["candidates"] < nbytes / 10
+    assert max(sizes) < 1.5 * nbytes + 100_000  # float and 8 bits, once each

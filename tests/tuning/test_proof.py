@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from qdqtune.commands.tune_tables import result_table
 from qdqtune.errors import BadModel
@@ -25,30 +25,23 @@ from qdqtune.types import Accuracy, Edge, Placement, Trial
 from runs import out, settings
 from workers import Workers
 
+pytestmark = pytest.mark.usefixtures("workers")
+
+BRANCHING = """net (bool c, float[300] x) => (float[300] y) {
+    [if] y = If (c) <
+        then_branch = g1 () => (float[300] t) { t = Add(x, then_w) },
+        else_branch = g2 () => (float[300] e) { e = Add(x, else_w) }
+    >
+}"""
+
 
 def branching(path: Path) -> None:
     """A model whose If has tensors in external data in both bodies."""
-
-    def body(name: str, value: float) -> onnx.GraphProto:
-        tensor = numpy_helper.from_array(np.full(300, value, np.float32), f"{name}_w")
-        tensor.raw_data, at = b"", 1200 * int(value)
-        tensor.data_location = TensorProto.EXTERNAL
-        for key, given in (("location", "bodies.bin"), ("offset", at), ("length", 1200)):
-            tensor.external_data.add(key=key, value=str(given))
-        out = helper.make_tensor_value_info(f"{name}_o", TensorProto.FLOAT, [300])
-        return helper.make_graph(
-            [helper.make_node("Add", ["x", f"{name}_w"], [f"{name}_o"])], name, [], [out], [tensor]
-        )
-
-    node = helper.make_node("If", ["c"], ["y"], "if", then_branch=body("then", 0.0), else_branch=body("else", 1.0))
-    graph = helper.make_graph(
-        [node],
-        "branching",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [300]), helper.make_tensor_value_info("c", 9, [])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [300])],
-    )
-    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
-    (path.parent / "bodies.bin").write_bytes(np.repeat(np.float32([0, 1]), 300).tobytes())
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]>\n{BRANCHING}')
+    for number, body in enumerate(proto.graph.node[0].attribute):
+        name = body.g.node[0].input[1]
+        body.g.initializer.append(numpy_helper.from_array(np.full(300, number, np.float32), name))
+    onnx.save(proto, path, save_as_external_data=True, location="bodies.bin", size_threshold=0)
 
 
 def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -80,7 +73,6 @@ def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its
     assert (target.read_bytes(), load(target).fingerprint != "") == (before, True)
 
 
-@pytest.mark.usefixtures("workers")
 def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Path, workers: Workers) -> None:
     workers.slower = lambda build: 3 if build.path.name == "optimized_final.onnx" else 1
     result = tune(settings(model))
@@ -91,14 +83,12 @@ def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Pa
     assert result.summary["ratio"] == 1.0
 
 
-@pytest.mark.usefixtures("workers")
 def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, workers: Workers) -> None:
     workers.slower = lambda build: 0.1 if build.path == model else 1
     assert tune(settings(model)).shipped == "baseline"
     assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
 
 
-@pytest.mark.usefixtures("workers")
 def test_without_samples_pairs_ship_only_if_asked_to_by_name_and_then_as_unchecked(model: Path) -> None:
     asked = settings(model, calibration_data=None, builds=8)
     kept = tune(asked)
