@@ -118,16 +118,17 @@ def _inferred(
         found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
     except (*INFERENCE_ERRORS, onnx.defs.SchemaError):
         return {}
-    values = (onnx.ValueInfoProto(name=t, type=of) for t, of in found.items() if of.HasField("tensor_type"))
-    return {v.name: _combined(infos.get(v.name), TensorInfo.of(v)) for v in values}
-
-
-def _combined(one: TensorInfo | None, other: TensorInfo) -> TensorInfo:
-    """The type and shape with every size that is known from `one` or else from `other`."""
-    if one is None or one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
-        return other if one is None or one.shape is None else one
-    sizes = zip(one.shape, other.shape, strict=True)
-    return TensorInfo(one.dtype, tuple(b if a is None else a for a, b in sizes))
+    results = {}
+    for tensor, kind in found.items():
+        if not kind.HasField("tensor_type"):
+            continue
+        known_info, result = infos.get(tensor), TensorInfo.of(onnx.ValueInfoProto(name=tensor, type=kind))
+        if known_info is not None and known_info.shape is not None:
+            other = result.shape if len(result.shape or ()) == len(known_info.shape) else None
+            sizes = zip(known_info.shape, other or known_info.shape, strict=True)
+            result = TensorInfo(known_info.dtype, tuple(b if a is None else a for a, b in sizes))
+        results[tensor] = result
+    return results
 
 
 def _when_read(

@@ -24,8 +24,10 @@ from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_
 from qdqtune.graph.inference import INFERENCE_ERRORS, copied, infer, with_large_inputs, without_large_inputs
 from qdqtune.graph.model import Constant, Model, bodies, captured, graphs
 from qdqtune.graph.protobuf import parsed
-from qdqtune.graph.simplifying import UniqueNames, drop_identities, drop_unused
+from qdqtune.graph.simplifying import DEFAULT, UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
+
+TYPES = frozenset(TensorProto.DataType.values())
 
 OLDEST_OPSET = 7
 """The oldest opset that onnx's version converter can convert from."""
@@ -54,8 +56,7 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
 
 def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
     """The model of `proto`, which was read from `path` and is changed in place. Raises BadModel."""
-    check_sound(proto)
-    _open_unknown_sizes(proto.graph)
+    _check_types(proto.graph)
     if proto.ir_version < 4:  # constants had to be listed as inputs, and nobody could override them
         constants = {t.name for t in proto.graph.initializer}
         replace(proto.graph.input, [v for v in proto.graph.input if v.name not in constants])
@@ -77,6 +78,23 @@ def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int |
     return Model(infer(proto, large), large)
 
 
+def _check_types(graph: onnx.GraphProto) -> None:
+    """Refuse sparse constants and unknown element types; make sizes dynamic that are negative or named `?`, in place.
+
+    Exporters write both for an unknown size, and ONNX Runtime reads them so. Two sizes named `?` need not be equal.
+    """
+    for inner in graphs(graph):
+        if inner.sparse_initializer:
+            raise BadModel(f"constant {inner.sparse_initializer[0].values.name!r} is sparse: {DENSE}")
+        for value in (*inner.input, *inner.value_info, *inner.output):
+            element = value.type.tensor_type.elem_type  # 0 for what is no tensor
+            if element not in TYPES:
+                raise BadModel(f"tensor {value.name!r} has an unknown element type ({element})")
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0 or dim.dim_param == "?":
+                    dim.Clear()
+
+
 def with_opset(model: Model, opset: int) -> Model:
     """`model` with its opset raised to `opset`, if it is lower."""
     if model.opset >= opset:
@@ -84,16 +102,6 @@ def with_opset(model: Model, opset: int) -> Model:
     large = dict(model.large)
     proto = _with_opset(copied(model.proto), large, opset)
     return Model(infer(proto, large), large)
-
-
-def _open_unknown_sizes(graph: onnx.GraphProto) -> None:
-    """Make sizes dynamic that are negative or named `?`, in place. Exporters write both for an unknown size, and ONNX
-    Runtime reads them so. Two sizes named `?` need not be equal."""
-    for inner in graphs(graph):
-        for value in (*inner.input, *inner.value_info, *inner.output):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_value < 0 or dim.dim_param == "?":
-                    dim.Clear()
 
 
 def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
@@ -148,7 +156,7 @@ def identities(path: Path) -> dict[str, str]:
     """The outputs of the Identity nodes of a file, and for each the tensor that `load` uses in its place."""
     names: dict[str, str] = {}
     for node in read(path).graph.node:
-        if node.op_type == "Identity" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "Identity" and node.domain in DEFAULT:
             names[node.output[0]] = names.get(node.input[0], node.input[0])
     return names
 
@@ -235,7 +243,7 @@ def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelPr
 
 
 def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target: int) -> ModelProto:
-    have = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
+    have = next((o.version for o in proto.opset_import if o.domain in DEFAULT), None)
     if have is not None and have >= target:
         return proto
     if have is None:  # only operators of other domains
@@ -250,7 +258,16 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
             converted = version_converter.convert_version(with_large_inputs(infer(proto, large), large), target)
         except (version_converter.ConvertError, *INFERENCE_ERRORS) as error:
             raise BadModel(f"cannot convert from opset {have} to {target}: {_message(error)}; {again}") from error
-        proto = _merged(proto, without_large_inputs(converted, large), target)
+        # The converter loses metadata and the order of inputs.
+        proto, metadata = copied(proto), {node.name: node.metadata_props for node in proto.graph.node}
+        for opset in proto.opset_import:
+            if opset.domain in DEFAULT:
+                opset.version = target
+        replace(proto.graph.node, without_large_inputs(converted, large).graph.node)
+        replace(proto.graph.initializer, converted.graph.initializer)
+        for node in proto.graph.node:
+            if not node.metadata_props:
+                node.metadata_props.extend(metadata.get(node.name, ()))
         settle(proto.graph, large)
         if have < 11:
             _keep_sampling(proto.graph)
@@ -272,35 +289,6 @@ def _keep_sampling(graph: onnx.GraphProto) -> None:
             for name, value in (("coordinate_transformation_mode", "asymmetric"), ("nearest_mode", nearest)):
                 if all(a.name != name for a in node.attribute):
                     node.attribute.append(onnx.helper.make_attribute(name, value))
-
-
-def _merged(original: ModelProto, converted: ModelProto, target: int) -> ModelProto:
-    """The original with the converted nodes and constants: the converter loses metadata and the order of inputs."""
-    merged = copied(original)
-    for opset in merged.opset_import:
-        if opset.domain in ("", "ai.onnx"):
-            opset.version = target
-    before = {node.name: node for node in merged.graph.node}
-    replace(merged.graph.node, converted.graph.node)
-    for node in merged.graph.node:
-        if node.name in before and not node.metadata_props:
-            node.metadata_props.extend(before[node.name].metadata_props)
-    replace(merged.graph.initializer, converted.graph.initializer)
-    return merged
-
-
-TYPES = frozenset(TensorProto.DataType.values())
-
-
-def check_sound(proto: onnx.ModelProto) -> None:
-    """Refuse sparse constants and unknown element types."""
-    for graph in graphs(proto.graph):
-        if graph.sparse_initializer:
-            raise BadModel(f"constant {graph.sparse_initializer[0].values.name!r} is sparse: {DENSE}")
-        for value in chain(graph.input, graph.output, graph.value_info):
-            element = value.type.tensor_type.elem_type  # 0 for what is no tensor
-            if element not in TYPES:
-                raise BadModel(f"tensor {value.name!r} has an unknown element type ({element})")
 
 
 def check_outputs(proto: onnx.ModelProto) -> None:

@@ -21,6 +21,9 @@ from qdqtune.graph.operators import RANDOM
 from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.types import Array
 
+DEFAULT = ("", "ai.onnx")
+"""Names of the domain of ONNX's own operators."""
+
 FAILURES = (
     onnx.shape_inference.InferenceError,
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
@@ -36,7 +39,7 @@ def drop_identities(graph: onnx.GraphProto) -> None:
     kept = []
     for node in graph.node:
         rename(node, aliases)
-        if _is(node, "Identity") and node.output[0] not in outputs:
+        if node.op_type == "Identity" and node.domain in DEFAULT and node.output[0] not in outputs:
             aliases[node.output[0]] = node.input[0]
         else:
             kept.append(node)
@@ -113,10 +116,6 @@ class UniqueNames:
         return name
 
 
-def _is(node: onnx.NodeProto, op: str) -> bool:
-    return node.op_type == op and node.domain in ("", "ai.onnx")
-
-
 def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
     element, shape = info.type.tensor_type.elem_type, TensorInfo.of(info).sizes
     if shape is None or element not in onnx.TensorProto.DataType.values()[1:]:
@@ -149,7 +148,7 @@ def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
     nodes = list(graph.node)
     kept: list[onnx.NodeProto] = []
     for i, node in enumerate(nodes):
-        if _is(node, "If") and node.input[0] in small:
+        if node.op_type == "If" and node.domain in DEFAULT and node.input[0] in small:
             replace(graph.node, kept + nodes[i + 1 :])
             body = _chosen(graph, node, bool(numpy_helper.to_array(small[node.input[0]]).any()))
             replace(graph.node, [*graph.node[: len(kept)], *body, *graph.node[len(kept) :]])

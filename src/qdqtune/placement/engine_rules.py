@@ -48,7 +48,7 @@ LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """What rules of both kinds have: engines and types that they are for, a reason, and its source."""
+    """The engines and types that a rule is for, its reason, and the source of that."""
 
     name: str
     reason: str
@@ -403,7 +403,9 @@ def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[
         if node.op == "Gemm" or not compute_edges(node, placed):
             continue
         uses = queries.model.edges(result(queries, node))
-        if node.op != "MatMul" or any(_adds_bias(queries, e) for e in uses):
+        users = [queries.model.user(e) for e in uses]
+        biases = [set(user.inputs) & queries.model.constants.keys() for user in users if user and user.op == "Add"]
+        if node.op != "MatMul" or any(biases):
             yield from uses
 
 
@@ -418,11 +420,6 @@ def everywhere(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]
         user, maker = queries.model.user(edge), queries.model.maker(edge.tensor)
         if not (user is not None and user.op in CLAMPS and maker is not None and maker.op in COMPUTE):
             yield edge
-
-
-def _adds_bias(queries: GraphQueries, edge: Edge) -> bool:
-    user = queries.model.user(edge)
-    return user is not None and user.op == "Add" and any(t in queries.model.constants for t in user.inputs)
 
 
 def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge]) -> bool:

@@ -94,23 +94,18 @@ class GraphQueries:
         """
         roots: dict[int, int] = {}
         for node in self.model.nodes:
-            if node.domain:
-                continue
-            if node.op in COMPUTE:
+            if node.op in COMPUTE and not node.domain:
                 roots[node.index] = node.index
-            elif node.op in COPIES | FUSED_POINTWISE:
-                root = self._root(roots, node)
-                if root is not None:
-                    roots[node.index] = root
+            if node.domain or node.op not in COPIES | FUSED_POINTWISE:
+                continue
+            data = self.data(node)
+            origins = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
+            root = origins[0] if len(set(origins)) == 1 else None
+            branch = _joined_branch(self, data, origins) if root is None and node.op == "Add" else None
+            root = root if branch is None else origins[branch]
+            if root is not None:
+                roots[node.index] = root
         return roots
-
-    def _root(self, roots: Mapping[int, int], node: Node) -> int | None:
-        data = self.data(node)
-        origins = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
-        if data and None not in origins and len(set(origins)) == 1:
-            return origins[0]
-        branch = _joined_branch(self, data, origins) if node.op == "Add" else None
-        return None if branch is None else origins[branch]
 
     def skip(self, add: Node) -> Edge | None:
         """The skip input of a residual Add: the data input outside its fusion (`fusions`); None if not residual."""
