@@ -13,15 +13,6 @@ from qdqtune.types import QuantType
 from rule_placements import count, placed, users, weights
 
 
-def test_activation_and_weight_together_or_none() -> None:
-    """`conv_net` has all four kinds of neighbours, and one weight here is not finite."""
-    assert {"stem", "depthwise", "project", "side", "head"} <= users(placed(conv_net(), "openvino"))
-    bad = normal(32, 32)
-    bad[0, 0] = np.inf
-    text = "net (float[4,32] x) => (float[4,32] y) {\n [a] p = MatMul(x, bad)\n [b] q = MatMul(p, w)\n [e] y = Exp(q) }"
-    assert users(placed(build(text, {"bad": bad, "w": normal(32, 32)}))) == {"b"}
-
-
 def test_the_residual_input_is_the_skip() -> None:
     found = placed(conv_net(), "openvino").placement.edges
     assert edges("p0 add 1") <= found

@@ -16,10 +16,8 @@ from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.files import (
     PlacementFile,
     existing,
-    parsed_yaml,
     read_placement_file,
     write_placement,
-    write_yaml,
 )
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
@@ -151,20 +149,6 @@ def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() 
     assert sizes == [(0, 0.66), (4, 0.7)]
     assert [len(s) for s, _ in cached(1)] == [0, 4, 1, 5]
     assert [len(s) for s, _ in cached(1, 2)] == [0, 4]
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@given(st.dictionaries(st.text(min_size=1), values, max_size=5))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_written_is_read(tmp_path: Path, content: dict[str, object]) -> None:
-    write_yaml(tmp_path / "some.yaml", content)
-    assert parsed_yaml(tmp_path / "some.yaml", "some") == content
 
 
 WRONG = {

@@ -15,6 +15,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import GRAPH, Model, Node, Use
 from qdqtune.graph.operators import CLAMPS, COPIES, QDQ
+from qdqtune.graph.rewrites import reader
 from qdqtune.placement.insertion import HALF_ROUNDING
 from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
 from qdqtune.types import Array, Edge, Placement, QuantType, WeightFormat
@@ -393,15 +394,17 @@ def tables_of(model: Model) -> Iterator[IntegerTable]:
 @dataclass(frozen=True, eq=False)
 class DynamicProduct:
     """A product with dynamic quantization (see `weight_only`): its MatMulInteger, the float tensor in front of its
-    DynamicQuantizeLinear, the constant scale of the weight and its bits, the nodes behind that make floats, and their
-    result."""
+    DynamicQuantizeLinear, the constant scale of the weight and its bits, and the nodes behind that make floats."""
 
     node: Node
     source: str
     scale: str
     bits: Literal[7, 8]
     behind: tuple[Node, ...]
-    result: str
+
+    @property
+    def result(self) -> str:
+        return self.behind[-1].outputs[0]
 
 
 def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
@@ -413,17 +416,13 @@ def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
         front, weight = model.maker(node.inputs[0]), model.constants.get(node.inputs[1])
         zero = model.constants.get(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
         is_plain = len(node.inputs) == 3 or not node.inputs[3] or (zero is not None and not zero.array().any())
-        if (
-            front is None
-            or front.op != "DynamicQuantizeLinear"
-            or (*node.inputs[:1], *node.inputs[2:3]) != front.outputs[::2]
-        ):
-            continue
         if weight is None or weight.dtype != TensorProto.INT8 or len(weight.shape) != 2 or not is_plain:
             continue
-        cast = _only_user(model, node, "Cast")
-        scaling = None if cast is None else _only_user(model, cast, "Mul")
-        if cast is None or scaling is None:
+        if front is None or front.op != "DynamicQuantizeLinear" or node.inputs[:3:2] != front.outputs[::2]:
+            continue
+        cast = reader(model, node)
+        scaling = reader(model, cast) if cast is not None and cast.op == "Cast" else None
+        if cast is None or scaling is None or scaling.op != "Mul":
             continue
         scales = next((m for t in scaling.inputs if (m := model.maker(t)) is not None and m != cast), None)
         if scales is None or scales.op != "Mul" or front.outputs[1] not in scales.inputs:
@@ -432,14 +431,7 @@ def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
         if scale is not None:
             integers = weight.array().astype(np.int16)
             bits: Literal[7, 8] = 7 if max(-integers.min(initial=0), integers.max(initial=0)) < 64 else 8
-            yield DynamicProduct(node, front.inputs[0], scale, bits, (cast, scales, scaling), scaling.outputs[0])
-
-
-def _only_user(model: Model, node: Node, op: str) -> Node | None:
-    """The node of an operator that alone reads the result of a node; None if there is none."""
-    uses = model.uses(node.outputs[0])
-    found = model.nodes[uses[0].node] if len(uses) == 1 and uses[0].node != GRAPH else None
-    return found if found is not None and found.op == op else None
+            yield DynamicProduct(node, front.inputs[0], scale, bits, (cast, scales, scaling))
 
 
 def count_pairs(placement: Placement) -> int:
