@@ -13,7 +13,7 @@ from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.model import Model
-from qdqtune.placement.engine_rules import RULES, place, rules_of
+from qdqtune.placement.engine_rules import RULES, KeepFloat, effect, place, rules_of
 from qdqtune.placement.graph_queries import GraphQueries
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
@@ -62,6 +62,7 @@ def test_each_rule_has_a_reason_a_source_engines_and_a_function_of_its_own() -> 
     for rule in RULES:
         assert all((rule.reason, rule.source, rule.engines, rule.quant_types))
         assert rule.engines <= MODULES.keys()
+        assert effect(rule) == ("keeps in float" if isinstance(rule, KeepFloat) else "places pairs")
     assert {r.name for r in rules_of("onnxruntime")} < {r.name for r in rules_of()}
     for engine, quant_type in TYPES:
         assert rules_of(engine, quant_type)
