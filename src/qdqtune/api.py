@@ -2,7 +2,7 @@
 
 Models are paths, `onnx.ModelProto`s, or `torch.nn.Module`s with `example_inputs`; samples are of the types of
 `SamplesLike`, metrics are functions. Nothing is printed: progress goes to the log, to an observer, and with
-`progress=True` to a notebook or terminal.
+`progress=True` to standard error.
 
 The logger is `qdqtune`; it is silent unless the program configures it. Stages and candidates have the level INFO, notes
 about a result the level WARNING.
@@ -10,7 +10,6 @@ about a result the level WARNING.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect as inspection
 import logging
 from collections.abc import Callable, Iterator
@@ -20,8 +19,6 @@ from difflib import get_close_matches
 from itertools import cycle
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
-
-from rich.console import Console
 
 from qdqtune.cli import progress as lines
 from qdqtune.commands import apply as applying
@@ -51,8 +48,8 @@ from qdqtune.types import Trial
 
 @dataclass
 class CallOptions(Options):
-    """Keywords of every function: `observer` receives progress in the calling thread, `progress` shows it in a notebook
-    or on a terminal, and `cancel` ends the call when another thread sets it."""
+    """Keywords of every function: `observer` receives progress in the calling thread, `progress` prints it
+    on standard error, and `cancel` ends the call when another thread sets it."""
 
     observer: Observer | None = field(default=None, kw_only=True)
     progress: bool = field(default=False, kw_only=True)
@@ -259,15 +256,5 @@ def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) 
         if cancel is not None:
             stack.enter_context(cancelled_by(check))
         if progress:
-            shown = _display()
-            stack.enter_context(shown)
-            observers.insert(0, shown)
+            observers.insert(0, stack.enter_context(lines.shown()))
         yield Observers(observers)
-
-
-def _display() -> lines.Progress:
-    """A display of changing lines on a terminal, and in a notebook with ipywidgets; plain lines elsewhere."""
-    console = Console(stderr=True)
-    if console.is_jupyter:
-        return lines.Progress(console, is_moving=importlib.util.find_spec("ipywidgets") is not None)
-    return lines.shown()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -364,8 +364,7 @@ def writes(
 
 def several(kind: Kind) -> Kind:
     """One value of a kind or several of them, as a tuple."""
-    return Kind(lambda value: tuple(map(kind.convert, texts_of(value))), kind.metavar, "several", is_path=kind.is_path,
-                reads=kind.reads, what=kind.what)  # fmt: skip
+    return replace(kind, convert=lambda value: tuple(map(kind.convert, texts_of(value))), takes="several")
 
 
 def anything(kind: Kind | None = None) -> Kind:
@@ -377,9 +376,7 @@ def anything(kind: Kind | None = None) -> Kind:
         check_name(value)
         return value if kind is None else kind.convert(value)
 
-    if kind is None:
-        return Kind(convert, takes="anything")
-    return Kind(convert, kind.metavar, "anything", is_path=kind.is_path, reads=kind.reads, what=kind.what)
+    return replace(kind or TEXT, convert=convert, takes="anything")
 
 
 SWITCH, TEXT, COUNT, SECONDS = Kind(bool, ""), Kind(_text), in_range(1, make=int), Kind(_seconds)

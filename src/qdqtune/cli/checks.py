@@ -131,27 +131,30 @@ def debug_command(options: DebugOptions, terminal: Terminal) -> int:
     if terminal.as_machine:
         print_json(done.to_dict() | {"flags": to_exclude(done.excluded)})
     else:
-        _show(done)
+        print_lines(_lines(done))
+        if done.suspects:
+            show(done.table())
+        if not done.is_healthy:
+            print_lines(_advice(done))
     return 0 if done.is_healthy else ConstraintUnmet.exit_code
 
 
-def _show(done: Diagnosis) -> None:
+def _lines(done: Diagnosis) -> Iterator[str]:
+    """What stands above the table of tensors."""
     if done.placement:
-        print(f"{done.file}: {placed(done.placement)}")
-    print(done.in_words())
+        yield f"{done.file}: {placed(done.placement)}"
+    yield done.in_words()
     if done.is_healthy:
         return
     if done.examined < done.samples:
         where = counted(done.examined, "sample")
-        print(f"examined on the {where} with most of the error: {level(done.noise_there)} there")
+        yield f"examined on the {where} with most of the error: {level(done.noise_there)} there"
     if done.by_numbers is not None:
-        print(f"as ONNX defines its arithmetic: {level(done.by_numbers)}")
-    if done.suspects:
-        show(done.table())
-    print_lines(_ending(done))
+        yield f"as ONNX defines its arithmetic: {level(done.by_numbers)}"
 
 
-def _ending(done: Diagnosis) -> Iterator[str]:
+def _advice(done: Diagnosis) -> Iterator[str]:
+    """What stands below the table of tensors of a file that is not healthy."""
     if done.largest:
         yield (
             "the damage that is left is spread over many tensors, none is guilty; the largest alone are listed: "
@@ -161,12 +164,9 @@ def _ending(done: Diagnosis) -> Iterator[str]:
         state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
         yield f"without them on {done.engine}: {level(done.rest or 0.0)}, {state}"
         yield f"to keep them in float: qdqtune quantize MODEL {to_exclude(done.excluded)}"
-    if done.suspects:
-        return
-    if done.unexamined:
-        many = f"{done.unexamined} were" if done.unexamined > 1 else "1 was"
-        yield f"no examined tensor is guilty, but {many} not examined: see the notes"
-    else:
+    if not done.suspects and done.unexamined:
+        yield f"no examined tensor is guilty, but {done.unexamined} not examined: see the notes"
+    elif not done.suspects:
         yield "no single tensor is guilty"
 
 
@@ -217,10 +217,10 @@ def doctor_command(options: DoctorArguments) -> int:
         for kind, states in (("engine", found.engines), ("provider", found.providers)):
             columns = (kind, "status", "version", "device", "takes")
             rows = [(e.name, e.status, e.version, e.device, e.takes) for e in states]
-            show(Table(columns, rows, left=columns, least_widths={"takes": 30}).filled)
+            show(Table(columns, rows, least_widths={"takes": 30}).filled)
         known = ((o.name, o.takes, o.default, ", ".join(o.engines), o.help) for o in found.options)
         columns = ("engine option", "takes", "default", "engines", "meaning")
-        show(Table(columns, [*known], left=columns, least_widths={"meaning": 30}))
+        show(Table(columns, [*known], least_widths={"meaning": 30}))
         print_lines(_remarks(found))
     return 0 if found.is_usable else EngineUnavailable.exit_code
 

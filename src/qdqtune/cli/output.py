@@ -20,7 +20,6 @@ from qdqtune.errors import escaped
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
     from rich.segment import Segment
-    from rich.table import Table as RichTable
 
 
 def flags() -> dict[str, str]:
@@ -94,33 +93,29 @@ def width() -> int:
     return here.width if here.is_terminal else WIDE
 
 
-def show(table: Table | RichTable) -> None:
-    """Print a table on standard output. Where that is no terminal, every cell is whole and on one line."""
-    here = console(width=width())
-    here.print(drawn(table) if isinstance(table, Table) else table)
-    if isinstance(table, Table) and table.caption:  # in the table it would be broken to the width of that
-        here.print(with_flags(table.caption))
-
-
-def drawn(table: Table) -> RichTable:
-    """A table without its caption that folds its widest columns on a narrow terminal: nothing is cut, short words stay
-    whole."""
+def show(table: Table) -> None:
+    """Print a table on standard output. Where that is no terminal, every cell is whole and on one line. On a narrow
+    terminal the widest columns are folded: nothing is cut, and short words stay whole."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    left = (*table.columns[:1], "verdict") if table.left is None else table.left
-    made = RichTable(box=box.SIMPLE_HEAD, title_style="", title_justify="left", pad_edge=False)
-    made.title = escape(table.title) or None
+    drawn = RichTable(box=box.SIMPLE_HEAD, title_style="", title_justify="left", pad_edge=False)
+    drawn.title = escape(table.title) or None
     for number, column in enumerate(table.columns):
-        words = " ".join([column, *(row[number] for row in table.rows)]).split()
+        cells = [row[number] for row in table.rows if row[number]]
+        words = " ".join([column, *cells]).split()
         least = table.least_widths.get(column, min(SHORT, max(map(len, words), default=0)))
-        justify: JustifyMethod = "left" if column in left else "right"
-        made.add_column(Text(column), justify=justify, overflow="fold", min_width=least or None)
+        numbers = sum(cell[0] in "0123456789+-" for cell in cells)
+        justify: JustifyMethod = "right" if 2 * numbers > len(cells) else "left"
+        drawn.add_column(Text(column), justify=justify, overflow="fold", min_width=least or None)
     for row in table.rows:  # names may hold anything
-        made.add_row(*(Text(escaped(cell)) for cell in row))
-    return made
+        drawn.add_row(*(Text(escaped(cell)) for cell in row))
+    here = console(width=width())
+    here.print(drawn)
+    if table.caption:  # in the table it would be broken to the width of that
+        here.print(with_flags(table.caption))
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -126,13 +126,7 @@ def counts_of(tuned: Sequence[Pattern]) -> str:
     return f"patterns: {len(tuned)}, in {sum(len(pattern.instances) for pattern in tuned)} regions"
 
 
-def name(trial: Trial) -> str:
-    """The name of a candidate: its origin and pattern."""
-    where = f" in pattern {trial.proposal.pattern[:8]}" if trial.proposal.pattern else ""
-    return trial.proposal.origin + where
-
-
-def outcome_text(trial: Trial, outcome: str, state: State) -> str:
+def _outcome(trial: Trial, outcome: str, state: State) -> str:
     """The result of a candidate: its speed against the float model with the interval, and whether it is taken."""
     if failed := failure(trial):
         return f"failed: {failed.reason}"
@@ -153,11 +147,6 @@ def _by_rule_text(trial: Trial, outcome: str, state: State) -> str:
         return f"{facts}, not taken: {state.missed or 'too inaccurate'}"
     is_best = state.best == trial.placement
     return f"{facts}, {'the cheapest by rule so far' if is_best else 'not taken: not cheaper by rule than the best'}"
-
-
-def _best_text(state: State) -> str:
-    """The speed of the best candidate so far; empty where nothing is timed."""
-    return speed(state.best_ratio) if state.timed else ""
 
 
 def _verdict(trial: Trial, outcome: str, state: State) -> str:
@@ -186,5 +175,7 @@ def line(trial: Trial, outcome: str, state: State) -> str:
     """The line that is printed about a candidate."""
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
-    best = f"  best {told}" if (told := _best_text(state)) else ""
-    return f"{counts}{best}  {name(trial)}: {outcome_text(trial, outcome, state)}{source}"
+    best = f"  best {speed(state.best_ratio)}" if state.timed else ""
+    proposal = trial.proposal
+    where = f" in pattern {proposal.pattern[:8]}" if proposal.pattern else ""
+    return f"{counts}{best}  {proposal.origin}{where}: {_outcome(trial, outcome, state)}{source}"

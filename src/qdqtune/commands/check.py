@@ -95,7 +95,7 @@ class Layers(Shown):
             (", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.elsewhere, x.name) for x in ordered
         ]
         columns = ("nodes", "kind", "precision", "ms", "runs elsewhere", "layer")
-        return Table(columns, rows, left=("nodes", "runs elsewhere")).filled
+        return Table(columns, rows).filled
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -249,7 +249,7 @@ class Checked(Shown):
                 why = "as above" if number and finding.reason == groups[key][0].reason else finding.reason
                 rows.append((finding.kind, counts_as, milliseconds(finding.time_ms), names, why))
         columns = ("what", "counts as", "ms", "nodes", "why")
-        return Table(columns, rows, left=("what", "counts as", "nodes", "why"), least_widths={"why": 40})
+        return Table(columns, rows, least_widths={"why": 40})
 
     def to_dict(self) -> dict[str, Any]:
         findings = [replace(finding, fails=finding.fails and not self.measured) for finding in self.findings]

@@ -152,7 +152,7 @@ class Diagnosis(Shown):
             for damage in self.suspects
         ]
         columns = ("tensor", "", "nodes to exclude", "float", "pair", "SQNR alone", "without", "why")
-        return Table(columns, rows, left=("tensor", "", "nodes to exclude", "why"), least_widths={"why": 20})
+        return Table(columns, rows, least_widths={"why": 20})
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values. SQNR in dB, None for equal outputs, -30 if outputs are not finite."""

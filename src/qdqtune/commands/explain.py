@@ -67,7 +67,7 @@ class Explained(Shown):
         is_timed = all(row.ms is not None for row in self.rows)
         caption = "" if is_timed else "no ms: the builds of this run have no layer times, so that no node has a time"
         columns = ("nodes", "runs in", "ms", "float, ms", "why not in 8 bits", "such as")
-        return Table(columns, sums, caption, left=("runs in", "why not in 8 bits", "such as"))
+        return Table(columns, sums, caption)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -218,7 +218,7 @@ class Qualification(Shown):
             counts = Counter(seen.state for seen in own)
             numbers = [str(counts[state]) for state in get_args(State)]
             rows.append((check.name, check.claim, *numbers, f"{sum(seen.seconds for seen in own):.0f}"))
-        return Table(("check", "claim", *get_args(State), "seconds"), rows, left=("check", "claim"))
+        return Table(("check", "claim", *get_args(State), "seconds"), rows)
 
     def notable(self) -> list[str]:
         """What did not hold or is not applicable, once a reason."""

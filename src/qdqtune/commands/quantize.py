@@ -69,12 +69,13 @@ from qdqtune.options import (
 )
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
+from qdqtune.placement.files import every_edge
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, weight_only_edges
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import portable_option, quant_type_option
-from qdqtune.types import Edge, NumericFormat, QuantType
+from qdqtune.types import Edge, QuantType
 
 
 def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
@@ -147,12 +148,6 @@ class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
         """Whether what is written depends on the calibration data."""
         return self.calibration_cache is None and self.weight_only is None
 
-    @property
-    def chooses_nodes(self) -> bool:
-        """Whether only some of the nodes may be quantized."""
-        chosen = self.nodes_to_quantize, self.op_types_to_quantize, self.nodes_to_exclude, self.op_types_to_exclude
-        return any(chosen)
-
     def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
         """The edges into nodes that may be quantized, and those to graph outputs.
 
@@ -196,9 +191,9 @@ class Quantized(Shown):
 
     output: Path
     placed: PlacedByRules
-    sqnr_db: float | None
-    judged: int
-    is_held_out: bool
+    sqnr_db: float | None = None
+    judged: int = 0
+    is_held_out: bool = False
     measured: tuple[Score, Score] | None = None
     damages: tuple[Damage, ...] = ()
     loudest: tuple[str, ...] = ()
@@ -228,14 +223,21 @@ class Quantized(Shown):
         """A row for each rule: how many edges it decided, and its effect."""
         effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
         rows = [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
-        return Table(("rule", "edges", ""), rows, left=("rule", ""))
+        return Table(("rule", "edges", ""), rows)
 
     def damage_table(self) -> Table:
         """The tensors whose rounding alone changes the outputs most, and the nodes that read them in 8 bits."""
         rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), d.reason) for d in self.damages]
-        return Table(("rounded alone", "read by", "output SQNR", "why"), rows, left=("rounded alone", "read by", "why"))
+        return Table(("rounded alone", "read by", "output SQNR", "why"), rows)
 
     def to_dict(self) -> dict[str, Any]:
+        metric: dict[str, Any] | None = None
+        if self.measured is not None:
+            before, after = self.measured
+            metric = {"before": before.value, "after": after.value}
+            if before.by_sample:
+                metric |= {"name": before.name, "samples": len(before.by_sample)}
+                metric |= {"loss_high": loss_high(before, after)}
         return {
             "output": str(self.output),
             "edges": len(self.placed.placement),
@@ -248,20 +250,12 @@ class Quantized(Shown):
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,
-            "metric": None if self.measured is None else _metric_row(*self.measured),
+            "metric": metric,
             "pairs": [damage.to_dict() for damage in self.damages],
             "nodes_to_exclude": self.loudest,
             "notes": list(self.notes),
             **({} if self.matched is None else {"cache": self.matched.as_json()}),
         }
-
-
-def _metric_row(before: Score, after: Score) -> dict[str, Any]:
-    """The metric as JSON values: over labels with its name, the samples and the upper end of the loss."""
-    row: dict[str, Any] = {"before": before.value, "after": after.value}
-    if before.by_sample:
-        row |= {"name": before.name, "samples": len(before.by_sample), "loss_high": loss_high(before, after)}
-    return row
 
 
 def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quantized:
@@ -282,7 +276,11 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
 
 def _quantized(options: QuantizeOptions, observer: Observer, execution: Execution) -> Quantized:
     _check_options(options)
-    path, numbers = Path(str(options.model)), _numeric_format(options)
+    path, numbers = Path(str(options.model)), numeric_format(options.engine, options.quant_type)
+    if options.portable:
+        numbers = portable(options.engine, numbers)
+    if options.per_channel is not None:
+        numbers = replace(numbers, per_channel=options.per_channel)
     # A cache names tensors that rewrites of the engine's own kind would take away.
     rewrites = allowed(options.rewrites, () if options.calibration_cache else MERGED.get(options.engine, ()))
     metric: Metric | None = None if options.evaluate is None else load_evaluation(str(options.evaluate), execution)
@@ -300,7 +298,9 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
         if options.weight_only is not None:
-            return _weight_only(options, shaped, options.weight_only)
+            formats = partial(weight_formats_like, options.engine, options.weight_only)
+            chosen = start_placements.weight_only(shaped, options.allowed(shaped, weight_only_edges(shaped)), formats)
+            return PlacedByRules(chosen, tuple(Counter(s.name for s in chosen.weight_formats.values()).items()))
         possible = options.allowed(shaped, possible_edges(shaped, ranges))
         possible = frozenset(e for e in possible if e.node not in without)
         return engine_rules.place(shaped, possible, options.engine, options.quant_type)
@@ -310,12 +310,13 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         ranges = ready.ranges(options.calibration, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
     if not placed.placement:
-        chosen = " among the nodes that you chose" if options.chooses_nodes else ""
-        what = f"the rules of {options.engine} find nothing to quantize in {path}{chosen}"
+        is_whole = options.allowed(shaped, every_edge(shaped)) == every_edge(shaped)
+        where = "" if is_whole else " among the nodes that you chose"
+        what = f"the rules of {options.engine} find nothing to quantize in {path}{where}"
         hidden = hidden_work(ready.graph)
         raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
     quantized = Inserter(ready.graph, ranges, numbers).insert(placed.placement)
-    done = Quantized(options.target, placed, None, 0, False)
+    done = Quantized(options.target, placed)
     with checked_output(options.target, options.engine, execution, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
         if prepared is not None:
@@ -331,13 +332,15 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = replace(done, damages=tuple(report), loudest=loudest)
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
-    return replace(done, output=options.target, notes=(*ready.notes, *done.notes), matched=ready.matched)
+    return replace(done, notes=(*ready.notes, *done.notes), matched=ready.matched)
 
 
 def _check_options(options: QuantizeOptions) -> None:
     """Refuse options that exclude each other or lack data, and weight formats without a kernel in the engine."""
     check_cache(options, options)
     check_metric(options.evaluate, options)
+    if options.per_channel and options.quant_type == "fp8":
+        raise BadOption("`per_channel` is for int8: FP8 weights have one scale")
     if options.weight_only is None:
         if options.report and options.calibration_data is None:
             raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
@@ -351,30 +354,12 @@ def _check_options(options: QuantizeOptions) -> None:
         raise BadOption("`weight_only` takes no scales of activations, and places no pairs: leave the other option out")
 
 
-def _weight_only(options: QuantizeOptions, model: Model, wanted: str) -> PlacedByRules:
-    """A placement that stores every weight of the chosen nodes in the `wanted` format."""
-    edges = options.allowed(model, weight_only_edges(model))
-    placement = start_placements.weight_only(model, edges, partial(weight_formats_like, options.engine, wanted))
-    return PlacedByRules(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
-
-
 def _float_rules(placed: PlacedByRules) -> str:
     """The rules that kept edges in float, in words, the one with the most edges first."""
     keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
     kept = [f"{name} ({counted(count, 'edge')}: {keepers[name]})" for count, name in counts]
     return f": kept in float by {', '.join(kept)}" if kept else ""
-
-
-def _numeric_format(options: QuantizeOptions) -> NumericFormat:
-    numbers = numeric_format(options.engine, options.quant_type)
-    if options.portable:
-        numbers = portable(options.engine, numbers)
-    if options.per_channel is None:
-        return numbers
-    if options.per_channel and options.quant_type == "fp8":
-        raise BadOption("`per_channel` is for int8: FP8 weights have one scale")
-    return replace(numbers, per_channel=options.per_channel)
 
 
 def _judged(

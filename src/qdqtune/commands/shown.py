@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
@@ -14,17 +14,14 @@ MOST_ROWS = 30
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people: titles of columns, rows of texts, a caption below and a title above.
-
-    On a terminal the columns of `left` are aligned left (None: the first, and "verdict"), others right. `least_widths`
-    are those of columns of long texts, in characters, by title.
+    """A table for people: titles of columns, rows of texts, a caption below and a title above. `least_widths` are those
+    of columns of long texts, in characters, by title.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     title: str = ""
-    left: Collection[str] | None = None
     least_widths: Mapping[str, int] = field(default_factory=dict)
 
     @property

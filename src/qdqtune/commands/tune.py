@@ -44,25 +44,6 @@ from qdqtune.types import Accuracy
 Preset = Literal["quick", "default", "extensive"]
 
 
-@dataclass(kw_only=True)
-class EffortOptions(SearchOptions):
-    """Options about how much a search may spend."""
-
-    effort: Option[Preset, Preset] = option(
-        choice(*EFFORTS),
-        "default",
-        "How many builds and rounds of measurements a search may spend; `builds` wins.",
-        "Search",
-    )
-    builds: MaybeInt = option(
-        in_range(make=int),
-        None,
-        "Engine builds that the search may spend.",
-        "Search",
-        default_in_words=f"by `effort`: {usual_builds()}; with `time_budget` as in extensive",
-    )
-
-
 FEW_LOOKS, FEW_LOOKS_ERROR = (7, 20), 0.02
 """Rounds after which a candidate is judged, and the error probability of its comparison, where rounds take too much of
 the time: on engines that start a process for each turn, and in a short time budget. There a false win costs a proof,
@@ -82,11 +63,24 @@ def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: boo
 
 
 @dataclass(kw_only=True)
-class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
+class TuneOptions(InputOptions, SearchOptions, EngineOptions, RangeOptions):
     """The options of `tune`."""
 
     takes_several_threads: ClassVar[bool] = True
 
+    effort: Option[Preset, Preset] = option(
+        choice(*EFFORTS),
+        "default",
+        "How many builds and rounds of measurements a search may spend; `builds` wins.",
+        "Search",
+    )
+    builds: MaybeInt = option(
+        in_range(make=int),
+        None,
+        "Engine builds that the search may spend.",
+        "Search",
+        default_in_words=f"by `effort`: {usual_builds()}; with `time_budget` as in extensive",
+    )
     workloads: WorkloadsOption = workloads_option()
     evaluate: Option[MetricLike | None, MetricLike | None] = option(
         anything(METRIC),

@@ -115,7 +115,10 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         if not (final := folder / settings.model).exists():
             return Verified(folder, "cannot tell", f"{final} is not there: copy it from the folder of the run", {})
         return Verified(folder, "does not hold", f"{final} is not the file that was proven", {})
-    spec, left = _spec(settings, options)
+    # The number of threads is that of another machine, and no file or program that a folder names is used.
+    spec, left = plain(settings.spec)
+    kept = {name: value for name, value in spec.options.items() if name != "threads" or spec.name not in THREADED}
+    spec = EngineSpec(spec.name, kept | dict(options.engine_options))
     there, machine = on_device(options.on, execution)
     with temporary_runner(spec, there) as runner:
         described = runner.describe()
@@ -124,9 +127,9 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     notes = [f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items()]
-    if left:
+    if missing := [name for name in left if name.split()[0] not in options.engine_options]:
         whose = f"not taken from {folder}, where it may name a file or library"
-        notes.append(f"{', '.join(left)}: {whose}; `engine_options` gives it again")
+        notes.append(f"{', '.join(missing)}: {whose}; `engine_options` gives it again")
     if settings.proven.unchecked and options.calibration_data is None:
         notes.append(f"nobody has checked the accuracy of {settings.model}: give `calibration_data`")
 
@@ -138,16 +141,27 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if settings.proven.constraint_met is False:
         return found("does not hold", f"{settings.model} misses the limits on accuracy that its run had to hold")
     if changed:
-        missing = f"{folder / changed[0]} is not there, or is not the file of the proof"
-        return found("cannot tell", f"{missing}: copy it from the folder of the run, to compare with")
+        other = f"{folder / changed[0]} is not there, or is not the file of the proof"
+        return found("cannot tell", f"{other}: copy it from the folder of the run, to compare with")
     cores = usable_cores() if machine is None else machine.cores
-    counts = _counts(spec, settings, options, cores)
+    counts: tuple[int | None, ...] = (None,)
+    if options.threads is not None:
+        counts = options.threads
+    elif threads_of(spec) is not None and settings.proven.threads:
+        most = cores if spec.name in THREADED else max(settings.proven.threads)
+        counts = tuple(count for count in settings.proven.threads if count <= most)
     if not counts:
         took = f"the proof took {min(settings.proven.threads)} threads"
         return found("cannot tell", f"{took}, and {at} are {cores} cores to use: give `threads`")
     files = folder / settings.baseline, folder / settings.model
     shapes = {name: shape for name, (_, shape) in settings.inputs.items()}
-    done = compare(files, _as_compare(options, settings, spec, counts), observer, shapes)
+    asked = {name: getattr(options, name) for name in options_of(MeasureOptions)}
+    asked["fix_inputs"] = {**settings.fix_inputs, **options.fix_inputs}
+    if counts != (None,):
+        asked["threads"] = counts
+        spec = EngineSpec(spec.name, {**spec.options, "threads": counts[0]})
+    as_compare = CompareOptions(engine=spec, time_limit=options.time_limit, on=options.on, **asked)
+    done = compare(files, as_compare, observer, shapes)
     proven = settings.proven
     gate = GateOptions(
         fail_below=options.fail_below or (1.0 if proven.timed else None),
@@ -158,39 +172,6 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     finding, why = _finding(done, gated, gate, settings, at)
     more = (*done.notes, *_doubts(done, settings, counts))
     return found(finding, why, *more, comparison=done, gated=gated)
-
-
-def _spec(settings: DeploySettings, options: VerifyOptions) -> tuple[EngineSpec, list[str]]:
-    """The engine of the proof, without its number of threads, for which there may be no cores; and the names of options
-    that are not taken from there and that the user has not given. Folders may come from elsewhere: no file, program or
-    library that they name is used."""
-    spec, left = plain(settings.spec)
-    kept = {name: value for name, value in spec.options.items() if name != "threads" or spec.name not in THREADED}
-    missing = [name for name in left if name.split()[0] not in options.engine_options]
-    return EngineSpec(spec.name, kept | dict(options.engine_options)), missing
-
-
-def _counts(spec: EngineSpec, settings: DeploySettings, options: VerifyOptions, cores: int) -> tuple[int | None, ...]:
-    """The numbers of threads to compare at: those of the proof for which there are cores, or those asked for."""
-    if options.threads is not None:
-        return options.threads
-    if threads_of(spec) is None or not settings.proven.threads:
-        return (None,)
-    most = cores if spec.name in THREADED else max(settings.proven.threads)
-    return tuple(count for count in settings.proven.threads if count <= most)
-
-
-def _as_compare(
-    options: VerifyOptions, settings: DeploySettings, spec: EngineSpec, counts: tuple[int | None, ...]
-) -> CompareOptions:
-    """The options of the comparison."""
-    given = {name: getattr(options, name) for name in options_of(MeasureOptions)}
-    given["fix_inputs"] = {**settings.fix_inputs, **options.fix_inputs}
-    threads = [count for count in counts if count is not None]
-    if threads:
-        given["threads"] = threads
-        spec = EngineSpec(spec.name, {**spec.options, "threads": threads[0]})
-    return CompareOptions(engine=spec, time_limit=options.time_limit, on=options.on, **given)
 
 
 def _finding(
