@@ -34,7 +34,7 @@ from typing import Any, get_args
 import numpy as np
 import zoo
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
-from quantizers import write_nncf, write_static
+from quantizers import outputs, write_nncf, write_static
 
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
@@ -42,7 +42,6 @@ from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
@@ -173,13 +172,6 @@ def pictures(path: Path) -> list[Array]:
         values = np.asarray(image.crop((left, top, left + 224, top + 224)), np.float32) - IMAGENET_MEAN
         found += [np.ascontiguousarray(v[None, :, :, ::-1].transpose(0, 3, 1, 2)) for v in (values, values[:, ::-1])]
     return found
-
-
-def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]]:
-    try:
-        return runner.outputs_of(file, samples)
-    except EngineRefused as refused:
-        raise SystemExit(f"{file} does not run: {refused}") from refused
 
 
 def named_command(text: str) -> tuple[str, str]:

@@ -20,14 +20,13 @@ from pathlib import Path
 
 import numpy as np
 import zoo
-from quantizers import write_static
+from quantizers import outputs, write_static
 
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
@@ -79,13 +78,6 @@ def rotated(samples: Sequence[Sample], by: int, path: Path) -> Path:
     stacked: dict[str, Array] = {name: np.stack([s[name] for s in order]) for name in order[0]}
     np.savez(path, allow_pickle=False, **stacked)
     return path
-
-
-def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]]:
-    try:
-        return runner.outputs_of(file, samples)
-    except EngineRefused as refused:
-        raise SystemExit(f"{file} does not run: {refused}") from refused
 
 
 def top_one(labels: Path, by_file: Sequence[Sequence[Mapping[str, Array]]]) -> str:

@@ -1,8 +1,9 @@
-"""The usual quantizers' own answers: ONNX Runtime's quantize_static, and NNCF's default post-training quantization."""
+"""The usual quantizers' own answers: ONNX Runtime's quantize_static, and NNCF's default post-training quantization; and
+the outputs of a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,6 +11,8 @@ import onnx
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.types import Array, NumericFormat, Sample
@@ -77,3 +80,11 @@ def write_nncf(
         save(model, plain)
         dataset = nncf.Dataset(list(samples), dict)
         onnx.save(nncf.quantize(onnx.load(plain), dataset, fast_bias_correction=fast_bias_correction), target)
+
+
+def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]]:
+    """The outputs of a file; a benchmark ends where it does not run."""
+    try:
+        return runner.outputs_of(file, samples)
+    except EngineRefused as refused:
+        raise SystemExit(f"{file} does not run: {refused}") from refused

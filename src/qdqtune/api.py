@@ -30,8 +30,7 @@ from qdqtune.commands import verify as verifying
 from qdqtune.commands.compare import CompareOptions, Comparison
 from qdqtune.commands.compare import compare as compare_files
 from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.inputs import ModelLike, execution_of, model_file, on_disk
-from qdqtune.commands.paths import check_options
+from qdqtune.commands.inputs import ModelLike, check_options, execution_of, model_file, on_disk
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.execution import cancelled_by

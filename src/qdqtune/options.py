@@ -85,10 +85,11 @@ class Option(Generic[In, Out]):
     ) -> None:
         self.kind, self.default, self.help, self.group, self.short = kind, default, help, group, short
         self.default_in_words, self.is_repeated, self.is_positional = default_in_words, is_repeated, is_positional
-        self.metavar, self._flags = metavar or "|".join(kind.choices) or kind.metavar, tuple(flags.split())
+        self.metavar, self.flags = metavar or "|".join(kind.choices) or kind.metavar, tuple(flags.split())
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+        self.flags = self.flags or (f"--{name.replace('_', '-')}",)
 
     def __get__(self, instance: object | None, owner: type) -> Out:
         if instance is not None:
@@ -105,11 +106,6 @@ class Option(Generic[In, Out]):
         instance.__dict__[self.name] = self.read(value)
         if value is not self.default:
             instance.raw[self.name] = value
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The spellings on the command line."""
-        return self._flags or (f"--{self.name.replace('_', '-')}",)
 
     @property
     def flag(self) -> str:

@@ -55,15 +55,6 @@ def test_each_pair_has_the_scale_of_the_file(call: Call, net: Path, precision: s
         assert scale.tobytes() == wanted.astype(scale.dtype).tobytes()
 
 
-def test_weights_have_scales_of_their_own_per_channel(call: Call, net: Path) -> None:
-    output = net.with_name("q.onnx")
-    assert call("quantize", net, "--calibration-cache", written(net.parent, SCALES), "--engine", "tensorrt",
-                "--precision", "fp32", "-o", output)[0] == 0  # fmt: skip
-    model, weight = load(output), conv_net().constants["w0"].array()
-    scale = model.constants["w0_scale"].array()
-    np.testing.assert_array_equal(scale, (np.abs(weight).max((1, 2, 3)).astype(np.float64) / 127).astype(np.float32))
-
-
 def test_json_has_all_that_became_of_the_file(call: Call, net: Path) -> None:
     scales = {name: scale for name, scale in SCALES.items() if name not in ("f", "k1")}
     cache = written(net.parent, scales, "k1: 7fc00000", "nobody: 3f800000")

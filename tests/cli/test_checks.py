@@ -71,14 +71,6 @@ def test_check_as_json(call, spoiled):
     }  # fmt: skip
 
 
-def test_allowed_boundaries(call, spoiled):
-    code, out, _ = call(
-        "check", spoiled, "--engine", "fake", "--json", "--allow-boundary", "Q*", "--allow-boundary", "D*"
-    )
-    assert code == 4
-    assert [f["kind"] for f in json.loads(out)["findings"] if f["fails"]] == ["float compute"]
-
-
 @pytest.mark.parametrize("json_flag", [(), ("--json",)])
 def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file, workers):
     code, out, err = call("check", float_file, *json_flag)

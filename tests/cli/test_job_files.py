@@ -33,17 +33,8 @@ BY_KIND = {
     "text": ["true", "off", "yes"],
 }
 
-TAKE_MUCH = {
-    "model",
-    "evaluate",
-    "labels",
-    "engine",
-    "calibration_data",
-    "fix_inputs",
-    "engine_options",
-    "input_shapes",
-    "workloads",
-}
+TAKE_MUCH = {"model", "evaluate", "labels", "engine", "calibration_data", "fix_inputs", "engine_options",
+             "input_shapes", "workloads"}  # fmt: skip
 """Options that take a mapping, or any object."""
 
 STRUCTURES = [

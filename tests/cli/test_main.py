@@ -137,11 +137,9 @@ def test_compare_refuses_a_bad_file_in_second_place(call, tuned, model):
 
 BAD_DATA: dict[str, tuple[Callable[[np.ndarray], dict[str, np.ndarray]], str]] = {
     "wrong name": (lambda x: {"y": x}, "has no array 'x'"),
-    "one too many": (lambda x: {"x": x, "z": x}, "'z' that is no input"),
     "wrong shape": (lambda x: {"x": x[..., :5]}, "has shape (3, 8, 8, 5), the model wants x: float32[8,8,64]"),
     "wrong dtype": (lambda x: {"x": x.astype(np.float64)}, "is float64, the model wants float32"),
     "NaN in the last sample": (lambda x: {"x": np.concatenate([x, np.full_like(x, np.nan)])}, "holds NaN"),
-    "no sample": (lambda x: {"x": x[:0]}, "holds no sample"),
 }
 
 

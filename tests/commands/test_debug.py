@@ -13,7 +13,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from conftest import Call
-from models import INT8, UINT8, attention, build, conv_net, feeds, joined, normal, ranges
+from models import UINT8, attention, build, conv_net, feeds, joined, normal, ranges
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadModel, EngineFailure
@@ -202,13 +202,6 @@ def test_a_quantized_model_alone(conv: Files) -> None:
     assert any("give the float model as well" in note for note in done.notes)
 
 
-def test_a_scale_that_is_no_number_in_a_quantized_model_alone(conv: Files) -> None:
-    change(conv.quantized, "r0_scale", nan)
-    done = debug(DebugOptions(conv.quantized, calibration_data=str(conv.data)))
-    assert [s.tensor for s in done.guilty] == ["r0"]
-    assert done.guilty[0].reason == "its scale is no finite number"
-
-
 @pytest.mark.parametrize("quantized_as", ["fixed", "open"])
 def test_an_input_that_is_made_constant(quantized_as: str, tmp_path: Path, workers: Workers) -> None:
     """The float file asks for it; the quantized one may, or may not any more."""
@@ -354,13 +347,6 @@ def test_a_pair_at_an_output_is_named(tmp_path: Path, workers: Workers) -> None:
     for options in (files.options(), DebugOptions(files.quantized, calibration_data=str(files.data))):
         done = debug(options)
         assert [(s.tensor, s.nodes) for s in done.guilty] == [("y", ("product",))]
-
-
-def test_symmetric_numbers(tmp_path: Path, workers: Workers) -> None:
-    files = write(conv_net(), tmp_path, INT8)
-    change(files.quantized, "k1_scale", off_by(6))
-    done = debug(files.options())
-    assert [s.tensor for s in done.guilty] == ["k1"]
 
 
 @pytest.mark.parametrize("weights", ["", "w8"])

@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qdqtune.cli.output import say_notes, with_flags
-from qdqtune.commands.paths import check_options
+from qdqtune.commands.inputs import check_options
 from qdqtune.errors import QdqtuneError
 from qdqtune.options import REQUIRED, SWITCH, Flag, Group, Kind, Option, Options, option, options_of
 
@@ -163,7 +163,11 @@ class Command(click.Command):
         self.format_help_text(ctx, formatter)
         for group, options in self.groups():
             with formatter.section(group):
-                formatter.write_dl([(_flags_in_help(one), with_flags(explanation(one.own))) for one in options])
+                rows = []
+                for one in options:
+                    usual = f"  [default: {one.own.usual}]" if one.own.usual else ""
+                    rows.append((" / ".join([one.label, *one.secondary_opts]), with_flags(one.own.help + usual)))
+                formatter.write_dl(rows)
 
     def groups(self) -> Iterator[tuple[Group, list[Parameter]]]:
         """The options under each heading of help."""
@@ -171,16 +175,6 @@ class Command(click.Command):
             options = [one for one in self.params if isinstance(one, Parameter) and one.own.group == group]
             if options:
                 yield group, options
-
-
-def explanation(own: Option[Any, Any]) -> str:
-    """What an option does, with its default."""
-    return f"{own.help}  [default: {own.usual}]" if own.usual else own.help
-
-
-def _flags_in_help(one: Parameter) -> str:
-    others = "".join(f" / {name}" for name in one.secondary_opts)
-    return one.label + others
 
 
 def _line(label: str, own: Option[Any, Any], width: int) -> str:

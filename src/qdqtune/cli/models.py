@@ -20,8 +20,6 @@ from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.shown import Table
 from qdqtune.engines.devices import usual_threads
 from qdqtune.errors import ConstraintUnmet, EngineFailure
-from qdqtune.explanation.formatting import placed
-from qdqtune.numerics.accuracy import closeness_of
 from qdqtune.options import REQUIRED, MaybeFile, Option, PathLike, option, several, writes
 from qdqtune.system.checks import record
 from qdqtune.system.writing import atomic_write
@@ -125,11 +123,7 @@ def apply_command(options: ApplyOptions, terminal: Terminal) -> None:
     if terminal.as_machine:
         print_json(done.to_dict())
     else:
-        what = "outputs" if done.accuracy is None or done.accuracy.sqnr_db is None else "output SQNR"
-        known = "" if done.accuracy is None else f", {what} against float: {closeness_of(done.accuracy)}"
-        print(f"{done.output}: {placed(done.placement)}{known}")
-        if done.scores is not None:
-            print(done.scores.told)
+        print_lines([done.in_words(), *([] if done.scores is None else [done.scores.told])])
 
 
 @command(BuildOptions)

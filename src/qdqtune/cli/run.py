@@ -11,7 +11,7 @@ import msgspec
 from qdqtune.cli.command import Terminal, command
 from qdqtune.cli.fleet import Job, run_jobs
 from qdqtune.cli.tune import TuneArguments
-from qdqtune.commands.paths import check_options
+from qdqtune.commands.inputs import check_options
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption, InputError, one_line
 from qdqtune.options import FILE, REQUIRED, File, flags_of, option, options_of
@@ -80,7 +80,13 @@ def read_jobs(path: Path) -> list[Job]:
         if not isinstance(model, str):
             raise BadOption(f"{where} has no model: give the name of a file")
         usual = {"output_dir": f"{Path(model).stem}_tuned"}
-        jobs.append(_job(usual | defaults | own, f"{where} ({model:.100})"))
+        try:
+            options = TuneArguments(**(usual | defaults | own))
+            check_options(options)
+            options.spec()
+        except (InputError, OSError) as error:
+            raise BadOption(f"{where} ({model:.100}): {error!s:.{MOST_CHARACTERS}}") from error
+        jobs.append(Job(options))
     return jobs
 
 
@@ -100,18 +106,3 @@ def _values(given: Any, where: str) -> dict[str, Any]:
             raise BadOption(f"{where}: {word} takes a value, not nothing")
         values[name] = value
     return values
-
-
-def _job(values: dict[str, Any], where: str) -> Job:
-    """Make a job, and check its options.
-
-    Raises:
-        BadOption: `tune` does not take them.
-    """
-    try:
-        options = TuneArguments(**values)
-        check_options(options)
-        options.spec()
-    except (InputError, OSError) as error:
-        raise BadOption(f"{where}: {error!s:.{MOST_CHARACTERS}}") from error
-    return Job(options)

@@ -73,8 +73,11 @@ class Applied(Shown):
 
     def in_words(self) -> str:
         """The file, how many tensors have a pair, and how close its outputs are."""
-        known = "" if self.accuracy is None else f", outputs {closeness_of(self.accuracy)}"
-        return f"{self.output}, {placed(self.placement)}, {len(self.lost)} edges lost{known}"
+        words = f"{self.output}: {placed(self.placement)}"
+        if self.accuracy is None:
+            return words
+        what = "outputs" if self.accuracy.sqnr_db is None else "output SQNR"
+        return f"{words}, {what} against float: {closeness_of(self.accuracy)}"
 
     def to_dict(self) -> dict[str, Any]:
         accuracy = None if self.accuracy is None else asdict(self.accuracy)

@@ -123,9 +123,6 @@ class Comparison(Shown):
         """Every file against the first; the row of a file that failed is empty. Without samples no SQNR is known."""
         cells = []
         for row in self.rows:
-            if row.reason:
-                cells.append((row.name, "", "", "", "failed", "", ""))
-                continue
             share = equal_share(row.accuracy)
             sqnr = "" if row.accuracy is None else closeness_cell(row.sqnr_db, share)
             equal = "" if share is None else f"{share:.1%}"
@@ -135,14 +132,12 @@ class Comparison(Shown):
                 times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
                 cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", "", ""))
         columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB", "agreement")
-        has_shares = any(equal_share(row.accuracy) is not None for row in self.rows)
         judged = self.judged if any(row.accuracy is not None for row in self.rows) else 0
-        told = len(columns) if judged and has_shares else -1 if judged else -2
-        caption = f"output SQNR over {samples(judged, self.is_held_out)}" if judged else ""
-        worst = {row.file: text for row in self.rows if judged and (text := slice_cell(row.accuracy))}
-        caption += "".join(f"\nworst slice of {file}: {text}" for file, text in worst.items())
-        caption += "" if self.scores is None else f"\n{self.scores.told}"
-        return Table(columns[:told], [row[:told] for row in cells], caption, f"first: {self.first}")
+        caption = [f"output SQNR over {samples(judged, self.is_held_out)}"] if judged else []
+        worst = {row.file: slice_cell(row.accuracy) for row in self.rows}
+        caption += [f"worst slice of {file}: {text}" for file, text in worst.items() if text]
+        caption += [] if self.scores is None else [self.scores.told]
+        return Table(columns, cells, "\n".join(caption), f"first: {self.first}").filled
 
     def to_dict(self) -> dict[str, Any]:
         found = self.scores or NO_SCORES

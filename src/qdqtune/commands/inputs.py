@@ -1,4 +1,5 @@
-"""Writes models, samples and metrics of Python programs to files that the package reads."""
+"""Writes models, samples and metrics of Python programs to files that the package reads, and checks which files the
+options of a command may write."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ from qdqtune.calibration.user_code import checked_count, read_in_thread
 from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
+from qdqtune.engines.options import tensorrt_cache
+from qdqtune.engines.tensorrt.options import libraries_in
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import Predict
-from qdqtune.options import REQUIRED, Option, Options, anything, option, reads
+from qdqtune.options import REQUIRED, Option, Options, anything, option, options_of, reads
+from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
@@ -243,3 +247,27 @@ def _digest(function: Callable[..., object]) -> str:
         code = getattr(function, "__code__", None)
         text = repr(function) if code is None else f"{code.co_code!r}{code.co_consts!r}{code.co_names!r}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def check_options(options: Options) -> None:
+    """Check that a command may write the files that its options name, or that it writes by default.
+
+    Raises:
+        BadOption, OutputError: it may not.
+    """
+    outputs, values, of_engine = list[Output](), vars(options), getattr(options, "engine_options", None) or {}
+    inputs = {"plugin libraries": [Path(library) for library in libraries_in(of_engine)]}
+    for name, own in options_of(type(options)).items():
+        kind, raw = own.kind, options.raw.get(name)
+        if kind.writes is not None:
+            path = values[name] or kind.usual(values)
+            if path is not None and (values[name] or path.parent.is_dir()):  # otherwise the input there is missing, too
+                outputs += kind.writes(path, f"`{name}`", values)
+        if kind.reads is not None:
+            for one in raw if isinstance(raw, list | tuple | Mapping) else [raw]:
+                if isinstance(one, str | Path | WorkloadFile):
+                    inputs.setdefault((kind.what or name).replace("_", " "), []).extend(kind.reads(str(one)))
+    if isinstance(cache := of_engine.get("timing_cache"), str | Path):
+        outputs += tensorrt_cache(Path(cache), "`engine_options` timing_cache", values)
+    if outputs:
+        check_outputs(outputs, inputs)
