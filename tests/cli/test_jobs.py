@@ -101,6 +101,7 @@ def test_every_job_runs_and_the_worst_decides(
     assert code == worst
     assert [row["model"] for row in json.loads(out)] == ["a.onnx", "gone.onnx"]
     assert [row["exit_code"] for row in json.loads(out)] == codes
+    assert not any("patterns" in row for row in json.loads(out))  # which summary.json has as well
     assert asked[0] == {"engine": "fake", "builds": 7, "restart": True, "output_dir": "out", "model": "a.onnx", **TOLD}
     assert (asked[1]["fix_inputs"], asked[1]["output_dir"]) == (["sr=16000", "n=1"], "b")
 
@@ -108,7 +109,9 @@ def test_every_job_runs_and_the_worst_decides(
 def test_a_table_ends_it(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "jobs.yaml"
     file.write_text(yaml.safe_dump(JOBS))
-    ran(monkeypatch, [0, 2])
+    asked = ran(monkeypatch, [0, 0, 0, 2])
+    code, out, _ = call("run", file)
+    assert (code, len(asked), out.count(" tuned ")) == (0, 2, 2)
     code, out, _ = call("run", file)
     assert code == 2
     first, second, *_, summary = out.strip().splitlines()[-4:]

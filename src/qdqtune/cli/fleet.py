@@ -111,7 +111,7 @@ class Job:
 
     def row(self) -> dict[str, Any]:
         """What became of the model, as `--json` prints it; of a dry run, the estimate."""
-        is_estimate = "patterns" in self.result
+        is_estimate = "latency" in self.result
         facts = self.result if is_estimate else {name: self.result.get(name) for name in FACTS}
         return {"model": self.model, "exit_code": self.code, **facts}
 
@@ -130,7 +130,7 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, terminal: Terminal) ->
     rows = [job.row() for job in jobs]
     if terminal.as_machine:
         print_json(rows)
-    elif all("patterns" in row for row in rows):
+    elif all("latency" in row for row in rows):
         show(_estimates(rows))
     else:
         show(_table(rows))
