@@ -25,6 +25,7 @@ import onnx
 from qdqtune.calibration.options import samples_option
 from qdqtune.calibration.samples import LABELS, files_named
 from qdqtune.calibration.user_code import checked_count, read_in_thread
+from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
