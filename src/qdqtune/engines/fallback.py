@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from qdqtune.graph.model import Model, TensorInfo
+from qdqtune.graph.model import Model
 from qdqtune.types import Layer
 
 FEW = 3
@@ -45,29 +45,21 @@ class Fallback:
     borders: tuple[Border, ...]
     ms: float | None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(border.nbytes or 0 for border in self.borders)
-
     def in_words(self) -> str:
         """A line: how many nodes, at what cost, and the first of them with their reasons."""
         if not self.nodes:
             return "where the nodes run is not known: the engine gave no layers"
         if not self.left:
             return f"all {self.nodes} nodes run on the provider"
-        share = f"{len(self.left)} of {self.nodes} nodes run elsewhere"
         reasons = Counter(left.reason for left in self.left)
         first = {left.reason: left.node for left in reversed(self.left)}
         told = [f"{first[why]}{f' and {n - 1} more' * (n > 1)} {why}" for why, n in reasons.items()]
         more = f"; {len(told) - FEW} more reasons" if len(told) > FEW else ""
-        return f"{share}, {self.price()}: {'; '.join(told[:FEW])}{more}"
-
-    def price(self) -> str:
-        count = len(self.borders)
-        time = "" if self.ms is None else f", {self.ms:.3g} ms there and in copies"
+        count, size = len(self.borders), sum(border.nbytes or 0 for border in self.borders)
         unknown = " and more" * any(border.nbytes is None for border in self.borders)
-        size = f" of {self.nbytes / 1024:.3g} KiB{unknown}" if self.nbytes else ""
-        return f"{count} border{'s' * (count != 1)}{size}{time}"
+        cost = f"{count} border{'s' * (count != 1)}" + (f" of {size / 1024:.3g} KiB{unknown}" if size else "")
+        cost += "" if self.ms is None else f", {self.ms:.3g} ms there and in copies"
+        return f"{len(self.left)} of {self.nodes} nodes run elsewhere, {cost}: {'; '.join(told[:FEW])}{more}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,14 +83,11 @@ def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:
                 continue
             here, there = side.setdefault(node.name, side.get(maker.name, False)), side.get(maker.name, False)
             if here != there:
-                crossed[tensor] = Border(tensor, _nbytes(model.tensors.get(tensor)))
+                info, nbytes = model.tensors.get(tensor), None
+                if info is not None and info.sizes is not None:
+                    nbytes = prod(info.sizes) * int(np.dtype(tensor_dtype_to_np_dtype(info.dtype)).itemsize)
+                crossed[tensor] = Border(tensor, nbytes)
     times = [x.time_ms for x in layers if x.elsewhere or x.kind == "copy"]
     has_times = any(layer.time_ms is not None for layer in ran)
     count = sum(len(layer.nodes) or 1 for layer in ran)
     return Fallback(count, tuple(left), tuple(crossed.values()), sum(t or 0.0 for t in times) if has_times else None)
-
-
-def _nbytes(info: TensorInfo | None) -> int | None:
-    if info is None or info.sizes is None:
-        return None
-    return prod(info.sizes) * int(np.dtype(tensor_dtype_to_np_dtype(info.dtype)).itemsize)

@@ -149,9 +149,9 @@ def _own_name() -> str:
 def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:
     """Whether times of this engine mean nothing on a machine (None: this one): it is a simulator there, or the
     processor is emulated."""
-    kind, emulated = (machine.machine, machine.emulation) if machine else (platform.machine(), emulation())
-    is_simulator = name in PROVIDERS and kind in PROVIDERS[name].simulated_on
-    return is_simulator or (name != COST_MODEL and bool(emulated))
+    facts = machine or this_machine()
+    is_simulator = name in PROVIDERS and facts.machine in PROVIDERS[name].simulated_on
+    return is_simulator or (name != COST_MODEL and bool(facts.emulation))
 
 
 def simulated_chip(table: Provider | None) -> dict[str, str]:
@@ -161,8 +161,7 @@ def simulated_chip(table: Provider | None) -> dict[str, str]:
 
 def simulated(name: str, machine: MachineFacts | None = None) -> str:
     """What users are told of an engine whose times mean nothing on a machine (None: this one)."""
-    if machine is None:
-        where, emulated = "this machine", emulation()
-    else:
-        where, emulated = machine.where, machine.emulation and f"{machine.where}: {machine.emulation}"
-    return emulated or f"{name} is a simulator on {where}, whose times mean nothing"
+    facts = machine or this_machine()
+    if facts.emulation:
+        return f"{facts.where}: {facts.emulation}" if facts.where else facts.emulation
+    return f"{name} is a simulator on {facts.where or 'this machine'}, whose times mean nothing"

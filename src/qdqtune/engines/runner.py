@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -146,8 +146,7 @@ class Runner:
         Raises:
             BadOption, EngineUnavailable: the engine cannot be opened, or has no kernels for that type.
         """
-        numbers: NumericFormat = self._ask("numeric_format", quant_type)
-        return numbers
+        return cast(NumericFormat, self._ask("numeric_format", quant_type))
 
     @property
     def mix(self) -> Mix:
@@ -229,8 +228,7 @@ class Runner:
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` for the inputs of `feed`, with the times of the average call."""
         what, extra = f"profiling {handle.path.name}", SLACK * self._execution.seconds
-        layers: tuple[Layer, ...] = self._ask_of([handle], "layers", handle.build, runs, what=what, extra=extra)
-        return layers
+        return cast(tuple[Layer, ...], self._ask_of([handle], "layers", handle.build, runs, what=what, extra=extra))
 
     def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...]:
         """`layers` of the file `model` for the inputs `given` (see `feed`). Its build is freed afterwards."""
@@ -247,8 +245,7 @@ class Runner:
         if not self._mix:
             raise ValueError("rounds need a sample: call feed first")
         builds = tuple(handle.build for handle in handles)
-        turns: list[Turn] = self._ask_of(handles, "probe", builds, turn_seconds, what=f"timing {_names(handles)}")
-        return turns
+        return list(self._ask_of(handles, "probe", builds, turn_seconds, what=f"timing {_names(handles)}"))
 
     def rounds(
         self,
