@@ -50,7 +50,10 @@ V1 = "Features\t: fp asimd evtstrm asimddp sve i8mm bf16\n"
         ("arm64", "", QType.UINT8, False),  # macOS and Windows tell nothing, and all that run them have dot products
         ("aarch64", "flags\t\t: avx2 fma\n", QType.UINT8, False),  # an emulator that shows the real processor
         ("x86_64", "flags\t\t: sse avx2 avx_vnni\n", QType.UINT8, False),
-        ("x86_64", "flags\t\t: sse avx2\n", QType.UINT8, True),
+        ("AMD64", "flags\t\t: avx2 avx512_vnni\n", QType.UINT8, False),
+        ("x86_64", "flags\t\t: avx2 amx_int8\n", QType.UINT8, False),
+        ("x86_64", "flags\t\t: sse avx2 avx512f\n", QType.UINT8, True),
+        ("x86_64", "", QType.UINT8, True),
     ],
 )
 def test_numbers_of_onnx_runtime_follow_the_processor(
@@ -59,6 +62,7 @@ def test_numbers_of_onnx_runtime_follow_the_processor(
     numbers = numeric_format("onnxruntime", "int8", machine, cpuinfo)
     assert (numbers.activation, numbers.reduced_weights) == (activation, reduced)
     assert not numbers.symmetric  # a pair can replace a Relu
+    assert (numbers.bias, numbers.drop_clamps) == ("int32", True)
 
 
 @pytest.mark.parametrize("cpuinfo", [A53, A76])

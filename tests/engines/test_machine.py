@@ -4,23 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.engines.machine import architecture, emulated_on, instruction_sets, processor_name, products_saturate
-
-
-@pytest.mark.parametrize(
-    ("machine", "cpuinfo", "saturate"),
-    [
-        ("x86_64", "model name : Old\nflags\t\t: sse avx2 avx512f\n", True),
-        ("x86_64", "flags\t\t: avx2 avx512_vnni\n", False),
-        ("AMD64", "flags\t\t: avx2 avx_vnni\n", False),
-        ("x86_64", "flags\t\t: avx2 amx_int8\n", False),
-        ("x86_64", "", True),
-        ("aarch64", "Features\t: fp asimd\n", False),
-        ("arm64", "", False),
-    ],
-)
-def test_products_saturate_without_dot_products(machine: str, cpuinfo: str, saturate: bool) -> None:
-    assert products_saturate(machine, cpuinfo) is saturate
+from qdqtune.engines.machine import architecture, emulated_on, instruction_sets, processor_name
 
 
 def test_the_processor_is_described_by_cpuinfo() -> None:

@@ -59,15 +59,6 @@ class TestResults:
         assert list(pool) == ["good"]
         assert notes == ["a worker is lost, and the others go on with its job: its node is gone"]
 
-    def test_without_workers_left_it_ends(self) -> None:
-        def ask(_: str) -> None:
-            raise EngineUnavailable("no device")
-
-        pool = WorkerPool(["a", "b"])
-        with pytest.raises(EngineUnavailable, match="no device"):
-            list(pool.results([ask] * 3))
-        assert len(pool) == 1
-
     def test_an_error_of_a_job_is_raised_and_cancels_the_others(self) -> None:
         never = threading.Event()
 

@@ -11,11 +11,9 @@ from layer_reports import RESIDUAL, RESIDUAL_INPUT, RESIDUAL_WEIGHTS, text_model
 from models import build, normal
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
-from qdqtune.engines.machine import products_saturate
 from qdqtune.engines.onnxruntime.engine import Recording
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.errors import EngineFailure, EngineUnavailable
 from qdqtune.graph.saving import save
-from qdqtune.types import QType
 
 
 class TestOnnxRuntime(EngineContract):
@@ -31,17 +29,6 @@ class TestOnnxRuntimeThreads(EngineContract):
 def test_a_missing_provider_names_those_that_exist() -> None:
     with pytest.raises(EngineUnavailable, match=r"it has .*CPUExecutionProvider"):
         open_engine(EngineSpec("onnxruntime", {"provider": "NoSuchExecutionProvider"}))
-
-
-def test_onnxruntime_has_no_fp8() -> None:
-    with pytest.raises(BadOption, match="`quant_type` int8"):
-        open_engine(EngineSpec("onnxruntime")).numeric_format("fp8")
-
-
-def test_weights_lose_a_bit_where_products_saturate() -> None:
-    numbers = open_engine(EngineSpec("onnxruntime")).numeric_format("int8")
-    assert numbers.reduced_weights is products_saturate()
-    assert (numbers.activation, numbers.bias, numbers.drop_clamps) == (QType.UINT8, "int32", True)
 
 
 @pytest.mark.parametrize("op", ["MaxPool", "Flatten", "Transpose"])
