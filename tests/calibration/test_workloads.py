@@ -27,11 +27,8 @@ def refusal(model: Path, **changes: Any) -> str:
 def test_workloads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = written(tmp_path, decoder(), CALLS)
     assert "leave `input_shapes` out" in refusal(model, input_shapes={"ids": (1, 1)})
-    (model.parent / "other").mkdir()
     twice = (WorkloadFile(model.with_name("decode.npz")), WorkloadFile(model.parent / "other" / "decode.npz"))
-    assert "two files are called 'decode'" in refusal(model, workloads=twice)
-    again = (twice[0], WorkloadFile(model.parent / "other" / ".." / "decode.npz", 2.0))
-    assert "names decode.npz more than once: give it once" in refusal(model, workloads=again)
+    assert "`workloads` has 'decode' more than once" in refusal(model, workloads=twice)
     for arrays, told in (
         ({"ids": CALLS["decode"]["ids"]}, "float32[?,2,?,32]; it holds 'ids'"),
         (CALLS["decode"] | {"more": normal(1)}, "has an array 'more' that is no input"),

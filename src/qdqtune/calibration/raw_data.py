@@ -196,6 +196,14 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
             'say "do_rescale": false and "do_normalize": false'
         )
 
+    if settings.do_normalize:
+        channels = 1 if mode == "L" else 3
+        numbers = (np.asarray(each, np.float32) for each in (settings.image_mean, settings.image_std))
+        try:
+            mean, deviation = (np.broadcast_to(each, channels) for each in numbers)
+        except ValueError as error:
+            raise BadData(f"{origin}: image_mean and image_std do not fit {channels} channels") from error
+
     def array_of(path: Path) -> Array:
         try:
             with Image.open(path) as opened:
@@ -216,7 +224,7 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
         if settings.do_rescale:
             values = (values.astype(np.float64) * settings.rescale_factor).astype(np.float32)
         if settings.do_normalize:
-            values = _normalized(values.astype(np.float32), settings, origin)
+            values = (values.astype(np.float32) - mean) / deviation
         if settings.do_flip_channel_order:
             values = values[:, :, ::-1]
         return (values if is_last else values.transpose(2, 0, 1)).astype(spec.dtype)
@@ -240,16 +248,6 @@ def _resized(height: int, width: int, size: Mapping[str, int | None], origin: Pa
     exact = long * least / most if long and most / least * short > long else short
     sides = round(exact), int(exact * most / least)
     return sides if height <= width else sides[::-1]
-
-
-def _normalized(values: Array, settings: PictureSettings, origin: Path) -> Array:
-    try:
-        mean = np.broadcast_to(np.asarray(settings.image_mean, np.float32), values.shape[-1:])
-        deviation = np.broadcast_to(np.asarray(settings.image_std, np.float32), values.shape[-1:])
-    except ValueError as error:
-        count = values.shape[-1]
-        raise BadData(f"{origin}: image_mean and image_std do not fit {count} channels") from error
-    return (values - mean) / deviation
 
 
 # ---- texts

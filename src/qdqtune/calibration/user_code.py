@@ -149,16 +149,44 @@ def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Exec
 def _from_thread(
     make: Callable[[], Iterator[T]], what: str, execution: Execution, answers: SimpleQueue[Any], *more: str
 ) -> Iterator[T]:
+    """The items of an iterator that a thread makes and runs. `what` it does stands in errors, `more` is what the user
+    can do beside giving more time."""
     wanted = SimpleQueue[bool]()
-    call = partial(copy_context().run, _give, make, wanted, answers)
-    thread = threading.Thread(target=call, name=USER_CODE + what, daemon=True)
+
+    def give() -> None:
+        """Answer each request with the next item in a tuple, with None at the end, or with the exception."""
+        try:
+            items = None
+            while wanted.get():
+                items = make() if items is None else items
+                answers.put(next(((item,) for item in items), None))
+        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+            answers.put(error)
+
+    def awaited(begun: float) -> Any:
+        """The next answer. Many fast answers have the limits of a slow one."""
+        while True:
+            waited = monotonic() - begun
+            if waited >= CHECK_SECONDS:
+                raise_if_cancelled()
+            if waited > execution.seconds:
+                todo = ", ".join(("`time_limit` gives it longer", *more))
+                raise TooSlow(f"{what} took longer than {execution.seconds:.4g} s: {todo}")
+            if waited >= LEAST_SECONDS and execution.ends is not None and monotonic() > execution.ends:
+                todo = ", ".join(("give more time", *more))
+                raise BudgetEnded(f"`time_budget` has ended during {what}: {todo}")
+            with suppress(Empty):
+                return answers.get(timeout=CHECK_SECONDS)
+
+    context = copy_context()
+    thread = threading.Thread(target=lambda: context.run(give), name=USER_CODE + what, daemon=True)
     thread.start()
     spent = 0.0
     wanted.put(True)
     try:
         while True:
             begun = monotonic() - spent
-            answer = _awaited(answers, begun, what, execution, *more)
+            answer = awaited(begun)
             spent = monotonic() - begun
             if answer is None:
                 return
@@ -172,35 +200,6 @@ def _from_thread(
     finally:
         wanted.put(False)
         thread.join(CHECK_SECONDS)  # let a generator clean up before the next one starts
-
-
-def _awaited(answers: SimpleQueue[Any], begun: float, what: str, execution: Execution, *more: str) -> Any:
-    """The next answer of code that does `what` and has begun at the time `begun` of `time.monotonic`. Many fast
-    answers have the limits of a slow one. `more` is what the user can do beside giving more
-    time."""
-    while True:
-        waited = monotonic() - begun
-        if waited >= CHECK_SECONDS:
-            raise_if_cancelled()
-        if waited > execution.seconds:
-            todo = ", ".join(("`time_limit` gives it longer", *more))
-            raise TooSlow(f"{what} took longer than {execution.seconds:.4g} s: {todo}")
-        if waited >= LEAST_SECONDS and execution.ends is not None and monotonic() > execution.ends:
-            todo = ", ".join(("give more time", *more))
-            raise BudgetEnded(f"`time_budget` has ended during {what}: {todo}")
-        with suppress(Empty):
-            return answers.get(timeout=CHECK_SECONDS)
-
-
-def _give(make: Callable[[], Iterator[T]], wanted: SimpleQueue[bool], answers: SimpleQueue[Any]) -> None:
-    """Answer each request with the next item in a tuple, with None at the end, or with the exception."""
-    try:
-        items = None
-        while wanted.get():
-            items = make() if items is None else items
-            answers.put(next(((item,) for item in items), None))
-    except BaseException as error:  # noqa: BLE001  (raised again by the caller)
-        answers.put(error)
 
 
 def checked_count(items: Iterable[T], origin: str) -> Iterator[T]:

@@ -13,10 +13,9 @@ from qdqtune.calibration.samples import Samples, read_arrays, read_sample
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
-from qdqtune.errors import BadData, BadOption, reading
+from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.options import Kind, Option, check_name, option, texts_of
-from qdqtune.system.checks import real
 from qdqtune.types import Mix, Sample, Workload
 
 
@@ -85,12 +84,9 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
     """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored."""
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        with reading(f"workload {twice}", BadData):
-            places = {real(file.path) for file in files if file.name == twice}
-        if len(places) == 1:
-            raise BadOption(f"`workloads` names {twice}.npz more than once: give it once, with the sum of the weights")
         raise BadOption(
-            f"`workloads`: two files are called {twice!r}: results are listed by name, so rename one of them"
+            f"`workloads` has {twice!r} more than once, and results are listed by name: rename a file, or give it once "
+            "with the sum of its weights"
         )
     workloads = []
     for file in files:
