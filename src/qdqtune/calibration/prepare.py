@@ -97,10 +97,9 @@ class Prepared:
             is_one = all(np.array_equal(array, other[name]) for other in others for name, array in first.items())
             is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
             if is_flat or (others and is_one):
-                what = "hold one value throughout" if is_flat else "are all equal"
                 notes.append(
-                    f"the samples in {self.samples.origin} {what}: scales and accuracy from them do not "
-                    "hold for real inputs; give typical ones"
+                    f"the samples in {self.samples.origin} are all equal, or hold one value throughout: scales and "
+                    "accuracy from them do not hold for real inputs; give typical ones"
                 )
         if self.is_capped:
             notes.append(f"outputs are compared on {len(self.judging)} samples: more would take too long")
