@@ -24,15 +24,15 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
 
 from qdqtune.engines import formats
 from qdqtune.engines.devices import gpu
 from qdqtune.engines.library_settings import BETTER_DEFAULTS, QUICK
 from qdqtune.engines.tensorrt.options import CachedOptions, split_arguments
 from qdqtune.engines.tensorrt.report import layers_of
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
-from qdqtune.graph.model import TensorInfo
+from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.graph.loading import read
+from qdqtune.graph.model import Model
 from qdqtune.system.writing import append
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
@@ -238,21 +238,21 @@ class Trtexec:
         """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log."""
         log.write_bytes(b"")
         try:
-            signature = _signature(model)
-        except (OSError, DecodeError) as error:
+            graph = Model(read(model))
+        except BadModel as error:
             append(log, f"{error}\n")
-            raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
+            raise EngineFailure(f"trtexec: {error}") from error
         flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed"]
-        flags += self.plugins + self._precision_flags(signature)
+        flags += self.plugins + self._precision_flags(graph)
         if self.options.timing_cache is not None:
             flags.append(f"--timingCacheFile={Path(self.options.timing_cache).absolute()}")
         if self.options.workspace_mb is not None:
             flags.append(f"--memPoolSize=workspace:{self.options.workspace_mb}")
         if self.options.builder_level is not None:
             flags.append(f"--builderOptimizationLevel={self.options.builder_level}")
-        built = TrtexecModel(self, model, signature, flags, self._shape_flags(signature), log)
+        built = TrtexecModel(self, model, graph, flags, self._shape_flags(graph), log)
         try:
-            built.plan({name: [size or 1 for size in sizes] for name, (_, sizes) in signature.inputs.items()})
+            built.plan({name: [size or 1 for size in graph.tensors[name].shape or ()] for name in graph.inputs})
         except EngineFailure:
             built.close()
             raise
@@ -262,29 +262,33 @@ class Trtexec:
     def plugins(self) -> list[str]:
         return [f"--staticPlugins={library}" for library in self.options.plugin_libraries]
 
-    def _precision_flags(self, signature: _Signature) -> list[str]:
+    def _precision_flags(self, graph: Model) -> list[str]:
         if self.version >= (BETTER_DEFAULTS, 0) or self._sets(PRECISION_FLAGS):
             return []  # trtexec ignores or refuses the user's precisions beside --stronglyTyped
         if self.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
             return ["--stronglyTyped"]
-        return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
+        has_pairs = any(node.op == "QuantizeLinear" for node in graph.nodes)
+        return ["--fp16", "--int8"] if has_pairs else ["--fp16"]
 
     def _sets(self, flags: frozenset[str]) -> bool:
         return any(flag_name(flag) in flags for flag in self.arguments)
 
-    def _shape_flags(self, signature: _Signature) -> list[str] | None:
+    def _shape_flags(self, graph: Model) -> list[str] | None:
         """Flags for the shapes that the user gives; None if the model needs shapes and none are given."""
-        if self._sets(SHAPE_FLAGS) or not signature.dynamic:
+        dynamic = _dynamic(graph)
+        if self._sets(SHAPE_FLAGS) or not dynamic:
             return []
-        shapes = {name: self.options.shapes(name) for name in signature.dynamic}
-        given = {name: three for name, three in shapes.items() if three is not None}
-        if not given:
+        asked = {name: self.options.shapes(name) for name in dynamic}
+        spans = {name: span for name, span in asked.items() if span is not None}
+        if not spans:
             return None
-        if lacking := [name for name in signature.dynamic if name not in given]:
-            name = lacking[0]
-            raise BadOption(f"input {name!r} has dynamic sizes as well: give `engine_options` opt_shapes={name}:1x...")
+        for name in dynamic:
+            if name not in spans:
+                raise BadOption(
+                    f"input {name!r} has dynamic sizes as well: give `engine_options` opt_shapes={name}:1x..."
+                )
         return [
-            f"--{which}Shapes=" + _sizes_text({name: three[i] for name, three in given.items()})
+            f"--{which}Shapes=" + _sizes_text({name: span[i] for name, span in spans.items()})
             for i, which in enumerate(("min", "opt", "max"))
         ]
 
@@ -293,10 +297,10 @@ class TrtexecModel:
     """A model with its plans: one, or one for each set of input sizes if the user gives no shapes."""
 
     def __init__(
-        self, engine: Trtexec, model: Path, signature: _Signature, flags: Sequence[str], shapes: Sequence[str] | None,
+        self, engine: Trtexec, model: Path, graph: Model, flags: Sequence[str], shapes: Sequence[str] | None,
         log: Path,
     ) -> None:  # fmt: skip
-        self._engine, self._model, self._signature, self._log = engine, model, signature, log
+        self._engine, self._model, self._graph, self._log = engine, model, graph, log
         self._flags, self._shapes = flags, shapes
         self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
         self._plans: dict[str, Path] = {}
@@ -313,7 +317,7 @@ class TrtexecModel:
         Raises:
             EngineFailure: trtexec refuses the model.
         """
-        needed = _sizes_text({name: sizes[name] for name in self._signature.dynamic}) if self._shapes is None else ""
+        needed = _sizes_text({name: sizes[name] for name in _dynamic(self._graph)}) if self._shapes is None else ""
         if needed not in self._plans:
             shapes = self._shapes
             if shapes is None:
@@ -336,7 +340,7 @@ class TrtexecModel:
     def _outputs(self, target: Path) -> dict[str, Array]:
         outputs = dict(_outputs(_read_and_delete(target)))
         try:
-            return {name: outputs[name].astype(dtype) for name, dtype in self._signature.outputs.items()}
+            return {name: outputs[name].astype(_dtype(self._graph, name)) for name in self._graph.outputs}
         except KeyError as error:
             raise EngineFailure(f"trtexec: it gives no output {error}") from error
 
@@ -405,7 +409,7 @@ class TrtexecModel:
         ]
 
     def _infer(self, inputs: Tensors, flags: Sequence[str]) -> None:
-        arrays = self._signature.checked(inputs)
+        arrays = _arrays(self._graph, inputs)
         plan = self.plan({name: array.shape for name, array in arrays.items()})
         files = {name: self._file(f"{number}.bin") for number, name in enumerate(arrays)}
         if self._written_inputs is not inputs:
@@ -414,7 +418,7 @@ class TrtexecModel:
                 narrow = array.dtype == np.int64 and self._engine.version < STRONG_TYPING
                 array.astype(np.int32 if narrow else array.dtype).tofile(files[name])
             self._written_inputs = inputs
-        sizes = _sizes_text({name: arrays[name].shape for name in self._signature.dynamic})
+        sizes = _sizes_text({name: arrays[name].shape for name in _dynamic(self._graph)})
         loaded = "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items())
         self._run_plan(plan, sizes, [loaded, *flags])
 
@@ -423,45 +427,28 @@ class TrtexecModel:
         self._engine.run([f"--loadEngine={plan}", *self._engine.plugins, *shapes, *flags], self._log)
 
 
-@dataclass(frozen=True)
-class _Signature:
-    """Inputs of a model with their types and sizes, types of its outputs, and whether it has Q/DQ pairs."""
-
-    inputs: Mapping[str, tuple[np.dtype[Any], tuple[int | None, ...]]]
-    outputs: Mapping[str, np.dtype[Any]]
-    has_pairs: bool
-
-    @property
-    def dynamic(self) -> list[str]:
-        """The names of inputs with unknown sizes."""
-        return [name for name, (_, sizes) in self.inputs.items() if None in sizes]
-
-    def checked(self, inputs: Tensors) -> dict[str, Array]:
-        """The arrays of the inputs. trtexec itself would use random values for a missing one."""
-        arrays = {}
-        for name, (dtype, sizes) in self.inputs.items():
-            if name not in inputs:
-                raise EngineFailure(f"trtexec: there is no array for input {name!r}")
-            array = np.asarray(inputs[name])
-            known = [size or have for size, have in zip(sizes, array.shape, strict=False)]
-            if array.dtype != dtype or len(sizes) != array.ndim or known != list(array.shape):
-                told = f"{array.dtype} of {array.shape}"
-                raise EngineFailure(f"trtexec: input {name!r} is {dtype} of sizes {sizes}, not {told}")
-            arrays[name] = array
-        return arrays
+def _dynamic(graph: Model) -> list[str]:
+    """The names of inputs with unknown sizes."""
+    return [name for name in graph.inputs if None in (graph.tensors[name].shape or ())]
 
 
-def _signature(path: Path) -> _Signature:
-    graph = onnx.load(path, load_external_data=False).graph
-    inputs = {value.name: (_dtype(value), TensorInfo.of(value).shape or ()) for value in graph.input}
-    for tensor in graph.initializer:
-        inputs.pop(tensor.name, None)
-    has_pairs = any(node.op_type == "QuantizeLinear" for node in graph.node)
-    return _Signature(inputs, {value.name: _dtype(value) for value in graph.output}, has_pairs)
+def _dtype(graph: Model, tensor: str) -> np.dtype[Any]:
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(graph.tensors[tensor].dtype or onnx.TensorProto.FLOAT))
 
 
-def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT))
+def _arrays(graph: Model, inputs: Tensors) -> dict[str, Array]:
+    """The arrays of the inputs. trtexec itself would use random values for a missing one."""
+    arrays = {}
+    for name in graph.inputs:
+        if name not in inputs:
+            raise EngineFailure(f"trtexec: there is no array for input {name!r}")
+        array, dtype, sizes = np.asarray(inputs[name]), _dtype(graph, name), graph.tensors[name].shape or ()
+        fitting = [size or have for size, have in zip(sizes, array.shape, strict=False)]
+        if array.dtype != dtype or len(sizes) != array.ndim or fitting != list(array.shape):
+            told = f"{array.dtype} of {array.shape}"
+            raise EngineFailure(f"trtexec: input {name!r} is {dtype} of sizes {sizes}, not {told}")
+        arrays[name] = array
+    return arrays
 
 
 def _sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
