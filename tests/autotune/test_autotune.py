@@ -244,28 +244,21 @@ def test_a_failed_baseline_is_an_error(latency: float, success: bool) -> None:
         autotuner.submit(latency, success=success)
 
 
-def test_no_placement_is_measured_twice() -> None:
+def test_no_placement_is_measured_twice_and_what_stands_beats_what_comes_later() -> None:
     autotuner = begun(mixed().to_proto())
-    measured = [pairs(model, autotuner.graph) for model in profile(autotuner, schemes=20)]
-    assert len(measured) > 10
-    assert len(set(measured)) == len(measured)
+    best, models, measured = [autotuner.baseline_latency_ms or 0.0], set[bytes](), []
+    for model in profile(autotuner, schemes=20):
+        models.add(model)
+        measured.append(pairs(model, autotuner.graph))
+        best.append(seconds(autotuner.export_onnx(best=True)) * 1e3)
+    assert len(set(measured)) == len(measured) > 10
     for placement in measured:  # a weight or an activation alone only costs
         edges = {(e.node, e.index) for e in placement}
         assert all(((n.name, 0) in edges) == ((n.name, 1) in edges) for n in autotuner.graph.nodes if n.op == "MatMul")
-    assert not any(p == pairs(autotuner.export_onnx(insert_qdq=False), autotuner.graph) for p in measured)
-
-
-def test_what_stands_beats_what_comes_later() -> None:
-    autotuner = begun(mixed().to_proto())
-    best = [autotuner.baseline_latency_ms or 0.0]
-    measured = set[bytes]()
-    for model in profile(autotuner, schemes=6):
-        measured.add(model)
-        best.append(seconds(autotuner.export_onnx(best=True)) * 1e3)
-        assert seconds(model) * 1e3 >= min(best) * 0.2
+    assert pairs(autotuner.export_onnx(insert_qdq=False), autotuner.graph) not in measured
     assert best == sorted(best, reverse=True)
     assert seconds(autotuner.export_onnx()) * 1e3 <= best[-1]
-    assert autotuner.export_onnx() in measured  # scales and all
+    assert autotuner.export_onnx() in models  # scales and all
 
 
 def test_state_goes_on_where_it_was_and_forgets_no_pattern() -> None:
