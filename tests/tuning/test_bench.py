@@ -135,10 +135,11 @@ def test_a_winner_is_built_once_and_kept_loaded(opened: Open) -> None:
     assert len(setup.runner.builds) == before + 1
 
 
-def test_a_loser_is_unloaded(opened: Open) -> None:
+def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
     setup = opened(speed=lambda file, _build: 1.0 if file == FLOAT.digest else 1.1)
     setup.measure(1, setup.placements[0])
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
+    assert [p.stem for p in setup.candidates.folder.glob("*.onnx")] == [FLOAT.digest]
 
 
 @pytest.mark.parametrize(

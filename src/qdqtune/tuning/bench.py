@@ -163,9 +163,11 @@ class TrialWorker:
         return self._builds[placement]
 
     def drop(self, placement: Placement) -> None:
-        """Unload a placement, if it is loaded."""
+        """Unload a placement and delete its file, if it is loaded; it is written again if it is asked for."""
         if placement in self._builds:
-            self.runner.unload(self._builds.pop(placement))
+            handle = self._builds.pop(placement)
+            self.runner.unload(handle)
+            handle.path.unlink(missing_ok=True)
 
     def keep_only(self, placement: Placement) -> None:
         """Unload every placement but this one."""
