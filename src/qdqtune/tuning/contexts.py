@@ -6,14 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import load, usable_cores
 from qdqtune.engines.machine import COST_MODEL, MachineFacts, is_simulated
 from qdqtune.engines.runner import as_workloads
 from qdqtune.errors import BadOption
-from qdqtune.types import Measurement, Mix, Placement, Trial
+from qdqtune.types import Mix
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,6 @@ def shares_at(mix: Mix, counts: Sequence[int | None]) -> tuple[tuple[float, ...]
     """For each number of threads, the share of each part of a measurement in the times at that number; empty if there
     is one number."""
     return tuple(view.shares for view in views_of(mix, counts)) if len(counts) > 1 else ()
-
-
-def ratios_at(history: Sequence[Trial], mix: Mix, counts: Sequence[int | None]) -> dict[Placement, tuple[float, ...]]:
-    """The median ratio of each placement without a failure to the float model, at each of these several numbers."""
-    ratios, shares = {Placement(): (1.0,) * len(counts)}, shares_at(mix, counts)
-    for trial in history:
-        if isinstance(trial.result, Measurement) and trial.against in ratios:
-            own = [float(np.median(np.divide(m.b, m.a))) for m in map(trial.result.mean, shares)]
-            ratios[trial.placement] = tuple(a * b for a, b in zip(ratios[trial.against], own, strict=True))
-    return ratios
 
 
 def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:

@@ -37,7 +37,7 @@ from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, least_rounds
 from qdqtune.tuning.bench import Bench, ByRule, Candidates, Conditions, TrialWorker
-from qdqtune.tuning.contexts import at_each, ratios_at, views_of
+from qdqtune.tuning.contexts import at_each, shares_at, views_of
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
@@ -48,7 +48,7 @@ from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, node_names, open_subject
 from qdqtune.tuning.weight_format_times import format_shares
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Measurement, Placement, Trial
 
 PROOF_SHARE = 0.35
 """The share of a time budget that the first look of a proof may take. Chosen, not measured."""
@@ -284,9 +284,13 @@ class Run(Ready):
 
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
         """The placements that are slower than float at one of several numbers of threads."""
-        counts = self.settings.thread_counts
-        ratios = ratios_at(history, self.subject.mix, counts) if len(counts) > 1 else {}
-        return frozenset(placement for placement, own in ratios.items() if max(own) > SLOWER)
+        shares = shares_at(self.subject.mix, self.settings.thread_counts)
+        ratios = {Placement(): np.ones(len(shares))}  # to float, at each number
+        for trial in history if shares else ():
+            if isinstance(trial.result, Measurement) and trial.against in ratios:
+                times = [np.median(np.divide(m.b, m.a)) for m in map(trial.result.mean, shares)]
+                ratios[trial.placement] = ratios[trial.against] * times
+        return frozenset(placement for placement, own in ratios.items() if own.max(initial=0.0) > SLOWER)
 
 
 @contextmanager
