@@ -188,13 +188,14 @@ def inspected(
     pattern_of = {region: p.digest for p in patterns for region in p.instances}
     parent = {child: region.id for region in regions.walk() for child in region.children}
     shown = [r for r in regions.walk() if include_all_regions or is_quantizable(model, r)]
-    sizes, composites = [len(r.nodes) for r in regions.leaves], len(regions.composites)
+    sizes, tops = [len(r.nodes) for r in regions.leaves], regions.root.children
+    composites, refined = (sum(r.type is RegionType.COMPOSITE for r in found) for found in (regions.walk(), tops))
     return Inspection({
         "method": regions.method,
         "nodes": len(model.nodes),
         "covered_nodes": len({n for r in regions.leaves for n in r.nodes}),
-        "phase1": {"regions": regions.phase1},
-        "phase2": {"refined": regions.phase2, "skipped": regions.phase1 - regions.phase2},
+        "phase1": {"regions": len(tops)},
+        "phase2": {"refined": refined, "skipped": len(tops) - refined},
         "summary": {"regions": len(sizes) + composites, "leaf": len(sizes), "composite": composites,
                     "hidden": len(sizes) + composites - len(shown)},
         "leaf_sizes": {"min": min(sizes, default=0), "max": max(sizes, default=0),

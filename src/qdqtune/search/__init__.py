@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import LOW_PRECISIONS, CostsByRule, Placement, Proposal, Trial
@@ -49,21 +49,19 @@ def products_left_in_float(trial: Trial, model: Model, plan: Plan) -> int:
     """
     if not trial.layers or not trial.placement.edges or isinstance(trial.result, CostsByRule):
         return 0
-    if (measured := judge(trial, plan)) is None or measured.verdict != "slower":
+    measured = judge(trial, plan)
+    if measured is None or measured.verdict != "slower":
         return 0
     products = [node for node in model.nodes if node.op in COMPUTE]
     stored = {edge.tensor for edge in trial.placement.edges}
-    between = {p.name for p in products if p.inputs[0] in stored and not stored.isdisjoint(_results(model, p))}
+    between = set()
+    for product in products:
+        readers = (model.nodes[use.node] for use in model.uses(product.outputs[0]) if use.node != GRAPH)
+        results = [product.outputs[0], *(reader.outputs[0] for reader in readers if reader.op in CLAMPS)]
+        if product.inputs[0] in stored and not stored.isdisjoint(results):
+            between.add(product.name)
     fused = {name for layer in trial.layers if layer.precision in LOW_PRECISIONS for name in layer.nodes}
     return len(between) if len(between) > MOST_PRODUCTS * len(products) and between.isdisjoint(fused) else 0
-
-
-def _results(model: Model, product: Node) -> Iterator[str]:
-    """What a product writes, and what clamps make of it."""
-    for tensor in product.outputs:
-        yield tensor
-        readers = (model.nodes[use.node] for use in model.uses(tensor) if use.node != GRAPH)
-        yield from (reader.outputs[0] for reader in readers if reader.op in CLAMPS)
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,12 @@ class LatencySearch:
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next batch, see `Strategy`. The seeds in one batch, then `width` groups of units at a time."""
         tried = {t.placement for t in history} | {Placement()}
-        seeds = dict.fromkeys(p for p in self.seeds.values() if p not in tried)
+        seeds: dict[Placement, Proposal] = {}
+        for name, placement in self.seeds.items():
+            if placement not in tried:
+                seeds.setdefault(placement, Proposal(name, placement))
         if seeds:
-            names = {p: name for name, p in reversed(list(self.seeds.items()))}
-            return tuple(Proposal(names[p], p) for p in seeds)
+            return tuple(seeds.values())
         best = best_of(history)
         if best.wide:  # its units have 8 bits or floats
             return ()

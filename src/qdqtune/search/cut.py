@@ -174,7 +174,6 @@ class CutSearch:
         return held or weights_by_family(self.format_shares, self._may_hold)
 
     def _may_hold(self, placement: Placement) -> bool:
-        """Whether a placement is expected to hold the limits on noise, before anything is built."""
         return self.noise is None or self.noise.fits(placement, ())
 
     def _later_proposals(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
@@ -219,7 +218,6 @@ class CutSearch:
 
     @cached_property
     def _in_contexts(self) -> tuple[CutSearch, ...]:
-        """This search in each context alone."""
         floats = (_layers_at(shares, self.float_layers) for shares in self.contexts)
         return tuple(replace(self, float_layers=layers, contexts=()) for layers in floats)
 
@@ -281,7 +279,6 @@ class CutSearch:
 
     @cached_property
     def _members(self) -> list[tuple[Group, tuple[Edge, ...], str]]:
-        """The fusion groups with their inner edges and their kinds."""
         members = []
         for group in self.groups:
             kind = kind_of(self.model, tuple(self.model.index_of[name] for name in group))
@@ -319,7 +316,6 @@ def _trial_at(shares: Sequence[float], trial: Trial) -> Trial:
 
 
 def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:
-    """The proposals whose placements were not tried, each placement once."""
     tried = {t.placement for t in history} | {Placement()}
     return tuple({p.placement: p for p in proposals if p.placement not in tried}.values())
 

@@ -96,11 +96,6 @@ class PredictedPoint:
     placement: Placement
     tradeoff: Tradeoff
 
-    @property
-    def noise(self) -> float:
-        """The SQNR as relative noise."""
-        return noise_of(self.tradeoff.db)
-
 
 @dataclass(frozen=True)
 class MeasuredPoint:
@@ -171,7 +166,7 @@ class FrontSearch:
         near = NEAR if len(measured) >= TARGET_POINTS else NEAREST
         summed_db = self._summed_db({t.placement: t.exactness for t in history if t.sqnr_db is not None})
         able = [PredictedPoint(p, Tradeoff(ratio, summed_db(p))) for p, ratio in self.predicted_ratios(history)]
-        able = [point for point in able if not is_too_noisy(point.noise, self.noise.limit)]
+        able = [point for point in able if not is_too_noisy(noise_of(point.tradeoff.db), self.noise.limit)]
         found = list[PredictedPoint]()
         points = [p for p in unbeaten(able) if not any(tradeoff.beats(p.tradeoff) for tradeoff in taken)]
         while len(found) < self.by_cut.width and (point := farthest(points, taken, near)) is not None:
@@ -205,11 +200,16 @@ class FrontSearch:
     def _summed_db(self, known: Mapping[Placement, float]) -> Callable[[Placement], float]:
         """A function that estimates the SQNR of a placement by its sum of noise, corrected by placements with known
         SQNR in dB."""
-        sums = np.array([_db(self.noise.summed(placement)) for placement in known])
+
+        def db_of(placement: Placement) -> float:
+            db = sqnr_of(self.noise.summed(placement))
+            return EQUAL_DB if db is None else db
+
+        sums = np.array([db_of(placement) for placement in known])
         off = np.array(list(known.values())) - sums
 
         def level(placement: Placement) -> float:
-            summed = _db(self.noise.summed(placement))
+            summed = db_of(placement)
             like = np.argsort(np.abs(sums - summed), kind="stable")[:SIMILAR_SUMS]
             return summed + (float(off[like].mean()) if len(like) else 0.0)
 
@@ -267,8 +267,3 @@ def unbeaten(points: Iterable[T]) -> tuple[T, ...]:
     known = tuple(points)
     kept = (p for p in known if not any(other.tradeoff.beats(p.tradeoff) for other in known))
     return tuple(sorted(kept, key=lambda p: p.tradeoff.ratio))
-
-
-def _db(noise: float) -> float:
-    """Relative noise as an SQNR in dB."""
-    return EQUAL_DB if (db := sqnr_of(noise)) is None else db

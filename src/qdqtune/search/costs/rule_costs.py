@@ -339,5 +339,4 @@ def _conversion_bytes(model: Model, tensor: str) -> float:
 
 
 def _written(model: Model, part: Part) -> float:
-    """What the tensors of a part cost in 16 bits."""
     return sum(WIDE_BYTES * elements(model, tensor) + EACH for tensor in part.writes)

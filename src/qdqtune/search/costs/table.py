@@ -8,7 +8,7 @@ time, the best such set by one cut, until no label gains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 
@@ -71,20 +71,15 @@ def solve(table: Table) -> list[int]:
     own = [min(range(len(costs)), key=costs.__getitem__) for costs in table.costs]
     if not all(isfinite(costs[label]) for costs, label in zip(table.costs, own, strict=True)):
         raise ValueError("the costs forbid every assignment")
-    if len(table.costs[0]) == 2:
+    labels = range(len(table.costs[0]))
+    if len(labels) == 2:
         return expansion(table, [0] * len(own), 1)
-    return min((_expanded(table, start) for start in _starts(table, own)), key=table.total)
-
-
-def _starts(table: Table, own: list[int]) -> Iterator[list[int]]:
-    tried: list[list[int]] = []
-    for label in range(len(table.costs[0])):
+    starts: dict[tuple[int, ...], list[int]] = {}
+    for label in labels:
         start = [label if isfinite(costs[label]) else mine for costs, mine in zip(table.costs, own, strict=True)]
-        if start not in tried:
-            tried.append(start)
-            yield start
-    if own not in tried:
-        yield own
+        starts[tuple(start)] = start
+    starts[tuple(own)] = own
+    return min((_expanded(table, start) for start in starts.values()), key=table.total)
 
 
 def _expanded(table: Table, labels: list[int]) -> list[int]:

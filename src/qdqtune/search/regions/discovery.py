@@ -91,16 +91,6 @@ class Regions:
     method: Literal["names", "topology"]
     listings: Mapping[Region, Listing] = field(repr=False)
 
-    @property
-    def phase1(self) -> int:
-        """Number of regions of the first partition."""
-        return len(self.root.children)
-
-    @property
-    def phase2(self) -> int:
-        """How many of the first partition's regions were refined into composites; the rest are leaves."""
-        return sum(r.type is RegionType.COMPOSITE for r in self.root.children)
-
     def walk(self) -> Iterator[Region]:
         """All leaves and composites, parents first, in graph order."""
         for top in self.root.children:
@@ -110,10 +100,6 @@ class Regions:
     def leaves(self) -> tuple[Region, ...]:
         """The regions that hold nodes; every node of the model is in exactly one of them."""
         return tuple(r for r in self.walk() if r.type is RegionType.LEAF)
-
-    @property
-    def composites(self) -> tuple[Region, ...]:
-        return tuple(r for r in self.walk() if r.type is RegionType.COMPOSITE)
 
 
 def find(
@@ -537,7 +523,6 @@ class _Clusters:
         return users - {cluster}
 
     def _gives_floats(self, cluster: int) -> bool:
-        """Whether a result that is used outside is float."""
         return bool(self._users(cluster, self._flow.floats.intersection(self._members[cluster])))
 
     def _fits(self, a: int, b: int) -> bool:

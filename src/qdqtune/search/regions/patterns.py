@@ -93,7 +93,6 @@ def is_quantizable(model: Model, region: Region) -> bool:
 
 
 def _holds(model: Model, region: Region, operators: frozenset[str]) -> bool:
-    """Whether a region holds a node with one of the `operators` that writes floats."""
     nodes = (model.nodes[n] for n in region.all_nodes())
     return any(node.op in operators and any(may_be_float(model, t) for t in node.outputs) for node in nodes)
 

@@ -74,7 +74,6 @@ def _digest(content: bytes) -> str:
 
 
 def _written(node: Node, model: Model) -> str:
-    """An operator with its domain and attributes, as text."""
     attributes = {name: _attribute(value) for name, value in node.attributes.items()}
     if node.attributes.get("group", 1) != 1 and _is_depthwise(node, model):
         attributes["group"] = "depthwise"  # the number is the number of channels, a shape
