@@ -1,8 +1,9 @@
 """The cut search on the fake engine, whose cost model is exact, against all placements."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,13 +249,21 @@ def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     assert [p.origin for p in replace(search, seeds={}).propose([])] == ["fused units"]  # else nothing has a price
 
 
-def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
+def weights_search(**changes: Any) -> CutSearch:
     layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
     search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES)
-    first = {p.origin: p.placement for p in search.propose([])}
+    return replace(search, **changes)
+
+
+def by_origin(search: CutSearch, *history: Trial) -> dict[str, Placement]:
+    return {p.origin: p.placement for p in search.propose(history)}
+
+
+def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
+    first = by_origin(weights_search())
     assert list(first) == ["weights in 4 bits", "fused units", "weights in 8 bits"]  # as promised, alone
     assert first["weights in 4 bits"] == Placement.of((), dict.fromkeys(SHARES, W4).items())
-    assert [p.origin for p in replace(search, format_shares={}).propose([])] == ["fused units"]
+    assert list(by_origin(weights_search(format_shares={}))) == ["fused units"]
 
 
 def missed(placement: Placement) -> Trial:
@@ -266,42 +275,27 @@ def missed(placement: Placement) -> Trial:
 def test_dynamic_quantization_is_taken_where_it_pays_within_the_limit() -> None:
     """The product whose activation it rounds too coarsely keeps floats or gets pairs."""
     dynamic = WeightFormat(8, dynamic=True)
-    shares = {edge: {dynamic: 0.3} for edge in SHARES}
-    layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
-    possible = possible_edges(MODEL, ranges(MODEL))
-    noise = Noise(
-        MODEL,
-        {e.tensor: 1.0 for e in possible},
-        0.01,
-        weight_noise={(f"w{i}", "d8"): (0.001, 0.5)[i == 1] for i in range(3)},
-    )
-    search = CutSearch(MODEL, possible, layers, format_shares=shares)
-    first = {p.origin: p.placement for p in search.propose([])}
-    assert first["dynamic quantization"] == Placement.of((), dict.fromkeys(SHARES, dynamic).items())
+    search = weights_search(format_shares={edge: {dynamic: 0.3} for edge in SHARES})
+    weight_noise = {(f"w{i}", "d8"): (0.001, 0.5)[i == 1] for i in range(3)}
+    noise = Noise(MODEL, {e.tensor: 1.0 for e in search.possible}, 0.01, weight_noise=weight_noise)
+    everywhere = by_origin(search)["dynamic quantization"]
+    assert everywhere == Placement.of((), dict.fromkeys(SHARES, dynamic).items())
     limited = replace(search, noise=replace(noise, simulate=noise.summed))
-    chosen = limited.propose([missed(first["dynamic quantization"])])[0].placement
+    chosen = limited.propose([missed(everywhere)])[0].placement
     assert [chosen.weight_formats.get(edge) for edge in SHARES] == [dynamic, None, dynamic]
     assert not chosen.edges
 
 
 def test_where_4_bits_miss_the_limits_the_noisiest_weights_have_8() -> None:
-    layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
     stored = {(f"w{i}", s.name): power * 2.0**-s.bits for i, power in enumerate((0.01, 0.2, 0.01)) for s in (W4, W8)}
     noise = Noise(MODEL, {}, 0.01, weight_noise=stored)
     noise = replace(noise, simulate=noise.summed)
-    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES, noise=noise)
-    history = [missed(Placement.of((), dict.fromkeys(SHARES, W4).items()))]
-    first = {p.origin: p.placement for p in search.propose(history)}
+    trial = missed(Placement.of((), dict.fromkeys(SHARES, W4).items()))
+    first = by_origin(weights_search(noise=noise), trial)
     assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]
     assert [first["weights in fewer bits"].weight_formats[edge] for edge in SHARES] == [W4, W8, W4]
     alone = {edge: {W4: 0.5, W8: 0.45} for edge in SHARES}  # where 8 bits are as fast in a product alone
-    assert _named(replace(search, format_shares=alone), history) == {
-        name: first[name] for name in first if name.startswith("weights")
-    }
-
-
-def _named(search: CutSearch, history: Sequence[Trial]) -> dict[str, Placement]:
-    return {p.origin: p.placement for p in search.propose(history) if p.origin.startswith("weights")}
+    assert by_origin(weights_search(noise=noise, format_shares=alone), trial) == first
 
 
 def test_an_optimum_that_is_slower_in_no_context_comes_before_that_of_all_calls() -> None:

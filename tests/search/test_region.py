@@ -106,11 +106,15 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def test_a_search_that_goes_on_after_any_trial_proposes_what_the_unbroken_one_did(name: str) -> None:
     history, strategy = played(name), search(name)
-    at = 0
+    at, sizes = 0, []
     while at < len(history):
         proposals = strategy.propose(list(history[:at]))
         assert [t.proposal for t in history[at : at + len(proposals)]] == list(proposals)
         at += len(proposals)
+        sizes.append(len(proposals))
+    suggested = len(strategy.seeds)
+    assert sizes[0] == min(BATCH, suggested)
+    assert all(size == BATCH for size in sizes[-(-suggested // BATCH) : -1])  # until the ideas run out
 
 
 def test_placements_come_once_and_hold_possible_edges_and_no_activation_without_its_weight(name: str) -> None:
@@ -121,17 +125,6 @@ def test_placements_come_once_and_hold_possible_edges_and_no_activation_without_
         assert placement.edges
         assert placement.edges <= possible
         assert consistent(model, placement) == placement
-
-
-def test_batches_have_one_size_until_the_ideas_run_out(name: str) -> None:
-    history = played(name)
-    sizes, at = [], 0
-    while at < len(history):
-        sizes.append(len(search(name).propose(history[:at])))
-        at += sizes[-1]
-    suggested = len(start_placements.placements(*parts(name)[:3:2]))
-    assert sizes[0] == min(BATCH, suggested)
-    assert all(size == BATCH for size in sizes[-(-suggested // BATCH) : -1])
 
 
 def test_the_suggestions_come_first_in_their_order(name: str) -> None:

@@ -15,7 +15,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial
-from runs import cost, mixed, settings, timeless, write
+from runs import cost, mixed, settings, write
 from workers import Workers
 
 STATE = "autotuner_state.yaml"
@@ -144,17 +144,6 @@ def test_the_cut_is_built_before_anything_else(model: Path) -> None:
     assert "cut" in found[:begun]
     assert not OF_THE_CUT & set(found[begun:])
     assert tuned(model, "seeded").history[begun - 1].proposal.wants_layers
-
-
-def test_a_run_that_ended_anywhere_goes_on_to_the_same_state(model: Path) -> None:
-    whole = tuned(model, "seeded")
-    state = model.parent / "seeded" / STATE
-    expected = state.read_bytes()
-    lines = expected.splitlines(keepends=True)
-    for kept in range(1, len(lines), 7):
-        state.write_bytes(b"".join(lines[:kept]))
-        assert tuned(model, "seeded").history == whole.history
-        assert timeless(state.read_bytes()) == timeless(expected)
 
 
 def test_a_larger_budget_goes_on_where_a_smaller_one_ended(model: Path) -> None:
