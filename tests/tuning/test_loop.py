@@ -610,9 +610,9 @@ def test_half_precision_that_is_slower_or_not_timed_ships_for_nobody(tmp_path: P
     assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize(("is_exact", "has_metric"), [(True, False), (False, False), (False, True)])
 def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_computes(
-    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_exact: bool
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_exact: bool, has_metric: bool
 ) -> None:
     class Inexact(WatchedModel):
         def run(self, inputs: Any) -> dict[str, Any]:
@@ -627,7 +627,9 @@ def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_compute
     monkeypatch.setattr(Watched, "build", build)
     monkeypatch.setattr("qdqtune.tuning.subject.usual_precision", lambda *_: "fp16")
     workers.slower = lambda build: 0.1 if build.path.name == "baseline.onnx" else 1
-    result = tune(settings(write(hopeless(), tmp_path)))
+    (tmp_path / "metric.py").write_text("def score(predict):\n    return 1.0\n")
+    metric = {"evaluate": f"{tmp_path / 'metric.py'}:score", "max_drop": 0.1} if has_metric else {}
+    result = tune(settings(write(hopeless(), tmp_path), builds=12, **metric))
     assert not result.placement
     if is_exact:
         assert result.shipped == "tuned"

@@ -17,6 +17,7 @@ from qdqtune.graph.saving import data_of
 from qdqtune.numerics.label_metrics import Score
 from qdqtune.search import best_of
 from qdqtune.system.writing import atomic_write, rename_all
+from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import shipping
 from qdqtune.tuning.folder import BASELINE, FINAL
@@ -285,7 +286,7 @@ def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
 
 def _float_file(run: Run) -> Trial | None:
     """What half precision that nobody asked for does to the outputs, as the file that would ship computes them; None if
-    there is none. Where the user's metric decides, it was measured in half precision from the start."""
+    there is none. A metric does not tell that, as what it is compared with was measured in half precision."""
     settings = run.settings
     if run.subject.precision in ("fp32", settings.precision):
         return None
@@ -295,7 +296,11 @@ def _float_file(run: Run) -> Trial | None:
         accuracy = run.bench.float_file(settings.output_dir / BASELINE, settings.model, fixed)
     except EngineRefused:
         return replace(untimed, holds=False)
-    return replace(untimed, accuracy=accuracy, holds=run.limits.is_exact_enough(accuracy))
+    return replace(untimed, accuracy=accuracy, holds=_float_limits(run).is_exact_enough(accuracy))
+
+
+def _float_limits(run: Run) -> Limits:
+    return run.settings.floor if run.settings.has_metric else run.limits
 
 
 def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Attempt:
@@ -309,7 +314,8 @@ def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Atte
     trial = run.limits.with_metric(trial, run.bench.metric)
     if trial.holds:
         return replace(attempt, exactness=trial.exactness)
-    return replace(attempt, missed=run.limits.why_refused(trial) or "")
+    limits = run.limits if attempt.placement else _float_limits(run)
+    return replace(attempt, missed=limits.why_refused(trial) or "")
 
 
 def trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
