@@ -204,7 +204,10 @@ def open_engine(spec: EngineSpec) -> Engine:
             msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
             raise BadOption(f"option {name!r} of engine {spec.name!r} is {value!r}: {one_line(error)}") from error
-    if spec.name in THREADED and (count := threads_of(spec) or 0) > MOST_THREADS:
+    count = threads_of(spec) if spec.name in THREADED else None
+    if count is not None and count < 1:
+        raise BadOption(f"`threads` must be a whole number from 1 on, not {count}")
+    if count is not None and count > MOST_THREADS:
         raise BadOption(f"`threads` {count} is too many for {os.cpu_count()} cores: give at most {MOST_THREADS}")
     own = {"provider": PROVIDERS[spec.name].ep} if spec.name in PROVIDERS else {}
     return create(kind(**own, **spec.options))

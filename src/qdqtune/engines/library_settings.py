@@ -44,10 +44,6 @@ class OnnxRuntimeOptions:
     provider_options: Annotated[Mapping[str, str] | None, "options of the provider, beside its usual ones"] = None
     library: Annotated[str, "file of the plug-in that brings the provider, in place of its package's"] = ""
 
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
-
 
 FLOAT_PRECISIONS = ("f32", "f16", "bf16")
 
@@ -61,8 +57,6 @@ class OpenVinoOptions:
     denormals_as_zero: Annotated[bool, "take denormal numbers as zero"] = True
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise BadOption(f"`threads` must be a whole number from 1 on, not {self.threads}")
         if self.precision not in FLOAT_PRECISIONS:
             known = ", ".join(FLOAT_PRECISIONS)
             raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {known}")

@@ -300,24 +300,22 @@ class Runner:
             return _twice(lambda: self._request(name, *arguments, what="answering"))
 
     def _ask_of(self, handles: Sequence[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
+        """The answer to a request that needs these builds: those that were lost with a worker, or freed for others, are
+        made again."""
+        needed = frozenset(handle.build for handle in handles)
 
         def ask() -> Any:
-            self._rebuild(handles)
+            self._open()
+            for handle in handles:
+                if handle not in self._logs:
+                    raise ValueError(f"{handle.path} is not loaded")
+                if handle.build not in self._present:
+                    self._build(handle.build, handle.path, self._logs[handle], needed)
+                elif self.memory is not None:
+                    self.memory.use((id(self), handle.build))
             return self._request(name, *arguments, what=what, extra=extra)
 
         return _twice(ask)
-
-    def _rebuild(self, handles: Sequence[Handle]) -> None:
-        """Build again those of `handles` that were lost with a worker, or freed for other builds."""
-        self._open()
-        needed = frozenset(handle.build for handle in handles)
-        for handle in handles:
-            if handle not in self._logs:
-                raise ValueError(f"{handle.path} is not loaded")
-            if handle.build not in self._present:
-                self._build(handle.build, handle.path, self._logs[handle], needed)
-            elif self.memory is not None:
-                self.memory.use((id(self), handle.build))
 
     def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float:
         size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
