@@ -1,10 +1,5 @@
 """Completion by click: what a shell loads, and what it is answered."""
 
-from click.shell_completion import ShellComplete
-
-from command_lines import COMMANDS
-from qdqtune.cli import main
-
 
 def test_a_shell_gets_the_script_of_click(monkeypatch, call):
     monkeypatch.setenv("_QDQTUNE_COMPLETE", "bash_source")
@@ -18,9 +13,3 @@ def test_a_shell_that_asks_is_answered(monkeypatch, call):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("_QDQTUNE_COMPLETE", "bash_complete")
     assert call() == (0, "plain,--dry-run\n", "")
-
-
-def test_a_shell_completes_the_options_of_a_command():
-    completing = ShellComplete(main.app, {}, "qdqtune", "_QDQTUNE_COMPLETE")
-    assert [item.value for item in completing.get_completions(["tune"], "--dry")] == ["--dry-run"]
-    assert {item.value for item in completing.get_completions([], "")} == COMMANDS.keys()

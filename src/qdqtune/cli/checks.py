@@ -12,7 +12,7 @@ from typing import Any
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, command
 from qdqtune.cli.output import print_json, print_lines, say_notes, show, to_exclude
-from qdqtune.commands.check import Checked, CheckOptions, LayersOptions, check, layers, time_of
+from qdqtune.commands.check import Checked, CheckOptions, Layers, check, layers, time_of
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug, level
 from qdqtune.commands.doctor import (
     DoctorOptions,
@@ -62,31 +62,25 @@ def check_command(options: CheckArguments) -> int:
     models: tuple[Path, ...] = options.model
     if len(models) > 1 and options.graph_json is not None:
         raise BadOption("`graph_json` is about one model: name that alone")
-    if options.layers:
-        return _show_layers(options)
-    checked = []
+    results: list[Layers | Checked] = []
     for model in models:
-        done = check(CheckOptions(**shared_values(options, CheckOptions) | {"model": model}))
-        checked.append(done)
-        say_notes(done.notes)
-        if not options.as_machine:
+        one = CheckOptions(**shared_values(options, CheckOptions) | {"model": model})
+        done = layers(one) if options.layers else check(one)
+        results.append(done)
+        say_notes(getattr(done, "notes", ()))
+        if options.as_machine:
+            continue
+        if isinstance(done, Layers):
+            show(done.table())
+            print_lines([done.in_words()])
+        else:
             if done.findings:
                 show(done.table())
             print_lines(_below(done))
     if options.as_machine:
-        print_json(checked[0].to_dict() if len(models) == 1 else [done.to_dict() for done in checked])
-    return 0 if all(done.passes for done in checked) else ConstraintUnmet.exit_code
-
-
-def _show_layers(options: CheckArguments) -> int:
-    ran = [layers(LayersOptions(**shared_values(options, LayersOptions) | {"model": model})) for model in options.model]
-    if options.as_machine:
-        print_json(ran[0].to_dict() if len(ran) == 1 else [done.to_dict() for done in ran])
-    else:
-        for done in ran:
-            show(done.table())
-            print_lines([done.in_words()])
-    return 0
+        print_json(results[0].to_dict() if len(models) == 1 else [done.to_dict() for done in results])
+    failed = any(isinstance(done, Checked) and not done.passes for done in results)
+    return ConstraintUnmet.exit_code if failed else 0
 
 
 def _below(done: Checked) -> Iterator[str]:
@@ -127,7 +121,7 @@ def debug_command(options: DebugOptions, terminal: Terminal) -> int:
     qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
     qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
     """
-    done = progress.ran(debug, options, terminal)
+    done = progress.run(debug, options, terminal)
     if terminal.as_machine:
         print_json(done.to_dict() | {"flags": to_exclude(done.excluded)})
     else:

@@ -86,7 +86,7 @@ def compare_command(options: CompareArguments) -> int:
     if options.on is None and (busy := contexts.busy(spec)) is not None:
         say_notes([busy])
     try:
-        done = progress.ran(partial(compare, files), options, options)
+        done = progress.run(partial(compare, files), options, options)
     except EngineFailure as error:  # the engine does not run the first file
         _write_gate(options, "nothing could be compared", None, [Gated(str(files[0]), RUNS, "failed", str(error))])
         raise
@@ -119,7 +119,7 @@ def apply_command(options: ApplyOptions, terminal: Terminal) -> None:
     For a network that was trained again: its placement holds, its scales do not. They are found as that search found
     its own, unless an option about ranges says otherwise.
     """
-    done = progress.ran(apply, options, terminal)
+    done = progress.run(apply, options, terminal)
     if terminal.as_machine:
         print_json(done.to_dict())
     else:

@@ -38,7 +38,7 @@ def shown(*, quiet: bool = False, verbose: bool = False) -> Progress:
     return Progress(here, is_moving=here.is_terminal and not here.is_dumb_terminal and not verbose)
 
 
-def ran(command: Callable[[O, Progress], R], options: O, terminal: Terminal) -> R:
+def run(command: Callable[[O, Progress], R], options: O, terminal: Terminal) -> R:
     """Run a command with its progress on the terminal, then print its notes. Gives its result, whose notes spell
     options as they are typed."""
     with shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:

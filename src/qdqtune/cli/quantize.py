@@ -29,7 +29,7 @@ def quantize_command(options: QuantizeOptions, terminal: Terminal) -> None:
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
-    done = progress.ran(quantize, options, terminal)
+    done = progress.run(quantize, options, terminal)
     if not terminal.as_machine:
         if options.report:
             show(done.table())

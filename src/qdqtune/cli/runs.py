@@ -68,7 +68,7 @@ def verify_command(options: VerifyOptions, terminal: Terminal) -> int:
     \b
     qdqtune verify qdqtune_output --calibration-data samples.npz
     """
-    done = progress.ran(verify, options, terminal)
+    done = progress.run(verify, options, terminal)
     if terminal.as_machine:
         print_json(done.to_dict())
     else:

@@ -115,8 +115,8 @@ def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
     path = Path(str(options.model))
-    ran = _profile(options, path, load(path))
-    return Layers(ran.engine, ran.layers, ran.machine)
+    profile = _profile(options, path, load(path))
+    return Layers(profile.engine, profile.layers, profile.machine)
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> _Profile:
     with temporary_runner(spec, there) as runner:
         numbers, described = runner.numeric_format(quant_type), runner.describe()
         with rewording(f"{spec.name} has no layers of {path}"):
-            ran = runner.report(path, sample, options.runs, "layers")
+            layers = runner.report(path, sample, options.runs, "layers")
     if is_simulated(described["engine"], machine):
-        ran = tuple(replace(layer, time_ms=None, parts=()) for layer in ran)
+        layers = tuple(replace(layer, time_ms=None, parts=()) for layer in layers)
     sizes = {name: np.shape(array) for name, array in sample.items()}
-    return _Profile(spec.name, ran, numbers, sizes, described, None if machine is None else machine.where)
+    return _Profile(spec.name, layers, numbers, sizes, described, None if machine is None else machine.where)
 
 
 TENSORRT = {
@@ -287,18 +287,18 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
     notes = () if is_report else tuple(filter(None, [unwatched(options.spec(options.input_shapes))]))
     if not is_quantized(graph) and (is_report or options.engine_name not in PROVIDERS):
         return Checked(path, graph, "tensorrt" if is_report else options.engine_name, (), (), notes=notes)
-    ran = _profile(options, path, graph)
+    profile = _profile(options, path, graph)
     left = None
-    if ran.engine in PROVIDERS:
-        sizes = {name: shape for name, shape in ran.sizes.items() if name in graph.inputs}
-        left = fallback(with_input_shapes(graph, sizes), ran.layers)
-    findings = allow(unfused.check(graph, ran.layers, ran.numbers), options.allow_boundary)
-    if wide := _weights_of_8_bits(graph) if ran.numbers.reduced_weights else 0:
-        at = "here" if ran.machine is None else f"on {ran.machine}"
+    if profile.engine in PROVIDERS:
+        sizes = {name: shape for name, shape in profile.sizes.items() if name in graph.inputs}
+        left = fallback(with_input_shapes(graph, sizes), profile.layers)
+    findings = allow(unfused.check(graph, profile.layers, profile.numbers), options.allow_boundary)
+    if wide := _weights_of_8_bits(graph) if profile.numbers.reduced_weights else 0:
+        at = "here" if profile.machine is None else f"on {profile.machine}"
         many = f"{counted(wide, 'weight')} of 8 bits: sums of products overflow {at}"
         notes += (f"{many}; quantize or tune {at}, or with `portable`",)
-    measured = ran.described is not None and _is_measured(path, graph, ran.described)
-    return Checked(path, graph, ran.engine, ran.layers, findings, measured, notes, left, ran.machine)
+    measured = profile.described is not None and _is_measured(path, graph, profile.described)
+    return Checked(path, graph, profile.engine, profile.layers, findings, measured, notes, left, profile.machine)
 
 
 def _weights_of_8_bits(graph: Model) -> int:
