@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, command
-from qdqtune.cli.output import print_json, print_lines, say_error, say_notes, show, with_flags
+from qdqtune.cli.output import print_json, print_lines, say_error, show, with_flags
 from qdqtune.commands import gate
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.build import BuildOptions, build
@@ -18,12 +18,10 @@ from qdqtune.commands.gate import RUNS, Gated
 from qdqtune.commands.inputs import MODEL
 from qdqtune.commands.inspect import InspectOptions, inspect
 from qdqtune.commands.shown import Table
-from qdqtune.engines.devices import usual_threads
 from qdqtune.errors import ConstraintUnmet, EngineFailure
 from qdqtune.options import REQUIRED, MaybeFile, Option, PathLike, option, several, writes
 from qdqtune.system.checks import record
 from qdqtune.system.writing import atomic_write
-from qdqtune.tuning import contexts
 
 
 @command(InspectOptions)
@@ -82,9 +80,6 @@ def compare_command(options: CompareArguments) -> int:
     qdqtune compare model.onnx model.qdq.onnx --fail-below 1.2 --junit gate.xml --markdown gate.md
     """
     files = options.files
-    spec = options.spec(options.input_shapes, threads=usual_threads())
-    if options.on is None and (busy := contexts.busy(spec)) is not None:
-        say_notes([busy])
     try:
         done = progress.run(partial(compare, files), options, options)
     except EngineFailure as error:  # the engine does not run the first file

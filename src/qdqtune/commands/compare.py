@@ -165,6 +165,7 @@ def compare(
     usual = usual_threads() if machine is None else machine.physical_cores
     spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
     is_timed = not is_simulated(spec.name, machine)
+    busy_note = busy(spec, machine)
     if options.fail_below is not None and not is_timed:
         raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
     data = data_of(options, execution, *files)
@@ -201,7 +202,9 @@ def compare(
     warnings |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warnings.items() if warning]
     if machine is not None:
-        notes += filter(None, (f"run {'and timed ' * is_timed}on {machine.where}", busy(spec, machine)))
+        notes.append(f"run {'and timed ' * is_timed}on {machine.where}")
+    if busy_note is not None:
+        notes.append(busy_note)
     if not is_timed:
         notes.append(f"{simulated(spec.name, machine)}: outputs are against {files[0]} on ONNX Runtime's CPU")
     judged = len(prepared.judging) if prepared.has_real_samples else 0
