@@ -193,7 +193,13 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
     with the reason. Masks in front of a Softmax may be clipped."""
     kept: dict[str, str] = {}
     for tensor, values in ranges.activations.items():
-        if (reason := _beyond(values)) is None or _is_mask(model, tensor, values):
+        if values.magnitude * HEADROOM > FLOAT16_MAX:
+            reason = f"reaches {values.magnitude:.3g}"
+        elif 0 < values.magnitude < FLOAT16_MIN_NORMAL:
+            reason = f"stays below {values.magnitude:.2g}"
+        else:
+            continue
+        if _is_mask(model, tensor, values):
             continue
         nodes = [model.producers.get(tensor, GRAPH), *(use.node for use in model.uses(tensor))]
         kept |= {model.nodes[i].name: f"{tensor} {reason}" for i in nodes if i != GRAPH}
@@ -204,14 +210,6 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
         if any(_is_large_constant(model, node, t) for t in node.inputs):
             kept.setdefault(node.name, "its weights exceed float16")
     return kept
-
-
-def _beyond(values: Range) -> str | None:
-    if values.magnitude * HEADROOM > FLOAT16_MAX:
-        return f"reaches {values.magnitude:.3g}"
-    if 0 < values.magnitude < FLOAT16_MIN_NORMAL:
-        return f"stays below {values.magnitude:.2g}"
-    return None
 
 
 def _is_mask(model: Model, tensor: str, values: Range) -> bool:
