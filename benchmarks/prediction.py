@@ -25,8 +25,7 @@ from qdqtune.search.costs.decisions import decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
-from qdqtune.tuning.bench import trial_of
-from qdqtune.tuning.records import RangesRecord, TrialRecord
+from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.store import read_journal
 from qdqtune.types import Layer, Placement, Trial
 
@@ -43,11 +42,7 @@ def errors(entry: zoo.Entry, state: Path) -> Iterator[tuple[float, float]]:
     assert ranges is not None
     possible = possible_edges(model, ranges.ranges)
     layers = journal.values("layers:", tuple[Layer, ...]).get("", ())
-    of_digest = {Placement().digest: Placement()}
-    history: list[Trial] = []
-    for record in journal.values("trial:", TrialRecord).values():
-        history.append(trial_of(len(history) + 1, record, of_digest[record.against]))
-        of_digest[history[-1].placement.digest] = history[-1].placement
+    history = list(journal.values("trial:", Trial).values())
     search = CutSearch(model, possible, layers)
     for known in range(WARM_UP, len(history)):
         measured = ratios_to_float(history[: known + 1], search.plan).get(history[known].placement)

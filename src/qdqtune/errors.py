@@ -25,9 +25,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 
 class QdqtuneError(Exception):
@@ -87,8 +88,7 @@ TRANSIENT = frozenset({"timeout", "crash", "resources"})
 Stage = Literal["build", "run", "timeout", "crash", "output", "resources"]
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, tag=True):
     """Why a build or a run gave no result. `log` is the output of the engine.
 
     Stages: "build" and "run": the engine refused; "output": values are unusable; "timeout"; "crash": the process ended;

@@ -12,6 +12,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -312,8 +313,7 @@ class Accuracy:
             raise ValueError("shares lie in [0, 1]")
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(msgspec.Struct, frozen=True, tag=True):
     """Times of two models in a paired comparison, in seconds per inference: `a[i]` and `b[i]` are of round i.
     With several workloads, both are means over calls, and `parts` has the times of each workload.
     """
@@ -369,8 +369,7 @@ class Times:
         return Times(tuple(seconds), self.shares)
 
 
-@dataclass(frozen=True)
-class CostsByRule:
+class CostsByRule(msgspec.Struct, frozen=True, tag=True):
     """What a candidate (`b`) and the placement that it is compared with (`a`) cost by rule (`search.costs.rule_costs`),
     in place of a `Measurement` where an engine's times mean nothing."""
 

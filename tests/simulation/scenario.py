@@ -160,7 +160,7 @@ class Stage:
 TRIAL = re.compile(r'^{"key": "trial:(\w+)", .*"crc": "\w+"}$')
 """The line of a trial, with its key."""
 
-AS_PROPOSED = re.compile(r'(, )?"(origin|pattern|crc)": "[^"]*"|, "predicted": [^,}]*')
+AS_PROPOSED = re.compile(r'(, )?"(origin|pattern|crc)": "[^"]*"|, "(predicted|wants_layers)": [^,}]*')
 """What the record of a trial tells of how it was proposed when it was measured."""
 
 

@@ -25,9 +25,9 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.bench import Bench, Candidates, Conditions, TrialWorker, profiled_runs
-from qdqtune.tuning.records import TrialRecord, job_of
+from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
-from qdqtune.types import Measurement, Placement, Proposal, Times
+from qdqtune.types import Measurement, Placement, Proposal, Times, Trial
 from refusals import or_raise
 from runs import mixed, room_for
 from scripted import Script
@@ -266,7 +266,7 @@ def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_on
     with closing(setup.bench.measured(1, proposals, FLOAT)) as trials:
         for number, _ in enumerate(trials, 1):
             assert len(setup.runner.present) == 1, "all but the float model are freed"
-            assert len(setup.store.values("trial:", TrialRecord)) == number
+            assert len(setup.store.values("trial:", Trial)) == number
 
 
 def test_a_full_disk_is_an_output_error(opened: Open) -> None:

@@ -106,7 +106,7 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
 
     prepared, notes = prepare(mixed(), Data(), most=0), Log()
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
-    in_time = SamplesInTime.of(prepared, Calibration("minmax"), clock.now + 40.0, notes.note)
+    in_time = SamplesInTime.of(prepared, Calibration("minmax"), clock.now + 40.0, notes)
     assert 9 <= sum(1 for _ in in_time()) <= 11  # the share of the time that is left
     assert in_time.bias_samples() < 10
     assert notes.notes[0].startswith("`time_budget` has no room for all calibration samples: ")
@@ -116,7 +116,7 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
 def test_a_model_without_values_to_calibrate_on_has_time_for_them(clock: Clock, declared: str) -> None:
     dtype = np.float64 if "double" in declared else np.float32
     model = build(f"net ({declared} x) => ({declared} y) {{ y = MatMul(x, w) }}", {"w": normal(8, 8).astype(dtype)})
-    in_time = SamplesInTime.of(prepare(model, Data(), most=0), Calibration("mse"), clock.now + 40.0, print)
+    in_time = SamplesInTime.of(prepare(model, Data(), most=0), Calibration("mse"), clock.now + 40.0, Log())
     assert len([*in_time()]) >= 1
 
 

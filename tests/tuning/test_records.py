@@ -1,9 +1,7 @@
 """Values of a state file: each comes back as it was, bit by bit, and another value anywhere is refused or serves."""
 
 import json
-import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,23 +11,28 @@ from hypothesis import strategies as st
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, Failure
 from qdqtune.numerics.label_metrics import Score
+from qdqtune.search.costs.profiles import SchemeResult
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import records as kinds
-from qdqtune.tuning.records import Outcome, RangesRecord
+from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.store import Line, plain
-from qdqtune.types import Accuracy, Edge, Layer, Measurement, Placement, Times, WeightFormat
-
-finite = st.floats(allow_nan=False, allow_infinity=False)
-seconds = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
-
-
-def bits(value: float) -> bytes:
-    return struct.pack("<d", value)
+from qdqtune.types import (
+    Accuracy,
+    CostsByRule,
+    Edge,
+    Layer,
+    Measurement,
+    Placement,
+    Proposal,
+    Times,
+    Trial,
+    WeightFormat,
+)
 
 
 def again(value: Any) -> Any:
     """A value as it comes back from the file."""
-    return Line(json.loads(json.dumps(plain(value))), None, "here").read(type(value))
+    return Line("key", json.loads(json.dumps(plain(value)))).read(type(value))
 
 
 @given(
@@ -41,25 +44,6 @@ def test_placements_survive(edges: frozenset[Edge]) -> None:
     assert again(Placement(edges)) == Placement(edges)
 
 
-@given(st.dictionaries(st.text(), st.tuples(finite, finite).map(sorted)), st.dictionaries(st.text(), st.tuples(finite)))
-def test_ranges_survive_bit_by_bit(ends: dict[str, list[float]], weights: dict[str, tuple[float, ...]]) -> None:
-    ranges = Ranges({t: Range(*e) for t, e in ends.items()}, weights)
-    record = again(RangesRecord(ranges=ranges))
-    assert {t: (bits(r.low), bits(r.high)) for t, r in record.ranges.activations.items()} == {
-        t: (bits(r.low), bits(r.high)) for t, r in ranges.activations.items()
-    }
-    assert record.ranges == ranges
-
-
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=50))
-def test_samples_survive_bit_by_bit(rounds: list[tuple[float, float]]) -> None:
-    times = Times(tuple(tuple((seconds,) for seconds in model) for model in zip(*rounds, strict=True)))
-    found = again(times)
-    assert [bits(x) for model in found.seconds for (x,) in model] == [
-        bits(x) for model in times.seconds for (x,) in model
-    ]
-
-
 MEASURED = Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),))
 LAYERS = (Layer("a", ("n", "m"), "int8", 0.5, "compute"), Layer("b", (), "", None, "unknown"))
 PLACEMENT = Placement.of((Edge("x", "a", 0), Edge("y")), ((Edge("w", "b", 1), WeightFormat.named("w4b32a")),))
@@ -68,18 +52,20 @@ EVERY: tuple[Any, ...] = (
     Failure("run", "no", "log"),
     Score(0.5, (1.0, 0.0), "top1"),
     RangesRecord(ranges=Ranges({"x": Range(-1e-05, 0.1 + 0.2)}), hurried=("few",)),
-    kinds.TrialRecord(
-        origin="cut", against="0", placement=PLACEMENT, result=Outcome(samples=MEASURED), layers=LAYERS,
-        predicted=0.5, accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
+    Trial(
+        0, Proposal("cut", PLACEMENT, predicted=0.5), Placement(), MEASURED, layers=LAYERS,
+        accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
     ),
+    Trial(0, Proposal("cut", PLACEMENT), Placement(), Failure("run", "no", "log")),
+    Trial(0, Proposal("cut", PLACEMENT), Placement(), CostsByRule(1.0, 2.0)),
     kinds.FloatRecord(
         seconds=0.1, turn_seconds=0.2, build_seconds=1.5, start_seconds=0.0, kinds=("f", "i"),
         axis={"y": 1}, classes={"y": 10}, why_no_scores="none",
     ),
-    kinds.RewriteRecord(results={"h": Outcome(samples=MEASURED)}, builds=2),
+    kinds.RewriteRecord(results={"h": MEASURED}, builds=2),
     kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",)),
     Times((((1.0, 2.0),), ((2.0, 1.0),)), (0.5, 0.5)),
-    kinds.SchemeRecord(rounds=MEASURED, layers=LAYERS),
+    SchemeResult("full", PLACEMENT, MEASURED, LAYERS),
     kinds.ConversationRecord(
         baseline_ms=1.0, best=PLACEMENT, best_ms=None, measured={"p": None}, patterns=({"digest": "d", "schemes": []},)
     ),
@@ -111,7 +97,7 @@ def test_a_record_with_another_value_anywhere_is_refused_or_serves(value: Any) -
     refused = 0
     for values in changed(json.loads(json.dumps(plain(value)))):
         try:
-            other = Line(values, None, str(Path("state"))).read(type(value))
+            other = Line("key", values).read(type(value))
         except BadState:
             refused += 1
             continue

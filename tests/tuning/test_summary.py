@@ -17,8 +17,7 @@ def test_a_summary_is_read_as_it_was_written(tuned: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"ratio": 0.0}, {"builds": -1}, {"shipped": "mine"}, {"by_threads": None},
-     {"rewrites": {"folded": True, "names": [], "gave": 0.5}}, {"workloads": [{"name": "a", "share": 1.0}]}],
+    [{"ratio": 0.0}, {"builds": -1}, {"shipped": "mine"}, {"by_threads": None}],
 )  # fmt: skip
 def test_values_that_no_run_writes_are_refused(change: dict[str, object], tuned: Path, tmp_path: Path) -> None:
     whole = json.loads((tuned.parent / "out" / "summary.json").read_text())

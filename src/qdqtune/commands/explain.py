@@ -9,13 +9,10 @@ from typing import Any
 
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
-from qdqtune.explanation.formatting import shortened
+from qdqtune.explanation.formatting import tail
 from qdqtune.explanation.units import Explanation, Tally, explanations, headline, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
-
-LONGEST = 40
-"""The most characters of a node's name in the table of reasons."""
 
 
 @dataclass(kw_only=True)
@@ -59,8 +56,7 @@ class Explained(Shown):
             ]
             return Table(titles, rows)
         sums: list[tuple[str, ...]] = [
-            (str(each.nodes), each.state, *_times(each), each.reason, shortened(each.example, LONGEST))
-            for each in self.tallies
+            (str(each.nodes), each.state, *_times(each), each.reason, tail(each.example)) for each in self.tallies
         ]
         both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
         sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))

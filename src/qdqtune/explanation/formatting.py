@@ -42,8 +42,7 @@ def duration(seconds: float) -> str:
 
 def samples(count: int, is_held_out: bool) -> str:
     """How many samples outputs were compared on, and whether these were held out of calibration."""
-    which = "held-out sample" if is_held_out else "sample"
-    return f"{count} {which}{'s' * (count != 1)}"
+    return counted(count, "held-out sample" if is_held_out else "sample")
 
 
 def placed(placement: Placement) -> str:
@@ -52,24 +51,16 @@ def placed(placement: Placement) -> str:
     weights = f"{count} {'weight is' if count == 1 else 'weights are'} stored in fewer bits"
     if count and not placement.edges:
         return weights
-    pairs = count_pairs(placement)
-    return f"{pairs} tensor{'s' * (pairs != 1)} with a Q/DQ pair{f', {weights}' if count else ''}"
+    return f"{counted(count_pairs(placement), 'tensor')} with a Q/DQ pair{f', {weights}' if count else ''}"
 
 
-def rewrite_ratios(summary: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Two ratios of time: rewritten float to float, and tuned to rewritten float.
-
-    Without a placement the second is None, and the first is the ratio that the proof has measured.
-    """
-    if not summary["edges"] and not summary.get("weights"):
-        return summary["ratio"], None
-    return summary["rewrites"]["gave"], summary["rewrites"]["placement_gave"]
+TAIL = 36
+"""Most characters of a node's name in a table."""
 
 
-def shortened(name: str, width: int) -> str:
-    """The beginning and the end of a long name, at most `width` characters."""
-    end = (width - 1) // 2
-    return name if len(name) <= width else f"{name[: width - 1 - end]}…{name[len(name) - end :]}"
+def tail(name: str) -> str:
+    """The last TAIL characters of a node's name, which say more than its beginning."""
+    return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
 
 
 ORIGINS: Mapping[str, str] = {

@@ -11,7 +11,7 @@ import msgspec
 
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import longest
-from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, title
+from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, tail, title
 from qdqtune.explanation.model_map import Ran, alike, draw
 from qdqtune.explanation.report_values import (
     Bar,
@@ -20,7 +20,6 @@ from qdqtune.explanation.report_values import (
     Fact,
     Headline,
     Map,
-    MapGroup,
     Point,
     Report,
     Speed,
@@ -38,7 +37,7 @@ from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.records import job_of
-from qdqtune.tuning.summary import RunLog, Summary
+from qdqtune.tuning.summary import RunLog
 from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, sqnr_of
 
 BARS = 24
@@ -46,9 +45,6 @@ BARS = 24
 
 OWN = "your Q/DQ file"
 """The name of what ships beside the float model, if that is the user's file with its pairs."""
-
-TAIL = 36
-"""Most characters of a node's name beside a bar."""
 
 
 def report_of_run(folder: Path) -> Report:
@@ -109,8 +105,9 @@ def verdict(run: FinishedRun) -> Headline:
         return Headline(headline, meaning, not unchecked, measured, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if run.keeps_own_pairs:
-        times = "" if summary["final_ms"] is None else f", which takes {_own_times(summary)}"
-        kept = f"your own Q/DQ file as it is{times}"
+        kept = "your own Q/DQ file as it is"
+        if (own := summary["final_ms"]) is not None:
+            kept += f", which takes {own:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
     if not is_judged(summary) and (without := summary["fastest_without_limits"]) is not None:
         headline = f"{name} may run {1 / without['ratio']:.2f} times as fast, accuracy not measured"
         return Headline(headline, f"In the search, unproven; {without.get('missed')}. {FINAL} is {kept}.", False)
@@ -141,28 +138,18 @@ def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
     return Headline(f"{name} is placed for {summary['engine']['engine']}{unchecked}", meaning, not unchecked)
 
 
-def _own_times(summary: Summary) -> str:
-    return f"{summary['final_ms']:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
-
-
-def _shown(run: FinishedRun) -> tuple[Ran | None, str]:
-    """The build to show beside that of the float model, with its name: the shipped one, or else that of the fastest
-    candidate whose layers are known."""
-    if run.placement:
-        return Ran(run.placement, run.shipped_layers, run.spent), OWN if run.keeps_own_pairs else "tuned"
-    ratios = ratios_to_float(run.history, run.plan)
-    reported = [t for t in run.history if t.layers and t.placement in ratios]
-    if not reported:
-        return None, ""
-    best = min(reported, key=lambda t: (t.holds is False, ratios[t.placement]))
-    ms = ratios[best.placement] * (run.float_ms or 0.0)
-    spent = node_times(run.model, best.placement, best.layers or (), ms)
-    return Ran(best.placement, best.layers or (), spent), f"candidate {best.number}"
-
-
 def _map(run: FinishedRun) -> Map:
-    after, name = _shown(run)
-    before = Ran(Placement(), run.float_layers, run.float_spent)
+    """The map with the build that ships beside that of the float model; or with that of the fastest candidate whose
+    layers are known."""
+    before, after, name = Ran(Placement(), run.float_layers, run.float_spent), None, ""
+    ratios = ratios_to_float(run.history, run.plan)
+    reported = [(trial, trial.layers) for trial in run.history if trial.layers and trial.placement in ratios]
+    if run.placement:
+        after, name = Ran(run.placement, run.shipped_layers, run.spent), OWN if run.keeps_own_pairs else "tuned"
+    elif reported:
+        best, layers = min(reported, key=lambda pair: (pair[0].holds is False, ratios[pair[0].placement]))
+        spent = node_times(run.model, best.placement, layers, ratios[best.placement] * (run.float_ms or 0.0))
+        after, name = Ran(best.placement, layers, spent), f"candidate {best.number}"
     error_db = {tensor: EQUAL_DB if (db := sqnr_of(noise)) is None else db for tensor, noise in run.alone.items()}
     rows = explanations(run)
     whys = {name: row.why for row in rows for name in row.nodes}
@@ -186,9 +173,11 @@ def bars(drawn: Map) -> tuple[Bar, ...]:
 def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
     groups = [drawn.groups[n] for n in numbers]
     first, many = groups[0], f"{len(numbers)} times, the first: " * (len(numbers) > 1)
+    nodes = [drawn.nodes[number] for number in first.nodes]
+    foremost = next((node for node in nodes if node.op not in QDQ), nodes[0])
     return Bar(
         {"shapes": "computing shapes", "folded": "computed in advance"}.get(first.precision, first.label),
-        many + tail(foremost(drawn, first)),
+        many + tail(foremost.name),
         numbers[0],
         sum(g.float_ms or 0.0 for g in groups),
         None if first.tuned_ms is None else sum(g.tuned_ms or 0.0 for g in groups),
@@ -197,23 +186,12 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
     )
 
 
-def foremost(drawn: Map, group: MapGroup) -> str:
-    """The name of a group's first node that is no Q or DQ; if there is none, of its first node."""
-    nodes = [drawn.nodes[n] for n in group.nodes]
-    return next((node.name for node in nodes if node.op not in QDQ), nodes[0].name)
-
-
-def tail(name: str) -> str:
-    """The last TAIL characters of a node's name, which say more than its beginning."""
-    return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
-
-
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     spent = sum(g.conversion_ms for g in drawn.groups)
     if run.float_ms is None:
         return ""
     text = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
-    if (run.placement) and run.here["final_ms"] is not None:
+    if run.placement and run.here["final_ms"] is not None:
         text += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
     at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune.explanation.formatting import rewrite_ratios, samples, title
+from qdqtune.explanation.formatting import samples, title
 from qdqtune.numerics.accuracy import closeness, closeness_of, decibels, integers_differ, slice_cell
 from qdqtune.numerics.scores import independent_of, smallest_seen
 from qdqtune.timing.ratios import Ratio, speed
@@ -83,12 +83,13 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _rewrite_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Rows of the speedup by rewrites of the float model, if it was measured, and of that by the placement."""
-    rewrites = summary.get("rewrites", {})
+    rewrites = summary["rewrites"]
     if "gave" not in rewrites:
         return []
-    gave, placed = rewrite_ratios(summary)
-    rows = [(f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave))]
-    return rows if placed is None else [*rows, ("  and by the placement", "1x", speed(placed))]
+    by = f"speedup by {', '.join(rewrites['names'])}"
+    if not summary["edges"] and not summary.get("weights"):
+        return [(by, "1x", speed(summary["ratio"]))]
+    return [(by, "1x", speed(rewrites["gave"])), ("  and by the placement", "1x", speed(rewrites["placement_gave"]))]
 
 
 def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

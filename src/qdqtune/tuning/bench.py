@@ -28,12 +28,7 @@ from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits, failure
 from qdqtune.timing.race import decided_candidates, race, taking_rounds
 from qdqtune.timing.ratios import Plan, is_cut_short, judge
-from qdqtune.tuning.records import (
-    FloatRecord,
-    Outcome,
-    TrialRecord,
-    job_of,
-)
+from qdqtune.tuning.records import FloatRecord, job_of
 from qdqtune.tuning.store import Store
 from qdqtune.types import (
     Accuracy,
@@ -403,15 +398,15 @@ class Bench:
                 yield from trials
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
-        record = self._store.get(_key(proposal.placement, against), TrialRecord)
-        if record is None or (proposal.wants_layers and record.layers is None and record.result.failure is None):
+        trial = self._store.get(_key(proposal.placement, against), Trial)
+        if trial is None or (proposal.wants_layers and trial.layers is None and failure(trial) is None):
             return None  # or it was measured by a search that did not ask for layers
-        if record.accuracy.at_most_db is not None and not self._conditions.limits.is_surely_missed(record.accuracy):
+        judged = trial.accuracy or Accuracy()
+        if judged.at_most_db is not None and not self._conditions.limits.is_surely_missed(judged):
             return None  # or its outputs were not compared any further, as they missed a limit that was higher
-        rounds = record.result.samples
-        if rounds is not None and is_cut_short(rounds, self._conditions.plan):
+        if isinstance(trial.result, Measurement) and is_cut_short(trial.result, self._conditions.plan):
             return None  # or by one that had less time, or whose plan was content with fewer rounds
-        return remembered(number, proposal, against, record)
+        return replace(trial, number=number, proposal=proposal)
 
     def keep_only(self, placement: Placement) -> None:
         """Free all builds on all devices but those of this placement."""
@@ -428,19 +423,10 @@ class Bench:
 
     def _keep(self, trial: Trial) -> None:
         """Store a trial, in place of what an earlier run has stored of it."""
-        record = TrialRecord(
-            origin=trial.proposal.origin,
-            pattern=trial.proposal.pattern,
-            predicted=trial.proposal.predicted,
-            against=trial.against.digest,
-            placement=trial.placement,
-            accuracy=trial.accuracy or Accuracy(),
-            result=Outcome.of(trial.result),
-            layers=trial.layers,
-        )
         failed = failure(trial)
         is_lost = failed is not None and failed.is_transient
-        self._store.put(_key(trial.placement, trial.against), record, on_disk=not is_lost, order="deterministic")
+        key = _key(trial.placement, trial.against)
+        self._store.put(key, replace(trial, number=0), on_disk=not is_lost, order="deterministic")
 
     def metric(self, placement: Placement) -> Score:
         """The user's metric of a placement, on the engine.
@@ -527,7 +513,7 @@ class Bench:
 
         try:
             if not self._store.get(key, tuple[Layer, ...]) and placement:
-                trials = self._store.values("trial:", TrialRecord).values()
+                trials = self._store.values("trial:", Trial).values()
                 known = (t.layers for t in trials if t.placement == placement and t.layers)
                 if (layers := next(known, None)) is not None:
                     return layers
@@ -614,16 +600,3 @@ class Bench:
 
 def _key(placement: Placement, against: Placement) -> str:
     return f"trial:{job_of(placement.digest, against.digest)}"
-
-
-def remembered(number: int, proposal: Proposal, against: Placement, record: TrialRecord) -> Trial:
-    """Make a trial of its proposal and its record."""
-    known = record.accuracy if record.result.failure is None else None
-    return Trial(number, proposal, against, record.result.result, known, record.layers)
-
-
-def trial_of(number: int, record: TrialRecord, against: Placement) -> Trial:
-    """Make a trial of its record alone, for reading a finished run: the proposal has what the record holds of it."""
-    learned = record.layers is not None
-    proposal = Proposal(record.origin, record.placement, record.pattern, record.predicted, learned)
-    return remembered(number, proposal, against, record)

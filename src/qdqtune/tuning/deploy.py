@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from qdqtune.calibration.inputs import InputSpec, input_specs
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadModel, BadOption, reading, writing
@@ -52,25 +52,6 @@ class Proven:
     constraint_met: bool | None = None
     unchecked: bool = False
 
-    @classmethod
-    def of(cls, summary: Mapping[str, Any]) -> Proven:
-        """What the summary of a run tells."""
-        is_tuned, limits = summary["shipped"] == "tuned", (summary["min_sqnr_db"], summary["min_agreement"])
-        ratio, low, high = (summary[n] if is_tuned else None for n in ("ratio", "ratio_low", "ratio_high"))
-        counts = tuple(row["threads"] for row in summary["by_threads"] if row["verdict"] != "slower")
-        is_met = summary["constraint_met"] if is_tuned else None
-        return cls(
-            ratio,
-            low,
-            high,
-            counts,
-            summary["output_sqnr_db"],
-            *limits,
-            summary.get("timed", True),
-            is_met,
-            summary["unchecked"],
-        )
-
     @property
     def speed(self) -> Ratio | None:
         """The ratio with its interval; None where float ships."""
@@ -86,8 +67,8 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     told: str
     shipped: Shipped
-    model: str = FINAL
-    baseline: str = BASELINE
+    model: Literal["optimized_final.onnx"] = "optimized_final.onnx"
+    baseline: Literal["baseline.onnx"] = "baseline.onnx"
     sha256: dict[str, str]
     proven: Proven
     engine: dict[str, str]
@@ -100,24 +81,14 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
 def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
     """Write the folder `deploy` of a run that has written its files; `summary` is the content of summary.json."""
     folder, spec, fed = run.settings.output_dir, run.settings.engine, run.subject.mix[0].inputs
-    specs = input_specs(load(folder / FINAL))
-    names = [one.name for one in specs if one.name in fed]
-    settings = DeploySettings(
-        told="",
-        shipped="tuned",
-        sha256={},
-        proven=Proven.of(summary),
-        engine=summary["engine"],
-        spec=EngineSpec(spec.name, {n: value for n, value in spec.options.items() if n != "timing_cache"}),
-        library={},
-        inputs={name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names},
-        fix_inputs=dict(run.settings.fix_inputs),
-    )
     with writing(folder / DEPLOY_SCRIPT):
         (folder / DEPLOY_SCRIPT).parent.mkdir(exist_ok=True)
     with atomic_write(folder / DEPLOY_SCRIPT) as fresh:
         shutil.copyfile(script_of(spec), fresh)
-    _write(folder, settings, specs, summary)
+    spec = EngineSpec(spec.name, {name: value for name, value in spec.options.items() if name != "timing_cache"})
+    names = [one.name for one in input_specs(load(folder / FINAL)) if one.name in fed]
+    inputs = {name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names}
+    _write(folder, summary, spec, inputs, dict(run.settings.fix_inputs))
 
 
 def copy_companions(run: Run) -> None:
@@ -138,35 +109,56 @@ def renew_kit(folder: Path, summary: Mapping[str, Any]) -> None:
         OutputError: they cannot be written.
     """
     if (settings := read_json(folder / DEPLOY_SETTINGS, DeploySettings)) is not None:
-        _write(folder, settings, input_specs(load(folder / FINAL)), summary)
+        _write(folder, summary, settings.spec, settings.inputs, settings.fix_inputs)
 
 
-def _write(folder: Path, settings: DeploySettings, specs: Sequence[InputSpec], summary: Mapping[str, Any]) -> None:
-    """Write the settings, completed by what ships, which has inputs of these `specs`: at the number of threads of its
-    proof."""
-    proven, shipped, spec = Proven.of(summary), summary["shipped"], settings.spec
+def _write(
+    folder: Path,
+    summary: Mapping[str, Any],
+    spec: EngineSpec,
+    inputs: dict[str, tuple[str, tuple[int, ...]]],
+    fix_inputs: dict[str, float | int | str],
+) -> None:
+    """Write the settings of what ships, at the number of threads of its proof."""
+    shipped, engine = summary["shipped"], summary["engine"]
+    is_tuned = shipped == "tuned"
+    proven = Proven(
+        ratio=summary["ratio"] if is_tuned else None,
+        low=summary["ratio_low"] if is_tuned else None,
+        high=summary["ratio_high"] if is_tuned else None,
+        threads=tuple(row["threads"] for row in summary["by_threads"] if row["verdict"] != "slower"),
+        sqnr_db=summary["output_sqnr_db"],
+        min_sqnr_db=summary["min_sqnr_db"],
+        min_agreement=summary["min_agreement"],
+        timed=summary.get("timed", True),
+        constraint_met=summary["constraint_met"] if is_tuned else None,
+        unchecked=summary["unchecked"],
+    )
     row = next((row for row in summary["by_threads"] if row["ratio"] == proven.ratio), None)
     if row is not None and threads_of(spec) is not None:
         spec = EngineSpec(spec.name, {**spec.options, "threads": row["threads"]})
     if proven.speed is not None:
         at = at_threads(None if row is None else row["threads"])
         told = f"{FINAL}: proven {proven.speed.speedup} as fast as the float model{at}"
-    elif not proven.timed and shipped == "tuned":
+    elif not proven.timed and is_tuned:
         told = f"{FINAL}: not timed, the cheapest by rule that holds the limits on accuracy"
     else:
         own = "the float model" if shipped == "baseline" else "a copy of the file that was given"
         told = f"{FINAL} is {own}: nothing faster was proven"
-    open_sizes = {one.name for one in specs if None in one.shape}
-    sizes = {name: shape for name, (_, shape) in settings.inputs.items() if name in open_sizes}
-    found = {
-        "told": f"{told}, on {summary['engine']['engine']} {summary['engine'].get('version', '')}",
-        "shipped": shipped,
-        "proven": proven,
-        "sha256": digests(folder, (FINAL, BASELINE)),
-        "spec": spec,
-        "library": library_settings(spec, settings.engine, sizes),
-    }
-    write_json(folder / DEPLOY_SETTINGS, plain(msgspec.structs.replace(settings, **found)))
+    open_sizes = {one.name for one in input_specs(load(folder / FINAL)) if None in one.shape}
+    sizes = {name: shape for name, (_, shape) in inputs.items() if name in open_sizes}
+    settings = DeploySettings(
+        told=f"{told}, on {engine['engine']} {engine.get('version', '')}",
+        shipped=shipped,
+        sha256=digests(folder, (FINAL, BASELINE)),
+        proven=proven,
+        engine=engine,
+        spec=spec,
+        library=library_settings(spec, engine, sizes),
+        inputs=inputs,
+        fix_inputs=fix_inputs,
+    )
+    write_json(folder / DEPLOY_SETTINGS, plain(settings))
 
 
 def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
@@ -201,14 +193,11 @@ def read_settings(folder: Path) -> DeploySettings:
     """The settings in the folder of a run.
 
     Raises:
-        BadOption: there are none, or they are damaged, or name a model outside of the folder.
+        BadOption: there are none, or they are damaged.
     """
     settings = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
     if settings is None:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} is not there: name the output folder of a finished qdqtune tune")
     if settings.format != FORMAT:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} has format {settings.format}, not {FORMAT}: tune again")
-    for name in (settings.model, settings.baseline):
-        if name in ("", "..") or Path(name).name != name:
-            raise BadOption(f"{folder / DEPLOY_SETTINGS} names {name!r}, which is no file in {folder}: tune again")
     return settings

@@ -31,10 +31,9 @@ from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, RUN
-from qdqtune.tuning.records import RangesRecord, TrialRecord, proof_key
+from qdqtune.tuning.records import RangesRecord, proof_key
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, read_journal
 from qdqtune.tuning.subject import edges_within, filtered
@@ -87,11 +86,7 @@ class FinishedRun:
     @cached_property
     def history(self) -> tuple[Trial, ...]:
         """The trials in the order of the search, with their judgements from run.json."""
-        measured, trials = {Placement().digest: Placement()}, dict[str, Trial]()
-        for of, record in self.records.values("trial:", TrialRecord).items():
-            if record.against in measured:
-                trials[of] = trial = trial_of(0, record, measured[record.against])
-                measured[trial.placement.digest] = trial.placement
+        trials = self.records.values("trial:", Trial)
         return tuple(
             replace(trials[row.of], number=number, holds=row.holds, metric=row.metric, accepted=row.accepted)
             for number, row in enumerate(self.log.trials, 1)

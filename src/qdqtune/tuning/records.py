@@ -14,41 +14,12 @@ from qdqtune.errors import Failure
 from qdqtune.numerics.scores import Scores
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import (
-    Accuracy,
-    CostsByRule,
-    Layer,
     Measurement,
     Placement,
 )
 
 Shipped = Literal["tuned", "baseline", "given"]
 """The content of optimized_final.onnx: the tuned model, the float model, or a copy of the user's file."""
-
-
-class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of a candidate or of a comparison: its rounds, or its costs by rule, or why there are none."""
-
-    samples: Measurement | None = None
-    failure: Failure | None = None
-    costs: CostsByRule | None = None
-
-    def __post_init__(self) -> None:
-        if sum(value is not None for value in (self.samples, self.failure, self.costs)) != 1:
-            raise ValueError("there is either a value or a failure")
-
-    @classmethod
-    def of(cls, result: Measurement | CostsByRule | Failure) -> Outcome:
-        """Convert a result to its stored form."""
-        if isinstance(result, CostsByRule):
-            return cls(costs=result)
-        return cls(failure=result) if isinstance(result, Failure) else cls(samples=result)
-
-    @property
-    def result(self) -> Measurement | CostsByRule | Failure:
-        """The rounds, the costs by rule, or the failure."""
-        result = self.samples or self.costs or self.failure
-        assert result is not None  # checked when it was made
-        return result
 
 
 class RangesRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,19 +38,6 @@ def job_of(placement: str, against: str) -> str:
 def proof_key(placement: Placement) -> str:
     """The key of the rounds that prove a placement."""
     return f"proof:{placement.digest}"
-
-
-class TrialRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A candidate compared with another placement, whose digest is `against`; see `Trial`."""
-
-    origin: str
-    against: str
-    placement: Placement
-    result: Outcome
-    pattern: str = ""
-    predicted: float | None = None
-    accuracy: Accuracy = Accuracy()
-    layers: tuple[Layer, ...] | None = None
 
 
 class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -109,7 +67,7 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class RewriteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Models with one more rewrite each, by its name, compared with the model without, and the builds of the race."""
 
-    results: dict[str, Outcome]
+    results: dict[str, Measurement | Failure]
     builds: int
 
 
@@ -147,13 +105,6 @@ class TriedRewrites:
 
 
 NO_REWRITES = TriedRewrites()
-
-
-class SchemeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A scheme of a fusion group compared with float; `rounds` is None if its layers already show that it is slower."""
-
-    rounds: Measurement | None = None
-    layers: tuple[Layer, ...] = ()
 
 
 @dataclass(frozen=True)

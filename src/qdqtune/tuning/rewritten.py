@@ -25,7 +25,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.timing.race import decided_candidates, race, taking_rounds
 from qdqtune.timing.ratios import is_cut_short, ratio
 from qdqtune.tuning.contexts import at_each
-from qdqtune.tuning.records import Form, Outcome, RewriteRecord, Tried, TriedRewrites
+from qdqtune.tuning.records import Form, RewriteRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import IN_A_HURRY, Caveat
@@ -84,8 +84,8 @@ def with_rewrites(ready: Ready) -> Ready:
 
 def _is_open(record: RewriteRecord, settings: Settings) -> bool:
     """Whether a comparison has more rounds to come by this plan: it lacked time, or its own plan had fewer."""
-    samples = [result.samples for result in record.results.values()]
-    return any(one is not None and is_cut_short(one, settings.plan) for one in samples)
+    rounds = [result for result in record.results.values() if isinstance(result, Measurement)]
+    return any(is_cut_short(measured, settings.plan) for measured in rounds)
 
 
 def most_builds(settings: Settings, subject: Subject) -> int:
@@ -151,10 +151,10 @@ class _Trying:
                 break
             builds += record.builds
             for name, result in record.results.items():
-                measured = None if result.samples is None else ratio(result.samples, settings.plan)
+                measured = None if isinstance(result, Failure) else ratio(result, settings.plan)
                 tried.append(Tried(name, form, measured, kept=measured is not None and measured.verdict == "faster"))
-                if result.failure is not None:
-                    notes.append(f"rewrite {name} was passed over: {result.failure.reason}")
+                if isinstance(result, Failure):
+                    notes.append(f"rewrite {name} was passed over: {result.reason}")
                 if tried[-1].kept or measured is None:
                     left.remove(name)
         found = TriedRewrites(tuple(tried), builds, tuple(notes))
@@ -172,13 +172,13 @@ class _Trying:
         pair in it."""
         runner, settings, before = self.ready.runner, self.ready.settings, len(self.builds)
         handles: dict[str, Handle] = {}
-        results: dict[str, Outcome] = {}
+        results: dict[str, Measurement | Failure] = {}
         for name in ("", *names):
             try:
                 handle = self._built(form, name)
             except EngineRefused as refused:
                 caveat.is_lost |= refused.is_transient
-                results[name] = Outcome(failure=refused.failure)
+                results[name] = refused.failure
                 continue
             if handle is not None:
                 handles[name] = handle
@@ -195,21 +195,21 @@ class _Trying:
                     results[name] = self._checked(name, times.pair(0, place))
         except EngineRefused as refused:
             caveat.is_lost |= refused.is_transient
-            results |= {name: Outcome(failure=refused.failure) for name in handles if name}
+            results |= dict.fromkeys(filter(None, handles), refused.failure)
         return RewriteRecord(results=results, builds=builds)
 
-    def _checked(self, name: str, measured: Measurement) -> Outcome:
+    def _checked(self, name: str, measured: Measurement) -> Measurement | Failure:
         """The rounds of a model; a failure if it is faster, but its float outputs differ by more than rounding from
         those without the rewrite."""
         if ratio(measured, self.ready.settings.plan).verdict != "faster":
-            return Outcome(samples=measured)
+            return measured
         floats = [self._built("float", one) for one in ("", name)]
         samples = [workload.inputs for workload in self.ready.subject.mix]
         before, after = (self.ready.runner.outputs(handle, samples) for handle in floats if handle is not None)
         db = accuracy(before, after, NO_SCORES).sqnr_db
         if db is None or db >= SAME_DB:
-            return Outcome(samples=measured)
-        return Outcome(failure=Failure("output", f"the engine computes other outputs with it ({db:.1f} dB)"))
+            return measured
+        return Failure("output", f"the engine computes other outputs with it ({db:.1f} dB)")
 
     def _built(self, form: Form, name: str) -> Handle | None:
         """The build of a model, made when it is first asked for; None where rules place no pair."""

@@ -42,7 +42,7 @@ from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.records import NO_REWRITES, TrialRecord, TriedRewrites
+from qdqtune.tuning.records import NO_REWRITES, TriedRewrites
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
@@ -481,7 +481,7 @@ def _widths(ready: Ready) -> tuple[int, int]:
     it is smaller if its builds would otherwise fill fewer than `LESSONS` batches after the first."""
     store, workers, settings = ready.store, 1 + len(ready.others), ready.settings
     widths = store.get("batch", tuple[int, int])
-    if widths is None and workers > 1 and not store.values("trial:", TrialRecord):
+    if widths is None and workers > 1 and not store.values("trial:", Trial):
         builds = settings.search_builds if settings.mode == "cut" else settings.seed_builds
         often = workers if settings.front else max(1, (builds - FIRST) // LESSONS)
         widths = store.put("batch", (workers, min(workers, often)))

@@ -34,7 +34,7 @@ from qdqtune.errors import (
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 
-VERSION = 2
+VERSION = 3
 CANDIDATE_VERSION = 5
 """The version of the code that makes candidates (loading, scales, insertion): raised when the files of equal placements
 change, so that no run mixes two kinds. A test notices such a change."""
@@ -69,13 +69,17 @@ class Caveat:
     is_lost: bool = False
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a state file: the JSON of its value, or the failure in its place; `where` it is, for messages."""
+class Line(msgspec.Struct):
+    """A line of a state file: the JSON of its value, or the failure in its place; `where` it is, for messages. The
+    first line has the fingerprint of the run, and versions instead."""
 
-    value: object
-    failure: Failure | None
-    where: str
+    key: str
+    value: Any = None
+    failure: Failure | None = None
+    version: int = 0
+    candidates: int = 0
+    fingerprint: dict[str, Any] = {}
+    where: str = ""
 
     def read(self, kind: type[T]) -> T:
         """The value.
@@ -228,7 +232,7 @@ class Store:
             if on_disk:
                 self._append({"key": key, **row})
             failure = value if isinstance(value, Failure) else None
-            self.journal.lines[key] = Line(row.get("value"), failure, str(self.path))
+            self.journal.lines[key] = Line(key, row.get("value"), failure, where=str(self.path))
             self._own[key] = value
 
     def forget(self) -> None:
@@ -341,14 +345,10 @@ def _journal(content: bytes, path: Path) -> Journal | None:
         raise BadState(f"{path} is no state file: choose another `output_dir`")
     if not lines[0].startswith(LINE_START):
         raise BadState(f"{path} is no state file of this version: move it away, or choose another `output_dir`")
-    rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-    head = rows[0]
+    head, *others = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if head.key != "run" or head.version != VERSION:
         raise BadState(f"{path} is no state file of this version: move it away, or start over with `restart`")
-    journal = Journal(head.fingerprint, head.candidates, {}, len(content) - len(torn))
-    for number, row in enumerate(rows[1:], 2):
-        journal.lines[row.key] = Line(row.value, row.failure, f"{path}, line {number}")
-    return journal
+    return Journal(head.fingerprint, head.candidates, {row.key: row for row in others}, len(content) - len(torn))
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
@@ -361,22 +361,13 @@ def line_of(row: Mapping[str, Any]) -> bytes:
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
 
-class _Row(msgspec.Struct, frozen=True):
-    key: str
-    value: Any = None
-    failure: Failure | None = None
-    version: int = 0
-    candidates: int = 0
-    fingerprint: dict[str, Any] = {}
-
-
-def _parsed(line: bytes, where: str) -> _Row:
+def _parsed(line: bytes, where: str) -> Line:
     text, _, crc = line.decode(errors="replace").rpartition(', "crc": "')
     if crc != f'{zlib.crc32((text + "}").encode()):08x}"}}':
         raise damaged(where)
     try:
-        return msgspec.convert(parsed_json(text + "}"), _Row)
-    except ValueError as error:
+        return msgspec.convert(parsed_json(text + "}") | {"where": where}, Line)
+    except (ValueError, TypeError) as error:
         raise damaged(where) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -178,12 +178,18 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
     are_files_checked = rewrites is not None
-    rewrites = rewrites or _first_rewrites(settings)
+    if rewrites is None:
+        # Nothing that the engine makes by itself where the user's other files name nodes.
+        names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
+        merged = () if names_nodes else MERGED.get(settings.engine.name, ())
+        rewrites = Rewrites() if settings.from_qdq else allowed(settings.rewrites, merged)
     numbers = runner.numeric_format(settings.quant_type)
     if settings.portable:
         numbers = portable(settings.engine.name, numbers)
     notes: list[str] = []
-    usual = _usual_precision(settings, runner)
+    usual: Precision = "fp32"
+    if not settings.from_qdq and settings.precision is None:
+        usual = usual_precision(settings.engine.name, runner.describe().get("version", ""))
     wanted: Precision = settings.precision or usual
     model, quantized, made = _loaded(settings, numbers, wanted, rewrites)
     imported = None if quantized is None else read_placement(model, quantized, settings.quant_type)
@@ -225,8 +231,12 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     )
     grouped = patterns.group(shaped, regions)
     chosen = filtered(shaped, grouped, settings.node_filter)
-    if not are_files_checked:
-        _check_files(settings, shaped)
+    if not are_files_checked and settings.pattern_cache is not None:
+        cache.read_cache(settings.pattern_cache)
+    if not are_files_checked and settings.graph_json is not None:
+        groups.from_file(shaped, settings.graph_json)
+    if not are_files_checked and settings.calibration_cache is not None:
+        from_file(settings.calibration_cache, shaped, settings.model)
     return Subject(
         prepared=prepared,
         numbers=numbers,
@@ -264,21 +274,14 @@ def calibrated(
             sample = subject.prepared.samples.first(1)[0]
             check_stripped(subject.model, subject.quantized, session, sample, str(settings.model), instead)
     if record is None:
-        hurried: list[str] = []
-
-        def note_hurry(note: str) -> None:
-            hurried.append(note)
-            observer.note(note)
-
-        in_time = SamplesInTime.of(subject.prepared, settings.calibration, ends, note_hurry)
-        produced = replace(subject.prepared.calibration, produce=in_time)
-        prepared = replace(subject.prepared, calibration=_counted(produced, observer))
+        in_time = SamplesInTime.of(subject.prepared, settings.calibration, ends, observer)
+        prepared = replace(subject.prepared, calibration=replace(subject.prepared.calibration, produce=in_time))
         placed = partial(placement_by_rules, subject, settings)
         found = fitted(
             prepared, settings.calibration, subject.numbers, placed, observer, bias_samples=in_time.bias_samples
         )
         whole = with_wide(prepared, found, subject.numbers)
-        record = store.put("ranges", RangesRecord(ranges=whole, hurried=tuple(hurried)))
+        record = store.put("ranges", RangesRecord(ranges=whole, hurried=tuple(in_time.notes)))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
@@ -299,71 +302,59 @@ def calibrated(
 @dataclass
 class SamplesInTime:
     """Iterates over the samples of calibration, and over fewer of them, but for the `LEAST_SAMPLES`, once a pass takes
-    longer than `seconds`; later passes then take as few. `note` tells the user once. `each` is the seconds of a sample
-    in the passes so far."""
+    longer than `seconds` or they cannot be read any longer; later passes then take as few. The observer is told of each
+    sample, and the user of what time has no room for (`notes`). `each` is the seconds of a sample in the passes so
+    far."""
 
     samples: Samples
     seconds: float
-    note: Callable[[str], None]
+    observer: Observer
     most: float = inf
     each: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(prepared: Prepared, how: Calibration, ends: float | None, note: Callable[[str], None]) -> SamplesInTime:
+    def of(prepared: Prepared, how: Calibration, ends: float | None, observer: Observer) -> SamplesInTime:
         """The samples of a calibration in a run that has to end at `ends`, if at all: the time is divided among the
         passes and the correction of biases."""
         if ends is None:
-            return SamplesInTime(prepared.calibration, inf, note)
+            return SamplesInTime(prepared.calibration, inf, observer)
         left = CALIBRATION_SHARE * max(0.0, ends - time.monotonic())
         tensors = candidate_tensors(prepared.shaped)
         count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
-        return SamplesInTime(prepared.calibration, left / (max(1, count) + how.bias_correction), note)
+        return SamplesInTime(prepared.calibration, left / (max(1, count) + how.bias_correction), observer)
 
     def __call__(self) -> Iterator[Sample]:
-        started = time.monotonic()
-        for number, sample in enumerate(_until_too_slow(self.samples)):
-            if number >= LEAST_SAMPLES and time.monotonic() - started > self.seconds:
-                self.most = min(self.most, number)
-            if number:
-                self.each = (time.monotonic() - started) / number
-            if number >= self.most:
-                return
-            yield sample
+        started, read = time.monotonic(), 0
+        try:
+            for number, sample in enumerate(self.samples):
+                if number >= LEAST_SAMPLES and time.monotonic() - started > self.seconds:
+                    self.most = min(self.most, number)
+                if number:
+                    self.each = (time.monotonic() - started) / number
+                if number >= self.most:
+                    return
+                yield sample
+                read = number + 1
+                self.observer.progress(read, None)
+        except TooSlow:
+            if not read:
+                raise
 
     def bias_samples(self) -> int:
-        """How many samples may correct biases; 0 if there is no time for `LEAST_SAMPLES`. The user is told what time
-        has no room for."""
+        """How many samples may correct biases; 0 if there is no time for `LEAST_SAMPLES`."""
         if self.most < inf:
-            self.note(f"`time_budget` has no room for all calibration samples: it takes {self.most:.0f}")
+            self._note(f"`time_budget` has no room for all calibration samples: it takes {self.most:.0f}")
         cost = BIAS_RUNS * self.each  # a pass of calibration takes an inference and looks at all values
         count = BIAS_SAMPLES if BIAS_SAMPLES * cost <= self.seconds else int(self.seconds / cost)
         if count >= LEAST_SAMPLES:
             return count
-        self.note("`time_budget` has no room to correct biases: outputs come less close to the float model's")
+        self._note("`time_budget` has no room to correct biases: outputs come less close to the float model's")
         return 0
 
-
-def _until_too_slow(samples: Samples) -> Iterator[Sample]:
-    """The samples that can be read before the run has to end, at least one."""
-    has_one = False
-    try:
-        for sample in samples:
-            yield sample
-            has_one = True
-    except TooSlow:
-        if not has_one:
-            raise
-
-
-def _counted(samples: Samples, observer: Observer) -> Samples:
-    """The samples, with progress reported on each pass over them."""
-
-    def produce() -> Iterator[Sample]:
-        for number, sample in enumerate(samples, 1):
-            yield sample
-            observer.progress(number, None)
-
-    return replace(samples, produce=produce)
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.observer.note(text)
 
 
 def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
@@ -373,22 +364,6 @@ def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> 
         return Placement()
     possible = possible_edges(subject.shaped, ranges)
     return engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
-
-
-def _usual_precision(settings: Settings, runner: Runner) -> Precision:
-    """The engine's usual type of values without pairs; fp32 if the user names one, or the model came with pairs."""
-    if settings.from_qdq or settings.precision is not None:
-        return "fp32"
-    return usual_precision(settings.engine.name, runner.describe().get("version", ""))
-
-
-def _first_rewrites(settings: Settings) -> Rewrites:
-    """The rewrites that are made before anything is measured; of what the engine makes by itself none where the user's
-    other files name nodes."""
-    if settings.from_qdq:
-        return Rewrites()
-    names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
-    return allowed(settings.rewrites, () if names_nodes else MERGED.get(settings.engine.name, ()))
 
 
 def _loaded(
@@ -495,17 +470,3 @@ def check_device(spec: EngineSpec, runner: Runner, machine: MachineFacts | None 
         raise
     if device == "none":
         raise EngineUnavailable(f"{spec.name} builds here but times nothing, and a search needs times; {WITHOUT_GPU}")
-
-
-def _check_files(settings: Settings, model: Model) -> None:
-    """Read the files that a run needs later, to find errors now. `model` has the shapes of the measurement.
-
-    Raises:
-        InputError: one is missing, damaged, or of another model.
-    """
-    if settings.pattern_cache is not None:
-        cache.read_cache(settings.pattern_cache)
-    if settings.graph_json is not None:
-        groups.from_file(model, settings.graph_json)
-    if settings.calibration_cache is not None:
-        from_file(settings.calibration_cache, model, settings.model)

@@ -220,25 +220,13 @@ class Machine(msgspec.Struct, frozen=True):
 
 class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
     """A trial in the order of the search, how it was judged, and when it ended, in seconds from the beginning of the
-    session. Its origin and its rounds are in the `TrialRecord` with the same `of`."""
+    session. Its origin and its rounds are in the state file, under the key `trial:` with the same `of`."""
 
     of: str
     accepted: bool
     holds: bool | None
     metric: float | None
     seconds: float | None
-
-
-class ReadSettings(TypedDict, total=False):
-    """Settings in the log that other code reads; the log has only those that differ from the defaults."""
-
-    calibration_data: str | None
-    calibration_samples: int | None
-    seed: int
-    time_limit: float
-    fix_inputs: dict[str, float | int | str]
-    input_shapes: dict[str, list[int]]
-    workloads: list[str]
 
 
 class RunLog(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,9 +246,6 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     seconds: float
 
-    def __post_init__(self) -> None:
-        msgspec.convert(self.settings, ReadSettings)  # raises if one has another type
-
 
 def read_summary(folder: Path) -> Summary:
     """Read summary.json.
@@ -273,12 +258,6 @@ def read_summary(folder: Path) -> Summary:
         if not folder.is_dir():
             raise BadOption(f"there is no folder {folder}: name the output folder of a finished qdqtune tune")
         raise BadOption(f"{folder} holds no finished run: let qdqtune tune write to it, and come to its end")
-    rewrites, is_tuned = summary["rewrites"], summary["shipped"] == "tuned"
-    halves = ("gave" in rewrites) != ("placement_gave" in rewrites)
-    if halves or (
-        is_tuned and any(not Figures.__annotations__.keys() <= r.keys() for r in summary.get("workloads", ()))
-    ):
-        raise _damaged(folder / SUMMARY)
     return summary
 
 
@@ -295,8 +274,4 @@ def read_json(path: Path, form: type[T]) -> T | None:
             check_file(path)
             return msgspec.json.decode(path.read_bytes(), type=form)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path) from error
-
-
-def _damaged(path: Path) -> BadOption:
-    return BadOption(f"{path} is not what a run has written: tune again with `restart`, or restore it")
+        raise BadOption(f"{path} is not what a run has written: tune again with `restart`, or restore it") from error

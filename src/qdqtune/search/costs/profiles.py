@@ -138,7 +138,7 @@ class SchemeResult:
     scheme: str
     placement: Placement
     result: Measurement | Failure | None
-    layers: Sequence[Layer] = ()
+    layers: tuple[Layer, ...] = ()
 
 
 def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeResult]) -> Profile:
