@@ -1,4 +1,4 @@
-"""`explain` and the page of one run agree on every node, and their sums are what was measured, in many runs."""
+"""What `explain` and the page of a run tell of its nodes adds up to what was measured, in many runs."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,12 +9,10 @@ import onnx
 import pytest
 
 from models import INT8, build, normal, ranges
-from qdqtune.commands.explain import Explained, explain_run
+from qdqtune.commands.explain import explain_run
 from qdqtune.engines import EngineSpec
 from qdqtune.explanation.charts import longest
-from qdqtune.explanation.page import compact
 from qdqtune.explanation.report import OWN, report_of_run
-from qdqtune.explanation.report_values import Report
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
@@ -26,9 +24,6 @@ from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from runs import hopeless, mixed, settings, write
 from workers import in_process
-
-ROUNDED = {"rel": 1e-3, "abs": 1e-9}
-"""What a page rounds a time by."""
 
 
 def swishing(width: int = 128) -> Model:
@@ -105,60 +100,37 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return model.parent / "out"
 
 
-def by_unit(explained: Explained) -> dict[str, tuple[tuple[str, ...], float, float]]:
-    """By node its unit, and what that took in what ships and in the float model."""
-    return {name: (row.nodes, row.ms or 0.0, row.float_ms or 0.0) for row in explained.rows for name in row.nodes}
-
-
-def drawn_groups(report: Report) -> list[tuple[list[str], float | None, float | None]]:
-    """The groups in the page's data: names, and what they take before and after."""
-    assert report.map is not None
-    data = compact(report.map, {})
-    nodes = [node[0] for node in data["nodes"]]
-    return [(nodes[g[0] : g[0] + g[1]], g[4], None if g[5] is None else g[5] + g[6]) for g in data["groups"]]
-
-
-def test_the_page_and_explain_tell_the_same_of_every_node(folder: Path) -> None:
-    explained, report = explain_run(folder), report_of_run(folder)
-    told, ships = by_unit(explained), report.map is not None and report.map.tuned in ("tuned", OWN)
-    for names, before, after in drawn_groups(report):
-        units = {told[name] for name in names}
-        if before is not None and {node for unit, _, _ in units for node in unit} == set(names):
-            assert before == pytest.approx(sum(unit[2] for unit in units), **ROUNDED)
-            if ships and after is not None:
-                assert after == pytest.approx(sum(unit[1] for unit in units), **ROUNDED)
-    assert report.map is not None
-    assert {n.name: n.why for n in report.map.nodes} == {name: row.why for row in explained.rows for name in row.nodes}
-    assert all(row.why for row in explained.rows)
-
-
-def test_sums_are_what_was_measured(folder: Path) -> None:
+def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Path) -> None:
     explained, report, run = explain_run(folder), report_of_run(folder), read_run(folder)
-    groups, units = drawn_groups(report), set(by_unit(explained).values())
-    if all(row.float_ms is None for row in explained.rows):
-        assert all(before is None for _, before, _ in groups)
+    rows, drawn = explained.rows, report.map
+    assert drawn is not None
+    assert {node.name: node.why for node in drawn.nodes} == {name: row.why for row in rows for name in row.nodes}
+    assert all(row.why for row in rows)
+    if all(row.float_ms is None for row in rows):
+        assert all(group.float_ms is None for group in drawn.groups)
         assert not report.bars
         return
-    ships = run.here["final_ms"]
-    assert ships is not None
-    assert sum(unit[2] for unit in units) == pytest.approx(run.float_ms)
-    assert sum(unit[1] for unit in units) == pytest.approx(ships)
-    assert sum(tally.ms or 0.0 for tally in explained.tallies) == pytest.approx(ships)
-    assert sum(tally.float_ms or 0.0 for tally in explained.tallies) == pytest.approx(run.float_ms)
-    assert sum(before or 0.0 for _, before, _ in groups) == pytest.approx(run.float_ms, rel=1e-3)
-    assert sum(bar.float_ms for bar in report.bars) == pytest.approx(run.float_ms)
+    floats, ships = pytest.approx(run.float_ms), pytest.approx(run.here["final_ms"])
+    assert run.here["final_ms"] is not None
+    assert sum(row.float_ms or 0.0 for row in rows) == floats
+    assert sum(tally.float_ms or 0.0 for tally in explained.tallies) == floats
+    assert sum(group.float_ms or 0.0 for group in drawn.groups) == floats
+    assert sum(bar.float_ms for bar in report.bars) == floats
     assert f"{run.float_ms:.4g} ms" in report.bars_lead
+    assert sum(row.ms or 0.0 for row in rows) == ships
+    assert sum(tally.ms or 0.0 for tally in explained.tallies) == ships
     if run.placement:
-        assert f"{ships:.4g} ms" in report.bars_lead
-        assert sum(after or 0.0 for _, _, after in groups) == pytest.approx(ships, rel=1e-3)
-        assert sum((bar.tuned_ms or 0.0) + bar.conversion_ms for bar in report.bars) == pytest.approx(ships)
+        assert drawn.tuned in ("tuned", OWN)
+        assert f"{run.here['final_ms']:.4g} ms" in report.bars_lead
+        assert sum((group.tuned_ms or 0.0) + group.conversion_ms for group in drawn.groups) == ships
+        assert sum((bar.tuned_ms or 0.0) + bar.conversion_ms for bar in report.bars) == ships
     assert longest(report.bars) >= max(max(bar.float_ms, bar.tuned_ms or 0.0) for bar in report.bars)
 
 
-def test_the_summary_is_about_the_file_that_ships(folder: Path) -> None:
-    run, final = read_run(folder), load(folder / "optimized_final.onnx")
+def test_the_summary_is_about_the_file_that_ships_and_a_row_says_which_candidate_that_is(folder: Path) -> None:
+    run, report, final = read_run(folder), report_of_run(folder), load(folder / "optimized_final.onnx")
     placement = placement_in(load(folder / "baseline.onnx"), final)
-    summary, told = run.summary, {fact.name: fact.value for fact in report_of_run(folder).facts}
+    summary, told = run.summary, {fact.name: fact.value for fact in report.facts}
     assert (summary["pairs"], summary["edges"]) == (count_pairs(placement), len(placement))
     assert summary["final_ms"] is not None
     assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
@@ -166,11 +138,7 @@ def test_the_summary_is_about_the_file_that_ships(folder: Path) -> None:
     if run.keeps_own_pairs:
         assert told["latency"] == f"{summary['final_ms']:.3f} ms"
         assert told["output SQNR against float"].startswith(f"{summary['output_sqnr_db']:.1f} dB")
-        assert f"takes {summary['final_ms']:.4g} ms" in report_of_run(folder).verdict.meaning
-
-
-def test_a_row_says_which_candidate_ships(folder: Path) -> None:
-    run, report = read_run(folder), report_of_run(folder)
+        assert f"takes {summary['final_ms']:.4g} ms" in report.verdict.meaning
     shipped = [candidate for candidate in report.candidates if candidate.ships]
     assert len(shipped) == (0 if run.trial is None else 1)
     assert all("optimized_final.onnx" in candidate.told for candidate in shipped)

@@ -79,29 +79,31 @@ def test_it_is_quiet_fits_the_window_and_keeps_nobody_out(
         assert not seen.asked
 
 
-def test_a_box_opens_what_is_in_it_and_escape_closes_it(browser: Browser, page_file: Path) -> None:
+def test_a_box_opens_what_is_in_it_by_mouse_and_by_keys_and_a_bar_leads_to_its_group(
+    browser: Browser, page_file: Path
+) -> None:
     with opened(browser, page_file) as seen:
         page, panel = seen.page, seen.page.locator("#panel")
+        selected = page.locator("[role=option][aria-selected=true]")
         expect(panel).to_contain_text("whole model")
         page.locator(".cell[aria-label^=Softmax]").click()
         expect(panel.locator("bdi")).to_have_text("softmax")
         expect(panel).to_contain_text("float")
         page.keyboard.press("Escape")
         expect(panel).to_contain_text("whole model")
-        assert not seen.said
-
-
-def test_arrows_walk_and_enter_opens(browser: Browser, page_file: Path) -> None:
-    with opened(browser, page_file) as seen:
-        page = seen.page
         page.locator(".cell").first.focus()
-        page.keyboard.press("End")
-        page.keyboard.press("ArrowLeft")
-        page.keyboard.press("Enter")
-        expect(page.locator("[role=option][aria-selected=true]")).to_be_focused()
-        expect(page.locator("#panel")).to_contain_text("tanh")
+        for key in ("End", "ArrowLeft", "Enter"):
+            page.keyboard.press(key)
+        expect(selected).to_be_focused()
+        expect(panel).to_contain_text("tanh")
         page.keyboard.press("Escape")
-        expect(page.locator("[aria-selected=true]")).to_have_count(0)
+        expect(selected).to_have_count(0)
+        page.locator(".bars button").first.click()
+        expect(selected).to_be_focused()
+        assert not seen.said
+        page.emulate_media(media="print")
+        assert not panel.is_visible()
+        assert page.pdf().startswith(b"%PDF")
 
 
 def test_colours_change_and_the_legend_with_them(browser: Browser, page_file: Path) -> None:
@@ -115,12 +117,6 @@ def test_colours_change_and_the_legend_with_them(browser: Browser, page_file: Pa
         expect(seen.page.locator("#legend")).to_contain_text("saved")
         seen.page.get_by_label("Colours").select_option("dark")
         assert seen.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 21, 20)"
-
-
-def test_a_bar_leads_to_its_group(browser: Browser, page_file: Path) -> None:
-    with opened(browser, page_file) as seen:
-        seen.page.locator(".bars button").first.click()
-        expect(seen.page.locator("[role=option][aria-selected=true]")).to_be_focused()
 
 
 def test_thousands_of_nodes_form_blocks_and_search_finds_each(browser: Browser, tmp_path: Path) -> None:
@@ -150,10 +146,3 @@ def test_names_cannot_command_the_page(browser: Browser, report: Report, tmp_pat
         assert seen.page.locator("img").count() == 0
         assert not seen.said
         assert not seen.asked
-
-
-def test_it_can_be_printed(browser: Browser, page_file: Path) -> None:
-    with opened(browser, page_file) as seen:
-        seen.page.emulate_media(media="print")
-        assert not seen.page.locator("#panel").is_visible()
-        assert seen.page.pdf().startswith(b"%PDF")

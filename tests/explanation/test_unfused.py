@@ -11,7 +11,7 @@ from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.explanation.unfused import UNKNOWN, allow, check
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.types import Layer, NumericFormat
+from qdqtune.types import Layer
 
 
 def fake_layers(model: Model, folder: Path) -> tuple[Layer, ...]:
@@ -22,38 +22,31 @@ def fake_layers(model: Model, folder: Path) -> tuple[Layer, ...]:
 def test_a_fused_model_has_only_its_border(tmp_path):
     model = net(FIRST, WEIGHT, CONV, "[relu] d = Relu(c)", LAST)
     found = check(model, fake_layers(model, tmp_path))
-    assert [(f.kind, f.nodes, f.fails) for f in found] == [("boundary", ("xq",), False), ("boundary", ("yd",), False)]
-    assert [f.reason for f in found] == [
-        "first Q behind a float input of the model",
-        "last DQ in front of a float output of the model",
+    assert [(f.nodes, f.kind, f.fails, f.reason) for f in found] == [
+        (("xq",), "boundary", False, "first Q behind a float input of the model"),
+        (("yd",), "boundary", False, "last DQ in front of a float output of the model"),
     ]
     assert all(f.time_ms is not None and f.time_ms > 0 for f in found)
 
 
-def test_a_pair_between_convolution_and_relu(tmp_path):
-    middle = "[cq] c1 = QuantizeLinear(c, s, z) [cd] c2 = DequantizeLinear(c1, s, z) [relu] d = Relu(c2)"
-    model = net(FIRST, WEIGHT, CONV, middle, LAST)
-    found = [f for f in check(model, fake_layers(model, tmp_path)) if f.fails]
-    assert [(f.kind, f.nodes, f.cause) for f in found] == [
-        ("standalone pair", ("cd",), "relu"), ("float compute", ("relu",), "relu"),
-        ("standalone pair", ("yq",), "relu"),
-    ]  # fmt: skip
-    assert {f.reason for f in found} == {
-        "relu (Relu) runs in float: a pair stands between conv (Conv) and it, which engines fuse: "
-        "put the pair behind it instead"
-    }
+BEHIND_CONV = "[cq] c1 = QuantizeLinear(c, s, z) [cd] c2 = DequantizeLinear(c1, s, z)"
 
 
-def test_an_activation_without_its_weight(tmp_path):
-    model = net(FIRST, "[conv] d = Conv <pads=[1,1,1,1]>(b, wf)", LAST)
+@pytest.mark.parametrize(("parts", "alone", "in_float", "reason"), [
+    ((FIRST, WEIGHT, CONV, BEHIND_CONV, "[relu] d = Relu(c2)"), ["cd", "yq"], ["relu"],
+     "relu (Relu) runs in float: a pair stands between conv (Conv) and it, which engines fuse: "
+     "put the pair behind it instead"),
+    ((FIRST, "[conv] d = Conv <pads=[1,1,1,1]>(b, wf)"), ["xq", "xd", "yq"], ["conv"],
+     "conv (Conv) runs in float: only its activation carries a pair, its weight wf does not"),
+    ((FIRST, WEIGHT, CONV, BEHIND_CONV, "[add] d = Add(c2, x)"), ["cd", "yq"], [],
+     "add (Add) runs in float: only 1 of its 2 inputs carries a pair, x does not"),
+])  # fmt: skip
+def test_what_runs_in_float_on_an_engine_that_fuses(tmp_path, parts, alone, in_float, reason):
+    model = net(*parts, LAST)
     found = [f for f in check(model, fake_layers(model, tmp_path)) if f.fails]
-    assert [(f.kind, f.nodes, f.cause) for f in found] == [
-        ("standalone pair", ("xq",), "conv"), ("standalone pair", ("xd",), "conv"),
-        ("float compute", ("conv",), "conv"), ("standalone pair", ("yq",), "conv"),
-    ]  # fmt: skip
-    assert {f.reason for f in found} == {
-        "conv (Conv) runs in float: only its activation carries a pair, its weight wf does not"
-    }
+    assert [f.nodes for f in found if f.kind == "standalone pair"] == [(name,) for name in alone]
+    assert [f.nodes for f in found if f.kind == "float compute"] == [(name,) for name in in_float]
+    assert {(f.cause, f.reason) for f in found} == {(reason.partition(" ")[0], reason)}
 
 
 def test_a_weight_without_its_activation_that_the_engine_folded():
@@ -101,15 +94,11 @@ def test_a_compute_layer_that_holds_only_a_q_is_the_rest_of_an_operator():
     assert [f.nodes for f in check(model, given)] == [("xq",)]
 
 
-def test_integer_results_of_paired_inputs_are_no_finding():
-    model = net(FIRST, "[shape] n = Shape(b) [keep] y = Reshape(x, n)")
-    assert not [f for f in failing(model, "xq: INT8", "xd: FP32", "shape: FP32") if f.kind == "float compute"]
-
-
-def test_what_reads_only_the_shape_of_a_tensor_is_no_reason():
+def test_what_reads_only_the_shape_of_a_tensor_is_no_finding_and_no_reason():
     model = net(FIRST, "[shape] n = Shape(b) [tanh] t = Tanh(b) [keep] y = Reshape(t, n)")
     found = failing(model, "xq: INT8", "xd: FP32", "shape: INT64", "tanh: FP32", "keep: FP32")
     assert {f.cause for f in found} == {"tanh"}
+    assert not [f for f in found if "shape" in f.nodes]
 
 
 def test_names_that_are_no_nodes():
@@ -200,41 +189,29 @@ def test_one_of_several_readers_is_float():
 
 def test_the_result_has_another_reader():
     model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST, "[tanh] t = Tanh(d)", outputs=("y", "t"))
-    assert (
-        reason(model, "wd + conv: FP32")
-        == "conv (Conv) runs in float: its output carries no pair on the way to tanh (Tanh)"
-    )
+    assert reason(model, "wd + conv: FP32").endswith(": its output carries no pair on the way to tanh (Tanh)")
     found = failing(model, "xd + wd + conv: INT8", "yq: INT8", "tanh: FP32")
     assert [f.reason for f in found] == ["the result of conv (Conv) is read in float as well: tanh (Tanh)"]
 
 
 def test_the_result_is_an_output_of_the_model():
     model = net(FIRST, WEIGHT, CONV, "[relu] y = Relu(c)")
-    assert reason(model, "wd + conv + relu: FP32").endswith(
-        "its output carries no pair on the way to the model's output"
-    )
+    assert reason(model, "wd + conv + relu: FP32").endswith("carries no pair on the way to the model's output")
     model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST, outputs=("y", "b"))
     (finding,) = failing(model, "xd: FP32", "wd + conv + yq: INT8")
     assert finding.reason == "b is an output of the model as well"
 
 
+@pytest.mark.parametrize("moved", ["", "[turn] t = Transpose <perm=[0,1,3,2]>(b)"])
 @pytest.mark.parametrize(("scale", "words"), [
     ("s", "with the same scale: one pair is enough"), ("s2", "with another scale: give both pairs one"),
 ])  # fmt: skip
-def test_pairs_one_behind_the_other(scale, words):
-    again = f"[cq] c1 = QuantizeLinear(b, {scale}, z) [cd] c2 = DequantizeLinear(c1, {scale}, z) [conv] y = Conv(c2, v)"
-    found = failing(net(FIRST, WEIGHT, again), "xd: FP32", "cq: INT8", "cd + wd + conv: INT8")
-    assert [f.reason for f in found] == [f"cq follows xd {words}"] * 2
-
-
-def test_values_that_are_only_moved_between_two_pairs():
-    def moved(scale: str) -> list[str]:
-        again = f"[cq] c1 = QuantizeLinear(t, {scale}, z) [cd] c2 = DequantizeLinear(c1, {scale}, z)"
-        model = net(FIRST, "[turn] t = Transpose <perm=[0,1,3,2]>(b)", again, WEIGHT, "[conv] y = Conv(c2, v)")
-        return [f.reason for f in failing(model, "xd: FP32", "turn: INT8", "cq: INT8", "cd + wd + conv: INT8")]
-
-    assert moved("s2")[-1] == "cq follows xd with another scale: give both pairs one"
-    assert moved("s")[-1] == "cq follows xd with the same scale: one pair is enough"
+def test_pairs_one_behind_the_other(scale, words, moved):
+    values = "t" if moved else "b"
+    again = f"[cq] c1 = QuantizeLinear({values}, {scale}, z) [cd] c2 = DequantizeLinear(c1, {scale}, z)"
+    model = net(FIRST, moved, again, WEIGHT, "[conv] y = Conv(c2, v)")
+    found = failing(model, "xd: FP32", *(["turn: INT8"] if moved else []), "cq: INT8", "cd + wd + conv: INT8")
+    assert found[-1].reason == f"cq follows xd {words}"
 
 
 def test_what_carries_a_value_in_or_out_of_the_model_is_no_obstacle():
@@ -252,22 +229,11 @@ def test_a_constant_that_is_quantized_each_time():
     assert finding.reason == "it quantizes a constant, which the engine has not done in advance"
 
 
-def test_no_reason_is_invented():
-    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST)
-    assert (
-        reason(model, "xq: INT8", "xd: FP32", "wd + conv: FP32", "yq: INT8", numbers=INT8)
-        == f"conv (Conv) runs in float: {UNKNOWN}"
-    )
-
-
 def test_a_reader_that_shares_its_pair_with_a_float_one():
-    model = net(FIRST, "[conv] c = Conv <pads=[1,1,1,1]>(b, wf) [cq] c1 = QuantizeLinear(c, s, z) "
-                "[cd] c2 = DequantizeLinear(c1, s, z) [add] d = Add(c2, b)", LAST)  # fmt: skip
+    model = net(FIRST, "[conv] c = Conv <pads=[1,1,1,1]>(b, wf)", BEHIND_CONV, "[add] d = Add(c2, b)", LAST)
     found = failing(model, "xq: INT8", "xd: FP32", "conv: FP32", "cq: INT8", "cd + add: FP32", "yq: INT8")
-    words = {f.reason for f in found if f.cause == "add"}
-    assert words == {
-        "add (Add) runs in float: no Add of this model runs in 8 bits: this engine seems to have no such kernel"
-    }
+    kernel = "no Add of this model runs in 8 bits: this engine seems to have no such kernel"
+    assert {f.reason for f in found if f.cause == "add"} == {f"add (Add) runs in float: {kernel}"}
 
 
 def test_products_of_two_activations():
@@ -279,48 +245,36 @@ def test_products_of_two_activations():
     )
 
 
-def of_numbers(first: str = FIRST, weight: str = WEIGHT, bias: str = "", numbers: NumericFormat | None = PLAIN) -> str:
-    model = net(first, weight, bias, f"[conv] d = Conv <pads=[1,1,1,1]>(b, v{', h' if bias else ''})", LAST)
-    return reason(model, "conv: FP32", numbers=numbers).removeprefix("conv (Conv) runs in float: ")
+FIVE, UNSIGNED = FIRST.replace(", z)", ", z5)"), FIRST.replace(", z)", ", zu)")
 
 
-def test_scales():
-    assert of_numbers("[s1] sx = Abs(s) [xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, sx, z)") == (
-        "the scale of xd is no constant"
-    )
-    assert of_numbers("[xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s2, z)") == (
-        "xq and xd differ in scale or zero point"
-    )
-    channels = "[xq] a = QuantizeLinear <axis=1>(x, ws, wz) [xd] b = DequantizeLinear <axis=1>(a, ws, wz)"
-    assert of_numbers(channels) == "xd has a scale for each channel of an activation, and engines want one for all"
-    assert of_numbers(numbers=FP8) == "wd has a scale for each channel, and this engine wants one for all"
-
-
-def test_types():
-    five = FIRST.replace(", z)", ", z5)")
-    assert of_numbers(five, numbers=INT8) == (
-        "the zero point of xd is not 0, and this engine takes symmetric pairs only"
-    )
-    assert of_numbers(FIRST, numbers=PLAIN) == "xd takes int8, and this engine wants uint8"
-    assert of_numbers(FIRST.replace(", z)", ", zu)"), numbers=INT8) == "xd takes uint8, and this engine wants int8"
-    assert of_numbers(five, numbers=None) == UNKNOWN
+@pytest.mark.parametrize(("first", "bias", "numbers", "words"), [
+    ("[s1] sx = Abs(s) [xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, sx, z)", "", PLAIN,
+     "the scale of xd is no constant"),
+    ("[xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s2, z)", "", PLAIN,
+     "xq and xd differ in scale or zero point"),
+    ("[xq] a = QuantizeLinear <axis=1>(x, ws, wz) [xd] b = DequantizeLinear <axis=1>(a, ws, wz)", "", PLAIN,
+     "xd has a scale for each channel of an activation, and engines want one for all"),
+    (FIRST, "", FP8, "wd has a scale for each channel, and this engine wants one for all"),
+    (FIVE, "", INT8, "the zero point of xd is not 0, and this engine takes symmetric pairs only"),
+    (FIRST, "", PLAIN, "xd takes int8, and this engine wants uint8"),
+    (UNSIGNED, "", INT8, "xd takes uint8, and this engine wants int8"),
+    (FIVE, "", None, UNKNOWN),
+    (FIRST, "", INT8, UNKNOWN),
+    (FIRST, "[hd] h = DequantizeLinear <axis=0>(bias, ws)", INT8,
+     "its bias h comes out of a DQ, and this engine wants it in float"),
+    (UNSIGNED, "[hd] h = Abs(bf)", UINT8, "its bias h is in float, and this engine wants it in int32 behind a DQ"),
+    (UNSIGNED, "[hd] h = DequantizeLinear <axis=0>(bias, ss)", UINT8, UNKNOWN),
+])  # fmt: skip
+def test_numbers_that_the_engine_does_not_take_and_no_reason_is_invented(first, bias, numbers, words):
+    model = net(first, WEIGHT, bias, f"[conv] d = Conv <pads=[1,1,1,1]>(b, v{', h' if bias else ''})", LAST)
+    assert reason(model, "conv: FP32", numbers=numbers) == f"conv (Conv) runs in float: {words}"
 
 
 def test_what_runs_elsewhere_is_no_obstacle():
     second = "[yq] e = QuantizeLinear(d, s, z) [yd] f = DequantizeLinear(e, s, z) [conv2] y = Conv(f, v)"
     model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), second)
     assert reason(model, "conv: FP32", "yd + conv2: INT8", numbers=PLAIN).endswith(f": {UNKNOWN}")
-
-
-@pytest.mark.parametrize(("bias", "numbers", "words"), [
-    ("[hd] h = DequantizeLinear <axis=0>(bias, ws)", INT8,
-     "its bias h comes out of a DQ, and this engine wants it in float"),
-    ("[hd] h = Abs(bf)", UINT8, "its bias h is in float, and this engine wants it in int32 behind a DQ"),
-    ("[hd] h = DequantizeLinear <axis=0>(bias, ss)", UINT8, UNKNOWN),
-])  # fmt: skip
-def test_biases(bias, numbers, words):
-    first = FIRST if numbers is INT8 else FIRST.replace(", z)", ", zu)")
-    assert of_numbers(first, bias=bias, numbers=numbers) == words
 
 
 def test_a_clamp_that_the_pair_behind_it_does_not_replace():

@@ -21,7 +21,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadOption
 from qdqtune.tuning.deploy import DeploySettings, read_settings
-from runs import contents, hopeless, mixed, write
+from runs import hopeless, mixed, write
 from tensorrt_fakes import install
 from trtexec_stand_in import stand_in
 
@@ -75,20 +75,6 @@ def test_where_float_ships_the_settings_say_so(call: Call, tmp_path: Path) -> No
     settings = read_settings(tmp_path / "out")
     assert (settings.shipped, settings.proven.ratio) == ("baseline", None)
     assert "is the float model: nothing faster was proven" in settings.told
-
-
-def test_a_repeated_command_leaves_the_folder_and_writes_it_again_if_it_is_gone(
-    call: Call, tuned: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    base = ("tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", folder, "--no-report")
-    assert call(*base)[0] == 0
-    before = contents(folder / "deploy")
-    assert call(*base)[0] == 0
-    assert contents(folder / "deploy") == before
-    shutil.rmtree(folder / "deploy")
-    assert call(*base)[0] == 0
-    assert contents(folder / "deploy").keys() == before.keys()
 
 
 def test_a_file_of_the_user_in_its_place_is_not_overwritten(call: Call, model: Path, tmp_path: Path) -> None:

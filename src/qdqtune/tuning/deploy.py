@@ -178,7 +178,7 @@ def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
     """The models that are missing, or whose file or external data is not that of the proof: what ships first."""
-    changed = []
+    changed: list[str] = []
     for model in (settings.model, settings.baseline):
         try:
             known = digests(folder, (model,))
