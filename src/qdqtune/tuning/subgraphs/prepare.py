@@ -42,7 +42,7 @@ from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS, PROGRESS
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import GroupOutcome, SchemeRecord
+from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -229,12 +229,11 @@ class Profiler:
         answers = []
         for name, key in self._keys(part).items():
             try:
-                record = self._store.get(key, SchemeRecord)
+                answer = self._store.get(key, SchemeResult)
             except EngineRefused as refused:
-                answers.append(SchemeResult(name, part.schemes[name], refused.failure, ()))
-            else:
-                if record is not None:
-                    answers.append(SchemeResult(name, part.schemes[name], record.rounds, record.layers))
+                answer = SchemeResult(name, part.schemes[name], refused.failure, ())
+            if answer is not None:
+                answers.append(answer)
         profile = profile_of(part.model, base, answers)
         if len(answers) == len(part.schemes):
             return profile
@@ -288,10 +287,10 @@ class Profiler:
             if is_late():
                 break
             with suppress(EngineRefused):
-                self._store.memo(of_scheme, SchemeRecord, partial(self._scheme, part, name, handle, floats))
+                self._store.memo(of_scheme, SchemeResult, partial(self._scheme, part, name, handle, floats))
         self._runner.unload(handle)
 
-    def _scheme(self, part: _Part, scheme: str, float_form: Handle, floats: Sequence[Layer]) -> SchemeRecord:
+    def _scheme(self, part: _Part, scheme: str, float_form: Handle, floats: Sequence[Layer]) -> SchemeResult:
         """Measure one scheme: its layers, and rounds unless the layers show that it is slower."""
         path = self._output.claim(part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx"))
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
@@ -300,13 +299,14 @@ class Profiler:
         try:
             handle = self._loaded(path)
             layers = self._layers(handle)
-            known = profile_of(part.model, floats, [SchemeResult(scheme, part.schemes[scheme], None, layers)])
+            untimed = SchemeResult(scheme, part.schemes[scheme], None, layers)
+            known = profile_of(part.model, floats, [untimed])
             if self._timed and all(option.ms >= HOPELESS_SHARE * known.float_ms for option in known.options):
-                return SchemeRecord(layers=layers)
+                return untimed
             rounds = compare_builds(
                 self._runner, float_form, handle, GROUP_ROUNDS, self._seed, lambda r: abs(r.median - 1) > DECISIVE
             )
-            return SchemeRecord(rounds=rounds, layers=layers)
+            return replace(untimed, result=rounds)
         finally:
             if handle is not None:
                 self._runner.unload(handle)
