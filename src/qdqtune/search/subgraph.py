@@ -8,7 +8,7 @@ batch: the largest expected savings first, and in halves where a batch loses. b 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -85,7 +85,7 @@ class SubgraphSearch:
             for proposal in self.by_cut.optima(history[:asked]):
                 if proposal.placement not in tried:
                     return (proposal,)
-        return tuple(self._next_changes(history, asked))
+        return self._next_changes(history, asked)
 
     @property
     def parts(self) -> Partition:
@@ -109,7 +109,7 @@ class SubgraphSearch:
     def _is_timed(self) -> bool:
         return any(layer.time_ms for layer in self.float_layers)
 
-    def _next_changes(self, history: Sequence[Trial], asked: int) -> Iterator[Proposal]:
+    def _next_changes(self, history: Sequence[Trial], asked: int) -> Sequence[Proposal]:
         """The next batch of changes without a result. Batches and their halves follow from the results so far."""
         answers = {t.placement: i for i, t in enumerate(history)}
         base, lost = best_of(history[:asked]), set[int]()
@@ -126,8 +126,9 @@ class SubgraphSearch:
             placement = self.mixed(base, batch)
             known = answers.get(placement)
             if known is None and placement != base and placement:
-                yield Proposal(self._batch_name(batch), placement, wants_layers=True)
-                return
+                first = self.parts.model.nodes[self.parts.units[batch[0].number].nodes[0]].name
+                more = f" and {len(batch) - 1} more groups" if len(batch) > 1 else ""
+                return (Proposal(f"change {first}{more}", placement, wants_layers=True),)
             if known is not None and history[known].accepted and history[known].against == base:
                 base = placement
                 faster = [c for c in self._faster_elsewhere(base, history[: known + 1]) if c.number not in lost]
@@ -137,6 +138,7 @@ class SubgraphSearch:
                 pending = [batch[: len(batch) // 2], batch[len(batch) // 2 :], *pending]
             else:
                 lost.add(batch[0].number)
+        return ()
 
     def _faster_elsewhere(self, base: Placement, history: Sequence[Trial]) -> Batch:
         """The groups that ran faster in another build than in that of `base`, with the fastest build of each."""
@@ -210,10 +212,6 @@ class SubgraphSearch:
                 if taken.get(parts.owner[edge.node], base) == placement and edge.node not in paired:
                     weight_formats[edge] = weight_format
         return Placement.of(edges, weight_formats.items())
-
-    def _batch_name(self, batch: Batch) -> str:
-        first = self.parts.model.nodes[self.parts.units[batch[0].number].nodes[0]].name
-        return f"change {first}" + (f" and {len(batch) - 1} more groups" if len(batch) > 1 else "")
 
 
 def _saved(batch: Batch) -> float:

@@ -140,8 +140,7 @@ class Noise:
         """Whether a placement is expected to hold the limits."""
         bound = self.bound(history)
         if bound is None:
-            allowed = self.allowed(history)
-            return allowed == inf or self.summed(placement) <= allowed
+            return self.summed(placement) <= self.allowed(history)
         return self.corrected(history).expected(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:
@@ -165,9 +164,7 @@ class Noise:
             return inf
         measured = ((t.accuracy.noise, self.summed(t.placement)) for t in history if t.accuracy is not None)
         known = [(real, summed) for real, summed in measured if real > 0 and summed > 0]
-        if not known:
-            return limit
-        real, summed = min(known, key=lambda pair: abs(log(pair[0] / limit)))
+        real, summed = min(known, key=lambda pair: abs(log(pair[0] / limit)), default=(1.0, 1.0))
         return summed * limit / real
 
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
