@@ -49,16 +49,12 @@ DEEP = """net (float[8,64] x) => (float[8,32] y) {
 SIXTEEN_BITS = EngineSpec("fake", {"hide_times": True, "asymmetric": True, "wide": True})
 
 
-def deep(folder: Path) -> Path:
-    sizes = ((64, 256, 0.1), (256, 256, 0.1), (256, 128, 0.1), (128, 32, 1.0))
-    weights = {f"w{n}": normal(*size, seed=n, scale=scale) for n, (*size, scale) in enumerate(sizes)}
-    return write(build(DEEP, weights), folder)
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A model, and what a search found whose limit 8 bits miss, on an engine with 16."""
-    path = deep(tmp_path_factory.mktemp("wide"))
+    sizes = ((64, 256, 0.1), (256, 256, 0.1), (256, 128, 0.1), (128, 32, 1.0))
+    weights = {f"w{n}": normal(*size, seed=n, scale=scale) for n, (*size, scale) in enumerate(sizes)}
+    path = write(build(DEEP, weights), tmp_path_factory.mktemp("wide"))
     with in_process():
         return path, tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=12, min_sqnr=40.0))
 

@@ -83,15 +83,6 @@ def test_a_run_ends_after_the_batch_that_shows_it(two: Model, tmp_path: Path, mo
     assert any("no 8-bit kernels" in note for note in result.notes)
 
 
-def origins(search: TwoStage) -> list[str]:
-    """What a search proposes until it ends."""
-    history: list[Trial] = []
-    while batch := search.propose(history):
-        assert search.propose(tuple(history)) == batch  # nothing but the history counts
-        history += [Trial(len(history) + 1, p, Placement(), SAME) for p in batch]
-    return [t.proposal.origin for t in history]
-
-
 @pytest.mark.parametrize(
     ("ideas", "builds", "expected"),
     [
@@ -103,7 +94,11 @@ def origins(search: TwoStage) -> list[str]:
 )
 def test_the_second_search_begins_where_the_first_one_ends(ideas: int, builds: int, expected: list[str]) -> None:
     search = TwoStage(Numbered(0, ideas, wants_layers=True), Numbered(10, 3, wants_layers=False), builds)
-    assert origins(search) == expected
+    history: list[Trial] = []
+    while batch := search.propose(history):
+        assert search.propose(tuple(history)) == batch  # nothing but the history counts
+        history += [Trial(len(history) + 1, p, Placement(), SAME) for p in batch]
+    assert [t.proposal.origin for t in history] == expected
 
 
 def test_it_never_goes_back() -> None:
