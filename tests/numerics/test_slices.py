@@ -7,7 +7,7 @@ import pytest
 
 from qdqtune.numerics.accuracy import MOST_SLICES, Slice, accuracy, concern, slice_cell, worst_slice
 from qdqtune.timing.limits import Limits
-from qdqtune.types import Array
+from qdqtune.types import Accuracy, Array
 
 SAMPLES = 24
 
@@ -148,3 +148,11 @@ def test_a_lost_part_misses_a_limit_on_the_outputs_and_no_limit_lets_it_pass() -
     assert not Limits(min_sqnr=3.0).is_exact_enough(found)
     assert Limits().is_exact_enough(found)
     assert slice_cell(found).endswith(" dB (lost)")
+
+
+def test_the_worst_slice_of_healthy_outputs_is_told_as_well() -> None:
+    exact = np.random.default_rng(0).normal(size=(SAMPLES, 4)).astype(np.float32)
+    found = accuracy([{"y": exact}], [{"y": exact + np.float32([0, 0, 0.1, 0])}])
+    assert concern(found) is None
+    assert slice_cell(found).startswith("y[:, 2] ")
+    assert slice_cell(Accuracy()) == slice_cell(None) == ""
