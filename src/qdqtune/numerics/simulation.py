@@ -101,27 +101,22 @@ class Simulation:
 
 def with_integer_softmax(model: Model) -> Model:
     """Each Softmax between a DQ and a Q as the one node that ONNX Runtime makes of the three."""
-    nodes, made, users = list(model.proto.graph.node), dict[str, onnx.NodeProto](), dict[str, list[onnx.NodeProto]]()
-    for node in nodes:
-        made |= dict.fromkeys(node.output, node)
-        for name in node.input:
-            users.setdefault(name, []).append(node)
-    outputs, fused = {o.name for o in model.proto.graph.output}, dict[str, onnx.NodeProto]()
-    for node in nodes:
-        before, behind = made.get(node.input[0]) if node.input else None, users.get(node.output[0], [])
-        if node.op_type != "Softmax" or before is None or len(behind) != 1 or node.output[0] in outputs:
+    nodes = dict(enumerate(model.proto.graph.node))
+    for node in model.nodes:
+        before = model.maker(node.inputs[0]) if node.op == "Softmax" else None
+        uses = model.uses(node.outputs[0])
+        if before is None or len(uses) != 1 or uses[0].node < 0:
             continue
-        ends = (before, behind[0])
-        if [(n.op_type, len(n.input)) for n in ends] == [("DequantizeLinear", 3), ("QuantizeLinear", 3)]:
-            axis = next((a.i for a in node.attribute if a.name == "axis"), -1 if model.opset >= 13 else 1)
-            fused[ends[1].output[0]] = onnx.helper.make_node(
-                "QLinearSoftmax", [*before.input, *ends[1].input[1:]], [ends[1].output[0]], node.name, axis=axis,
-                opset=model.opset, domain=MICROSOFT,
+        behind = model.nodes[uses[0].node]
+        if [(n.op, len(n.inputs)) for n in (before, behind)] == [("DequantizeLinear", 3), ("QuantizeLinear", 3)]:
+            del nodes[node.index]
+            nodes[behind.index] = onnx.helper.make_node(
+                "QLinearSoftmax", [*before.inputs, *behind.inputs[1:]], [behind.outputs[0]], node.name,
+                axis=node.attributes.get("axis", -1 if model.opset >= 13 else 1), opset=model.opset, domain=MICROSOFT,
             )  # fmt: skip
-            nodes.remove(node)
-    if not fused:
+    if len(nodes) == len(model.nodes):
         return model
-    changed = rebuild(model, [fused.get(n.output[0], n) for n in nodes], {})
+    changed = rebuild(model, list(nodes.values()), {})
     if all(o.domain != MICROSOFT for o in changed.proto.opset_import):
         changed.proto.opset_import.append(onnx.helper.make_opsetid(MICROSOFT, 1))
     return Model(changed.proto, changed.large)
