@@ -12,7 +12,6 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 import onnx
@@ -123,13 +122,28 @@ def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
         return
     made = {value.name: value for value in (*inferred.value_info, *inferred.output) if kind_of(value)}
     listed = proto.graph.value_info
-    replace(listed, [v for v in listed if v.name not in made or differs(v, made[v.name]) is None])
+    replace(listed, [v for v in listed if v.name not in made or _fits(v, made[v.name])])
     for value in proto.graph.output:
-        if value.name in made and (what := differs(value, made[value.name])) is not None:
-            if what == "type":
-                problem = f"is listed as {kind_of(value)}, but its node makes {kind_of(made[value.name])}"
-                raise BadModel(f"output {value.name!r} {problem}")
-            value.type.CopyFrom(made[value.name].type)
+        result = made.get(value.name)
+        if result is None:
+            continue
+        if kind_of(value) not in ("", kind_of(result)):
+            problem = f"is listed as {kind_of(value)}, but its node makes {kind_of(result)}"
+            raise BadModel(f"output {value.name!r} {problem}")
+        if not _fits(value, result):
+            value.type.CopyFrom(result.type)
+
+
+def _fits(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> bool:
+    """Whether a tensor's type and shape in the file can be those that its node makes."""
+    if kind_of(listed) not in ("", kind_of(made)):
+        return False
+    one, other = listed.type.tensor_type, made.type.tensor_type
+    if not (one.HasField("shape") and other.HasField("shape")):
+        return True
+    sizes = zip(one.shape.dim, other.shape.dim, strict=False)
+    known = [(a, b) for a, b in sizes if a.HasField("dim_value") and b.HasField("dim_value")]
+    return len(one.shape.dim) == len(other.shape.dim) and all(a.dim_value == b.dim_value for a, b in known)
 
 
 def read(path: Path) -> ModelProto:
@@ -308,19 +322,3 @@ def kind_of(value: onnx.ValueInfoProto) -> str:
         return kind.removesuffix("_type").replace("_", " ")
     element = value.type.tensor_type.elem_type
     return TensorProto.DataType.Name(element).lower() if element else ""
-
-
-def differs(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> Literal["type", "shape"] | None:
-    """Whether a tensor's type or shape in the file contradicts the one that its node makes; None if neither does."""
-    if kind_of(listed) not in ("", kind_of(made)):
-        return "type"
-    one, other = listed.type.tensor_type, made.type.tensor_type
-    if not (one.HasField("shape") and other.HasField("shape")):
-        return None
-    known = [
-        (a.dim_value, b.dim_value)
-        for a, b in zip(one.shape.dim, other.shape.dim, strict=False)
-        if a.HasField("dim_value") and b.HasField("dim_value")
-    ]
-    is_other = len(one.shape.dim) != len(other.shape.dim) or any(a != b for a, b in known)
-    return "shape" if is_other else None

@@ -193,11 +193,11 @@ class Quantizer:
             if node.op not in TAKES_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
                 continue
             x, w = node.into[:2]
-            own = None if node.index in shifted else model.constants.get(node.inputs[2])
-            values = own.array() if own is not None else shifted[node.index].values if node.index in shifted else None
+            constant = None if node.index in shifted else model.constants.get(node.inputs[2])
             activation = read.get(x)
-            if activation is None or x not in placement or w not in weights or values is None:
+            if activation is None or w not in weights or (constant is None and node.index not in shifted):
                 continue
+            values = shifted[node.index].values if constant is None else constant.array()
             is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
             # In float16 the product of two scales is mostly subnormal, or zero.
             if not is_plain or values.dtype != np.float32 or values.ndim != 1:
