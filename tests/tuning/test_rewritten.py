@@ -188,6 +188,13 @@ def test_other_outputs_are_no_rewrite(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any("the engine computes other outputs with it" in note for note in result.notes)
 
 
+def test_a_rewrite_that_the_engine_refuses_is_passed_over(tmp_path: Path, workers: Workers) -> None:
+    workers.refused = lambda build: "no kernel" if build.log.stem == "rewrite_hardswish_float" else None
+    result = tune(run(tmp_path, swishing()))
+    assert result.summary["rewrites"]["names"] == []
+    assert "rewrite hardswish was passed over: no kernel" in result.notes
+
+
 def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
     asked = run(tmp_path, swishing(8))
     result = tune(asked)
