@@ -95,11 +95,13 @@ def test_json_holds_it_all_and_null_where_nothing_is_lost(call: Call, tmp_path: 
 def test_choices_and_metric_reach_it(call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metric.py").write_text("def always(predict):\n    return 0.75\n")
     monkeypatch.chdir(tmp_path)
-    code, out, _ = call(
+    given = (
         "quantize", model, *RUN, model.with_suffix(".npz"), "--nodes-to-exclude", "side",
         "--op-types-to-exclude", "Gemm", "--no-per-channel", "--precision", "fp16",
         "--calibration-method", "mse", "--evaluate", "metric.py:always",
     )  # fmt: skip
+    assert json.loads(call(*given, "--json")[1])["metric"] == {"before": 0.75, "after": 0.75}
+    code, out, _ = call(*given)
     assert code == 0
     assert out.splitlines()[-1] == "metric.py:always: 0.75 before, 0.75 after"
     done = load(model.with_suffix(".qdq.onnx"))
@@ -134,7 +136,7 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--engine", "gpu"], "'gpu' is not one of"), (["--quant-type", "fp8"], "ONNX Runtime has no FP8 kernels"),
+    [(["--engine", "gpu"], "'gpu' is not one of"), (["--quant-type", "fp8"], "onnxruntime has no FP8 kernels"),
      (["--nodes-to-exclude", "nobody"], "no node is named 'nobody'"), (["-o", "no/q.onnx"], "there is no folder no"),
      (["-o", "."], "cannot write .: it is a folder"), (["-o", "/dev/null/q.onnx"], "there is no folder /dev/null"),
      (["-o", "/proc/q.onnx"], "cannot write /proc/q.onnx"),

@@ -25,7 +25,7 @@ from qdqtune.numerics.fitting import with_known_ranges
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
-from qdqtune.types import Placement
+from qdqtune.types import Edge, Placement
 from runs import write
 
 Array = npt.NDArray[Any]
@@ -368,9 +368,13 @@ def test_a_portable_placement_is_applied_with_portable_numbers(tmp_path: Path) -
     path = write(conv_net(), tmp_path, count=5)
     placement = quantize(request(path, engine="onnxruntime", **MINMAX)).placed.placement
     file = tmp_path / "placement.yaml"
-    recorded = PlacementFile(placement, "int8", "onnxruntime", {}, portable=True)
+    recorded = PlacementFile(Placement.of([*placement, Edge("t", "n", 1)]), "int8", "onnxruntime", {}, portable=True)
     write_placement(file, recorded, "net.onnx")
     done = apply(ApplyOptions(path, output=tmp_path / "again.onnx", placement=file))
-    assert done.notes == ("no `calibration_data`: the scales come from random inputs",)
+    assert done.lost == (Edge("t", "n", 1),)
+    assert done.notes == (
+        "no `calibration_data`: the scales come from random inputs",
+        "1 edge of the placement not in this model, the first: t -> n[1]",
+    )
     weights = [c.array() for n, c in load(done.output).constants.items() if n.endswith("_quantized")]
     assert max(int(np.abs(w.astype(int)).max()) for w in weights if w.dtype == np.int8) <= 64
