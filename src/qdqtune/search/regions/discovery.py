@@ -529,8 +529,7 @@ class _Clusters:
         return self._home[a] == self._home[b] and len(self._members[a]) + len(self._members[b]) <= self._max_size
 
     def _join(self, source: int, target: int) -> None:
+        """Add a light cluster to another one."""
         for node in self._members[source]:
             self._cluster[node] = target
         self._members[target] += self._members.pop(source)
-        if source in self._heavy:
-            self._heavy.add(target)
