@@ -198,6 +198,16 @@ def test_other_texts_name_no_machine(text: str) -> None:
         Destination.parsed(text)
 
 
+@pytest.mark.parametrize(("cores", "kind"), [(1, EngineUnavailable), (1000, BadOption)])
+def test_cores_that_stay_in_use_lose_the_worker_and_not_the_run(
+    cores: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.engines.remote.far.LEASE_SECONDS", -1.0)
+    monkeypatch.setattr(devices, "is_free", lambda _: False)
+    good, error = request(FarSession(tmp_path), "open_on", FAKE, cores, ".")
+    assert (good, type(error)) == (False, kind)
+
+
 # Contents
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import LEASE_SECONDS, Device, allot, leased
+from qdqtune.engines.devices import LEASE_SECONDS, Device, allot, leased, usable_cores
 from qdqtune.engines.machine import this_machine
 from qdqtune.engines.worker import Session, answer, parent, received
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, writing
@@ -131,7 +131,9 @@ class FarSession(Session):
                 (device,) = allot(spec, 1, cores)
                 self._lease.enter_context(leased(device, 0.0))
                 return device
-            except (BadOption, EngineUnavailable):  # its last process is still ending, or another worker took it
+            except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
+                if monotonic() > end and cores <= usable_cores():  # other hosts may have some: this worker is lost
+                    raise EngineUnavailable(str(error)) from error
                 if monotonic() > end:
                     raise
                 sleep(0.1)
