@@ -1,9 +1,7 @@
 """Charts: where marks stand follows from values, and what lies outside of an axis stands at its end."""
 
-import pytest
-
-from qdqtune.explanation.charts import MOST_DOTS, Axis, course, dots, of_strips, scatter, spanning
-from qdqtune.explanation.report_values import Candidate, Point, Speed, Strip
+from qdqtune.explanation.charts import MOST_DOTS, Axis, dots, of_strips, scatter, spanning
+from qdqtune.explanation.report_values import Point, Speed, Strip
 
 
 def test_values_have_their_place_on_an_axis_and_ticks_are_round() -> None:
@@ -32,12 +30,3 @@ def test_equal_outputs_stand_at_the_top_of_the_chart_of_points() -> None:
     assert chart.down(None) == 0.0
     assert 0.0 < chart.down(30.0) < chart.down(20.0) < 100.0
     assert 0.0 < chart.x.place(1.0) < chart.x.place(1.2) < chart.x.place(1.5) < 100.0
-
-
-def test_the_course_keeps_the_best_speed_that_was_accepted() -> None:
-    told = (("slower", 0.8), ("accepted", 1.5), ("failed", None), ("faster", 2.0))
-    tried = [Candidate(n, "cut", became, "", None, speed, None, 1, 1, None) for n, (became, speed) in enumerate(told)]
-    steps, axis = course(tried, height=100)
-    assert [step.x for step in steps] == [12.5, 37.5, 62.5, 87.5]
-    assert [step.y is None for step in steps] == [False, False, True, False]
-    assert [step.best for step in steps] == pytest.approx([100 - axis.place(v) for v in (1.0, 1.5, 1.5, 1.5)], abs=0.1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.explanation.report_values import Bar, Candidate, Point, Speed, Strip
+from qdqtune.explanation.report_values import Bar, Point, Speed, Strip
 from qdqtune.types import EQUAL_DB
 
 OUTSIDE = 0.02
@@ -97,29 +97,6 @@ def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) 
     levels += [] if floor_db is None else [floor_db]
     y = spanning(levels or [0.0, 40.0], 0.15)
     return Scatter(x, Axis(max(y.low, 0.0) if min(levels or [0.0]) >= 0 else y.low, y.high), height)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A candidate in the chart of the search: `x` in % of the width, `y` and the `best` speed so far in px."""
-
-    x: float
-    y: float | None
-    best: float
-
-
-def course(candidates: Sequence[Candidate], height: int = 120) -> tuple[tuple[Step, ...], Axis]:
-    """Positions of the candidates, in order, and the axis of speeds."""
-    speeds = [c.speed for c in candidates if c.speed is not None]
-    axis = spanning([1.0, *speeds], 0.12)
-    best, steps = 1.0, []
-    for number, candidate in enumerate(candidates):
-        if candidate.outcome == "accepted" and candidate.speed is not None:
-            best = candidate.speed
-        x = round(100 * (number + 0.5) / len(candidates), 2)
-        y = None if candidate.speed is None else round(height * (1 - axis.place(candidate.speed) / 100), 1)
-        steps.append(Step(x, y, round(height * (1 - axis.place(best) / 100), 1)))
-    return tuple(steps), axis
 
 
 def longest(bars: Sequence[Bar]) -> float:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from markupsafe import Markup
 from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
 from qdqtune.explanation.formatting import duration
-from qdqtune.explanation.report_values import Map, MapBlock, Report
+from qdqtune.explanation.report_values import Report
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
@@ -46,7 +47,7 @@ def render(report: Report, flags: Mapping[str, str]) -> str:
             style=Markup(style),
             script=Markup(script),
             policy=Markup(policy(style, script)),
-            data=None if report.map is None else Markup(embedded(compact(report.map, flags))),
+            data=None if report.map is None else Markup(embedded(_shown(asdict(report.map), flags))),
             charts=charts,
             version=__version__,
         )
@@ -63,47 +64,16 @@ def policy(style: str, script: str) -> str:
     return "; ".join(["default-src 'none'", *rules, "img-src data:", "base-uri 'none'", "form-action 'none'"])
 
 
-def compact(drawn: Map, flags: Mapping[str, str]) -> dict[str, Any]:
-    """A map as the page's script reads it: lists in place of objects, and numbers that refer to a list of texts."""
-    texts: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return texts.setdefault(escaped(with_flags(text, flags)), len(texts))
-
-    nodes = [[escaped(n.name), number(n.op), int(n.quantized), number(n.why)] for n in drawn.nodes]
-    groups = [
-        [
-            g.nodes[0],
-            len(g.nodes),
-            number(g.label),
-            number(g.precision),
-            _rounded(g.float_ms),
-            _rounded(g.tuned_ms),
-            _rounded(g.conversion_ms),
-            None if g.error_db is None else round(min(g.error_db, EQUAL_DB), 1),
-        ]
-        for g in drawn.groups
-    ]
-    flows = [end for flow in drawn.flows for end in flow]
-    blocks = [_block(block) for block in drawn.blocks]
-    return {
-        "nodes": nodes,
-        "groups": groups,
-        "flows": flows,
-        "blocks": blocks,
-        "texts": list(texts),
-        "tuned": drawn.tuned,
-        "before": drawn.before,
-    }
-
-
-def _block(block: MapBlock) -> list[object]:
-    return [escaped(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
-
-
-def _rounded(ms: float | None) -> float | None:
-    """A time rounded to four significant digits: measurements have fewer."""
-    return None if ms is None else float(f"{ms:.4g}")
+def _shown(value: Any, flags: Mapping[str, str]) -> Any:
+    """JSON values with their texts escaped and their numbers rounded to four significant digits: measurements have
+    fewer."""
+    if isinstance(value, str):
+        return escaped(with_flags(value, flags))
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {name: _shown(inner, flags) for name, inner in value.items()}
+    return [_shown(inner, flags) for inner in value] if isinstance(value, tuple | list) else value
 
 
 def embedded(value: Mapping[str, Any]) -> str:

@@ -14,10 +14,10 @@
   const source = byId("data");
   if (!source) { done(); return; }
   const data = JSON.parse(source.textContent);
-  const text = (n) => data.texts[n];
-  const [NAME, OP, EIGHT, WHY] = [0, 1, 2, 3];
-  const groups = data.groups.map(([first, count, label, precision, before, after, conversion, error]) =>
-    ({ first, count, label: text(label), precision: text(precision), before, after, conversion, error }));
+  const groups = data.groups.map((g) => ({
+    first: g.nodes[0], count: g.nodes.length, label: g.label, precision: g.precision,
+    before: g.float_ms, after: g.tuned_ms, conversion: g.conversion_ms, error: g.error_db,
+  }));
   const HIDDEN = { folded: "computed in advance", shapes: "shapes alone" };
   const running = groups.filter((g) => !(g.precision in HIDDEN)).length;
   const groupOf = new Int32Array(data.nodes.length);
@@ -41,7 +41,6 @@
   const gain = (v) => v.before === null || v.after === null ? null : v.before - total(v);
 
   // A cell is a group, or a block of groups whose values are sums.
-  const blockOf = ([label, first, last, inner]) => ({ label, first, last, inner });
   const groupCell = (n) => ({ ...groups[n], groups: 1, nodes: groups[n].count, first: n, last: n + 1, group: n, eight: low(groups[n]) ? 1 : 0 });
   const blockCell = (block) => {
     const cell = { label: block.label, first: block.first, last: block.last, block, nodes: 0, groups: block.last - block.first, before: null, after: null, conversion: 0, error: null, eight: 0 };
@@ -58,7 +57,7 @@
     return cell;
   };
 
-  const whole = { label: "whole model", first: 0, last: running, inner: data.blocks };
+  const whole = { label: "whole model", first: 0, last: running, blocks: data.blocks };
   let trail = [whole];
   let cells = [];
   let chosen = -1;
@@ -112,14 +111,13 @@
 
   const build = () => {
     const here = trail[trail.length - 1];
-    const inner = here.inner;
-    cells = inner.length ? inner.map(blockOf).map((b) => b.last - b.first === 1 ? groupCell(b.first) : blockCell(b)) : Array.from({ length: here.last - here.first }, (_, i) => groupCell(here.first + i));
+    const inner = here.blocks;
+    cells = inner.length ? inner.map((b) => b.last - b.first === 1 ? groupCell(b.first) : blockCell(b)) : Array.from({ length: here.last - here.first }, (_, i) => groupCell(here.first + i));
     const at = new Int32Array(here.last - here.first);
     cells.forEach((c, i) => at.fill(i, c.first - here.first, c.last - here.first));
     const seen = new Set();
     cells.forEach((c) => { c.from = []; c.to = []; });
-    for (let i = 0; i < data.flows.length; i += 2) {
-      const [a, b] = [data.flows[i], data.flows[i + 1]];
+    for (const [a, b] of data.flows) {
       if (a < here.first || b < here.first || a >= here.last || b >= here.last) continue;
       const [x, y] = [at[a - here.first], at[b - here.first]];
       if (x === y || seen.has(x * cells.length + y)) continue;
@@ -304,8 +302,8 @@
 
   const overview = () => {
     const here = trail[trail.length - 1];
-    const shown = blockCell({ ...here, inner: [] });
-    const all = here === whole ? blockCell({ ...here, last: groups.length, inner: [] }) : shown;
+    const shown = blockCell(here);
+    const all = here === whole ? blockCell({ ...here, last: groups.length }) : shown;
     title(here.label, false);
     rows([
       ["nodes", String(all.nodes)], ["groups", String(shown.groups)],
@@ -321,7 +319,7 @@
     const list = make("ul");
     for (const n of numbers.slice(0, 12)) {
       const item = make("li");
-      const button = make("button", "link", `${groups[n].label} · ${data.nodes[groups[n].first][NAME]}`);
+      const button = make("button", "link", `${groups[n].label} · ${data.nodes[groups[n].first].name}`);
       button.addEventListener("click", () => open(n));
       item.append(button);
       list.append(item);
@@ -342,17 +340,17 @@
     const list = make("ul");
     for (const node of data.nodes.slice(g.first, g.first + Math.min(g.count, 100))) {
       const item = make("li");
-      item.append(make("bdi", "", node[NAME]), make("span", "soft", ` ${text(node[OP])} `));
-      if (precise && g.count > 1) item.append(make("span", `tag${node[EIGHT] ? " q" : ""}`, node[EIGHT] ? g.precision : "float"));
-      if (text(node[WHY])) item.append(make("div", "soft", text(node[WHY])));
+      item.append(make("bdi", "", node.name), make("span", "soft", ` ${node.op} `));
+      if (precise && g.count > 1) item.append(make("span", `tag${node.quantized ? " q" : ""}`, node.quantized ? g.precision : "float"));
+      if (node.why) item.append(make("div", "soft", node.why));
       list.append(item);
     }
     if (g.count > 100) list.append(make("li", "soft", `and ${g.count - 100} more`));
     panel.append(list);
     const from = [], to = [];
-    for (let i = 0; i < data.flows.length; i += 2) {
-      if (data.flows[i + 1] === n) from.push(data.flows[i]);
-      if (data.flows[i] === n) to.push(data.flows[i + 1]);
+    for (const [a, b] of data.flows) {
+      if (b === n) from.push(a);
+      if (a === n) to.push(b);
     }
     neighbours("Reads from", from);
     neighbours("Is read by", to);
@@ -404,12 +402,12 @@
   // Show a group wherever it is: go down to its block first.
   const open = (n) => {
     let steps = [whole];
-    let inner = whole.inner;
+    let inner = whole.blocks;
     while (inner.length) {
-      const next = inner.map(blockOf).find((b) => b.first <= n && n < b.last);
+      const next = inner.find((b) => b.first <= n && n < b.last);
       if (!next || next.last - next.first === 1) break;
       steps.push(next);
-      inner = next.inner;
+      inner = next.blocks;
     }
     if (n >= running) { detail(n); return; }
     if (steps.length !== trail.length || steps[steps.length - 1].first !== trail[trail.length - 1].first) { trail = steps; build(); }
@@ -476,14 +474,14 @@
       hits = new Set();
       let count = 0;
       data.nodes.forEach((node, n) => {
-        if (!node[NAME].toLowerCase().includes(wanted) && text(node[OP]).toLowerCase() !== wanted) return;
+        if (!node.name.toLowerCase().includes(wanted) && node.op.toLowerCase() !== wanted) return;
         count++;
         hits.add(groupOf[n]);
         if (count > 40) return;
         const item = make("li");
-        const button = make("button", "link", node[NAME]);
+        const button = make("button", "link", node.name);
         button.addEventListener("click", () => open(groupOf[n]));
-        item.append(button, make("span", "soft", ` ${text(node[OP])}`));
+        item.append(button, make("span", "soft", ` ${node.op}`));
         list.append(item);
       });
       byId("found").textContent = `${count} ${count === 1 ? "node" : "nodes"} in ${hits.size} ${hits.size === 1 ? "group" : "groups"}${count > 40 ? ", the first 40 below" : ""}`;
