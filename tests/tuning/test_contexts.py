@@ -258,7 +258,7 @@ def test_a_busy_machine_is_noted_before_the_run(
 
 
 def test_advice_about_another_machine_names_it() -> None:
-    board = MachineFacts(4, 4, "aarch64", False, "", "Linux", 3.0, "board", "me@board")
+    board = MachineFacts(4, 4, "aarch64", False, "", "Linux", 3.0, "me@board")
     threads = {n: contexts.busy(EngineSpec("onnxruntime", {"threads": n}), board) for n in (1, 2, 8)}
     assert threads[1] is None
     assert "(3.0 processes want the 4 cores of me@board beside this run)" in str(threads[2])

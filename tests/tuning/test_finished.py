@@ -119,8 +119,8 @@ def test_a_run_that_ran_out_of_time_goes_on(model: Path) -> None:
 
 def test_a_version_that_makes_other_candidates_ships_nothing_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run(model) and left(model)
-    monkeypatch.setattr(store, "CANDIDATE_VERSION", store.CANDIDATE_VERSION + 1)
-    with pytest.raises(BadState, match="version of qdqtune whose candidates are others"):
+    monkeypatch.setattr(store, "VERSION", store.VERSION + 1)
+    with pytest.raises(BadState, match="no state file of this version"):
         run(model)
     assert left(model) == before
 
@@ -204,12 +204,12 @@ CANDIDATES = {
     "fp8": "6866b049deea2869",
     "16 bits": "f5c1cbfd2e4a565e",
 }
-"""What insertion made of one network when `store.CANDIDATE_VERSION` was given its number."""
+"""What insertion made of one network when `store.VERSION` was given its number."""
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "16 bits"])
 def test_candidates_are_those_of_their_version(name: str) -> None:
-    """Where this fails on purpose, raise `store.CANDIDATE_VERSION`: runs that were begun before must not go on."""
+    """Where this fails on purpose, raise `store.VERSION`: runs that were begun before must not go on."""
     model = conv_net()
     numbers = numeric_format("qnn", "int8") if name == "16 bits" else FORMATS[name]
     known = {name: Range(-1 - i / 8, 2 + i / 8) for i, name in enumerate(sorted(model.tensors))}

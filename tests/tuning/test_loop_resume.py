@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from observers import Log
 from qdqtune.cli import main
-from qdqtune.engines.machine import MachineFacts
 from qdqtune.errors import EngineFailure, Failure
 from qdqtune.tuning.loop import tune
-from runs import environment, mixed, out, rows, settings, timeless, write
+from runs import environment, mixed, settings, timeless, write
 from workers import Build, Workers, in_process
 
 STATE = "autotuner_state.yaml"
@@ -123,21 +121,6 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
     states = (parsed((model.parent / name / STATE).read_bytes()) for name in ("out", "whole"))
     trials, expected = ([row["key"] for row in state if row["kind"] == "trial"] for state in states)
     assert trials == expected
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_run_says_that_it_goes_on_with_another_machine_and_keeps_which(model: Path, workers: Workers) -> None:
-    told = {}
-    for number, name in enumerate(("board", "board", "other", "other", "")):
-        notes = Log()
-        board = MachineFacts(2, 2, "x86_64", False, "", "Linux", 0.0, name, f"alias-{number}") if name else None
-        tune(settings(model, mode="cut", builds=4 + number, machine=board), notes)
-        told[number] = [note for note in notes.notes if note.startswith("results so far were measured on")]
-    assert [len(told[number]) for number in told] == [0, 0, 1, 0, 1]
-    assert told[2][0].startswith("results so far were measured on board; this run continues on other, because")
-    assert "on other; this run continues on this machine, because" in told[4][0]
-    kept = [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "machine"]
-    assert [row["value"] for row in kept] == ["board", "other", ""]
 
 
 def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socket import gethostname
 from types import MappingProxyType
 from typing import Literal
 
@@ -112,8 +110,8 @@ COST_MODEL = "fake"
 @dataclass(frozen=True)
 class MachineFacts:
     """A machine: the cores that a process may use, physical ones, its architecture as `platform.machine` names it,
-    whether products of 8 bits overflow there, that it is emulated (in words, "" if not), its system, how many processes
-    wanted its cores, and what it calls itself. `where` is how the user names it, for messages; "" is this machine."""
+    whether products of 8 bits overflow there, that it is emulated (in words, "" if not), its system, and how many
+    processes wanted its cores. `where` is how the user names it, for messages; "" is this machine."""
 
     cores: int
     physical_cores: int
@@ -122,7 +120,6 @@ class MachineFacts:
     emulation: str
     system: str
     load: float | None
-    name: str
     where: str = ""
 
 
@@ -135,15 +132,7 @@ def this_machine() -> MachineFacts:
         emulation=emulation(),
         system=platform.platform(),
         load=load(),
-        name=_own_name(),
     )
-
-
-def _own_name() -> str:
-    """The host name, and where the system has an id of its own, a digest of that: new boards share a host name."""
-    with suppress(OSError):
-        return f"{gethostname()} {hashlib.sha256(Path('/etc/machine-id').read_bytes()).hexdigest()[:8]}"
-    return gethostname()
 
 
 def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:

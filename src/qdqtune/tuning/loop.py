@@ -37,8 +37,6 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     with prepared(settings, observer) as ready:
         if (note := busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
-        if note := ready.store.measuring_on(settings.measured_on):
-            observer.note(note)
         chosen = with_rewrites(ready) if settings.is_timed else ready
         with open_run(chosen) as run:
             return _searched_and_proven(run, log)

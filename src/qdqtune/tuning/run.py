@@ -379,12 +379,10 @@ def open_run(ready: Ready) -> Iterator[Run]:
     """Calibrate the model, and measure it in float.
 
     Raises:
-        QdqtuneError: see `errors`; BadState if another version of qdqtune has made the candidates so far;
-            BaselineFailed if the engine cannot run the float model.
+        QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
     """
     execution, constants = ready.execution, ready.constants
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
-    store.check_candidates()
     with ExitStack() as stack:
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:

@@ -182,11 +182,6 @@ class Settings(SearchOptions):
             raise BadOption("`pattern_cache` is for `mode` region")
 
     @property
-    def measured_on(self) -> str:
-        """What the other machine that measures calls itself, however `on` spells it; "" if there is none."""
-        return "" if self.machine is None else self.machine.name
-
-    @property
     def is_timed(self) -> bool:
         """Whether candidates are timed; else the engine is a simulator, and costs by rule stand in the place of
         times."""

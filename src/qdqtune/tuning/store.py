@@ -34,10 +34,9 @@ from qdqtune.errors import (
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 
-VERSION = 3
-CANDIDATE_VERSION = 5
-"""The version of the code that makes candidates (loading, scales, insertion): raised when the files of equal placements
-change, so that no run mixes two kinds. A test notices such a change."""
+VERSION = 4
+"""Raised when state files change, and when the files of equal placements do (loading, scales, insertion), so that no
+run mixes two kinds of candidates. A test notices such a change."""
 
 LINE_START = b'{"key": "'
 BEGINNING = LINE_START + b'run", '
@@ -46,16 +45,11 @@ BEGINNING = LINE_START + b'run", '
 WRONG_INPUT = BadOption, BadData, BadModel, BaselineFailed
 """Errors after which users change what the fingerprint holds: an option, the samples or the model."""
 
-OF_THE_START = ("machine", "ranges", "float:", "repeatability", "metric:")
+OF_THE_START = ("ranges", "float:", "repeatability", "metric:")
 """Beginnings of keys from before the first candidate."""
 
 IN_A_HURRY = ", in a hurry"
 """The end of a key whose value lacks something for want of time: a later session computes it anew."""
-
-OTHER_MACHINE = (
-    "results so far were measured on {}; this run continues on {}, because its engine and processor have the same "
-    "names: `restart` starts over"
-)
 
 T = TypeVar("T")
 
@@ -71,13 +65,12 @@ class Caveat:
 
 class Line(msgspec.Struct):
     """A line of a state file: the JSON of its value, or the failure in its place; `where` it is, for messages. The
-    first line has the fingerprint of the run, and versions instead."""
+    first line has the fingerprint of the run, and the version instead."""
 
     key: str
     value: Any = None
     failure: Failure | None = None
     version: int = 0
-    candidates: int = 0
     fingerprint: dict[str, Any] = {}
     where: str = ""
 
@@ -98,11 +91,9 @@ class Line(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Journal:
-    """The content of a state file: the run's fingerprint, the version of its candidates, all other lines by key, and
-    the bytes that they take."""
+    """The content of a state file: the run's fingerprint, all other lines by key, and the bytes that they take."""
 
     fingerprint: dict[str, Any]
-    candidates: int
     lines: dict[str, Line] = field(default_factory=dict)
     size: int = 0
 
@@ -239,7 +230,7 @@ class Store:
         """Forget everything that was measured: another float model, or another engine, is measured from now on."""
         with writing(self.path):
             self._file.truncate(0)
-        self._append(_head(self.journal.fingerprint, self.journal.candidates))
+        self._append(_head(self.journal.fingerprint))
         self.journal.lines.clear()
         self._own.clear()
 
@@ -247,28 +238,6 @@ class Store:
         """The lines of the file, without an incomplete last one."""
         self._file.seek(0)
         return self._file.read().decode().split("\n")[:-1]
-
-    def measuring_on(self, where: str) -> str | None:
-        """Record which machine measures from now on. What to tell the user if another one has measured so far."""
-        was = self.get("machine", str) or ""
-        if was == where:
-            return None
-        is_new = not self.journal.lines
-        self.put("machine", where)
-        both = was or "this machine", where or "this machine"
-        return None if is_new else OTHER_MACHINE.format(*both)
-
-    def check_candidates(self) -> None:
-        """Check that the candidates in the file were made by the code of this version.
-
-        Raises:
-            BadState: they were not.
-        """
-        if (made_by := self.journal.candidates) != CANDIDATE_VERSION:
-            raise BadState(
-                f"{self.path} was made by a version of qdqtune whose candidates are others ({made_by}, now "
-                f"{CANDIDATE_VERSION}): use that version, another `output_dir`, or `restart` to start over"
-            )
 
     def _lock_file(self) -> None:
         try:
@@ -287,8 +256,8 @@ class Store:
         content = self._file.read()
         if (journal := _journal(content, self.path)) is None:
             self._file.truncate(0)
-            self._append(_head(fingerprint, CANDIDATE_VERSION))
-            return Journal(fingerprint, CANDIDATE_VERSION)
+            self._append(_head(fingerprint))
+            return Journal(fingerprint)
         _refuse_difference(journal.fingerprint, fingerprint, self.path)
         if journal.size < len(content):
             self._file.truncate(journal.size)
@@ -332,8 +301,8 @@ def _refuse_modelopt(content: bytes, path: Path) -> None:
         )
 
 
-def _head(fingerprint: Mapping[str, Any], candidates: int) -> dict[str, Any]:
-    return {"key": "run", "version": VERSION, "candidates": candidates, "fingerprint": fingerprint}
+def _head(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    return {"key": "run", "version": VERSION, "fingerprint": fingerprint}
 
 
 def _journal(content: bytes, path: Path) -> Journal | None:
@@ -348,7 +317,7 @@ def _journal(content: bytes, path: Path) -> Journal | None:
     head, *others = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if head.key != "run" or head.version != VERSION:
         raise BadState(f"{path} is no state file of this version: move it away, or start over with `restart`")
-    return Journal(head.fingerprint, head.candidates, {row.key: row for row in others}, len(content) - len(torn))
+    return Journal(head.fingerprint, {row.key: row for row in others}, len(content) - len(torn))
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from processes import on_all_cores, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.machine import MachineFacts, this_machine
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote.connection import Destination, facts_of, packed, why_not
@@ -87,7 +87,6 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
         result = tune(asked(model, way, on=far.on, machine=machine))
         assert result.history == history
         assert (machine.where, machine.cores) == (far.name, devices.usable_cores())
-        assert machine.name == this_machine().name
         told = f"built, run and timed on {far.name} (cost model, {machine.cores} cores), calibrated here"
         assert told in result.notes
         assert json.loads((model.parent / way / "summary.json").read_text())["engine"]["machine"] == far.name
