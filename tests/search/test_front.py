@@ -7,7 +7,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.decisions import everything
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, partition
-from qdqtune.search.front import NEAR, PredictedPoint, Tradeoff, between, farthest, unbeaten
+from qdqtune.search.front import NEAR, NEAREST, Tradeoff, between, farthest, unbeaten
 from qdqtune.types import Edge, Placement
 
 CHAIN = "net (float[4,8] x) => (float[4,8] h6) {" + "".join(
@@ -15,24 +15,30 @@ CHAIN = "net (float[4,8] x) => (float[4,8] h6) {" + "".join(
 ) + "}"  # fmt: skip
 
 
-def offer(ratio: float, db: float) -> PredictedPoint:
-    return PredictedPoint(Placement.of([Edge(f"{ratio} {db}", "n", 0)]), Tradeoff(ratio, db))
+def points(*pairs: tuple[float, float]) -> dict[Placement, Tradeoff]:
+    """Some placements with these ratios and SQNRs."""
+    return {Placement.of([Edge(f"{pair}")]): Tradeoff(*pair) for pair in pairs}
 
 
-def test_the_farthest_point_in_time_and_accuracy_comes_next() -> None:
-    slow_and_exact, nearly_as_fast, nearly_as_exact = offer(0.8, 40), offer(0.51, 40), offer(0.8, 20.5)
-    assert farthest([nearly_as_fast, slow_and_exact, nearly_as_exact], [Tradeoff(0.5, 20)]) is slow_and_exact
-    assert farthest([nearly_as_exact], [Tradeoff(0.5, 20)]) is nearly_as_exact
-    near = offer(0.51, 20.2)
-    assert farthest([near], [Tradeoff(0.5, 20)]) is near
-    assert farthest([near], [Tradeoff(0.5, 20)], NEAR) is None
-    assert farthest([offer(0.5, 21)], [Tradeoff(0.5, 20)]) is None
-    assert farthest([], []) is None
+@pytest.mark.parametrize(
+    ("candidates", "near", "chosen"),
+    [
+        ([(0.51, 40), (0.8, 40), (0.8, 20.5)], NEAREST, (0.8, 40)),  # in time and accuracy
+        ([(0.8, 20.5)], NEAREST, (0.8, 20.5)),
+        ([(0.51, 20.2)], NEAREST, (0.51, 20.2)),
+        ([(0.51, 20.2)], NEAR, None),
+        ([(0.5, 21)], NEAREST, None),
+        ([], NEAREST, None),
+    ],
+)
+def test_the_farthest_point_comes_next(candidates, near: float, chosen: tuple[float, float] | None) -> None:
+    found = farthest(points(*candidates), [Tradeoff(0.5, 20)], near)
+    assert found == next(iter(points(chosen))) if chosen else found is None
 
 
 def test_beaten_points_are_left_out() -> None:
-    kept = unbeaten([offer(0.9, 50), offer(0.6, 30), offer(0.7, 29), offer(0.6, 28)])
-    assert [(o.tradeoff.ratio, o.tradeoff.db) for o in kept] == [(0.6, 30), (0.9, 50)]
+    kept = unbeaten(points((0.9, 50), (0.6, 30), (0.7, 29), (0.6, 28)))
+    assert list(kept.values()) == [Tradeoff(0.6, 30), Tradeoff(0.9, 50)]
 
 
 def test_mixtures_of_neighbours_lie_between_them() -> None:

@@ -226,7 +226,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
     if run.keeps_own_pairs and (own := run.summary["ratio"]) is not None:
         yield Point(OWN, Speed(1 / own), run.summary["output_sqnr_db"], True, False, True)
     ratios = ratios_to_float(run.history, run.plan)
-    best = {point.trial.placement for point in undominated(run.history, run.plan)}
+    best = undominated(run.history, run.plan)
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
     for placement, trial in last.items():
         is_final = placement == run.placement and not run.keeps_own_pairs

@@ -8,10 +8,9 @@ lie farthest from all measured points are built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -89,65 +88,33 @@ class Tradeoff:
         return self != other and self.ratio <= other.ratio and self.db >= other.db
 
 
-@dataclass(frozen=True)
-class PredictedPoint:
-    """A placement without a build, and its predicted tradeoff."""
-
-    placement: Placement
-    tradeoff: Tradeoff
-
-
-@dataclass(frozen=True)
-class MeasuredPoint:
-    """A measured placement: its trial, and its ratio to the float model (see `ratios_to_float`)."""
-
-    ratio: float
-    trial: Trial
-
-    @property
-    def placement(self) -> Placement:
-        return self.trial.placement
-
-    @property
-    def tradeoff(self) -> Tradeoff:
-        """Its measured latency and accuracy."""
-        return Tradeoff(self.ratio, self.trial.exactness)
-
-
-class HasTradeoff(Protocol):
-    """A point with a time and an accuracy, measured or predicted."""
-
-    @property
-    def tradeoff(self) -> Tradeoff: ...
-
-
-T = TypeVar("T", bound=HasTradeoff)
-
-
-def farthest(candidates: Iterable[T], taken: Sequence[Tradeoff], near: float = NEAREST) -> T | None:
+def farthest(
+    candidates: Mapping[Placement, Tradeoff], taken: Sequence[Tradeoff], near: float = NEAREST
+) -> Placement | None:
     """The candidate that is farthest from all `taken` points; None if it is nearer than `near` to one of them."""
-    found = max(candidates, key=lambda p: min((p.tradeoff.apart(t) for t in taken), default=np.inf), default=None)
-    return found if found is not None and all(found.tradeoff.apart(t) >= near for t in taken) else None
+    distances = {p: min((point.apart(t) for t in taken), default=np.inf) for p, point in candidates.items()}
+    chosen = max(distances, key=distances.__getitem__, default=None)
+    return chosen if chosen is not None and distances[chosen] >= near else None
 
 
-def undominated(history: Sequence[Trial], plan: Plan) -> tuple[MeasuredPoint, ...]:
-    """The measured points that are faster than float and that no other one beats, the fastest first."""
+def undominated(history: Sequence[Trial], plan: Plan) -> dict[Placement, Tradeoff]:
+    """The measured placements that are faster than float and that no other one beats, the fastest first."""
     ratios = ratios_to_float(history, plan)
     last = {t.placement: t for t in history if t.placement in ratios and t.accuracy is not None}
-    points = [MeasuredPoint(ratios[p], t) for p, t in last.items() if ratios[p] < 1]
-    return unbeaten(points)
+    return unbeaten({p: Tradeoff(ratios[p], t.exactness) for p, t in last.items() if ratios[p] < 1})
 
 
-def spread(points: Sequence[MeasuredPoint], count: int) -> tuple[MeasuredPoint, ...]:
+def spread(points: Mapping[Placement, Tradeoff], count: int) -> tuple[Placement, ...]:
     """At most `count` of the points, in their order: the first, the last, and others far from each other."""
+    placements = tuple(points)
     if len(points) <= count:
-        return tuple(points)
-    where = np.array([(p.ratio / DECADE_SHARE, -min(p.trial.exactness, MAX_DB) / 10) for p in points])
+        return placements
+    where = np.array([(p.ratio / DECADE_SHARE, -min(p.db, MAX_DB) / 10) for p in points.values()])
     chosen = [0, len(points) - 1]
     while len(chosen) < count:
         distances = np.abs(where[:, None] - where[chosen][None]).max(axis=2).min(axis=1)
         chosen.append(int(distances.argmax()))
-    return tuple(points[i] for i in sorted(chosen))
+    return tuple(placements[i] for i in sorted(chosen))
 
 
 @dataclass(frozen=True)
@@ -162,31 +129,32 @@ class FrontSearch:
         if len(history) < CUT_BUILDS and (proposals := self.by_cut.propose(history)):
             return proposals[: CUT_BUILDS - len(history)]
         measured = undominated(history, self.by_cut.plan)
-        taken = [point.tradeoff for point in measured]
+        taken = list(measured.values())
         near = NEAR if len(measured) >= TARGET_POINTS else NEAREST
         summed_db = self._summed_db({t.placement: t.exactness for t in history if t.sqnr_db is not None})
-        able = [PredictedPoint(p, Tradeoff(ratio, summed_db(p))) for p, ratio in self.predicted_ratios(history)]
-        able = [point for point in able if not is_too_noisy(noise_of(point.tradeoff.db), self.noise.limit)]
-        found = list[PredictedPoint]()
-        points = [p for p in unbeaten(able) if not any(tradeoff.beats(p.tradeoff) for tradeoff in taken)]
-        while len(found) < self.by_cut.width and (point := farthest(points, taken, near)) is not None:
-            found.append(point)
-            taken.append(point.tradeoff)
-        return [Proposal("front", p.placement, predicted=p.tradeoff.ratio, wants_layers=True) for p in found]
+        predicted = {p: Tradeoff(ratio, summed_db(p)) for p, ratio in self._predicted_ratios(history).items()}
+        able = {p: point for p, point in predicted.items() if not is_too_noisy(noise_of(point.db), self.noise.limit)}
+        points = {p: point for p, point in unbeaten(able).items() if not any(other.beats(point) for other in taken)}
+        chosen = list[Placement]()
+        while len(chosen) < self.by_cut.width and (placement := farthest(points, taken, near)) is not None:
+            chosen.append(placement)
+            taken.append(points[placement])
+        return [Proposal("front", p, predicted=points[p].ratio, wants_layers=True) for p in chosen]
 
-    def predicted_ratios(self, history: Sequence[Trial]) -> tuple[tuple[Placement, float], ...]:
+    def _predicted_ratios(self, history: Sequence[Trial]) -> dict[Placement, float]:
         """Placements without a build that are predicted to be fast enough to be worth one, with their predicted ratio
         to the float model, corrected by what builds have shown."""
         costs = self.by_cut.costs(history)
         path, scale = self._optima_by_noise_price(costs), self._scale(costs, history)
         tried = {t.placement for t in history} | {Placement()}
-        built = tuple(decision_of(costs, p.placement) for p in undominated(history, self.by_cut.plan))
-        points = []
+        built = tuple(decision_of(costs, placement) for placement in undominated(history, self.by_cut.plan))
+        ratios = dict[Placement, float]()
         for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built)))):
             ratio = 1 - scale * (1 - costs.total(decision) / costs.float_ms)
-            if ratio <= WORTHWHILE_RATIO:
-                points.append((costs.partition.placement(decision), ratio))
-        return tuple((placement, ratio) for placement, ratio in points if placement not in tried)
+            placement = costs.partition.placement(decision)
+            if ratio <= WORTHWHILE_RATIO and placement not in tried:
+                ratios[placement] = min(ratio, ratios.get(placement, ratio))
+        return ratios
 
     def _scale(self, costs: Costs, history: Sequence[Trial]) -> float:
         """The measured saving of builds as a multiple of the predicted one, within `SCALE_RANGE`; 1 without builds."""
@@ -262,8 +230,7 @@ def is_too_noisy(noise: float, limit: float | None) -> bool:
     return limit is not None and noise > MAX_EXCESS_NOISE * limit
 
 
-def unbeaten(points: Iterable[T]) -> tuple[T, ...]:
+def unbeaten(points: Mapping[Placement, Tradeoff]) -> dict[Placement, Tradeoff]:
     """The points that no other one beats, the fastest first."""
-    known = tuple(points)
-    kept = (p for p in known if not any(other.tradeoff.beats(p.tradeoff) for other in known))
-    return tuple(sorted(kept, key=lambda p: p.tradeoff.ratio))
+    kept = [(p, point) for p, point in points.items() if not any(other.beats(point) for other in points.values())]
+    return dict(sorted(kept, key=lambda item: item[1].ratio))

@@ -18,7 +18,6 @@ from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import (
     TARGET_POINTS,
-    MeasuredPoint,
     Tradeoff,
     is_too_noisy,
     spread,
@@ -54,7 +53,7 @@ from qdqtune.tuning.shipping import (
 )
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Placement, Trial, noise_of
 
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
 
@@ -80,11 +79,6 @@ class ProvenPoint:
     def ratio(self) -> Ratio:
         """The ratio to the user's file in the context that is shown."""
         return self.shown.ratio
-
-    @property
-    def tradeoff(self) -> Tradeoff:
-        """Its latency and accuracy."""
-        return Tradeoff(self.ratio.median, self.trial.exactness)
 
 
 def _row(point: ProvenPoint, proof: Proof, run: Run) -> dict[str, Any]:
@@ -122,12 +116,13 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
     folder = run.settings.output_dir / FRONT
     with writing(folder):
         folder.mkdir(exist_ok=True)
-    placements = tuple(point.placement for point in _promising(history, run))
+    placements = tuple(_promising(history, run))
     files = {placement: _written(placement, run) for placement in placements}
     queue = Finalists(placements, len(placements), are_points=True)
     raced = race_finished(queue, Field(run.settings.model), history, run, files)
-    proven = [_point(attempt, history, run) for attempt in raced.attempts if is_proven(attempt.to_float)]
-    points = _named(unbeaten(proven), files, run)
+    proven = {a.placement: _point(a, history, run) for a in raced.attempts if is_proven(a.to_float)}
+    tradeoffs = {p: Tradeoff(point.ratio.median, point.trial.exactness) for p, point in proven.items()}
+    points = _named([proven[placement] for placement in unbeaten(tradeoffs)], files, run)
     if not points:
         run.output.clear(FRONT)
     notes = raced.notes
@@ -152,16 +147,16 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
     return proof, [_row(point, proof, run) for point in points]
 
 
-def _promising(history: Sequence[Trial], run: Run) -> list[MeasuredPoint]:
-    """The points of the search that may become points of the front, as many as there is room for, the best one among
-    them."""
+def _promising(history: Sequence[Trial], run: Run) -> list[Placement]:
+    """The placements of the search that may become points of the front, as many as there is room for, the best one
+    among them."""
     most = run.limits.max_noise
     points = undominated(history, run.settings.plan)
-    able = [p for p in points if p.trial.accuracy is None or not is_too_noisy(p.trial.accuracy.noise, most)]
-    best = [p for p in able if p.placement == best_of(history)]
-    others = [p for p in able if p.placement != best_of(history)]
-    found = [*best, *spread(others, run.budget.points - len(best))]
-    return found[: run.budget.provable(len(found))]
+    able = {p: point for p, point in points.items() if not is_too_noisy(noise_of(point.db), most)}
+    best = [p for p in able if p == best_of(history)]
+    others = {p: point for p, point in able.items() if p not in best}
+    placements = [*best, *spread(others, run.budget.points - len(best))]
+    return placements[: run.budget.provable(len(placements))]
 
 
 def _written(placement: Placement, run: Run) -> Path:
