@@ -17,10 +17,8 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.by_latency import LatencySearch
 from qdqtune.search.costs.units import Decision
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.result import Result
 from qdqtune.types import Measurement, Placement, Trial
 from runs import mixed, mixed_run, settings, write
-from workers import in_process
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -49,41 +47,29 @@ DEEP = """net (float[8,64] x) => (float[8,32] y) {
 SIXTEEN_BITS = EngineSpec("fake", {"hide_times": True, "asymmetric": True, "wide": True})
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A model, and what a search found whose limit 8 bits miss, on an engine with 16."""
+def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(tmp_path: Path) -> None:
     sizes = ((64, 256, 0.1), (256, 256, 0.1), (256, 128, 0.1), (128, 32, 1.0))
     weights = {f"w{n}": normal(*size, seed=n, scale=scale) for n, (*size, scale) in enumerate(sizes)}
-    path = write(build(DEEP, weights), tmp_path_factory.mktemp("wide"))
-    with in_process():
-        return path, tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=12, min_sqnr=40.0))
-
-
-def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(wide: tuple[Path, Result], tmp_path: Path) -> None:
-    path, found = wide
+    path = write(build(DEEP, weights), tmp_path)
+    found = tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=12, min_sqnr=40.0))
     assert found.improved
     assert found.summary["output_sqnr_db"] >= 40
     assert found.summary["bits"]["tensors_16"] > 0
     assert found.summary["bits"]["weights_16"] > 0
-    shown = report_of_run(path.parent / "out").map
+    shown = report_of_run(tmp_path / "out").map
     assert shown is not None
     assert "16 bit" in {group.precision for group in shown.groups}
     regions = settings(path, builds=4, min_sqnr=40.0, output_dir=tmp_path / "b", engine=SIXTEEN_BITS)
-    tune(regions, told := Log())
-    assert any("`mode` region places pairs of 8 bits only" in note for note in told.notes)
+    tune(regions, log := Log())
+    assert any("`mode` region places pairs of 8 bits only" in note for note in log.notes)
     narrow = tune(settings(path, mode="cut", engine=SIXTEEN_BITS, builds=6, min_sqnr=30.0, output_dir=tmp_path / "c"))
     assert narrow.summary["final_ms"] < found.summary["final_ms"]
     assert not narrow.placement.wide
-
-
-def test_pairs_of_16_bits_have_8_on_an_engine_without(wide: tuple[Path, Result], tmp_path: Path) -> None:
-    path, found = wide
-    assert found.placement.wide
     ours = tmp_path / "wide.onnx"
-    shutil.copy(path.parent / "out" / "optimized_final.onnx", ours)
+    shutil.copy(tmp_path / "out" / "optimized_final.onnx", ours)
     shutil.copy(path.with_suffix(".npz"), ours.with_suffix(".npz"))
-    own = tune(settings(ours, mode="cut", engine=EngineSpec("fake"), builds=4, from_qdq=True, min_sqnr=None))
-    assert any("no 16 bits: pairs of 16 bits have 8" in note for note in own.notes)
+    again = tune(settings(ours, mode="cut", builds=4, from_qdq=True, min_sqnr=None, output_dir=tmp_path / "d"))
+    assert any("no 16 bits: pairs of 16 bits have 8" in note for note in again.notes)
 
 
 def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:

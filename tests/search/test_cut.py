@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models import INT8, build, conv_net, normal, ranges
+from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune.engines.fake import CostModel
 from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
@@ -29,27 +29,6 @@ from weight_only_nets import MODEL, SHARES, W4, W8
 PLAN = Plan((12,), turn_seconds=0.0)
 BUILDS = 11
 
-TWO_BRANCHES = """net (float[8,8,64] x) => (float[8,8,16] y, float[8,8,64] z) {
-    [stem] a = MatMul(x, w0)
-    [left] b = MatMul(a, w1)
-    [left_relu] c = Relu(b)
-    [right] d = Softmax(a)
-    [join] e = Add(c, d)
-    [norm] z = Tanh(e)
-    [head] y = MatMul(e, w2)
-}"""
-
-PRODUCTS = """net (float[4,16,64] x) => (float[4,16,64] y) {
-    [query] q = MatMul(x, wq)
-    [key] k = MatMul(x, wk)
-    [turn] t = Transpose <perm=[0,2,1]> (k)
-    [scores] s = MatMul(q, t)
-    [softmax] p = Softmax(s)
-    [value] v = MatMul(x, wv)
-    [context] c = MatMul(p, v)
-    [out] y = MatMul(c, wo)
-}"""
-
 CONVS = """net (float[1,4,16,16] x) => (float[1,5] y) {
     [stem] a = Conv <pads=[1,1,1,1]> (x, w0)
     [stem_relu] b = Relu(a)
@@ -64,14 +43,6 @@ CONVS = """net (float[1,4,16,16] x) => (float[1,5] y) {
     [flat] k = Flatten(j)
     [head] y = Gemm <transB=1> (k, w3)
 }"""
-
-
-def two_branches() -> Model:
-    return build(TWO_BRANCHES, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1), "w2": normal(64, 16)})
-
-
-def products() -> Model:
-    return build(PRODUCTS, {f"w{n}": normal(64, 64, seed=k) for k, n in enumerate("qkvo")})
 
 
 def convs() -> Model:
@@ -128,10 +99,10 @@ def decisions(parts: Partition) -> Iterator[Decision]:
         yield Decision(quantized, frozenset(t for t in parts.edges if parts.producer.get(t) in quantized))
 
 
-MODELS = {"mixed": mixed, "two branches": two_branches, "products": products, "convs": convs, "conv net": conv_net}
+MODELS = {"mixed": mixed, "attention": attention, "convs": convs, "conv net": conv_net}
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"conv net"}))  # of which there are too many
+@pytest.mark.parametrize("name", ["mixed", "convs"])  # the others have too many
 def test_the_best_of_all_placements_is_found(name: str) -> None:
     bench = Bench(MODELS[name]())
     history = bench.played()
@@ -142,7 +113,7 @@ def test_the_best_of_all_placements_is_found(name: str) -> None:
 
 
 def test_every_subset_of_stored_tensors_is_beaten_too() -> None:
-    bench = Bench(two_branches())
+    bench = Bench(mixed())
     found = bench.seconds(best_of(bench.played()))
     parts = partition(bench.model, bench.possible, bench.search().groups)
     for decision in decisions(parts):
@@ -173,14 +144,6 @@ def made_up(bench: Bench, per_consumer: bool) -> Costs:
     prices = tuple(Price(*(random.random(5) + less).tolist()) for _ in parts.units)
     q, d = ({t: float(random.random()) / 3 for t in parts.edges} for _ in range(2))
     return Costs(parts, prices, q, d, per_consumer)
-
-
-def test_it_is_a_pure_function_of_its_history() -> None:
-    bench = Bench(mixed())
-    history = bench.played()
-    for count in range(len(history) + 1):
-        first, again = (bench.search().propose(history[:count]) for _ in range(2))
-        assert first == again
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -215,11 +178,8 @@ def test_failed_builds_do_not_stop_it() -> None:
 
 
 def test_when_everything_fails_it_ends() -> None:
-    bench = Bench(hopeful := mixed())
-    history = bench.played(measured=lambda n, p, a: Trial(n, p, a, Failure("crash", "gone")))
-    assert history
-    assert best_of(history) == Placement()
-    assert bench.model is hopeful
+    history = Bench(mixed()).played(100, measured=lambda n, p, a: Trial(n, p, a, Failure("crash", "gone")))
+    assert 0 < len(history) < 100
 
 
 def test_seeds_are_priced_in_the_first_batch() -> None:

@@ -113,9 +113,9 @@ def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(
 
 @pytest.mark.usefixtures("workers")
 def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> None:
-    whole = tune(settings(model, builds=32, output_dir=model.parent / "whole"))
+    whole = tune(settings(model, builds=32, cut_seed=True, output_dir=model.parent / "whole"))
     for builds in (4, 13, 18, 32):
-        part = tune(settings(model, builds=builds))
+        part = tune(settings(model, builds=builds, cut_seed=True))
         assert part.history[:-4] == whole.history[: len(part.history[:-4])]
     assert part.history == whole.history
     states = (parsed((model.parent / name / STATE).read_bytes()) for name in ("out", "whole"))

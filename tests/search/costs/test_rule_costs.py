@@ -110,26 +110,14 @@ def test_noise_is_that_of_the_values_and_of_conversions() -> None:
     assert noise.summed(costs.placement((FLOAT,) * 3)) == 0
 
 
+@pytest.mark.parametrize("float_too", [True, False])
 @pytest.mark.parametrize("price", [0.0, 1.0, 1e3, 1e5, 1e7])
-def test_the_cheapest_labels_are_those_of_brute_force(price: float) -> None:
+def test_the_cheapest_labels_are_those_of_brute_force(price: float, float_too: bool) -> None:
     costs = chain()
-    noise = Noise(costs.model, {"x": 0.01, "b": 0.1, "c": 3.0, "y": 0.02, "w": 0.2, "v": 0.1})
-    every = product((W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, W16A16, FLOAT), (W8A8, W8A16, FLOAT))
+    noise = Noise(costs.model, {"x": 0.01, "b": 0.1, "c": 3.0, "y": 0.02, "w": 0.2, "v": 2.0})
+    some = (W8A8, W8A16, FLOAT)[: 2 + float_too]
+    every = product((*some, W16A16), (*some, W16A16), some)
     least = min(costs.total(labels) + price * noise.summed(costs.placement(labels)) for labels in every)
-    found = costs.cheapest(noise, price, float_too=True)
+    found = costs.cheapest(noise, price, float_too=float_too)
+    assert float_too or FLOAT not in found
     assert costs.total(found) + price * noise.summed(costs.placement(found)) == pytest.approx(least, rel=1e-6)
-
-
-def test_a_price_on_noise_puts_the_noisiest_value_and_its_reader_in_16_bits() -> None:
-    costs = chain()
-    noise = Noise(costs.model, {"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001})
-    assert costs.cheapest(noise, 1e4, float_too=False)[1:] == (W8A16, W8A16)
-    assert costs.cheapest(noise, 1.0, float_too=False) == (W8A8,) * 3
-
-
-def test_a_noisy_weight_gets_16_bits_beside_activations_in_16() -> None:
-    costs = chain()
-    noise = Noise(costs.model, {"x": 0.0, "b": 0.001, "c": 5.0, "y": 0.001, "v": 5.0})
-    assert costs.cheapest(noise, 1e4, float_too=False)[1:] == (W16A16, W8A16)
-    wide, narrow = (noise.summed(costs.placement((W8A8, label, W8A8))) for label in (W16A16, W8A16))
-    assert wide == pytest.approx(narrow - 5.0)

@@ -34,9 +34,3 @@ def test_nothing_faster_is_explained_too(tmp_path: Path) -> None:
     assert not result.improved
     assert [row["quantized"] for row in units_of(tmp_path)] == [False] * 3
     assert result.summary["predicted_ratio"] is None
-
-
-def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    short, long = (mixed_run(tmp_path, "cut", builds=builds).history for builds in (4, 12))
-    assert len(short) == 3 < len(long)
-    assert long[:3] == short
