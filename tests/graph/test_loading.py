@@ -134,6 +134,27 @@ def test_shape_inference_that_fails_is_not_fatal(file: Path) -> None:
     assert [n.op for n in load(file).nodes] == ["Reshape", "MatMul"]
 
 
+GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constants={"w": normal(300)})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "not an ONNX file"),
+        (b"no model at all, just some words", "not an ONNX file"),
+        (GOOD.SerializeToString()[:-7], "not an ONNX file, or damaged|invalid graph"),
+        (GOOD.SerializeToString().replace(b"Add", b"\xff\xfe\xfd"), "model.onnx: "),
+    ],
+)
+def test_files_that_are_no_models(file: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BadModel, match=message) as caught:
+        load(file)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="is a folder"):
         load(tmp_path)

@@ -1,6 +1,5 @@
 """Models are saved in one file, or by reference to a file of constants."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from onnx import TensorProto
 from models import build, normal
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import OutputError
-from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes, save
 from two_products import model, weights
@@ -61,34 +59,13 @@ def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
     assert loaded[0] == loaded[1] == model.constants["w"].data()
 
 
-def test_a_large_model_ships_with_its_constants_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
-    (folder := tmp_path / "candidates").mkdir()
-    with ConstantFile(folder / CONSTANTS) as constants:
-        constants.write(model(), "candidate")
-        save(model(), tmp_path / "m.onnx", constants)
-        save(model(v=weights(3)), tmp_path / "both.onnx", constants)
-    shutil.rmtree(folder)
-    assert [run(tmp_path / f"{name}.onnx")[0][0, 0] for name in ("m", "both")] == [3, 9]
-
-
-def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path) -> None:
     model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
     with ConstantFile(tmp_path / "w.bin") as constants:
         small = constants.write(model, "small")
     assert nbytes(small) == small.stat().st_size + 300 * 8 * 4
     save(model, tmp_path / "whole.onnx")
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
-    monkeypatch.setattr("qdqtune.graph.protobuf.APART_BYTES", 0)  # a large file is read without its weights
-    assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
-
-
-def test_a_large_file_that_came_from_external_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.graph.protobuf.APART_BYTES", 0)
-    with ConstantFile(tmp_path / "w.bin") as constants:
-        written = constants.write(model(), "apart")
-    onnx.save(onnx.load(written), tmp_path / "whole.onnx")  # each tensor says that it lies in the file
-    assert load(tmp_path / "whole.onnx").fingerprint == load(written).fingerprint
 
 
 def test_spans_are_aligned(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from models import build, feeds, run
-from qdqtune.graph.protobuf import LARGE_BYTES
+from qdqtune.graph.model import LARGE_BYTES
 from qdqtune.placement.stripping import strip_pairs
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import onnx
 
 from qdqtune.errors import first_of
-from qdqtune.graph.loading import name_nodes
+from qdqtune.graph.loading import name_nodes, read
 from qdqtune.graph.model import bodies, captured
 from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
-from qdqtune.graph.protobuf import parsed
 from qdqtune.types import Layer
 
 FIRST_IN_FUSION = COMPUTE | {"DequantizeLinear"}
@@ -38,8 +37,8 @@ class Claim:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """A model file, as `parsed` reads it, with the names that `loading.load` gives to unnamed nodes."""
-    model = parsed(path)
+    """A model file with the names that `loading.load` gives to unnamed nodes."""
+    model = read(path)
     name_nodes(model.graph)
     return model
 

@@ -15,8 +15,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
-from qdqtune.graph.model import PACKED, Constant, bodies, content_key, size_of
-from qdqtune.graph.protobuf import LARGE_BYTES
+from qdqtune.graph.model import LARGE_BYTES, PACKED, Constant, bodies, content_key, size_of
 from qdqtune.system.checks import Stamps
 from qdqtune.types import Array
 
@@ -29,14 +28,13 @@ DENSE = "write sparse constants out (export the model again without them)"
 """What users can do about sparse constants, which are not read."""
 
 
-def take_external(proto: onnx.ModelProto, folder: Path, own: str) -> dict[str, Constant]:
-    """Take the large initializers with external data out of `proto`, and embed the small ones. The files lie in
-    `folder`; `own` is the name of the model's own file, which may be a link."""
+def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
+    """Take the large initializers with external data in `folder` out of `proto`, and embed the small ones."""
     large: dict[str, Constant] = {}
     overridable = {v.name for v in proto.graph.input}
     external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
     for tensor in external:
-        located = _located(tensor, folder, own)
+        located = _located(tensor, folder)
         if _is_large(tensor) and tensor.name not in overridable:
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
             seen = Stamps.of([located.file])
@@ -44,12 +42,12 @@ def take_external(proto: onnx.ModelProto, folder: Path, own: str) -> dict[str, C
             read = partial(_values, located, seen, dtype, shape)
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
-            _embed(tensor, folder, own)
+            _embed(tensor, folder)
     if large:  # else spare the copies
         replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
     for tensor in inner_tensors(proto):
         if tensor.data_location == TensorProto.EXTERNAL:
-            _embed(tensor, folder, own)
+            _embed(tensor, folder)
     return large
 
 
@@ -126,8 +124,8 @@ def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
             pending.extend(body.node)
 
 
-def _embed(tensor: TensorProto, folder: Path, own: str) -> None:
-    tensor.raw_data = _bytes(_located(tensor, folder, own))
+def _embed(tensor: TensorProto, folder: Path) -> None:
+    tensor.raw_data = _bytes(_located(tensor, folder))
     tensor.ClearField("data_location")
     del tensor.external_data[:]
 
@@ -140,7 +138,7 @@ class _Located(NamedTuple):
     length: int
 
 
-def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
+def _located(tensor: TensorProto, folder: Path) -> _Located:
     """Where a tensor's external data are."""
     what = f"external data of constant {tensor.name!r}"
     if tensor.data_type not in SIZED:
@@ -160,7 +158,7 @@ def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
     file = folder / location
     if not file.is_file():
         raise BadModel(f"{what}: {location} is missing beside the model; copy it there")
-    if str(location) != own and not file.resolve().is_relative_to(folder.resolve()):
+    if not file.resolve().is_relative_to(folder.resolve()):
         raise BadModel(f"{what}: {location} is a link that leaves the model's folder; move the file there")
     if file.stat().st_size < offset + length:
         sizes = f"{file.stat().st_size} bytes, not {offset + length}"

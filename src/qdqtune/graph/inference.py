@@ -17,9 +17,8 @@ from onnx import ModelProto, numpy_helper
 
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
-from qdqtune.graph.model import Constant, Model, Node, TensorInfo, graphs, rebuild
+from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, graphs, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES
-from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.graph.simplifying import FAILURES, computed, drop_unused
 from qdqtune.types import Array
 

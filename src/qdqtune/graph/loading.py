@@ -18,11 +18,10 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto, inliner, numpy_helper, version_converter
 
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, check_file
 from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_external
 from qdqtune.graph.inference import INFERENCE_ERRORS, copied, infer, with_large_inputs, without_large_inputs
 from qdqtune.graph.model import Constant, Model, bodies, captured, graphs
-from qdqtune.graph.protobuf import parsed
 from qdqtune.graph.simplifying import DEFAULT, UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
 
@@ -41,7 +40,7 @@ def load(
     nodes are dropped. `fix_inputs` makes graph inputs constant, and replaces each If that they decide by its body."""
     proto = read(path)
     try:
-        return _ready(proto, path.absolute(), fix_inputs, min_opset)
+        return _ready(proto, path.absolute().parent, fix_inputs, min_opset)
     except BadModel as error:
         raise BadModel(f"{path}: {error}") from error
     except UnicodeDecodeError as error:
@@ -50,17 +49,17 @@ def load(
 
 def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
     """`load` for a model in memory, which is not changed. Its external data lie in the current folder."""
-    return _ready(copied(proto), Path.cwd() / "model.onnx", {}, min_opset)
+    return _ready(copied(proto), Path.cwd(), {}, min_opset)
 
 
-def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
-    """The model of `proto`, which was read from `path` and is changed in place. Raises BadModel."""
+def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
+    """The model of `proto`, which is changed in place and has its external data in `folder`. Raises BadModel."""
     _check_types(proto.graph)
     if proto.ir_version < 4:  # constants had to be listed as inputs, and nobody could override them
         constants = {t.name for t in proto.graph.initializer}
         replace(proto.graph.input, [v for v in proto.graph.input if v.name not in constants])
         proto.ir_version = 4
-    large = take_external(proto, path.parent, path.name)
+    large = take_external(proto, folder)
     name_nodes(proto.graph)
     settle(proto.graph, large)
     proto = copied(proto)
@@ -147,14 +146,15 @@ def _fits(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> bool:
 
 
 def read(path: Path) -> ModelProto:
-    """The protobuf in a file, without large weights (see `protobuf.parsed`)."""
+    """The protobuf in a file, without its external data."""
     try:
         if path.stat().st_size >= 2**31:
             raise BadModel(
                 f"{path}: not an ONNX file: those have less than 2 GB. A larger model has its weights beside it "
                 "(onnx.save, save_as_external_data=True)"
             )
-        proto = parsed(path)
+        check_file(path)
+        proto = onnx.load(path, load_external_data=False)
     except IsADirectoryError as error:
         raise BadModel(f"{path} is a folder: name an ONNX file") from error
     except OSError as error:
@@ -183,16 +183,11 @@ def files_of(path: Path) -> list[Path]:
         return [path]
 
 
-def bytes_of_files(model: Path) -> int:
-    """The size of those files of a model (`files_of`) that exist."""
-    return sum(file.stat().st_size for file in files_of(model) if file.is_file())
-
-
 def data_files(path: Path) -> list[str]:
     """The files of a model's external data, as the model names them."""
     proto = read(path)
     tensors = chain(proto.graph.initializer, inner_tensors(proto))
-    named = {e.value for t in tensors for e in t.external_data if e.key == "location"} - {path.name}
+    named = {e.value for t in tensors for e in t.external_data if e.key == "location"}
     # Loading the model refuses names that no file can have.
     return sorted(name for name in named if isinstance(name, str) and "\0" not in name)
 

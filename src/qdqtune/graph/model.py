@@ -18,8 +18,10 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.types import Array, Edge
+
+LARGE_BYTES = 1024
+"""Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
 GRAPH = -1
 """The node index in the `Use` of a tensor as a graph output."""

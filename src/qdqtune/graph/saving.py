@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -13,8 +12,8 @@ import onnx
 from onnx import TensorProto
 
 from qdqtune.errors import writing
+from qdqtune.graph.loading import read
 from qdqtune.graph.model import Constant, Model, size_of
-from qdqtune.graph.protobuf import head, parsed, refer
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 
@@ -25,25 +24,21 @@ ONE_FILE_LIMIT = 2**31 - 2**20
 """Bytes from which a model needs external data: the 2 GiB limit of protobuf, less room for fields added later."""
 
 
-def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
-    """Write `model` as one file; beyond 2 GB its constants go to `<name>.data` beside it.
-
-    Constants in the file `known` are copied from there.
-    """
+def save(model: Model, path: Path) -> None:
+    """Write `model` as one file; beyond 2 GB its constants go to `<name>.data` beside it."""
     with atomic_write(path) as fresh:
         if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < ONE_FILE_LIMIT:
             with fresh.open("wb") as file:
-                file.writelines(messages(model, Constant.data if known is None else known.data))
+                file.writelines(_pieces(model))
         else:
-            with ConstantFile(data_of(fresh), known) as constants:
+            with ConstantFile(data_of(fresh)) as constants:
                 constants.save(model, fresh)
 
 
 def nbytes(model: Path) -> int:
     """Size of a model file with its external data."""
-    outside = (t for t in parsed(model).graph.initializer if t.data_location == TensorProto.EXTERNAL)
-    others = (t for t in outside if all(e.value != model.name for e in t.external_data if e.key == "location"))
-    return model.stat().st_size + sum(size_of(t.data_type, t.dims) for t in others)
+    outside = (t for t in read(model).graph.initializer if t.data_location == TensorProto.EXTERNAL)
+    return model.stat().st_size + sum(size_of(t.data_type, t.dims) for t in outside)
 
 
 def data_of(path: Path) -> Path:
@@ -57,21 +52,18 @@ def model_outputs(path: Path, option: str, kind: str = "model") -> list[Output]:
 
 
 class ConstantFile:
-    """A file of constants that small model files in the same folder refer to.
-
-    Each constant is written once, when a model first needs it; one in the file `known` is copied from there.
-    """
+    """A file of constants that small model files in the same folder refer to. Each constant is written once, when a
+    model first needs it."""
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
 
-    def __init__(self, path: Path, known: ConstantFile | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._known = known
         self._spans: dict[str, tuple[int, int]] = {}
         self._lock = RLock()  # computing a constant may run a model, which is written here as well
         with writing(path):
             path.unlink(missing_ok=True)  # an engine may still have an earlier one mapped: do not cut it short there
-            self._file = path.open("w+b")
+            self._file = path.open("wb")
 
     def __enter__(self) -> ConstantFile:
         return self
@@ -80,34 +72,28 @@ class ConstantFile:
         with suppress(OSError):  # everything is flushed already; on a full disk closing fails again
             self._file.close()
 
-    def data(self, constant: Constant) -> bytes | memoryview:
-        """The bytes of a constant: read from this file or the known one, else computed."""
-        if constant.key in self._spans:
-            self._file.flush()
-            offset, length = self._spans[constant.key]
-            return os.pread(self._file.fileno(), length, offset)
-        return constant.data() if self._known is None else self._known.data(constant)
-
-    def _span(self, constant: Constant) -> tuple[int, int]:
-        """Offset and length of a constant, which is written if it is not there."""
-        if constant.key not in self._spans:
-            data = self.data(constant)
-            offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
-            self._file.seek(offset)
-            self._file.write(data)
-            self._spans[constant.key] = (offset, len(data))
-        return self._spans[constant.key]
-
     def save(self, model: Model, path: Path) -> None:
         """Write `model` to `path`, in the folder of this file, with its large constants by reference. Thread-safe."""
         with self._lock, writing(path):
             small = deepcopy(model.proto)
             for name, constant in model.large.items():
                 tensor = small.graph.initializer.add(name=name, data_type=constant.dtype, dims=constant.shape)
+                tensor.data_location = TensorProto.EXTERNAL
                 offset, length = self._span(constant)
-                refer(tensor, self.path.name, offset, length)
+                for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
+                    tensor.external_data.add(key=key, value=str(value))
             path.write_bytes(small.SerializeToString())
             self._file.flush()
+
+    def _span(self, constant: Constant) -> tuple[int, int]:
+        """Offset and length of a constant, which is written if it is not there."""
+        if constant.key not in self._spans:
+            data = constant.data()
+            offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
+            self._file.seek(offset)
+            self._file.write(data)
+            self._spans[constant.key] = (offset, len(data))
+        return self._spans[constant.key]
 
     def write(self, model: Model, name: str) -> Path:
         """Write `model` beside this file as `<name>.onnx`, numbered if that exists."""
@@ -119,11 +105,10 @@ class ConstantFile:
         return path
 
 
-def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> Iterator[bytes | memoryview]:
+def _pieces(model: Model) -> Iterator[bytes | memoryview]:
     """The bytes of a model file with all constants, piece by piece, with one constant at a time in memory.
 
-    The model's own fields keep their order, by which OpenVINO recognizes an ONNX file. `data` gives the bytes of a
-    constant.
+    The model's own fields keep their order, by which OpenVINO recognizes an ONNX file.
     """
     field = onnx.ModelProto.GRAPH_FIELD_NUMBER
     ahead, behind = onnx.ModelProto(), onnx.ModelProto()
@@ -136,11 +121,22 @@ def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> It
     heads = []
     for name, constant in model.large.items():
         described = TensorProto(name=name, data_type=constant.dtype, dims=constant.shape).SerializeToString()
-        described += head(TensorProto.RAW_DATA_FIELD_NUMBER, constant.nbytes)
-        heads.append(head(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(described) + constant.nbytes) + described)
+        described += _head(TensorProto.RAW_DATA_FIELD_NUMBER, constant.nbytes)
+        heads.append(_head(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(described) + constant.nbytes) + described)
     size = len(graph) + sum(map(len, heads)) + sum(c.nbytes for c in model.large.values())
-    yield ahead.SerializeToString() + head(field, size) + graph
+    yield ahead.SerializeToString() + _head(field, size) + graph
     for described, constant in zip(heads, model.large.values(), strict=True):
         yield described
-        yield data(constant)
+        yield constant.data()
     yield behind.SerializeToString()
+
+
+def _head(number: int, length: int) -> bytes:
+    """The tag and the length in front of a field of `length` bytes (https://protobuf.dev/programming-guides/encoding)."""
+    written = bytearray()
+    for value in (number << 3 | 2, length):
+        while value > 0x7F:
+            written.append(value & 0x7F | 0x80)
+            value >>= 7
+        written.append(value)
+    return bytes(written)

@@ -16,9 +16,8 @@ from onnx import numpy_helper
 
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.constants import replace, settle
-from qdqtune.graph.model import Constant, TensorInfo, bodies, captured, defined
+from qdqtune.graph.model import LARGE_BYTES, Constant, TensorInfo, bodies, captured, defined
 from qdqtune.graph.operators import RANDOM
-from qdqtune.graph.protobuf import LARGE_BYTES
 from qdqtune.types import Array
 
 DEFAULT = ("", "ai.onnx")

@@ -18,8 +18,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.rounding import INTEGER_TYPE, RoundedWeight, rounded_weight
-from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.protobuf import LARGE_BYTES
+from qdqtune.graph.model import LARGE_BYTES, Constant, Model
 from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat

@@ -63,7 +63,7 @@ class Candidates:
 
     def write_whole(self, placement: Placement, path: Path) -> None:
         """Write a placement as a self-contained file."""
-        save(self._inserter.insert(placement), path, self._constants)
+        save(self._inserter.insert(placement), path)
 
 
 NO_NODES = Failure("build", "the provider runs no node of the model: do its options name a chip that it knows?")

@@ -21,8 +21,8 @@ from qdqtune.engines.options import on_device
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
-from qdqtune.graph.loading import bytes_of_files, files_of
-from qdqtune.graph.saving import CONSTANTS, ConstantFile
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes
 from qdqtune.numerics.label_metrics import can_tell, doubt, samples_to_tell
 from qdqtune.numerics.metrics import Metric, load_evaluation, open_labelled, option_of
 from qdqtune.numerics.scores import asked_outputs
@@ -362,7 +362,7 @@ def labelled_metric(settings: Settings, subject: Subject, execution: Execution) 
 @contextmanager
 def _engines(settings: Settings, logs: Path, execution: Execution) -> Iterator[list[Runner]]:
     engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
-    size = bytes_of_files(settings.model)
+    size = nbytes(settings.model)
     with ExitStack() as stack:
         asked = settings.workers, settings.cores_per_worker, settings.ray, most_threads, execution.device
         allocation = stack.enter_context(allocate_workers(engine, *asked))
@@ -401,7 +401,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             limits=settings.limits,
             evaluation=ready.evaluation,
             scores=settings.scores,
-            model_bytes=bytes_of_files(settings.model),
+            model_bytes=nbytes(settings.model),
             by_rule=None if settings.is_timed else ByRule(rule_costs(settings, subject), lambda: simulation.reference),
         )
         workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
