@@ -24,7 +24,6 @@ from qdqtune.commands.doctor import (
     engine_options,
     engine_state,
     examine,
-    examine_elsewhere,
     find_gpus,
     this_processor,
 )
@@ -172,14 +171,15 @@ def test_every_engine_is_examined(tmp_path, monkeypatch):
     assert [e.name for e in (*found.engines, *found.providers)] == list(MODULES)
 
 
-def test_another_machine_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs(words: list[str], *, timeout: float, **_: object) -> None:
-        raise subprocess.TimeoutExpired(words, timeout)
-
+def test_another_machine_is_asked_by_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
     monkeypatch.setattr(doctor.Destination, "facts", lambda _: None)
-    monkeypatch.setattr(doctor.subprocess, "run", hangs)
-    with pytest.raises(EngineUnavailable, match="qdqtune doctor on board takes longer than 300 s: run it there"):
-        examine_elsewhere("board")
+    monkeypatch.setattr(
+        doctor.subprocess, "run", lambda words, **_: commands.append(words) or subprocess.CompletedProcess(words, 5)
+    )
+    with pytest.raises(SystemExit) as end:
+        main.main(["doctor", "--on", "board:/bin/python", "--json"])
+    assert (end.value.code, commands[0][-2:]) == (5, ["board", "exec /bin/python -P -m qdqtune doctor --json"])
 
 
 def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):

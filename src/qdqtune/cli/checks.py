@@ -17,8 +17,8 @@ from qdqtune.commands.debug import DebugOptions, Diagnosis, debug, level
 from qdqtune.commands.doctor import (
     DoctorOptions,
     EnginesState,
+    doctor_elsewhere,
     examine,
-    examine_elsewhere,
 )
 from qdqtune.commands.inputs import MODEL
 from qdqtune.commands.shown import Table
@@ -203,8 +203,10 @@ def doctor_command(options: DoctorArguments) -> int:
         return _qualify(options)
     if options.output is not None:
         raise BadOption("there is a file to write with `qualify` only")
+    if options.on is not None:
+        return doctor_elsewhere(options.on, *(["--json"] if options.as_machine else []))
     with temporary_folder() as folder:
-        found = examine(folder) if options.on is None else examine_elsewhere(options.on)
+        found = examine(folder)
     if options.as_machine:
         print_json(asdict(found))
     else:

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import msgspec
-
 from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
@@ -35,7 +33,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
-from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
+from qdqtune.errors import QdqtuneError, one_line
 from qdqtune.options import SWITCH, Flag, MaybeFile, MaybeText, Values, option, writes
 from qdqtune.system.checks import record
 
@@ -64,9 +62,6 @@ OPTIONS = {
 
 OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
-
-ELSEWHERE_SECONDS = 300.0
-"""How long `doctor` may take on another machine, where an engine may hang while it opens. Chosen, not measured."""
 
 
 def _usual_record(values: Values) -> Path | None:
@@ -173,26 +168,16 @@ def examine(log_dir: Path) -> EnginesState:
     return EnginesState(engines, this_processor(), gpus, note, providers, engine_options())
 
 
-def examine_elsewhere(on: str) -> EnginesState:
-    """What `examine` finds on the machine that the option `on` names.
+def doctor_elsewhere(on: str, *flags: str) -> int:
+    """Run `doctor` on the machine that the option `on` names, which prints here. Gives its exit code.
 
     Raises:
-        EngineUnavailable: there is no way to it, no qdqtune of this version, or its answer cannot be read.
+        EngineUnavailable: there is no way to it, or no qdqtune of this version.
     """
     destination = Destination.parsed(on)
     destination.facts()  # which says in one line what is missing
-    words = destination.command("qdqtune doctor --json")
-    asked: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
-    try:
-        done = subprocess.run(words, **asked, timeout=ELSEWHERE_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        whose = f"qdqtune doctor on {destination.host} takes longer than {ELSEWHERE_SECONDS:g} s"
-        raise EngineUnavailable(f"{whose}: run it there, to see which engine hangs") from error
-    try:
-        return msgspec.json.decode(done.stdout[max(0, done.stdout.find("{")) :], type=EnginesState)
-    except msgspec.DecodeError as error:
-        printed = done.stderr.splitlines() or [f"exit code {done.returncode}"]
-        raise EngineUnavailable(f"qdqtune doctor on {destination.host} fails: {one_line(printed[-1])}") from error
+    words = destination.command(" ".join(("qdqtune doctor", *flags)))
+    return subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def engine_options() -> tuple[EngineOption, ...]:
