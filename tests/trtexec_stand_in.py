@@ -101,8 +101,6 @@ def main(command):
         *(BEFORE_11 if VERSION < (11,) else ()),
         *(["stronglyTyped"] if VERSION >= (10,) else []),
     }
-    if VERSION >= (10, 16):
-        known.add("remoteAutoTuningConfig")
     known -= set(CONFIG.get("unknown", ()))
     if "help" in flags:
         print("=== Model Options ===\n" + "\n".join(f"  --{name}" for name in sorted(known)))

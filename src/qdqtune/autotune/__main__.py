@@ -23,13 +23,12 @@ from typing import Any, NoReturn
 
 import click
 
-from qdqtune.autotune.autotuner import default_engine, rounds_for
+from qdqtune.autotune.autotuner import TENSORRT, default_engine, rounds_for, spec_of
 from qdqtune.autotune.workflows import AutotuneOptions, RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import Command
 from qdqtune.cli.tune import TuneArguments
-from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.options import (
@@ -54,7 +53,7 @@ from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import MODEL
 from qdqtune.tuning.settings import EFFORTS
 
-MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
+MODES = ("region", "subgraph")
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
 """Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
 
@@ -191,22 +190,15 @@ def _tell_results(summary: Path, *, as_machine: bool) -> None:
 
 def _for_engine(options: Arguments, engine: str) -> dict[str, Any]:
     """The engine and its options, among them flags that the engine knows as options of its own."""
-    own: dict[str, Any] = {}
-    changed: dict[str, Any] = {"engine": engine}
-    arguments, libraries = options.trtexec_args, options.plugin_libraries
-    if arguments and engine == "trtexec":
-        own["trtexec_args"] = arguments
-    elif arguments:
+    spec = spec_of(engine, str(options.timing_cache or TIMING_CACHE), options.plugin_libraries, options.trtexec_args)
+    changed: dict[str, Any] = {"engine": engine, "engine_options": {**spec.options, **options.engine_options}}
+    if options.trtexec_args and engine != "trtexec":
         _note(f"note: {engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
-        usual = usual_shapes(EngineSpec("trtexec", {"trtexec_args": arguments}), None)
+        usual = usual_shapes(spec_of("trtexec", None, None, options.trtexec_args), None)
         changed["input_shapes"] = {**usual, **options.input_shapes}
-    if engine in TENSORRT:
-        own["timing_cache"] = str(options.timing_cache or TIMING_CACHE)
-    if libraries and engine in TENSORRT:
-        own["plugin_libraries"] = list(libraries)
-    elif libraries:
+    if options.plugin_libraries and engine not in TENSORRT:
         _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
-    return changed | {"engine_options": own | dict(options.engine_options)}
+    return changed
 
 
 def _note(text: str) -> None:

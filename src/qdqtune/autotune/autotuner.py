@@ -83,6 +83,10 @@ from qdqtune.types import Edge, NumericFormat, Placement, QuantType
 log = logging.getLogger("qdqtune.autotune")
 
 
+TENSORRT = ("tensorrt", "trtexec")
+"""Engines with plug-ins of TensorRT and a timing cache."""
+
+
 # The benchmark
 
 
@@ -95,6 +99,18 @@ def default_engine() -> tuple[str, str]:
     if state.status == "usable":
         return "tensorrt", f"TensorRT {state.version} on {state.device}"
     return "onnxruntime", f"TensorRT cannot be used here: {state.reason}"
+
+
+def spec_of(
+    engine: str, timing_cache: str | None, plugin_libraries: Sequence[str] | None, trtexec_args: str | None
+) -> EngineSpec:
+    """An engine with those of the options that it knows."""
+    options: dict[str, object] = {}
+    if engine in TENSORRT:
+        options = {"timing_cache": timing_cache, "plugin_libraries": list(plugin_libraries or ())}
+    if engine == "trtexec":
+        options["trtexec_args"] = trtexec_args
+    return EngineSpec(engine, {key: value for key, value in options.items() if value})
 
 
 def rounds_for(timing_runs: int) -> int:
@@ -125,13 +141,9 @@ class Benchmark:
         calibration_data: str | None = None,
     ) -> None:
         if not isinstance(engine, EngineSpec):
-            name, options = engine or self.engine or default_engine()[0], dict[str, object]()
-            if name in ("tensorrt", "trtexec"):
-                options = {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
-            if name == "trtexec":
-                words = [trtexec_args] if isinstance(trtexec_args, str) else map(shlex.quote, trtexec_args or ())
-                options["trtexec_args"] = " ".join(words)
-            engine = EngineSpec(name, {key: value for key, value in options.items() if value})
+            name = engine or self.engine or default_engine()[0]
+            arguments = trtexec_args if isinstance(trtexec_args, str) else shlex.join(trtexec_args or ())
+            engine = spec_of(name, timing_cache_file, plugin_libraries, arguments)
         rounds = rounds_for(timing_runs)
         self.spec, self.calibration_data = engine, calibration_data
         self.plan = Plan((rounds,), warmup=warmup_runs)

@@ -30,13 +30,6 @@ IDLE = frozenset({
 USUAL = {"mha_accumulation_dtype": ["fp16"], "passes": ["concat_elimination"]}
 """Keywords that are told where they have another value than by default."""
 
-INSTEAD = {
-    "output": "with a mode behind the model it is output_path",
-    "op_types_to_exclude_fp16": "high_precision_dtype='fp32' keeps all operators in float32",
-    "autotune": "python -m qdqtune.autotune and qdqtune.tune search on an engine",
-}
-"""What to do without a keyword."""
-
 
 def quantize(
     onnx_path: str | Path,
@@ -72,7 +65,7 @@ def quantize(
     for name, value in others.items():
         texts = [value] if isinstance(value, str) else value
         if name not in IDLE and texts not in (None, False, [], USUAL.get(name)):
-            raise BadOption(f"quantize has no {name} here: {INSTEAD.get(name, 'see docs/reference/modelopt.md')}")
+            raise BadOption(f"quantize has no {name} here: see docs/reference/modelopt.md")
     path = Path(onnx_path)
     data = calibration_data if calibration_data_reader is None else iter(calibration_data_reader.get_next, None)
     shapes = calibration_shapes or override_shapes

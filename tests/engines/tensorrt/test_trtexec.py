@@ -217,8 +217,6 @@ def test_unusable_options_are_refused(tmp_path: Path, options: dict[str, int], w
         ("--onnx=a.onnx", "--onnx is set by qdqtune"),
         ("fast", "'fast' is no flag"),
         ("--a='b", "cannot be read"),
-        ("--remoteAutoTuningConfig=ssh://box", "search of TensorRT's own"),
-        ("--tune", "search of TensorRT's own"),
     ],
 )
 def test_unusable_arguments_are_refused(tmp_path: Path, arguments: str, words: str) -> None:

@@ -45,9 +45,6 @@ RESERVED = frozenset({
 PROFILING = frozenset({"exportLayerInfo", "exportProfile", "profilingVerbosity", "separateProfileRun"})
 REPEATABLE = frozenset({"dynamicPlugins", "plugins", "staticPlugins"})
 
-TUNERS = re.compile(r"remoteAutoTuning\w*|(auto)?tun(e|er|ing)([A-Z]\w*)?|continue")
-"""Flags that start searches of TensorRT itself: they build one file many times, or have another machine time it."""
-
 FORMER = re.compile(r"--workspace=(\d+)")
 """A flag of trtexec up to 8, in MiB: trtexec 10 and later know its second name only, which 8.6 knows as well."""
 
@@ -125,11 +122,6 @@ def _checked_flags(text: str) -> tuple[str, ...]:
             raise BadOption(f"trtexec_args: {word!r} is no flag; write --name or --name=value")
         if flag_name(word) in RESERVED:
             raise BadOption(f"trtexec_args: --{flag_name(word)} is set by qdqtune; leave it out")
-        if TUNERS.fullmatch(flag_name(word)):
-            raise BadOption(
-                f"trtexec_args: --{flag_name(word)} starts a search of TensorRT's own, in which no two builds are "
-                "alike: leave it out here, and use it on optimized_final.onnx when this search is done"
-            )
     return tuple({word if flag_name(word) in REPEATABLE else flag_name(word): word for word in words}.values())
 
 
