@@ -1,4 +1,4 @@
-"""Another machine to reach by SSH or adb: a folder of this one, through a stand-in for both or a real server of SSH."""
+"""Another machine to reach by SSH: a folder of this one, through a stand-in or a real server."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ class Far:
         return [pid for pid in found if parent_of(pid) not in found]
 
     def ways(self) -> list[int]:
-        """The processes of `ssh` or `adb` on this machine."""
+        """The processes of `ssh` on this machine."""
         found = [pid for pid in _all() if b"\0exec " in words_of(pid) and self._is_named(pid)]
         return [pid for pid in found if parent_of(pid) not in found]
 
@@ -94,19 +94,11 @@ def _written(path: Path, text: str) -> None:
 def stand_in(folder: Path) -> Iterator[Far]:
     """A machine behind the stand-in."""
     far = _far(folder)
-    for program in ("ssh", "adb"):
-        words = shlex.join([sys.executable, "-I", str(STAND_IN), str(folder), program])
-        _written(folder / "bin" / program, f'#!/bin/sh\nexec {words} "$@"\n')
+    words = shlex.join([sys.executable, "-I", str(STAND_IN), str(folder)])
+    _written(folder / "bin" / "ssh", f'#!/bin/sh\nexec {words} "$@"\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", far.path)
         yield far
-
-
-@contextmanager
-def device(folder: Path) -> Iterator[Far]:
-    """A device behind the stand-in for `adb`."""
-    with stand_in(folder) as far:
-        yield replace(far, name="adb:board")
 
 
 @contextmanager
@@ -162,4 +154,4 @@ def _far(folder: Path) -> Far:
     return Far(folder, os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]))
 
 
-WAYS = {"stand-in": stand_in, "device": device, "server": server}
+WAYS = {"stand-in": stand_in, "server": server}

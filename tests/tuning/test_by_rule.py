@@ -183,9 +183,9 @@ def test_searches_that_need_times_are_refused(folder: Path, more) -> None:
 def test_on_another_machine_its_processor_tells_whether_the_search_goes_by_time(
     folder: Path, processor: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = replace(this_machine(), machine=processor, where="adb:8f2a")
+    there = replace(this_machine(), machine=processor, where="board")
     monkeypatch.setattr("qdqtune.commands.tune.facts_of", lambda on: there)
-    found = options(folder, "far", on="adb:8f2a").settings()
+    found = options(folder, "far", on="board").settings()
     assert (found.is_timed, found.machine) == (is_timed, there)
     assert (found.builds == BY_RULE_BUILDS["default"]) is not is_timed
 

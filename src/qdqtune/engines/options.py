@@ -165,8 +165,7 @@ def on_option() -> Any:
     return option(
         Kind(_machine),
         None,
-        "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
-        "default python3, is the one there that has qdqtune.",
+        "Build, run and time on this machine, over SSH; PYTHON, by default python3, is the one there that has qdqtune.",
         "Engine",
         metavar="USER@HOST[:PYTHON]",
     )
@@ -181,7 +180,7 @@ def on_device(on: str | None, execution: Execution) -> tuple[Execution, MachineF
     """
     if on is None:
         return execution, None
-    destination = Destination.parsed(on)
+    destination = Destination.parsed(on).shared()
     return replace(execution, device=destination.start), destination.facts()
 
 

@@ -1,4 +1,4 @@
-"""Another machine over SSH or adb: through a stand-in for both, and through a real server where one is installed."""
+"""Another machine over SSH: through a stand-in, and through a real server where one is installed."""
 
 import json
 import os
@@ -98,8 +98,6 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
 
 @pytest.mark.parametrize(("on", "words"), [
     ("nowhere", "ssh to nowhere fails (Could not resolve hostname nowhere"),
-    ("adb:nowhere", "adb to adb:nowhere fails (device 'nowhere' not found): connect it, and look whether"),
-    ("adb::/none/python", "adb: has no /none/python that runs: name the Python that has qdqtune, as in --on adb::PATH"),
     ("board:/none/python", "board has no /none/python that runs: name the Python that has qdqtune, as in --on"),
     ("board:/bin/echo", "no worker starts with /bin/echo on board: exit code 0"),
     ("-oProxyCommand=x", "is no machine: give user@host, user@host:path/of/python or ssh://user@host:port/path"),
@@ -130,20 +128,6 @@ def test_a_machine_that_cannot_be_reached_is_told_once_for_many_models(
 ])  # fmt: skip
 def test_reasons_are_read_from_what_the_other_side_prints(code: int, printed: str, words: str) -> None:
     assert why_not(Destination("pi"), code, printed.splitlines()).startswith(words)
-
-
-@pytest.mark.parametrize(("printed", "words"), [
-    ("* daemon started successfully\nadb: no devices/emulators found", "(no devices/emulators found): connect it"),
-    ("error: more than one device/emulator", "(more than one device/emulator): name one that `adb devices` lists"),
-    ("adb: device unauthorized.\nThis adb server's keys are not set", "(device unauthorized): accept the key"),
-    ("adb: insufficient permissions for device: missing udev rules?", "missing udev rules?): this user may not open"),
-    ("error: target doesn't support PTY args -Tt", "(target doesn't support PTY args -Tt): its adbd is too old"),
-    ("error: closed", "(closed): see what `adb devices` says of it"),
-])  # fmt: skip
-def test_reasons_are_read_from_what_adb_prints(printed: str, words: str) -> None:
-    told = why_not(Destination("adb:"), 1, printed.splitlines())
-    assert told.startswith("adb to adb: fails (")
-    assert words in told
 
 
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +164,18 @@ def test_a_machine_is_named_as_for_ssh_and_may_have_a_python(text: str, host: st
     assert (dashes, found, command) == ("--", host, f"exec {python} -P -m x")
 
 
-@pytest.mark.parametrize(("text", "chosen", "python"), [
-    ("adb:", [], "python3"),
-    ("adb::/opt/python", [], "/opt/python"),
-    ("adb:8f2a", ["-s", "8f2a"], "python3"),
-    ("adb:10.0.0.7:5555", ["-s", "10.0.0.7:5555"], "python3"),
-    ("adb:10.0.0.7:5555:/opt/python", ["-s", "10.0.0.7:5555"], "/opt/python"),
-])  # fmt: skip
-def test_a_device_is_named_by_its_serial_number(text: str, chosen: list[str], python: str) -> None:
-    assert Destination.parsed(text).command("x") == ["adb", *chosen, "shell", "-T", f"exec {python} -P -m x"]
+def test_workers_share_a_connection_over_a_socket_that_goes_with_them(tmp_path: Path) -> None:
+    shared = Destination("board").shared()
+    socket, command = Path(shared.socket), shared.command("x")
+    assert command[-9:-3] == ["-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", f"ControlPath={socket}"]
+    assert socket.parent.stat().st_mode & 0o777 == 0o700
+    del shared
+    assert not socket.parent.exists()
 
 
-@pytest.mark.parametrize("text", ["", "adb:/opt/python", "adb::env/bin/python", "-v", "a b", ":/python", "ssh://"])
+@pytest.mark.parametrize("text", ["", "-v", "a b", ":/python", "ssh://"])
 def test_other_texts_name_no_machine(text: str) -> None:
-    with pytest.raises(BadOption, match=r"is no (machine|device)"):
+    with pytest.raises(BadOption, match="is no machine"):
         Destination.parsed(text)
 
 

@@ -1,7 +1,7 @@
-"""Another machine over SSH or adb, and a worker there as its runner sees it: model files and large arrays go there by
-content, each once. Each worker is a command that begins with `ssh` or `adb`.
+"""Another machine over SSH, and a worker there as its runner sees it: model files and large arrays go there by content,
+each once. Each worker is a command that begins with `ssh`.
 
-The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold, or its `adb`. It asks for nothing.
+The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold. It asks for nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import shlex
+import weakref
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -26,9 +27,9 @@ from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote.far import GREETING
-from qdqtune.errors import BadOption, EngineUnavailable, one_line, reading
+from qdqtune.errors import BadOption, EngineUnavailable, one_line, reading, writing
 from qdqtune.graph.constants import inner_tensors
-from qdqtune.system.writing import temporary_folder
+from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
 from qdqtune.types import Array
 from qdqtune.version import __version__
 
@@ -38,22 +39,15 @@ SSH = (
 )  # fmt: skip
 """The program: no password prompt that nobody sees, and an end where the network is gone for a minute."""
 
+SOCKETS = Path("/tmp")
+"""Where sockets of shared connections lie: the system takes paths of some 100 characters only."""
+
 SSH_ADVICE = {
     "Permission denied": "it has to let you in by a key, without a password",
     "Host key verification failed": "run ssh {host} once, and accept its key",
     "": "try ssh -o BatchMode=yes {host}",
 }
 """What to do, by a pattern of what `ssh` prints."""
-
-ADB_ADVICE = {
-    "no devices|not found": "connect it, and look whether `adb devices` lists it",
-    "more than one": "name one that `adb devices` lists, as in `on` adb:SERIAL",
-    "unauthorized": "accept the key of this computer on the device",
-    "permission": "this user may not open the USB device: see the udev rules of adb",
-    "PTY|shell_v2": "its adbd is too old: use SSH",
-    "": "see what `adb devices` says of it",
-}
-"""What to do, by a pattern of what `adb` prints."""
 
 PYTHON_REASONS = {
     r"No module named '?qdqtune": "has no qdqtune of this version: {install} there, or name its Python, {named}",
@@ -76,29 +70,26 @@ ENDING_SECONDS = 3.0
 
 USUAL_PYTHON = "python3"
 
-NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|\* daemon )|setlocale")
-"""Lines that shells, SSH and adb print beside the reason of a failure."""
+NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|ControlSocket )|setlocale")
+"""Lines that shells and SSH print beside the reason of a failure."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """What to connect to, as `ssh` takes it or `adb:` with a serial number, if one is given, and the Python there."""
+    """What to connect to, as `ssh` takes it, the Python there, and the socket over which workers share one connection;
+    without it each has its own."""
 
     host: str
     python: str = USUAL_PYTHON
+    socket: str = ""
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
-        """Of `[user@]host[:python]`, `ssh://[user@]host[:port][/path/of/python]` or `adb:[serial][:python]`.
+        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`.
 
         Raises:
             BadOption: it is none of them.
         """
-        if text.startswith("adb:"):
-            found = re.fullmatch(r"(adb:(?:[^:/\s]+(?::\d+)?)?)(?::(\S.*))?", text)
-            if found is None or ("/" in (found[2] or "") and not found[2].startswith("/")):
-                raise BadOption(f"`on` {text!r} is no device: give adb:SERIAL or adb:SERIAL:/path/of/python")
-            return cls(found[1], found[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
             raise BadOption(
@@ -110,14 +101,20 @@ class Destination:
     def command(self, module: str) -> list[str]:
         """The command that runs a module there. The path of the Python is relative to the home folder there."""
         words = f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"
-        if self.serial is None:
-            return [*SSH, "--", self.host, words]
-        return ["adb", *(("-s", self.serial) if self.serial else ()), "shell", "-T", words]
+        sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", f"ControlPath={self.socket}"]
+        return [*SSH, *(sharing if self.socket else ()), "--", self.host, words]
 
-    @property
-    def serial(self) -> str | None:
-        """The serial number of a device that `adb` reaches, "" for the only one; None for SSH."""
-        return self.host.removeprefix("adb:") if self.host.startswith("adb:") else None
+    def shared(self) -> Destination:
+        """The same with one connection for all workers. Its socket lies in a private folder with a short name.
+
+        Raises:
+            OutputError: the folder cannot be made.
+        """
+        with writing(SOCKETS):
+            scratch = Scratch(SOCKETS, TEMPORARY)
+        destination = replace(self, socket=str(scratch.path / "ssh"))
+        weakref.finalize(destination, scratch.close)
+        return destination
 
     def start(self, log: Path, device: Device, cores: int = 0) -> FarWorker:
         """A worker there: a `StartWorker`. `cores` has each worker on a device other than `ANYWHERE` for itself.
@@ -164,18 +161,15 @@ def facts_of(on: str) -> MachineFacts:
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
-    """Why no worker has started, and what to do, from the exit code of `ssh` or `adb` and what it has printed."""
+    """Why no worker has started, and what to do, from the exit code of `ssh` and what it has printed."""
     host, python = destination.host, destination.python
     named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"
     told = [line for line in printed if not NOISE.search(line)]
     last, text = one_line(told[-1] if told else f"exit code {code}"), "\n".join(told)
-    program, said, advice = "ssh", re.sub(r"^ssh: |[.\s]+$", "", last), SSH_ADVICE
-    if destination.serial is not None:
-        found = re.search(r"^(?:adb|error): (.*?)[.\s]*$", text, re.MULTILINE)
-        program, said, advice = "adb", one_line(found[1]) if found else "", ADB_ADVICE
-    if said and (program == "adb" or code == 255):
-        todo = next(todo for pattern, todo in advice.items() if re.search(pattern, said if program == "adb" else text))
-        return f"{program} to {host} fails ({said}): {todo.format(host=host)}"
+    if code == 255:
+        advice = next(todo for pattern, todo in SSH_ADVICE.items() if re.search(pattern, text))
+        reason = re.sub(r"^ssh: |[.\s]+$", "", last)
+        return f"ssh to {host} fails ({reason}): {advice.format(host=host)}"
     if code in (126, 127):
         return f"{host} has no {python} that runs: name the Python that has qdqtune, as in `on` {named}"
     for pattern, reason in PYTHON_REASONS.items():
