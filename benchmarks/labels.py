@@ -20,7 +20,7 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +39,7 @@ from qdqtune.errors import EngineRefused, InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL, accuracy
-from qdqtune.numerics.label_metrics import Score, Tally, answer, chosen, loss_high
+from qdqtune.numerics.label_metrics import Score, answer, chosen, loss_high, row_scores
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Array
 
@@ -165,13 +165,13 @@ def outputs(file: Path, runner: Runner, samples: Sequence[dict[str, Array]]) -> 
 def told(found: Outputs, labels: Array) -> tuple[Score, Array]:
     """The metric that fits the labels, and the answers of all samples."""
     metric, of = chosen("auto", found[0], labels[:1])
-    tally, answers = Tally(metric), []
+    by_row, answers = list[float](), []
     for one, right in zip(found, labels, strict=True):
         said = answer(metric, one[of])
         assert said is not None  # `chosen` has found that the output fits
-        tally.add(said, right[None])
+        by_row += row_scores(metric, said, right[None])
         answers.append(said)
-    return replace(tally.score, name=metric), np.concatenate(answers)
+    return Score.of_rows(metric, by_row), np.concatenate(answers)
 
 
 def judged(reference: Outputs, found: Outputs, labels: Array) -> dict[str, Any]:

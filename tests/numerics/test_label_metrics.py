@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qdqtune.errors import BadOption
-from qdqtune.numerics.label_metrics import Name, Score, Tally, answer, check_classes, chosen, fits, parsed
+from qdqtune.numerics.label_metrics import Name, Score, answer, check_classes, chosen, fits, parsed, row_scores
 
 RANDOM = np.random.default_rng(0)
 SCORES = RANDOM.normal(size=(60, 4)).astype(np.float32)
@@ -13,13 +13,13 @@ LABELS = np.where(RANDOM.random(60) < 0.6, SCORES.argmax(1), RANDOM.integers(0, 
 
 def scored(metric: Name, outputs: np.ndarray, right: np.ndarray) -> Score:
     """The metric over samples of one row each."""
-    tally = Tally(metric)
+    by_row = list[float]()
     for one, label in zip(outputs, right, strict=True):
         told, wanted = answer(metric, one[None]), label[None] if isinstance(label, np.ndarray) else np.array([label])
         assert told is not None
         assert fits(metric, told, wanted)
-        tally.add(told, wanted)
-    return tally.score
+        by_row += row_scores(metric, told, wanted)
+    return Score.of_rows(metric, by_row)
 
 
 def test_the_best_class_and_the_best_five() -> None:

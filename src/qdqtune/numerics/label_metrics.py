@@ -6,8 +6,8 @@ row's own score, which `Score.by_sample` holds. Any other metric is a function o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, sqrt
 from statistics import NormalDist
 from typing import Literal, get_args
@@ -44,6 +44,11 @@ class Score:
     value: float
     by_sample: tuple[float, ...] = ()
     name: str = ""
+
+    @classmethod
+    def of_rows(cls, name: Name, by_row: Sequence[float]) -> Score:
+        """The mean over all rows."""
+        return cls(float(np.mean(by_row)) if by_row else 1.0, tuple(by_row), name)
 
     @property
     def is_of_hits(self) -> bool:
@@ -206,26 +211,15 @@ def check_classes(metric: Name, output: str, array: Array, right: Array) -> None
         raise BadOption(f"label {wrong} is no class of output {output}, which has {classes}: count classes from 0")
 
 
-@dataclass
-class Tally:
-    """Collects the score of each row of one metric, in order."""
-
-    metric: Name
-    by_row: list[float] = field(default_factory=list)
-
-    def add(self, told: Array, right: Array) -> None:
-        for one, wanted in zip(told, right, strict=True):
-            if self.metric == "cosine" or wanted.reshape(-1)[0] != IGNORED:
-                self.by_row.append(_score(self.metric, one, wanted))
-
-    @property
-    def score(self) -> Score:
-        return Score(float(np.mean(self.by_row)) if self.by_row else 1.0, tuple(self.by_row), self.metric)
-
-
-def _score(metric: Name, told: Array, right: Array) -> float:
+def row_scores(metric: Name, told: Array, right: Array) -> list[float]:
+    """The score of each row, from its answer and its label; rows with the label `IGNORED` are left out."""
+    rows = [(one.reshape(-1), label.reshape(-1)) for one, label in zip(told, right, strict=True)]
     if metric == "cosine":
-        a, b = told.astype(np.float64).reshape(-1), right.astype(np.float64).reshape(-1)
-        lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
-        return float(a @ b) / lengths if lengths else float(np.array_equal(a, b))
-    return float(right.reshape(-1)[0] in told.reshape(-1))  # of five labels, those of the float model, the best
+        return [_cosine(one.astype(np.float64), label.astype(np.float64)) for one, label in rows]
+    # of five labels, those of the float model, the best
+    return [float(label[0] in one) for one, label in rows if label[0] != IGNORED]
+
+
+def _cosine(a: Array, b: Array) -> float:
+    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / lengths if lengths else float(np.array_equal(a, b))

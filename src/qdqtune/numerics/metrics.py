@@ -42,7 +42,17 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line, parsed_json
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import check_finite
-from qdqtune.numerics.label_metrics import NAMES, Asked, Score, Tally, answer, check_classes, chosen, fits, parsed
+from qdqtune.numerics.label_metrics import (
+    NAMES,
+    Name,
+    Score,
+    answer,
+    check_classes,
+    chosen,
+    fits,
+    parsed,
+    row_scores,
+)
 from qdqtune.options import Kind, Names, Option, Options, PathLike, Text, anything, choice, option, reads
 from qdqtune.types import Array, Sample
 
@@ -125,8 +135,8 @@ COLUMNS = (LABELS, "label")
 """Names of the array of labels in an .npz, of the list in a .json, and of the column in a .csv."""
 
 
-def read_labels(path: Path) -> tuple[Array, ...]:
-    """The labels in a file, one array a label: a number has shape (), a vector its own.
+def read_labels(path: Path) -> Array:
+    """The labels in a file, along the first axis: numbers, [labels], or vectors, [labels, size].
 
     A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .json holds a
     list, or an object with one under `labels`. A .csv or .txt has a number a line: in the column `label`, or else in
@@ -135,39 +145,41 @@ def read_labels(path: Path) -> tuple[Array, ...]:
         raise BadData(f"labels {path} not found")
     ending = path.suffix.lower()
     if ending in (".npz", ".npy"):
-        found = _of_arrays(path)
+        content = _of_arrays(path)
     elif ending in (".json", ".csv", ".txt"):
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise BadData(f"cannot read labels {path}: {one_line(error)}") from error
-        found = _of_json(text, path) if ending == ".json" else _of_lines(text, path)
+        content = _of_json(text, path) if ending == ".json" else _of_lines(text, path)
     else:
         raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
-    labels = tuple(_label(label, path) for label in found)
-    if not labels:
-        raise BadData(f"{path} holds no label")
-    if all(label.shape == (1,) for label in labels):
-        labels = tuple(label.reshape(()) for label in labels)
-    if len({label.ndim for label in labels}) > 1:
-        raise BadData(f"{path}: some labels are numbers and others lists: give one form for all")
-    return labels
+    try:
+        labels = np.asarray(content)
+        labels = labels.astype(np.float64) if labels.dtype.kind in "US" else labels
+    except ValueError as error:
+        raise BadData(
+            f"{path}: labels are numbers from 0 or vectors of one size, not names: {one_line(error)}"
+        ) from error
+    if not labels.size or not labels.ndim:
+        raise BadData(f"{path} holds no label for each sample")
+    if labels.dtype.kind not in "biuf":
+        raise BadData(f"{path}: labels are numbers from 0 or vectors of one size, not names")
+    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
+        raise BadData(f"{path}: a label holds NaN or infinite values")
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    is_whole = labels.dtype.kind != "f" or bool((labels == labels.astype(np.int64)).all())
+    return labels.astype(np.int64 if is_whole else np.float64)
 
 
-def holds_inputs(path: Path, specs: Sequence[InputSpec]) -> bool:
-    """Whether a file of labels is an .npz that holds the arrays of inputs, too."""
-    return path.suffix.lower() == ".npz" and {spec.name for spec in specs} <= read_arrays(path).keys()
-
-
-def paired(labels: Sequence[Array], samples: int, first: Sample, origin: str) -> tuple[Array, ...]:
-    """The labels of each sample, with its rows (its batch) along the first axis."""
+def paired(labels: Array, samples: int, first: Sample, origin: str) -> Array:
+    """The labels as [samples, rows, ...]: for each sample those of its rows (its batch)."""
     rows = next((array.shape[0] for array in first.values() if array.ndim), 1)
-    if rows == 1 and len(labels) == samples:
-        return tuple(label[None] for label in labels)
     if len(labels) == samples * rows:
-        return tuple(np.stack(labels[i * rows : (i + 1) * rows]) for i in range(samples))
-    if len(labels) == samples and all(label.shape[:1] == (rows,) for label in labels):
-        return tuple(labels)
+        return labels.reshape(samples, rows, *labels.shape[1:])
+    if len(labels) == samples and labels.shape[1:2] == (rows,):
+        return labels
     many = f"more than {len(labels)}" if samples > len(labels) else str(samples)
     each = "sample" if rows == 1 else f"sample, or for each of its {rows} rows"
     raise BadData(
@@ -175,15 +187,12 @@ def paired(labels: Sequence[Array], samples: int, first: Sample, origin: str) ->
     )
 
 
-def _of_arrays(path: Path) -> Sequence[Any]:
+def _of_arrays(path: Path) -> Array:
     arrays = read_arrays(path, (InputSpec(LABELS, np.dtype(np.float32), ()),))
     name = next((name for name in COLUMNS if name in arrays), next(iter(arrays)) if len(arrays) == 1 else None)
     if name is None:
         raise BadData(f"{path} has no array '{LABELS}'; it holds {', '.join(map(repr, arrays))}")
-    array = arrays[name]
-    if not array.ndim:
-        raise BadData(f"{path}: '{name}' is one number: give an array with a label for each sample")
-    return list(array)
+    return arrays[name]
 
 
 def _of_json(text: str, path: Path) -> Sequence[Any]:
@@ -206,22 +215,6 @@ def _of_lines(text: str, path: Path) -> Sequence[Any]:
     if short := [row for row in rows if len(row) <= column]:
         raise BadData(f"{path}: the row {','.join(short[0])!r} has no label")
     return [row[column] for row in rows]
-
-
-def _label(label: Any, path: Path) -> Array:
-    try:
-        array = np.asarray(label)
-        if array.dtype.kind in "US":
-            array = array.astype(np.float64)
-    except ValueError:
-        array = np.asarray(None)
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise BadData(f"{path}: a label holds NaN or infinite values")
-    if array.dtype.kind not in "biuf":
-        raise BadData(f"{path}: label {str(label)[:40]!r} is no number: give class numbers, counted from 0, not names")
-    if array.dtype.kind == "f" and (array == array.astype(np.int64)).all() and not isinstance(label, np.ndarray):
-        array = array.astype(np.int64)
-    return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
 
 
 LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
@@ -298,16 +291,16 @@ class ScoreOption(Options):
 
 @dataclass(frozen=True)
 class Labelled:
-    """A metric over labelled samples. `labels` has those of each sample, its rows along the first axis; None where the
-    float model's own outputs are right. `output` is the one that is compared, None for the first that fits. `source`
-    names the metric in messages, `digest` is 16 hex digits of all its content."""
+    """A metric over labelled samples. `name` is the metric that reads the output `output`. `labels` are
+    [samples, rows, ...], None where the float model's own outputs are right. `source` names the metric in messages,
+    `digest` is 16 hex digits of all its content."""
 
     source: str
     digest: str
-    metric: Asked
+    name: Name
+    output: str
     samples: Samples
-    labels: tuple[Array, ...] | None
-    output: str | None = None
+    labels: Array | None
 
 
 Metric = Evaluation | Labelled
@@ -334,36 +327,30 @@ def open_labelled(
     itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.
     `folders` are those of the model (see `open_samples`)."""
     asked, output = parsed(metric)
-    name = "metric" if metric == "auto" else metric
     if output is not None and output not in model.outputs:
         raise BadOption(f"`metric` {metric} names no output: there are {', '.join(model.outputs)}")
-    if labels is None:
-        if data is None:
-            raise BadOption(f"`metric` {metric} needs samples: give `calibration_data`")
-        samples = open_samples(data, model, execution, limit=limit, fixed=fixed, folders=folders)
-        digest = _digest(name, samples.digest, str(limit))
-        return Labelled(f"{name} against the float model", digest, asked, samples, None, output)
-    found = read_labels(labels)
-    own = str(labels) if holds_inputs(labels, input_specs(model)) else None
-    if data is None and own is None:
+    found = None if labels is None else read_labels(labels)
+    if labels is not None and labels.suffix.lower() == ".npz":
+        names = {spec.name for spec in input_specs(model)}
+        data = str(labels) if names <= read_arrays(labels).keys() else data
+    if data is None:
         raise BadOption(
-            "`labels` tells what is right for samples: give `calibration_data`, or an .npz that holds the inputs and "
-            "an array 'labels'"
+            "a metric needs samples: give `calibration_data`, or as `labels` an .npz that holds the inputs and an "
+            "array 'labels'"
         )
-    samples = open_samples(own or data, model, execution, limit=len(found) + 1, fixed=fixed, folders=folders)
+    most = limit if found is None else len(found) + 1
+    samples = open_samples(data, model, execution, limit=most, fixed=fixed, folders=folders)
     first = samples.first(1)[0]
-    count = sum(1 for _ in samples)
-    rows = paired(found, count, first, samples.origin)
+    rows = None if found is None else paired(found, sum(1 for _ in samples), first, samples.origin)
     outputs = next(outputs_on(model, [first], execution=execution))  # before the work of a run begins
-    chosen_metric, of = chosen(asked, outputs, rows[0], output)
-    for labels_of_sample in rows:
-        check_classes(chosen_metric, of, outputs[of], labels_of_sample)
-    content = (part for label in found for part in (str(label.shape), str(label.dtype), label.tobytes().hex()))
-    return Labelled(f"{name} on {labels}", _digest(name, samples.digest, *content), asked, samples, rows, output)
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    name, of = chosen(asked, outputs, None if rows is None else rows[0], output)
+    if rows is not None:
+        check_classes(name, of, outputs[of], rows)
+    title = "metric" if metric == "auto" else metric
+    source = f"{title} against the float model" if labels is None else f"{title} on {labels}"
+    content = [str(limit)] if rows is None else [str(rows.shape), str(rows.dtype), rows.tobytes().hex()]
+    digest = hashlib.sha256("\n".join([title, samples.digest, *content]).encode()).hexdigest()[:16]
+    return Labelled(source, digest, name, of, samples, rows)
 
 
 def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[], Handle]) -> Score:
@@ -376,24 +363,18 @@ def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[],
     """
     if isinstance(metric, Evaluation):
         return Score(evaluate(metric, runner, handle))
-    original = handle if metric.labels else floats()
-    tally, of = None, ""
-    for sample, right in zip(metric.samples, metric.labels or repeat(None), strict=False):
+    original = handle if metric.labels is not None else floats()
+    by_row = list[float]()
+    for sample, labels in zip(metric.samples, repeat(None) if metric.labels is None else metric.labels, strict=False):
         outputs = _outputs(runner, handle, sample)
-        if tally is None:
-            name, of = chosen(metric.metric, outputs, right, metric.output)
-            tally = Tally(name)
-        told = answer(tally.metric, outputs[of])
+        told, right = answer(metric.name, outputs[metric.output]), labels
         if right is None:
             reference = outputs if original is handle else _outputs(runner, original, sample)
-            right = answer(tally.metric, reference[of])
-        else:
-            check_classes(tally.metric, of, outputs[of], right)
-        if told is None or right is None or not fits(tally.metric, told, right):
-            raise BadOption(f"{metric.source}: output {of} of one sample has another form than that of the first")
-        tally.add(told, right)
-    assert tally is not None  # a source without samples is refused when it is opened
-    return tally.score
+            right = answer(metric.name, reference[metric.output])
+        if told is None or right is None or not fits(metric.name, told, right):
+            raise BadOption(f"{metric.source}: output {metric.output} of one sample has another form than expected")
+        by_row += row_scores(metric.name, told, right)
+    return Score.of_rows(metric.name, by_row)
 
 
 def _outputs(runner: Runner, handle: Handle, sample: Sample) -> Mapping[str, Array]:
