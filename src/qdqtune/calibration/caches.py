@@ -12,16 +12,15 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.errors import BadData, parsed_json, reading
+from qdqtune.errors import BadData, first_of, parsed_json, reading
 from qdqtune.graph.loading import identities
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE, INTEGER_KERNELS, is_float
@@ -75,16 +74,12 @@ def read_cache(path: Path) -> Cache:
 def _problem(low: float, high: float) -> str | None:
     """Why a tensor with these ends has no range; None if it has."""
     scale = max(abs(low), abs(high)) / CACHE_STEPS
-    if math.isnan(low) or math.isnan(high):
-        return "nan: calibration saw no value of it"
-    if not math.isfinite(scale):
-        return "infinite"
+    if not math.isfinite(low + high):
+        return "not finite: calibration saw no value of it, or an infinite one"
     if low > high:
         return "negative: its highest value lies below the lowest"
-    if scale == 0:
-        return "zero: calibration saw nothing but zeros"
     if scale < LEAST_SCALE:
-        return f"{scale:.2g}: too small for a scale, perhaps a line that is cut short"
+        return f"{scale:.2g}: too small for a scale: calibration saw nothing but zeros, or a line is cut short"
     return None
 
 
@@ -141,15 +136,12 @@ CONSTANT = "a constant: weights get scales of their own"
 TENSORRTS_OWN = "a tensor of TensorRT's own, which the model does not have"
 """Reasons for unused entries that every cache has."""
 
-LISTED_NAMES = 5
-"""Names in a note before it is shortened."""
-
 
 @dataclass(frozen=True)
 class Matched:
     """The ranges that a cache gives a model.
 
-    `exact` are the tensors with an entry. `derived` has the source of the range for other tensors with a range.
+    `exact` are the tensors with an entry. `derived` has the entry for other tensors with a range.
     `lacking` are tensors without one that operators with integer kernels read, which so stay in float. `unused` has the
     reason for each entry without a tensor.
     """
@@ -165,25 +157,21 @@ class Matched:
         """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
         counts = f"{self.source}: {len(self.exact)} tensors have an entry"
         if self.derived:
-            counts += f", {len(self.derived)} more one by another name: {_listed(self.derived, self.derived)}"
+            others = [f"{tensor} ({name}, as TensorRT calls it)" for tensor, name in self.derived.items()]
+            counts += f", {len(others)} more one by another name: {first_of(others, '; ')}"
         notes = [counts]
         if self.lacking:
-            notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
-        strange = [name for name, why in self.unused.items() if why not in (CONSTANT, TENSORRTS_OWN)]
-        if usual := len(self.unused) - len(strange):
-            notes.append(f"entries for constants, and for tensors that only TensorRT has, are ignored: {usual}")
+            notes.append(
+                f"tensors without a scale, which stay in float, {len(self.lacking)}: {first_of(self.lacking, '; ')}"
+            )
+        strange = [f"{name} ({why})" for name, why in self.unused.items() if why not in (CONSTANT, TENSORRTS_OWN)]
         if strange:
-            notes.append(f"other entries that are not used, {len(strange)}: {_listed(strange, self.unused)}")
+            notes.append(f"entries that are not used, {len(strange)}: {first_of(strange, '; ')}")
         return tuple(notes)
 
     def as_json(self) -> dict[str, object]:
         named = {"source": self.source, "exact": list(self.exact), "derived": dict(self.derived)}
         return {**named, "lacking": list(self.lacking), "unused": dict(self.unused)}
-
-
-def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> str:
-    shown = [f"{name} ({words[name]})" if words else name for name in islice(names, LISTED_NAMES)]
-    return "; ".join(shown) + (f"; and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else "")
 
 
 def from_file(cache: Path, model: Model, file: Path) -> Matched:
@@ -216,7 +204,7 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
         is_new = tensor in tensors and tensor not in ranges
         if node.op in RESHAPED and name in cache.ranges and is_new and not adds_bias:
             ranges[tensor] = cache.ranges[name]
-            derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
+            derived[tensor], entries[name] = name, tensor
     of_model = [n for n in cache.ranges if n in entries or not TENSORRT_NAME.fullmatch(n)]
     if not ranges or (2 * len(entries) < len(of_model) and 2 * len(exact) < len(tensors)):
         raise BadData(

@@ -113,16 +113,14 @@ def observe(
     model: Model,
     tensors: Sequence[str],
     samples: Iterable[Sample],
-    *,
-    memory: int = BATCH_BYTES,
     execution: Execution = EXECUTION,
 ) -> Iterator[tuple[str, Array]]:
     """Each of the tensors with its value on each sample, in memory that does not grow with their number.
 
-    Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into `memory`
-    bytes (by the first sample, where shapes are dynamic). Each batch takes a pass over the samples, so these must not
-    be an iterator. float16 and bfloat16 values are converted to float32."""
-    for batch in _batches(model, tensors, samples, memory, execution):
+    Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into
+    `BATCH_BYTES` (by the first sample, where shapes are dynamic). Each batch takes a pass over the samples, so these
+    must not be an iterator. float16 and bfloat16 values are converted to float32."""
+    for batch in _batches(model, tensors, samples, execution):
         shown = _showing(model, batch, widen=True)
         for outputs in outputs_on(shown, samples, execution=execution):
             for tensor, name in zip(batch, shown.outputs, strict=True):
@@ -131,11 +129,7 @@ def observe(
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
     """How many passes over the samples `observe` takes for these tensors."""
-    return sum(1 for _ in _batches(model, tensors, samples, BATCH_BYTES, execution))
-
-
-def bytes_of(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
-    return sum(_sizes(model, tensors, samples, execution).values())
+    return sum(1 for _ in _batches(model, tensors, samples, execution))
 
 
 def values_on(
@@ -181,13 +175,13 @@ def outputs_on(
         raise BadData("the calibration data hold no sample")
 
 
-def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:
-    """The model with `nodes` at its end and other `outputs`: by default those of the new nodes."""
+def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto]) -> Model:
+    """The model with `nodes` at its end, and the first output of each as its outputs."""
     proto = deepcopy(model.proto)
     proto.graph.node.extend(nodes)
     del proto.graph.output[:]
-    for name in [node.output[0] for node in nodes] if outputs is None else outputs:
-        proto.graph.output.add(name=name)  # ONNX Runtime infers type and shape
+    for node in nodes:
+        proto.graph.output.add(name=node.output[0])  # ONNX Runtime infers type and shape
     return Model(proto, model.large)
 
 
@@ -204,25 +198,25 @@ def _showing(model: Model, tensors: Sequence[str], *, widen: bool) -> Model:
 
 
 def _batches(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], memory: int, execution: Execution
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
 ) -> Iterator[tuple[str, ...]]:
-    """The tensors in order, in batches of at most `memory` bytes (but at least one tensor)."""
+    """The tensors in order, in batches of at most `BATCH_BYTES` (but at least one tensor)."""
     if len(tensors) < 2:
         yield from filter(None, [tuple(tensors)])
         return
-    sizes = _sizes(model, tensors, samples, execution)
+    sizes = sizes_of(model, tensors, samples, execution)
     batch: list[str] = []
-    left = memory
+    left = BATCH_BYTES
     for tensor in tensors:
         if batch and sizes[tensor] > left:
             yield tuple(batch)
-            batch, left = [], memory
+            batch, left = [], BATCH_BYTES
         batch.append(tensor)
         left -= sizes[tensor]
     yield tuple(batch)
 
 
-def _sizes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution) -> dict[str, int]:
+def sizes_of(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution) -> dict[str, int]:
     """Bytes of each tensor by its static shape, or else on the first sample, at 4 bytes an element."""
     infos = {tensor: model.tensors.get(tensor) for tensor in tensors}
     shapes = {t: info.shape for t, info in infos.items() if info is not None and info.shape is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -88,10 +88,6 @@ class Calibration:
     def __post_init__(self) -> None:
         if not 50 < self.percentile <= 100:
             raise ValueError("percentile lies in (50, 100]")
-        if self.method not in get_args(Method):
-            raise ValueError(f"no calibration method is called {self.method!r}")
-        if not isinstance(self.bias_correction, bool):  # a file may hold another type
-            raise ValueError(f"bias_correction is true or false, not {self.bias_correction!r}")
 
     def chosen(self, ranges: Ranges) -> Calibration:
         """This calibration, without bias correction if it was tried and not used for `ranges`."""

@@ -88,26 +88,8 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
             f"`workloads` has {twice!r} more than once, and results are listed by name: rename a file, or give it once "
             "with the sum of its weights"
         )
-    workloads = []
-    for file in files:
-        inputs = read_sample(file.path, model, fixed, execution)
-        _check_symbols(file.path, inputs, model)
-        workloads.append(Workload(inputs, file.weight, file.name))
+    workloads = [Workload(read_sample(f.path, model, fixed, execution), f.weight, f.name) for f in files]
     return as_workloads(tuple(workloads))
-
-
-def _check_symbols(file: Path, sample: Sample, model: Model) -> None:
-    """Refuse a workload in whose inputs a named dimension has two sizes."""
-    seen: dict[str, tuple[str, int]] = {}
-    for value in model.proto.graph.input:
-        sizes = sample[value.name].shape if value.name in sample else ()
-        for dim, size in zip(value.type.tensor_type.shape.dim, sizes, strict=False):
-            first, expected = seen.setdefault(dim.dim_param, (value.name, size))
-            if dim.dim_param and expected != size:
-                raise BadOption(
-                    f"{file}: {dim.dim_param!r} is {expected} in array '{first}' and {size} in '{value.name}', and the "
-                    "model wants both equal"
-                )
 
 
 def common_sizes(mix: Mix) -> Sizes:

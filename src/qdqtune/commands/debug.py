@@ -327,11 +327,10 @@ def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
     given = Rewrites().of(given)
     scales = {given.tensors[n.inputs[1]].dtype for n in given.nodes if n.op == "DequantizeLinear"}
     precision: Precision = "fp16" if TensorProto.FLOAT16 in scales else "fp32"
-    plain = load_for(model, precision, options.fix_inputs, given.opset)
+    plain, _ = load_for(model, precision, options.fix_inputs, given.opset)
     names = between({n.op for n in plain.nodes}, {n.op for n in given.nodes})
     plain, folded = (
-        load_for(model, precision, options.fix_inputs, given.opset, rewrites=Rewrites(fold, names))
-        for fold in (False, True)
+        load_for(model, precision, options.fix_inputs, given.opset, Rewrites(fold, names))[0] for fold in (False, True)
     )
     gone = plain.index_of.keys() - folded.index_of.keys()
     if not gone & {twin.name for twin in twins_of(plain, given).values()}:  # they were folded before quantization, too

@@ -117,7 +117,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
             BadModel: it cannot be read, or something is quantized in it.
         """
         path = Path(str(self.model))
-        graph = load_for(path, self.precision_on(engine), fixed, opset, rewrites=rewrites)
+        graph, _ = load_for(path, self.precision_on(engine), fixed, opset, rewrites)
         operators = integer_operators(graph)
         if is_quantized(graph) or operators:
             parts = "Q/DQ pairs" if is_quantized(graph) else f"8-bit operators ({', '.join(operators)})"

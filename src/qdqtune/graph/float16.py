@@ -51,17 +51,10 @@ def load_for(
     precision: Precision,
     fix_inputs: Mapping[str, float | int | str],
     min_opset: int,
-    *,
     rewrites: Rewrites = NO_REWRITES,
-) -> Model:
-    """Load and rewrite a model, with at least the opset that pairs at `precision` need. It is not converted."""
-    return rewritten_for(path, precision, fix_inputs, min_opset, rewrites)[0]
-
-
-def rewritten_for(
-    path: Path, precision: Precision, fix_inputs: Mapping[str, float | int | str], min_opset: int, rewrites: Rewrites
 ) -> tuple[Model, Rewrites]:
-    """As `load_for`, with the rewrites that were made."""
+    """A model with at least the opset that pairs at `precision` need, and the rewrites that were made of it. It is not
+    converted."""
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:

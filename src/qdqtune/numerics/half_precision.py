@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,7 +25,7 @@ from qdqtune.calibration.observe import running
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.errors import ConstraintUnmet, EngineRefused, Failure
+from qdqtune.errors import ConstraintUnmet, EngineRefused, Failure, first_of
 from qdqtune.graph.float16 import (
     HALF_TYPES,
     HalfPrecision,
@@ -67,9 +66,6 @@ magnify rounding errors."""
 HALF_SAMPLES = 8
 """Samples on which outputs are compared. Chosen, not measured."""
 
-LISTED_NODES = 5
-"""Most nodes that a note lists."""
-
 
 @dataclass(frozen=True)
 class Half:
@@ -99,9 +95,8 @@ class Half:
         told = f"{name} where no pair stands (`precision` fp32 keeps float32){lost}"
         if not self.kept:
             return (told,)
-        shown = "; ".join(f"{node} ({why})" for node, why in islice(self.kept.items(), LISTED_NODES))
-        more = f"; and {len(self.kept) - LISTED_NODES} more" if len(self.kept) > LISTED_NODES else ""
-        return told, f"nodes that stay in float32, {len(self.kept)}: {shown}{more}"
+        kept = first_of([f"{node} ({why})" for node, why in self.kept.items()], "; ")
+        return told, f"nodes that stay in float32, {len(self.kept)}: {kept}"
 
 
 def in_half_precision(

@@ -145,7 +145,7 @@ def read_labels(path: Path) -> Array:
         raise BadData(f"labels {path} not found")
     ending = path.suffix.lower()
     if ending in (".npz", ".npy"):
-        content = _of_arrays(path)
+        content: Any = _of_arrays(path)
     elif ending in (".json", ".csv", ".txt"):
         try:
             text = path.read_text(encoding="utf-8-sig")

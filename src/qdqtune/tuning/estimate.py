@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.observe import bytes_of, outputs_on
+from qdqtune.calibration.observe import outputs_on, sizes_of
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration
 from qdqtune.engines.execution import Execution
@@ -112,5 +112,5 @@ def calibration_seconds(prepared: Prepared, how: Calibration) -> float:
     each = time.monotonic() - begun - first
     count = sum(1 for _ in samples)
     tensors = candidate_tensors(prepared.shaped)
-    counting = bytes_of(prepared.shaped, tensors, samples, execution) / COUNTED_BYTES
+    counting = sum(sizes_of(prepared.shaped, tensors, samples, execution).values()) / COUNTED_BYTES
     return 3 * first + count * (2 * each + counting) + inferences(prepared.shaped, how, count) * PAIRED * each

@@ -100,7 +100,7 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
         return []
     names, model = [], subject.model
     if any(info.dtype in HALF for info in model.tensors.values()):  # rewrites match graphs before conversion
-        model = load_for(settings.model, "fp32", settings.fix_inputs, subject.numbers.opset)
+        model, _ = load_for(settings.model, "fp32", settings.fix_inputs, subject.numbers.opset)
     for name in NAMES:
         with suppress(BadModel):
             if REWRITES[name].apply(model) is model:

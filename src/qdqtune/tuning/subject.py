@@ -29,7 +29,7 @@ from qdqtune.engines.machine import COST_MODEL, MachineFacts
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
-from qdqtune.graph.float16 import OPSET, Precision, converted, rewritten_for
+from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
 from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
@@ -370,7 +370,7 @@ def _loaded(
     settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
 ) -> tuple[Model, Model | None, Rewrites]:
     """The float model, with `from_qdq` the Q/DQ model that it was made of (else None), and the rewrites made."""
-    model, made = rewritten_for(settings.model, precision, settings.fix_inputs, numbers.opset, rewrites)
+    model, made = load_for(settings.model, precision, settings.fix_inputs, numbers.opset, rewrites)
     if settings.from_qdq:
         model = _typed(settings, converted(model, precision))
         if not is_quantized(model):
