@@ -106,7 +106,7 @@ def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: s
 
 
 @pytest.mark.parametrize("name", ["baseline.onnx", "optimized_final.onnx", "placement.yaml", "summary.json",
-                                  "units.json", "logs/baseline.log", "optimized_final.onnx.data"])  # fmt: skip
+                                  "logs/baseline.log", "optimized_final.onnx.data"])  # fmt: skip
 def test_a_users_file_with_the_name_of_a_result_is_refused(call: Call, model: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
@@ -170,7 +170,7 @@ def test_no_option_of_a_search_reads_a_pipe(call: Call, model: Path, option: str
     assert (code, "is no file" in err) == (2, True), err
 
 
-@pytest.mark.parametrize("name", ["summary.json", "run.json", "units.json", "placement.yaml", "baseline.onnx", LIST])
+@pytest.mark.parametrize("name", ["summary.json", "run.json", "placement.yaml", "baseline.onnx", LIST])
 def test_pipes_in_the_folder_of_a_run_are_refused(call: Call, external: Path, name: str) -> None:
     folder = external.parent / "tuned"
     tune(settings(external, builds=4, mode="cut", output_dir=folder))

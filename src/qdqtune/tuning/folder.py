@@ -43,7 +43,7 @@ RAW = "optimized_raw.onnx"
 
 PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
 RUN, REPORT = "run.json", "report.html"
-UNITS, PROGRESS = "units.json", "autotune_cache.json"
+PROGRESS = "autotune_cache.json"
 REGION_MODELS, GROUP_MODELS, FRONT, DEPLOY = "region_models", "subgraphs", "front", "deploy"
 DEPLOY_SETTINGS, DEPLOY_SCRIPT = f"{DEPLOY}/settings.json", f"{DEPLOY}/run.py"
 
@@ -64,7 +64,6 @@ FILES = {
     REPORT: "A page with the verdict, layer times, a map of the model, and reasons.",
     RUN: "What was asked, on which machine, and what became of each candidate.",
     SUMMARY: "Latency, ratio with its interval, output SQNR, builds, versions.",
-    UNITS: "The price of each unit in float and in 8 bits, and the decision; with `mode` cut.",
     f"{FRONT}/": "A model for each point from the fastest to the most exact; with `front`.",
     RAW: "All groups that gain alone, before validation; with `mode` subgraph.",
     f"{GROUP_MODELS}/": "Each group as a model; with `mode` subgraph.",
@@ -273,8 +272,6 @@ def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
 def _files(settings: Settings) -> Iterator[str]:
     models = [BASELINE, FINAL]
     yield from (PLACEMENT, SUMMARY, RUN, REPORT, DEPLOY_SETTINGS, DEPLOY_SCRIPT)
-    if settings.mode == "cut":
-        yield UNITS
     if settings.mode == "subgraph":
         models.append(RAW)
         yield PROGRESS

@@ -15,7 +15,6 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Strategy, TwoStage, best_of
 from qdqtune.search.by_latency import LatencySearch, placement_within
 from qdqtune.search.by_rule import RuleSearch
-from qdqtune.search.costs.decisions import rows_of
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.units import weights_by_family
 from qdqtune.search.cut import CutSearch
@@ -25,7 +24,7 @@ from qdqtune.search.regions import cache
 from qdqtune.search.subgraph import with_quiet_seeds
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.contexts import shares_at
-from qdqtune.tuning.folder import RAW, REGION_MODELS, UNITS
+from qdqtune.tuning.folder import RAW, REGION_MODELS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.result import ModeResult, summary_by_rule
@@ -64,13 +63,9 @@ def cut(run: Run) -> Mode:
         return by_rule(run)
     subject, noise = run.subject, noise_of(run)
     if (by_layers := cut_search(run, noise)) is not None:
-
-        def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
-            return ModeResult(files={UNITS: {"units": rows_of(by_layers.costs(history), proof.in_file)}})
-
         if run.settings.front and noise is not None:
-            return Mode(FrontSearch(by_layers, noise), record)
-        return Mode(by_layers, record)
+            return Mode(FrontSearch(by_layers, noise), _adds_nothing)
+        return Mode(by_layers, _adds_nothing)
     suggestions = subject.suggestions()
     noise = binding_noise_of(run) if run.budget.can_learn else None
     if noise is not None:
@@ -79,7 +74,11 @@ def cut(run: Run) -> Mode:
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     if subject.numbers.wide is not None and not run.budget.is_late:
         strategy = TwoStage(rule_search(run), strategy, run.budget.builds)
-    return Mode(strategy, lambda history, proof: ModeResult())
+    return Mode(strategy, _adds_nothing)
+
+
+def _adds_nothing(history: Sequence[Trial], proof: Proof) -> ModeResult:
+    return ModeResult()
 
 
 def rule_search(run: Run) -> RuleSearch:

@@ -55,13 +55,11 @@ UNMEASURED = (
 class ModeResult:
     """What a mode adds to the result of a run.
 
-    `rows` are a table for people, those that take the most time first; each mode has its own type. `summary` are
-    further keys of summary.json, `files` the JSON content of further files by name.
+    `rows` are a table of groups, those that take the most time first; `summary` are further keys of summary.json.
     """
 
     rows: Sequence[GroupOutcome] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -121,9 +119,8 @@ def conclude(
     summary |= {**recorded.summary, "seconds": round(log.seconds, 3)}
     notes = (*left, *run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
-    contents = {SUMMARY: summary, RUN: log.content(history, run, notes), **recorded.files}
-    for name, content in contents.items():
-        write_json(run.settings.output_dir / name, content)
+    write_json(run.settings.output_dir / SUMMARY, summary)
+    write_json(run.settings.output_dir / RUN, log.content(history, run, notes))
     write_kit(run, summary)
     copy_companions(run)
     without = summary["fastest_without_limits"] if run.settings.withholds_pairs else None

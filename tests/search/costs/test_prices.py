@@ -43,7 +43,6 @@ def test_units_without_a_measurement_are_guessed_to_be_fast() -> None:
     costs = learn(parts_of(chain()), [times(**FLOAT)])
     assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 10.0]
     assert [p.as_quantized for p in costs.prices] == [UNMEASURED_SHARE * p.as_float for p in costs.prices]
-    assert not any(p.seen for p in costs.prices)
 
 
 def test_a_unit_measured_behind_float_units_only_has_no_extra_for_them() -> None:
@@ -71,7 +70,6 @@ def test_equal_units_share_their_price() -> None:
     assert [costs.prices[k].as_quantized for k in (0, 1, 3)] == [4.0, 4.0, 4.0]
     assert costs.quantize["t"] == 0.5
     assert costs.dequantize["u"] == 0.7
-    assert [p.seen for p in costs.prices] == [True, True, False, True]
 
 
 def test_a_dq_is_charged_to_the_consumer_that_did_not_absorb_it() -> None:
@@ -219,4 +217,3 @@ def test_weight_formats_are_priced_by_builds_or_else_by_products_alone() -> None
     assert [price.by_format.get(W4) for price in costs.prices] == pytest.approx([0.5, None, 0.5, 0.5])
     assert [price.by_format.get(W8) for price in costs.prices] == pytest.approx([0.6, None, 0.6, 0.6])
     assert costs.prices[0].as_float == pytest.approx(1.0)
-    assert not costs.prices[0].seen

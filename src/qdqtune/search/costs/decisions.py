@@ -112,39 +112,6 @@ def other(
     return Decision.of(changed, stored, kept.items())
 
 
-def rows_of(costs: Costs, placement: Placement) -> list[Mapping[str, object]]:
-    """What each unit costs, for a JSON file, the largest time in float first; all times in ms.
-
-    `quantize_ms`, `dequantize_ms` and `handing_ms` are the prices for its outputs: of their Qs if it runs in float, of
-    their DQs in front of float consumers, and of writing floats if it runs quantized. `seen` says whether its quantized
-    time was measured, not guessed; that time is None where no pair can stand on its inputs.
-    """
-    decision, parts = decision_of(costs, placement), costs.partition
-    rows: list[Mapping[str, object]] = []
-    for unit in sorted(parts.units, key=lambda unit: (-costs.prices[unit.number].as_float, unit.number)):
-        price, nodes = costs.prices[unit.number], [parts.model.nodes[n] for n in unit.nodes]
-        leaving = parts.leaving(unit)
-        row: dict[str, object] = {
-            "nodes": [node.name for node in nodes],
-            "operators": [node.op for node in nodes],
-            "float_ms": price.as_float,
-            "quantized_ms": price.as_quantized if unit.inputs else None,
-            "quantize_ms": sum(costs.quantize[t] for t in leaving),
-            "dequantize_ms": sum(costs.dequantize[t] for t in leaving),
-            "handing_ms": price.handing * len(leaving),
-            "behind_float_ms": price.behind_float * len(unit.storable),
-            "disturbed_ms": price.disturbed,
-            "quantized": unit.number in decision.quantized,
-            "seen": price.seen,
-        }
-        if price.by_format:
-            row["format_ms"] = {weight_format.name: ms for weight_format, ms in price.by_format.items()}
-        if unit.number in decision.format_of and unit.number not in decision.quantized:
-            row["weight_format"] = decision.format_of[unit.number].name
-        rows.append(row)
-    return rows
-
-
 BISECTIONS = 20
 """Steps of the bisection for a price on noise. Chosen, not measured."""
 

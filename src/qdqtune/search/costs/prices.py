@@ -99,8 +99,6 @@ class Price:
     """Extra ms of a quantized unit for each tensor that it reads from a float unit."""
     handing: float = 0.0
     """Extra ms of a quantized unit for each output that it writes as floats."""
-    seen: bool = False
-    """Whether its quantized price was measured."""
     by_format: Mapping[WeightFormat, float] = field(default_factory=dict)
     """By weight format, the ms as a float unit with its weights in that format, in place of `as_float`."""
 
@@ -312,7 +310,7 @@ class Observations:
                 guess = as_float * parts.share(unit, weight_format) * correction + surplus
                 by_format[weight_format] = self._ms[unit.kind].get(weight_format, guess)
             quantized = solved.get("quantized", UNMEASURED_SHARE * as_float + surplus)
-            prices.append(Price(as_float, quantized, **extras, seen="quantized" in solved, by_format=by_format))
+            prices.append(Price(as_float, quantized, **extras, by_format=by_format))
         fixed, per_byte = _fitted_line(self._sizes)
         guesses = {t: fixed + per_byte * bytes_of(parts.model, t) + surplus for t in parts.edges}
         return Costs(parts, tuple(prices), guesses | self._quantize, guesses | self._dequantize, self._per_consumer)

@@ -280,7 +280,6 @@ def select(parts: Partition, profiles: Mapping[int, Profile]) -> GroupSelection:
                 as_float=profile.float_ms,
                 as_quantized=least + min(known, default=profile.float_ms + never),
                 handing=max(0.0, more) / leaving if leaving else 0.0,
-                seen=bool(known),
                 by_format=by_format,
             )
         )
