@@ -37,7 +37,7 @@ def convolution(kernel: int, gap: int) -> Model:
 
 
 def costs_of(model: Model, known: Ranges) -> RuleCosts:
-    return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, known), "int8"))
+    return RuleCosts(model, engine_rules.place(model, possible_edges(model, known), "qnn", "int8").placement)
 
 
 def simulated(model: Model, folder: Path, data: Array = DATA) -> float:

@@ -41,7 +41,7 @@ def costs(steps: int = STEPS) -> RuleCosts:
         f"n (float[1,4,8,8] t0) => (float[1,4,8,8] t{steps}) {{ {text} }}",
         {f"w{i}": normal(4, 4, 3, 3, seed=i) for i in range(steps)},
     )
-    return RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, ranges(model)), "int8"))
+    return RuleCosts(model, engine_rules.place(model, possible_edges(model, ranges(model)), "qnn", "int8").placement)
 
 
 Answer = Callable[[RuleCosts, Placement], tuple[float, tuple[Layer, ...]] | Failure]
@@ -207,7 +207,7 @@ def test_operators_that_the_engine_alone_computes_badly_become_float() -> None:
         {f"w{i}": np.abs(normal(4, 4, 1, 1, seed=i)) for i in range(3)},
     )
     known = ranges(model, [{"t0": np.ones((1, 4, 8, 8), np.float32)}])
-    found = RuleCosts(model, engine_rules.place_everywhere(model, possible_edges(model, known), "int8"))
+    found = RuleCosts(model, engine_rules.place(model, possible_edges(model, known), "qnn", "int8").placement)
     bad = {"Log": 2 * LIMIT, "Sqrt": 1.5 * LIMIT}
 
     def answer(found: RuleCosts, placement: Placement):

@@ -14,8 +14,9 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
+from qdqtune.calibration.scales import NUMPY_TYPE
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
 from qdqtune.graph.operators import (
     ASKS_SHAPE,
@@ -27,7 +28,6 @@ from qdqtune.graph.operators import (
     QDQ,
     SETTINGS_FROM,
 )
-from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.placement.reading import tables_of, weight_only_formats
 from qdqtune.types import Layer, NumericFormat
 
@@ -342,7 +342,8 @@ class _Findings:
             dtype = self._dtype(dq)
             others = (self._operands(other)[number : number + 1] for other in self._like(node))
             taken = {self._dtype(self._dq(tensor)) for tensor in chain.from_iterable(others)}
-            if dtype is not None and dtype not in (ONNX_TYPE[wanted], *taken):
+            expected = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY_TYPE[wanted]))
+            if dtype is not None and dtype not in (expected, *taken):
                 return (
                     f"{dq.name} takes {TensorProto.DataType.Name(dtype).lower()}, and this engine wants {wanted.value}"
                 )

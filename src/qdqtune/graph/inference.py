@@ -19,7 +19,7 @@ from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
 from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, graphs, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES
-from qdqtune.graph.simplifying import FAILURES, computed, drop_unused
+from qdqtune.graph.simplifying import FAILURES, alone, computed, drop_unused, evaluated
 from qdqtune.types import Array
 
 LONGEST_FOLLOWED = 2**22
@@ -142,18 +142,11 @@ def _when_read(
     sizes = None if info is None else info.sizes
     if info is None or sizes is None or info.dtype not in SIZED:
         return None
-    proto = onnx.NodeProto()
-    proto.CopyFrom(model.proto.graph.node[node.index])
-    opsets, ir_version = list(model.proto.opset_import), model.proto.ir_version
+    proto = model.proto.graph.node[node.index]
 
     def read() -> Array:
-        from onnx.reference import ReferenceEvaluator  # slow to import
-
-        listed = [onnx.ValueInfoProto(name=name) for name in inputs]
-        graph = onnx.helper.make_graph([proto], "one", listed, [onnx.ValueInfoProto(name=output)])
-        one = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
         try:
-            (values,) = ReferenceEvaluator(one).run(None, {name: c.array() for name, c in inputs.items()})
+            (values,) = evaluated(alone(model.proto, proto, [c.to_proto(name) for name, c in inputs.items()]))
             return np.ascontiguousarray(values, onnx.helper.tensor_dtype_to_np_dtype(info.dtype)).reshape(sizes)
         except FAILURES as error:
             raise BadModel(f"cannot compute the constant {output!r} ({node.op}): {one_line(error)}") from error

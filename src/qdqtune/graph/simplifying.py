@@ -6,7 +6,7 @@ All expect nodes in topological order, and keep the names of graph inputs, graph
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from itertools import count
 
@@ -170,23 +170,34 @@ def computed(
     proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto], most: int = LARGE_BYTES
 ) -> list[onnx.TensorProto] | None:
     """The results of a node with constant inputs; None if one may exceed `most` bytes or cannot be computed."""
-    from onnx.reference import ReferenceEvaluator  # slow to import
-
     if node.op_type in RANDOM or any(True for _ in bodies(node)):
         return None
-    names = [name for name in node.output if name]
-    graph = onnx.helper.make_graph([node], "one", [], [onnx.ValueInfoProto(name=n) for n in names], inputs)
-    model = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    model = alone(proto, node, inputs)
     try:
         # Check the size first: an Expand of two numbers may ask for more memory than there is.
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
         shapes = [TensorInfo.of(value).sizes for value in inferred]
         if any(shape is None or np.prod(shape) * 8 > most for shape in shapes):
             return None
-        arrays = ReferenceEvaluator(model).run(None, {})
+        arrays = evaluated(model)
     except FAILURES:
         return None
+    names = [output.name for output in model.graph.output]
     return [numpy_helper.from_array(np.asarray(a), name) for a, name in zip(arrays, names, strict=True)]
+
+
+def alone(proto: onnx.ModelProto, node: onnx.NodeProto, inputs: Sequence[onnx.TensorProto]) -> onnx.ModelProto:
+    """A model of one node of `proto` with constant inputs."""
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+    graph = onnx.helper.make_graph([node], "one", [], outputs, inputs)
+    return onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+
+
+def evaluated(model: onnx.ModelProto) -> list[Array]:
+    """The outputs of a model without inputs; raises one of FAILURES."""
+    from onnx.reference import ReferenceEvaluator  # slow to import
+
+    return list(ReferenceEvaluator(model).run(None, {}))
 
 
 def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> list[onnx.NodeProto]:

@@ -551,11 +551,5 @@ def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: Quan
     return PlacedByRules(consistent(model, Placement(placed)), tuple(counts.items()))
 
 
-def place_everywhere(model: Model, possible: frozenset[Edge], quant_type: QuantType) -> Placement:
-    """The most pairs that an engine with 16 bits gets: those that rules place on an NPU."""
-    (npu,) = NPU
-    return place(model, possible, npu, quant_type).placement
-
-
 def effect(rule: PlacementRule) -> str:
     return "keeps in float" if isinstance(rule, KeepFloat) else "places pairs"

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Ranges
@@ -21,44 +21,29 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.simplifying import UniqueNames, names_in
-from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import refusal, unscaled
 from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, float_type
-from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
-from qdqtune.types import Edge, NumericFormat, Placement, QType
-
-ONNX_TYPE: Mapping[QType, int] = {
-    QType.UINT8: TensorProto.UINT8,
-    QType.INT8: TensorProto.INT8,
-    QType.INT16: TensorProto.INT16,
-    QType.UINT16: TensorProto.UINT16,
-    QType.FP8: TensorProto.FLOAT8E4M3FN,
-}
+from qdqtune.placement.weight_only import BLOCK_OPSET, GraphBuilder, WeightOnlyWriter
+from qdqtune.types import Edge, NumericFormat, Placement
 
 HALF_ROUNDING = 2**-8
 """Relative differences of scales that rounding explains: bfloat16 keeps 8 bits of a number, float16 11."""
-
-WIDE_OPSET = BLOCK_OPSET
-"""The lowest opset that has pairs of 16 bits."""
 
 RAW_OUTPUT = "_QuantizeLinear_Input"
 """Suffix of the float tensor in front of the pair of a graph output (as in ONNX Runtime's quantize_static)."""
 
 
 def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericFormat) -> Model:
-    """`model` with a Q/DQ pair on every edge of `placement`.
-
-    One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. `fmt` says
-    whether biases become int32, operators share scales, and clamps go. For many candidates, reuse one `Inserter`.
-
-    Raises:
-        ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
-    """
+    """`Inserter.insert` of a single placement."""
     return Inserter(model, ranges, fmt).insert(placement)
 
 
 class Inserter:
-    """Writes candidates of one model; caches scales and quantized weights, which most candidates share."""
+    """Writes candidates of one model; caches scales and quantized weights, which most candidates share.
+
+    One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. The number format
+    says whether biases become int32, operators share scales, and clamps go.
+    """
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -70,8 +55,12 @@ class Inserter:
         self._weight_writer = WeightOnlyWriter(self._model)
 
     def insert(self, placement: Placement) -> Model:
-        """The model with the pairs and weight formats of `placement`; raises what the function `insert` does."""
-        if self._model.opset < max(self._weight_writer.opset(placement), WIDE_OPSET if placement.wide else 0):
+        """The model with the pairs and weight formats of `placement`.
+
+        Raises:
+            ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
+        """
+        if self._model.opset < max(self._weight_writer.opset(placement), BLOCK_OPSET if placement.wide else 0):
             return self._raised.insert(placement)
         self._check(placement)
         return self._write(self._quantizer.decide(placement), placement)
@@ -273,6 +262,5 @@ def quantized(constant: Constant, quantization: Quantization) -> Constant:
     """The quantized form of a constant, computed when it is written or read."""
     scale = hashlib.sha256(quantization.scale.tobytes()).hexdigest()[:16]
     key = f"{constant.key}:{quantization.qtype.value}:{quantization.axis}:{quantization.zero_point}:{scale}"
-    return Constant(
-        key, ONNX_TYPE[quantization.qtype], constant.shape, lambda: scales.quantize(constant.array(), quantization)
-    )
+    dtype = helper.np_dtype_to_tensor_dtype(np.dtype(scales.NUMPY_TYPE[quantization.qtype]))
+    return Constant(key, dtype, constant.shape, lambda: scales.quantize(constant.array(), quantization))

@@ -10,7 +10,7 @@ and the Mul that make floats of its sums behind it: the nodes that ONNX Runtime 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
 import numpy as np
@@ -18,21 +18,46 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.rounding import INTEGER_TYPE, RoundedWeight, rounded_weight
-from qdqtune.graph.model import LARGE_BYTES, Constant, Model
-from qdqtune.placement.graph_builder import GraphBuilder
+from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.simplifying import UniqueNames
 from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 BLOCK_OPSET = 21
 """The first opset whose DequantizeLinear has scales for blocks, and 4-bit integers."""
 
-SHARED_SCALES = 8 * LARGE_BYTES
-"""Bytes from which scales and zero points of a weight are not cached: candidates have them by reference to a shared
-file, so they are computed once."""
+
+@dataclass
+class GraphBuilder:
+    """The nodes, constants and unique names of a graph that is being written."""
+
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    """In topological order."""
+    constants: dict[str, Constant] = field(default_factory=dict)
+    made: dict[object, str] = field(default_factory=dict)
+    """Names of the tensors that were written, each by a key of all that determines it."""
+    names: UniqueNames = field(default_factory=UniqueNames)
+
+    def constant(self, wanted: str, values: Array) -> str:
+        """Add a constant in memory; returns its name, `wanted` unless that is taken."""
+        name = self.names.fresh(wanted)
+        self.constants[name] = Constant.of(np.asarray(values))
+        return name
+
+    def add_converter(
+        self, op: str, tensor: str, source: str, parameters: tuple[str, str], output: str, axis: int | None = None
+    ) -> None:
+        """Append a Q or a DQ of `tensor` that reads `source` and, as `parameters`, scale and zero point."""
+        node = onnx.NodeProto(
+            input=(source, *parameters), output=(output,), name=self.names.fresh(f"{tensor}_{op}"), op_type=op
+        )
+        if axis is not None:
+            node.attribute.append(helper.make_attribute("axis", axis))
+        self.nodes.append(node)
 
 
 class WeightOnlyWriter:
-    """Writes weights of one model in weight formats; caches small scales, which each candidate needs."""
+    """Writes weights of one model in weight formats; caches scales, which each candidate needs."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -154,9 +179,8 @@ class WeightOnlyWriter:
         parts = {}
         for what, dtype, shape in described:
             read = partial(self._part, what, key, weight, weight_format, shape)
-            part = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
-            is_kept = what != "quantized" and part.nbytes < SHARED_SCALES
-            parts[what] = replace(part, array=cache(read)) if is_kept else part
+            kept = read if what == "quantized" else cache(read)
+            parts[what] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, kept)
         self._parts[key] = parts
         return parts
 

@@ -469,8 +469,8 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
 
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
     """The costs by rule of a model's placements."""
-    fullest = engine_rules.place_everywhere(subject.shaped, subject.possible, settings.quant_type)
-    return RuleCosts(subject.shaped, fullest, has_wide=subject.numbers.wide is not None)
+    fullest = engine_rules.place(subject.shaped, subject.possible, "qnn", settings.quant_type)
+    return RuleCosts(subject.shaped, fullest.placement, has_wide=subject.numbers.wide is not None)
 
 
 def _widths(ready: Ready) -> tuple[int, int]:
