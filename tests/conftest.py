@@ -97,6 +97,18 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def set_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Sets the machine's name and the text of /proc/cpuinfo."""
+
+    def set_both(machine: str, cpuinfo: str) -> None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        monkeypatch.setattr("qdqtune.engines.machine.CPUINFO", tmp_path / "cpuinfo")
+
+    return set_both
+
+
+@pytest.fixture
 def workers() -> Iterator[Workers]:
     """No processes: every runner works in this one, some times faster, and good for all but crashes and hangs."""
     with in_process() as started:

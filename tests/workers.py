@@ -73,8 +73,6 @@ class Workers:
     """Where each was started."""
     runs: list[int] = field(default_factory=list)
     """Inferences of each timing."""
-    saving: list[bool] = field(default_factory=list)
-    """Whether each layer report was to save memory."""
 
     def __call__(self, log: Path, device: Device = ANYWHERE) -> InProcess:
         log.touch()
@@ -153,10 +151,9 @@ class WatchedModel:
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
         return cast(Launched, self.built).time_and_keep(inputs, runs)
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         self.workers.spend(runs * self.workers.untimed)
-        self.workers.saving.append(saves_memory)
-        return self.built.layers(inputs, runs, saves_memory=saves_memory)
+        return self.built.layers(inputs, runs)
 
     def save(self, path: Path) -> None:
         self.built.save(path)

@@ -55,7 +55,7 @@ def test_the_report_ends_with_options_that_quantize_takes(
 ) -> None:
     """Without what makes a tenth of the error or more, the error is smaller. With weights of 7 bits, every product of
     this model makes as much: one stays."""
-    monkeypatch.setattr(formats, "products_saturate", lambda *_: reduced)
+    monkeypatch.setattr(formats, "products_saturate", lambda: reduced)
     given = ("quantize", model, *RUN, model.with_suffix(".npz"), "--report", "-o", tmp_path / "r.onnx")
     _, out, _ = call(*given)
     (line,) = (line for line in out.splitlines() if line.startswith("to keep in float"))

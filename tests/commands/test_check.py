@@ -149,7 +149,7 @@ def test_what_a_provider_leaves_is_told_of_float_models_too(call, model, monkeyp
 def test_weights_that_overflow_on_this_processor_are_told(
     saturate: bool, reduced: bool, is_told: bool, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.engines.formats.products_saturate", lambda *_: saturate)
+    monkeypatch.setattr("qdqtune.engines.formats.products_saturate", lambda: saturate)
     text = "net (float[8,64] x) => (float[8,64] y) { [product] y = MatMul(x, w) }"
     model = build(text, {"w": normal(64, 64)})
     edges = Placement.of([Edge("x", "product", 0), Edge("w", "product", 1)])

@@ -132,7 +132,7 @@ class AlteredModel:
     def run(self, inputs: Tensors) -> dict[str, Any]:
         return self._outputs(self._built.run(inputs))
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         return self._layers(self._built.layers(inputs, runs))
 
 

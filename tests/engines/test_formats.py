@@ -1,5 +1,7 @@
 """Numbers of engines are known without the engine's library."""
 
+from collections.abc import Callable
+
 import pytest
 
 from loaded_modules import absent
@@ -57,18 +59,23 @@ V1 = "Features\t: fp asimd evtstrm asimddp sve i8mm bf16\n"
     ],
 )
 def test_numbers_of_onnx_runtime_follow_the_processor(
-    machine: str, cpuinfo: str, activation: QType, reduced: bool
+    machine: str, cpuinfo: str, activation: QType, reduced: bool, set_processor: Callable[[str, str], None]
 ) -> None:
-    numbers = numeric_format("onnxruntime", "int8", machine, cpuinfo)
+    set_processor(machine, cpuinfo)
+    numbers = numeric_format("onnxruntime", "int8")
     assert (numbers.activation, numbers.reduced_weights) == (activation, reduced)
     assert not numbers.symmetric  # a pair can replace a Relu
     assert (numbers.bias, numbers.drop_clamps) == ("int32", True)
 
 
 @pytest.mark.parametrize("cpuinfo", [A53, A76])
-def test_portable_numbers_are_the_same_on_every_processor(cpuinfo: str) -> None:
-    plain = numeric_format("onnxruntime", "int8", "x86_64", "flags\t\t: avx2\n")
-    on_arm = numeric_format("onnxruntime", "int8", "aarch64", cpuinfo)
+def test_portable_numbers_are_the_same_on_every_processor(
+    cpuinfo: str, set_processor: Callable[[str, str], None]
+) -> None:
+    set_processor("x86_64", "flags\t\t: avx2\n")
+    plain = numeric_format("onnxruntime", "int8")
+    set_processor("aarch64", cpuinfo)
+    on_arm = numeric_format("onnxruntime", "int8")
     assert portable("onnxruntime", on_arm) == plain == portable("onnxruntime", plain)
     assert portable("openvino", numeric_format("openvino", "int8")).reduced_weights
     assert [found.name for found in weight_formats("onnxruntime", narrow=True) if found.dynamic] == ["d7"]

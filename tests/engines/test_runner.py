@@ -371,13 +371,6 @@ class TestMemoryBudget:
                 other.load(files.plain)
                 assert (held(runner), len(held(other))) == (set(), 1)
 
-    def test_layer_reports_within_a_budget_save_memory(self, files: SimpleNamespace, tmp_path: Path) -> None:
-        workers = Workers()
-        for budget in (None, MemoryBudget(1e9)):
-            with self.runner(tmp_path, workers, budget) as runner:
-                assert runner.report(files.plain, IMAGE, 1, "layers")
-        assert workers.saving == [False, True]
-
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is told by Linux")
     def test_memory_that_is_freed_in_scarce_memory_returns_to_the_system(self) -> None:
         def pages() -> int:

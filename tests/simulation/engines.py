@@ -140,7 +140,7 @@ class RememberingModel:
         seconds: float = self._known(("time", _sizes(inputs)), lambda: self.real.time(inputs, 1))
         return seconds * self.noise(self.key[-1])
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         found: tuple[Layer, ...] = self._known(("layers", _sizes(inputs)), lambda: self.real.layers(inputs, 1))
         return found
 

@@ -61,14 +61,12 @@ class Built(Protocol):
             EngineFailure: the engine cannot run the model on these inputs.
         """
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """The layers that the engine made of the model, in the order in which they run, with times from `runs` profiled
         inferences. These show where time is spent; they do not add up to `time`.
 
         `Layer.nodes` are names of nodes of the model file. Each node is in one layer: a fused node in the layer that
         absorbed it, and nodes that were computed in advance in one last layer of kind "folded".
-
-        With `saves_memory` no weight is held twice, which may take longer.
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs, or has no such report.

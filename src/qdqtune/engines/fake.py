@@ -186,7 +186,7 @@ class FakeModel:
         """The modelled seconds with noise. Does not wait."""
         return self._costs.of(inputs).seconds * self._noise.factor()
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """One layer for each node that costs time, with what it absorbed. Exact: the times add up to the latency."""
         layers = self._costs.of(inputs).layers()
         return layers if self._timed else tuple(replace(layer, time_ms=None) for layer in layers)

@@ -33,11 +33,8 @@ TENSORRT_FP8 = NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=F
 """Numbers of TensorRT: int8 with weights per channel, or FP8 E4M3 per tensor; biases stay in float."""
 
 
-def numeric_format(
-    engine: str, quant_type: QuantType, machine: str | None = None, cpuinfo: str | None = None
-) -> NumericFormat:
-    """The numeric format of an engine with default options, as it is on this machine's processor, or on that of
-    `machine` and `cpuinfo` (those of `engines.machine`).
+def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
+    """The numeric format of an engine with default options, as it is on this machine's processor.
 
     ONNX Runtime on the CPU: weights are symmetric; activations have zero points, which cost no time, and with which a
     pair can replace a Relu. On x86 int8 activations are several times slower. On ARM both are fused into the same
@@ -75,11 +72,11 @@ def numeric_format(
         raise BadOption(f"{engine} has no FP8 kernels: use `quant_type` int8, or another engine")
     if engine in PROVIDERS:
         return PROVIDERS[engine].numbers
-    saturates = products_saturate(machine, cpuinfo)
+    saturates = products_saturate()
     if engine == "openvino":
         return replace(TENSORRT, unsigned=True, reduced_weights=saturates)
     return NumericFormat(
-        QType.INT8 if lacks_dot_products(machine, cpuinfo) else QType.UINT8,
+        QType.INT8 if lacks_dot_products() else QType.UINT8,
         QType.INT8,
         symmetric=False,
         reduced_weights=saturates,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,18 +13,15 @@ from typing import Literal
 from qdqtune.engines.devices import load, physical_cores, usable_cores
 from qdqtune.engines.providers import PROVIDERS, Provider
 
-Architecture = Literal["x86", "ARM", "RISC-V", "POWER", ""]
+Architecture = Literal["x86", "ARM", ""]
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     **dict.fromkeys(("x86_64", "amd64", "i386", "i686"), "x86"),
     **dict.fromkeys(("aarch64", "arm64", "armv7l", "armv8l"), "ARM"),
-    "riscv64": "RISC-V", "ppc64le": "POWER",
 })  # fmt: skip
 """Architectures by the name of a machine, in lower case, as `platform.machine` gives it."""
 
-PROGRAMS: Mapping[int, Architecture] = MappingProxyType(
-    {3: "x86", 62: "x86", 40: "ARM", 183: "ARM", 243: "RISC-V", 21: "POWER"}
-)
+PROGRAMS: Mapping[int, Architecture] = MappingProxyType({3: "x86", 62: "x86", 40: "ARM", 183: "ARM"})
 """Architectures by the field `e_machine` of ELF programs."""
 
 INSTRUCTION_SETS: Mapping[Architecture, tuple[str, ...]] = MappingProxyType({
@@ -37,6 +33,8 @@ INSTRUCTION_SETS: Mapping[Architecture, tuple[str, ...]] = MappingProxyType({
 DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 """Instruction sets of x86 that add products of 8-bit values into 32 bits."""
 
+CPUINFO = Path("/proc/cpuinfo")
+
 RUNNING = Path("/proc/thread-self/exe")
 """The program that the kernel runs. Emulators answer for /proc/self/exe, but not for this name (qemu-user 7.2)."""
 
@@ -46,20 +44,19 @@ def architecture(machine: str | None = None) -> Architecture:
     return ARCHITECTURES.get((machine or platform.machine()).lower(), "")
 
 
-def emulated_on(machine: str | None = None, running: Path = RUNNING) -> Architecture:
+def emulated_on() -> Architecture:
     """The architecture of the processor that emulates this one, as qemu-user does; "" if none does.
 
     The kernel runs the emulator then, whose file is a program for another architecture than `platform.machine` names.
     A whole machine that is emulated is not noticed.
     """
     try:
-        with running.open("rb") as file:
+        with RUNNING.open("rb") as file:
             start = file.read(20)
     except OSError:  # not Linux
         return ""
-    order: Literal["little", "big"] = "big" if start[5:6] == b"\2" else "little"
-    real = PROGRAMS.get(int.from_bytes(start[18:20], order), "") if start.startswith(b"\x7fELF") else ""
-    return real if real != architecture(machine) and architecture(machine) else ""
+    real = PROGRAMS.get(int.from_bytes(start[18:], "little"), "") if start.startswith(b"\x7fELF") else ""
+    return real if architecture() not in ("", real) else ""
 
 
 def emulation() -> str:
@@ -68,38 +65,39 @@ def emulation() -> str:
     return f"this {architecture()} processor is emulated on {real}, so times mean nothing" if real else ""
 
 
-def processor_name(cpuinfo: str | None = None) -> str:
-    """The name of the processor. `cpuinfo`, here and below, is the text of /proc/cpuinfo; None reads it."""
-    if cpuinfo is None and (real := emulated_on()):
+def processor_name() -> str:
+    real = emulated_on()
+    if real:
         return f"{platform.machine()}, emulated on {real}"
-    return _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
+    return _cpuinfo_field("model name") or platform.processor() or platform.machine()
 
 
-def instruction_sets(machine: str | None = None, cpuinfo: str | None = None) -> tuple[str, ...]:
+def instruction_sets() -> tuple[str, ...]:
     """The `INSTRUCTION_SETS` that the processor has. Some emulators show those of the machine that they run on, which
     count as none."""
-    flags = _cpuinfo_field(cpuinfo, "flags", "Features").split()
-    return tuple(name for name in INSTRUCTION_SETS.get(architecture(machine), ()) if name in flags)
+    flags = _cpuinfo_field("flags", "Features").split()
+    return tuple(name for name in INSTRUCTION_SETS.get(architecture(), ()) if name in flags)
 
 
-def products_saturate(machine: str | None = None, cpuinfo: str | None = None) -> bool:
+def products_saturate() -> bool:
     """Whether sums of two u8 x s8 products saturate: on x86 without `DOT_PRODUCTS`, and if the processor is unknown."""
-    return architecture(machine) != "ARM" and not DOT_PRODUCTS.intersection(instruction_sets(machine, cpuinfo))
+    return architecture() != "ARM" and not DOT_PRODUCTS.intersection(instruction_sets())
 
 
-def lacks_dot_products(machine: str | None = None, cpuinfo: str | None = None) -> bool:
+def lacks_dot_products() -> bool:
     """Whether this is an ARM processor without dot products of 8-bit values (Cortex-A53, A57, A72, A73). Where nothing
     is known of an ARM processor (macOS), it has them, as all that run this system do."""
-    features = _cpuinfo_field(cpuinfo, "Features").split()
-    return architecture(machine) == "ARM" and bool(features) and "asimddp" not in features
+    features = _cpuinfo_field("Features").split()
+    return architecture() == "ARM" and bool(features) and "asimddp" not in features
 
 
-def _cpuinfo_field(cpuinfo: str | None, *names: str) -> str:
+def _cpuinfo_field(*names: str) -> str:
     """The value of the first field in /proc/cpuinfo that has one of `names`; "" if there is none, or no such file."""
-    if cpuinfo is None:
-        with suppress(OSError):
-            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    line = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", cpuinfo or "", re.MULTILINE)
+    try:
+        text = CPUINFO.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    line = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", text, re.MULTILINE)
     return line[1].strip() if line else ""
 
 

@@ -80,7 +80,7 @@ class Session:
         self._mix = mix
 
     def save_memory(self) -> None:
-        """From now on, builds and layer reports take as little memory as they can."""
+        """From now on, builds take as little memory as they can."""
         self._saves_memory = True
 
     def _building(self) -> AbstractContextManager[None]:
@@ -127,10 +127,7 @@ class Session:
         """`Built.layers` with the times of the average call."""
         builds = [self._built(number, workload.threads) for workload in self._mix]
         with self._building():  # many engines build the model once more for the report
-            reports = [
-                built.layers(w.inputs, runs, saves_memory=self._saves_memory)
-                for built, w in zip(builds, self._mix, strict=True)
-            ]
+            reports = [built.layers(w.inputs, runs) for built, w in zip(builds, self._mix, strict=True)]
         return_free_memory()
         return average_layers(self._mix, reports)
 

@@ -36,7 +36,7 @@ LOG_VERBOSE, LOG_WARNING, LOG_ERROR = 0, 2, 3
 WARMUP = 1
 """Profiled inferences that do not count: the first one allocates."""
 
-LOADED_ONCE = 2**29
+LOADED_ONCE = 2**28
 """Bytes from which a model is not loaded a second time to be profiled. Inferences of such a model are so long that what
 the profiler adds to them is negligible. Chosen, not measured."""
 
@@ -254,7 +254,7 @@ class OnnxRuntimeModel:
         binding.synchronize_outputs()
         return (time.perf_counter() - start) / runs
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second session of the model, which is profiled.
 
         In that session every node has a name, and a fused node is named after the nodes that it was made of.
@@ -262,7 +262,7 @@ class OnnxRuntimeModel:
         model, feed = read_model(self._path), self._known_inputs(inputs)
         if self._engine.table is not None and self._engine.table.compiles:
             return self._partitions(model, self._engine.table)
-        is_large = saves_memory or nbytes(self._path) >= LOADED_ONCE
+        is_large = nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="profile-") as name:
             folder = Path(name)
             (folder / NOWHERE).symlink_to(os.devnull)

@@ -99,7 +99,7 @@ class OpenVinoModel:
                 self._request.infer(share_outputs=True)
             return (time.perf_counter() - start) / runs
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second build of the file, which is profiled."""
         graph = read_model(self._path).graph
         with translated(*OPENVINO_MESSAGES):

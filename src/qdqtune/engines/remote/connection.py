@@ -213,8 +213,6 @@ class FarWorker:
             number, path, _ = arguments
             proto, contents = packed(path)
             sent = "build_from", (number, path.name, proto, tuple(contents))
-        elif name == "save":
-            sent = "saved", arguments[:1]
         request = io.BytesIO()
         _Request(request, contents).dump(sent)
         try:
@@ -229,8 +227,6 @@ class FarWorker:
                 arguments[2].write_text(text, encoding="utf-8", errors="backslashreplace")
         elif good and name == "open":
             self.location = self._host + result
-        elif good and name == "save":
-            result.tofile(arguments[1])
         if isinstance(result, EngineUnavailable | BadOption) and self.location not in str(result):
             result = type(result)(f"on {self.location}: {result}")
         return good, result

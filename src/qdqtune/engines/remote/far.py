@@ -150,13 +150,6 @@ class FarSession(Session):
         good, result = answer(self, "build", (number, path, log))
         return log.read_text(errors="replace") if log.exists() else "", good, result
 
-    def saved(self, number: int) -> Array:
-        path = self._folder / "saved"
-        self.save(number, path)
-        content = np.fromfile(path, np.uint8)
-        path.unlink()
-        return content
-
     def unload(self, number: int) -> None:
         """Free a model, and remove its file; its constants may serve others."""
         super().unload(number)

@@ -122,7 +122,7 @@ class TensorRtModel:
             execution.bind(inputs)
             return execution.seconds(runs)
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`; without times if the GPU is not here."""
         if self._cuda is None:
             if not self._listed:

@@ -356,7 +356,7 @@ class TrtexecModel:
         self._engine.start_seconds = perf_counter() - begun
         return seconds
 
-    def layers(self, inputs: Tensors, runs: int, *, saves_memory: bool = False) -> tuple[Layer, ...]:
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`. What trtexec exports is kept beside the log as `<log's stem>.graph.json`."""
         graph, profile = self._file("graph.json"), self._file("profile.json")
         flags = [
