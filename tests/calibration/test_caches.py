@@ -64,12 +64,6 @@ def test_caches_of_every_algorithm_and_version(head: str, tmp_path: Path) -> Non
     assert (cache.source, dict(cache.ranges)) == (head, {"x": Range(-127.0, 127.0)})
 
 
-def test_what_stands_there_twice_counts_only_if_it_agrees(tmp_path: Path) -> None:
-    cache = read_cache(written(tmp_path, "TRT-8510-X\na: 3f800000\nb: 3f800000\na: 3f800000\nb: 40000000\n"))
-    assert list(cache.ranges) == ["a"]
-    assert "twice" in cache.unusable["b"]
-
-
 def test_a_table_of_onnxruntime(tmp_path: Path) -> None:
     tensors = {"x": (-1.5, 2.25), "z 0:0": (0.0, 0.1), "low": (-3.0, -1.0), "none": (0.0, 0.0)}
     data = {n: TensorData(lowest=np.array(a, "f"), highest=np.array(b, "f")) for n, (a, b) in tensors.items()}

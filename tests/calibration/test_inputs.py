@@ -51,7 +51,7 @@ def test_dynamic_sizes_are_refused_with_the_option_that_sets_them() -> None:
     with pytest.raises(BadOption, match=r"`input_shapes` x:1x3x224x224$") as error:
         open_samples(None, model("float[N,3,H,W] x"))
     one_line(error)
-    with pytest.raises(BadOption, match=r"fit together, like `input_shapes` m:1x64 `input_shapes` past:1x4x64x8$"):
+    with pytest.raises(BadOption, match=r"run with, like `input_shapes` m:1x64 `input_shapes` past:1x4x64x8$"):
         open_samples(None, model("int64[N,T] m, float[N,4,P,8] past"))
     assert open_samples(None, model("float[N,3] x")).first(1)[0]["x"].shape == (1, 3)
 

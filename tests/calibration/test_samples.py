@@ -154,7 +154,7 @@ BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
     ("NaN", "float[1,3] x", {"x": np.float32([[1, np.nan, 2]])}, "NaN"),
     ("infinite", "float[1,3] x", {"x": np.float32([[1, np.inf, 2]])}, "infinite"),
     ("counts", "float[1,3] x, float[1,3] z", {"x": normal(2, 3), "z": normal(3, 3)}, "different numbers of samples"),
-    ("objects", "float[1,3] x", {"x": np.array([{}], object)}, "holds objects"),
+    ("objects", "float[1,3] x", {"x": np.array([{}], object)}, "Object arrays cannot be loaded"),
 ]
 
 

@@ -55,7 +55,7 @@ def test_a_model_is_shaped_where_all_workloads_agree(tmp_path: Path) -> None:
     assert empty.samples.first(1)[0]["past"].shape == (1, 2, 0, 32)
     with pytest.raises(
         BadOption,
-        match=r"1 more input have .* ids:1x64 `input_shapes` past:1x2x64x32$",
+        match=r"dynamic dimensions: .* ids:1x64 `input_shapes` past:1x2x64x32$",
     ):
         prepare(load(model), Data())
     assert [w.share for w in open_workloads(files, load(model), (), EXECUTION)] == [0.5, 0.5]

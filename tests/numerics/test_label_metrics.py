@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qdqtune.errors import BadOption
-from qdqtune.numerics.label_metrics import Name, Score, answer, check_classes, chosen, fits, parsed, row_scores
+from qdqtune.numerics.label_metrics import Name, Score, answer, check_classes, chosen, fits, row_scores
 
 RANDOM = np.random.default_rng(0)
 SCORES = RANDOM.normal(size=(60, 4)).astype(np.float32)
@@ -54,11 +54,6 @@ def test_cosine_of_vectors() -> None:
 
 
 def test_the_user_names_the_output_behind_the_metric() -> None:
-    assert [parsed(text) for text in ("auto", "top5:seg", "auto:a:0")] == [
-        ("auto", None),
-        ("top5", "seg"),
-        ("auto", "a:0"),
-    ]
     outputs = {"first": np.zeros((1, 10), np.float32), "second": np.zeros((1, 10), np.float32)}
     assert chosen("auto", outputs, np.zeros(1, np.int64)) == ("top1", "first")
     assert chosen("auto", outputs, np.zeros(1, np.int64), "second") == ("top1", "second")

@@ -5,7 +5,7 @@ from math import log, sqrt
 import numpy as np
 import pytest
 
-from qdqtune.numerics.label_metrics import LEAST_CHANGED, Z2, Score, can_tell, few_changed, loss_high, samples_to_tell
+from qdqtune.numerics.label_metrics import LEAST_CHANGED, Z2, Score, can_tell, loss_high, samples_to_tell
 
 
 def hits(*, lost: int, won: int, count: int, name: str = "top1") -> tuple[Score, Score]:
@@ -81,4 +81,3 @@ def test_too_few_changes_tell_nothing_of_other_scores() -> None:
     assert loss_high(Score(0.5), Score(0.4)) is None
     assert samples_to_tell(Score(0.5, (0.5,) * 3, "cosine"), 0.01) == LEAST_CHANGED
     assert samples_to_tell(Score(0.5, (0.5,) * 30, "cosine"), 0.01) is None
-    assert few_changed(before, before) == "0 of 30 samples changed, and an interval of cosine takes 8"

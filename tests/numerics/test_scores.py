@@ -5,7 +5,7 @@ import pytest
 
 from qdqtune.errors import BadOption
 from qdqtune.numerics.accuracy import accuracy, closeness_of
-from qdqtune.numerics.scores import agrees, independent, scores_of, smallest_seen
+from qdqtune.numerics.scores import agrees, independent, scores_of
 from qdqtune.types import Array
 
 SAMPLES = 6
@@ -93,12 +93,6 @@ def test_a_small_output_that_changed_by_chance_does_not_hide_a_large_one_that_di
     found = accuracy(reference, changed)
     assert (found.top1, found.choices) == (0.92, 500 * SAMPLES)
     assert not agrees(found, 0.98)
-
-
-def test_few_choices_show_large_losses_only() -> None:
-    shares = [smallest_seen(choices, 0.98) for choices in (1, 16, 32, 100, 1000)]
-    assert shares == pytest.approx([1.0, 0.125, 3 / 32, 0.06, 0.029])
-    assert smallest_seen(10, 1.0) == 0.1
 
 
 def test_what_is_found_is_told_and_why_nothing_is() -> None:

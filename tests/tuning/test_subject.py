@@ -34,8 +34,8 @@ def write(folder: Path, rates: list[int]) -> Path:
 
 
 HIDDEN = (
-    "note: all operators that gain from 8 bits (MatMul) are in bodies of If, where no pair can be: give the value that "
-    "you deploy with, --fix-input rate=VALUE, and it is folded"
+    "note: operators that gain from 8 bits (MatMul) are in bodies of If, where no pair can be: give the value that you "
+    "deploy with, --fix-input rate=VALUE, and it is folded"
 )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,17 +58,10 @@ def read_cache(path: Path) -> Cache:
         source, entries = _parsed(data)
     except ValueError as error:
         raise BadData(f"{path} is no calibration cache, or damaged: {error}") from error
-    ends: dict[str, Ends] = {}
-    unusable: dict[str, str] = {}
-    for name, both in entries:
-        why_not = _problem(*both)
-        if ends.setdefault(name, both) != both and not math.isnan(sum(both)):
-            why_not = "the file has it twice, with different values"
-        if why_not is not None:
-            unusable[name] = why_not
-    if not ends:
+    if not entries:
         raise BadData(f"{path} is no calibration cache, or damaged: it names no tensor")
-    return Cache(source, {name: Range(*both) for name, both in ends.items() if name not in unusable}, unusable)
+    unusable = {name: why for name, ends in entries.items() if (why := _problem(*ends)) is not None}
+    return Cache(source, {name: Range(*ends) for name, ends in entries.items() if name not in unusable}, unusable)
 
 
 def _problem(low: float, high: float) -> str | None:
@@ -83,8 +76,8 @@ def _problem(low: float, high: float) -> str | None:
     return None
 
 
-def _parsed(data: bytes) -> tuple[str, Iterable[tuple[str, Ends]]]:
-    """The kind of file and its entries. Raises ValueError if it is damaged."""
+def _parsed(data: bytes) -> tuple[str, dict[str, Ends]]:
+    """The kind of file and its entries, the last of each name. Raises ValueError if it is damaged."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -92,11 +85,11 @@ def _parsed(data: bytes) -> tuple[str, Iterable[tuple[str, Ends]]]:
     if "\0" in text:
         raise ValueError("it is no text (of ONNX Runtime's tables calibration.json is read)")
     if text.lstrip()[:1] in ("{", "["):
-        return "ONNX Runtime's table", list(_of_json(text))
+        return "ONNX Runtime's table", dict(_of_json(text))
     lines = [line.strip() for line in text.split("\n")]
     if not TENSORRT_HEADER.fullmatch(lines[0]):
         raise ValueError("it begins with neither TensorRT's header TRT-VERSION-ALGORITHM nor a JSON object")
-    return lines[0], [_of_line(line, number) for number, line in enumerate(lines[1:], 2) if line]
+    return lines[0], dict(_of_line(line, number) for number, line in enumerate(lines[1:], 2) if line)
 
 
 def _of_line(line: str, number: int) -> tuple[str, Ends]:

@@ -73,12 +73,9 @@ PICTURE, SEQUENCE = 224, 64
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
     """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table."""
     if hints := size_hints(specs):
-        more = len(hints) - 1
-        others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
-        fitting = ", which have to fit together" if more else ""
         raise BadOption(
-            f"input {next(s for s in specs if None in s.shape[1:])}{others} dynamic dimensions: give "
-            f"`calibration_data`, which have sizes, or those you run with{fitting}, like {first_of(hints, ' ')}"
+            f"input {next(s for s in specs if None in s.shape[1:])} has dynamic dimensions: give `calibration_data`, "
+            f"which have sizes, or for all inputs those you run with, like {first_of(hints, ' ')}"
         )
     tops = {s.name: _index_end(model, s.name) for s in specs}
 

@@ -1,4 +1,4 @@
-"""A float model and its samples, ready for use: input shapes fixed, samples split, doubts about both as notes."""
+"""A float model and its samples, ready for use: input shapes fixed, samples split, hints on both."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Prepared:
     """`model` as it was read, which ships; `shaped` has the input `sizes` of the measurement, except where those of
     workloads differ.
 
-    Outputs are compared on the samples `judging`. They are held out of calibration if `is_held_out`, and fewer than
-    asked for if `is_capped`. `execution` is how the model is run.
+    Outputs are compared on the samples `judging`, which are held out of calibration if `is_held_out`. `execution` is
+    how the model is run.
     """
 
     model: Model
@@ -72,7 +72,6 @@ class Prepared:
     calibration: Samples
     judging: tuple[Sample, ...]
     is_held_out: bool = False
-    is_capped: bool = False
     sizes: Sizes = field(default_factory=dict)
     workloads: Mix = ()
     execution: Execution = EXECUTION
@@ -88,8 +87,9 @@ class Prepared:
         return not self.samples.is_random
 
     @property
-    def doubts(self) -> tuple[str, ...]:
-        """Notes on samples that are all alike, and on outputs that are compared on few samples."""
+    def hints(self) -> tuple[str, ...]:
+        """Notes of every command that places pairs: on samples that are all alike, and on compute operators that no
+        pair can reach."""
         notes = []
         if self.judging and self.has_real_samples and not self.workloads:
             first, *others = self.judging
@@ -101,15 +101,9 @@ class Prepared:
                     f"the samples in {self.samples.origin} are all equal, or hold one value throughout: scales and "
                     "accuracy from them do not hold for real inputs; give typical ones"
                 )
-        if self.is_capped:
-            notes.append(f"outputs are compared on {len(self.judging)} samples: more would take too long")
+        if (hidden := hidden_work(self.model)) is not None:
+            notes.append(hidden)
         return tuple(notes)
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        """Notes of every command that places pairs: `doubts`, and compute operators that no pair can reach."""
-        hidden = hidden_work(self.model)
-        return self.doubts if hidden is None else (*self.doubts, hidden)
 
     def sized_for(self, engine: str) -> tuple[Self, tuple[str, ...]]:
         """For an engine that takes fixed sizes only, the same with open sizes of inputs fixed to those of the first
@@ -164,15 +158,14 @@ def prepare(
     count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
     least = min(LEAST_JUDGED, most)
     calibration = samples
-    judging = tuple(samples.others(count + 1)) if most and samples.others is not None else ()
+    judging = tuple(samples.others(count)) if most and samples.others is not None else ()
     is_held_out = len(judging) >= max(1, least)
     if most and not is_held_out:
         parts = None if samples.is_random else samples.apart(least, max(count, usual))
         is_held_out = parts is not None
         calibration, unseen = parts or (samples, samples)
-        judging = tuple(unseen.first(count + 1))
-    is_capped, judged = usual > count < len(judging), judging[:count]
-    return Prepared(model, shaped, samples, calibration, judged, is_held_out, is_capped, sizes, mix, execution)
+        judging = tuple(unseen.first(count))
+    return Prepared(model, shaped, samples, calibration, judging[:count], is_held_out, sizes, mix, execution)
 
 
 def _affordable(model: Model, most: int, slower: float) -> int:
@@ -210,8 +203,7 @@ def hidden_work(model: Model) -> str | None:
         return f"the model has none of the operators that 8 bits make faster ({', '.join(sorted(COMPUTE))})"
     flows = [node for node in model.nodes if node.op in CONTROL_FLOW]
     kinds = " and ".join(dict.fromkeys(node.op for node in flows))
-    share = "all" if not outside else f"{len(inside)} of {len(inside) + outside}"
-    what = f"{share} operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) are in bodies of {kinds}"
+    what = f"operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) are in bodies of {kinds}"
     deciding = _deciding_inputs(model)
     if not deciding:
         return f"{what}, where no pair can be: unroll it where the model is exported"

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 import sys
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -26,7 +22,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_sa
 from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files, spread_rows
 from qdqtune.calibration.user_code import checked_count, import_callable, read_in_thread, user_errors
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.errors import BadData, first_of, one_line
+from qdqtune.errors import BadData, first_of
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
 
@@ -35,23 +31,6 @@ HELD_OUT = 5
 
 LABELS = "labels"
 """An array of this name beside the inputs holds what is right for each sample (see `numerics.metrics`)."""
-
-UNREADABLE = (
-    OSError,
-    ValueError,
-    EOFError,
-    RuntimeError,
-    BadZipFile,
-    zlib.error,
-    SyntaxError,
-    TokenError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    struct.error,
-)
-"""What numpy and zipfile raise on damaged files, and on shapes that do not fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -230,9 +209,9 @@ def files_named(source: str | None) -> list[Path]:
 
 def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Array]:
     """All arrays of a file by input name; a .npy is for the only input."""
-    try:
-        if not path.is_file():
-            raise FileNotFoundError  # also for a pipe, which might never end
+    if not path.is_file():  # also a pipe, which might never end
+        raise BadData(f"{path} not found")
+    with user_errors(f"cannot read {path} as numpy arrays", BadData):  # numpy raises nothing narrower on damaged files
         with path.open("rb") as file:
             if not file.read(6).startswith((b"PK", b"\x93NUMPY")):
                 raise BadData(f"{path} is no .npz or .npy file: write it with numpy.savez or numpy.save")
@@ -243,13 +222,6 @@ def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Arra
             return {specs[0].name: loaded}
         with loaded:
             return {name: np.asarray(loaded[name]) for name in loaded.files}
-    except FileNotFoundError as error:
-        raise BadData(f"{path} not found") from error
-    except UNREADABLE as error:
-        if "allow_pickle" in str(error):
-            what = f"{path} holds objects, which are never unpickled, since that may run code"
-            raise BadData(f"{what}: save numbers with their type") from error
-        raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
 
 
 def _split(

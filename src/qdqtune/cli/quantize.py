@@ -12,7 +12,7 @@ from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.saving import nbytes
 from qdqtune.numerics.accuracy import closeness, integers_differ
-from qdqtune.numerics.label_metrics import few_changed, loss_high
+from qdqtune.numerics.label_metrics import loss_high
 
 
 @command(QuantizeOptions)
@@ -67,7 +67,5 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         before, after = done.measured
         name = f"{before.name} on {len(before.by_sample)} samples" if before.name else str(options.evaluate)
         high = loss_high(before, after)
-        few = few_changed(before, after)
         most = "" if high is None else f"; loss at most {max(high, 0):.2g} (95 %)"
-        most += "" if few is None else f"; {few}"
         yield f"{name}: {before.value:g} before, {after.value:g} after{most}"

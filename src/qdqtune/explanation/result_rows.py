@@ -8,7 +8,7 @@ from typing import Any
 
 from qdqtune.explanation.formatting import samples, title
 from qdqtune.numerics.accuracy import closeness, closeness_of, decibels, integers_differ, slice_cell
-from qdqtune.numerics.scores import independent_of, smallest_seen
+from qdqtune.numerics.scores import independent_of
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.types import Accuracy
 
@@ -39,12 +39,8 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
-            least = summary["min_agreement"]
             independent = independent_of(judged)
-            besides = [] if independent == judged.choices else [f"as good as {independent:.0f} independent ones"]
-            if least is not None and (unseen := smallest_seen(independent, least)) > 2 * (1 - least):
-                besides.append(f"a loss below {unseen:.0%} would not show")
-            few = f" ({'; '.join(besides)})" if besides else ""
+            few = "" if independent == judged.choices else f" (as good as {independent:.0f} independent ones)"
             rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
     elif not is_judged(summary):
         rows.append(("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))
@@ -59,8 +55,6 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append((name, f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
         if improved and (high := summary.get("metric_loss_high")) is not None:
             rows.append(("  loss at most (95 %)", "", f"{max(high, 0):.2g}"))
-        if improved and (why := summary.get("metric_loss_unknown")) is not None:
-            rows.append(("  loss at most (95 %)", "", f"unknown: {why}"))
     return rows
 
 

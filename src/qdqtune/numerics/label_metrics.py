@@ -78,26 +78,12 @@ def loss_high(before: Score, after: Score) -> float | None:
     lost = first - second
     if before.is_of_hits:
         return _score_high(int((lost > 0).sum()), int((lost < 0).sum()), lost.size)
-    if _changed(before, after) < LEAST_CHANGED:
+    if np.count_nonzero(lost) < LEAST_CHANGED:
         return None
     from scipy.special import stdtrit  # slow to import
 
     spread = float(lost.std(ddof=1)) / sqrt(lost.size)
     return float(lost.mean()) + float(stdtrit(lost.size - 1, 1 - ERROR)) * spread
-
-
-def _changed(before: Score, after: Score) -> int:
-    return sum(a != b for a, b in zip(before.by_sample, after.by_sample, strict=True))
-
-
-def few_changed(before: Score, after: Score) -> str | None:
-    """Why the interval of the loss is not known, in words; None where it is, or there are no labels."""
-    if not before.by_sample or not after.by_sample or loss_high(before, after) is not None:
-        return None
-    changed = _changed(before, after)
-    return (
-        f"{changed} of {len(before.by_sample)} samples changed, and an interval of {before.name} takes {LEAST_CHANGED}"
-    )
 
 
 def samples_to_tell(score: Score, max_drop: float) -> int | None:
@@ -139,7 +125,6 @@ def _score_high(lost: int, won: int, count: int) -> float:
 
 
 Name = Literal["top1", "top5", "cosine"]
-Asked = Literal["auto"] | Name
 NAMES: tuple[Name, ...] = get_args(Name)
 
 TOP = 5
@@ -176,15 +161,7 @@ def fits(metric: Name, told: Array, right: Array) -> bool:
     return right.shape == told.shape and right.dtype.kind in "iu"
 
 
-def parsed(text: str) -> tuple[Asked, str | None]:
-    """The metric and the output that a user names as METRIC or METRIC:OUTPUT; None without a colon."""
-    name, colon, output = text.partition(":")
-    return next((known for known in NAMES if known == name), "auto"), output if colon else None
-
-
-def chosen(
-    asked: Asked, outputs: Mapping[str, Array], right: Array | None, only: str | None = None
-) -> tuple[Name, str]:
+def chosen(asked: str, outputs: Mapping[str, Array], right: Array | None, only: str | None = None) -> tuple[Name, str]:
     """The metric and the output that it reads: the first one that fits, or `only` that one. `auto` is top1, or else
     cosine. `right` are the labels of the same sample; None where the float model's own outputs are right."""
     outputs = outputs if only is None else {only: outputs[only]}

@@ -50,7 +50,6 @@ from qdqtune.numerics.label_metrics import (
     check_classes,
     chosen,
     fits,
-    parsed,
     row_scores,
 )
 from qdqtune.options import Kind, Names, Option, Options, PathLike, Text, anything, choice, option, reads
@@ -326,8 +325,8 @@ def open_labelled(
     """The `metric` (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of `data`, or over those in the file
     itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.
     `folders` are those of the model (see `open_samples`)."""
-    asked, output = parsed(metric)
-    if output is not None and output not in model.outputs:
+    asked, colon, output = metric.partition(":")
+    if colon and output not in model.outputs:
         raise BadOption(f"`metric` {metric} names no output: there are {', '.join(model.outputs)}")
     found = None if labels is None else read_labels(labels)
     if labels is not None and labels.suffix.lower() == ".npz":
@@ -343,7 +342,7 @@ def open_labelled(
     first = samples.first(1)[0]
     rows = None if found is None else paired(found, sum(1 for _ in samples), first, samples.origin)
     outputs = next(outputs_on(model, [first], execution=execution))  # before the work of a run begins
-    name, of = chosen(asked, outputs, None if rows is None else rows[0], output)
+    name, of = chosen(asked, outputs, None if rows is None else rows[0], output or None)
     if rows is not None:
         check_classes(name, of, outputs[of], rows)
     title = "metric" if metric == "auto" else metric

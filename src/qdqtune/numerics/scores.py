@@ -175,11 +175,6 @@ def are_too_many(others: float, choices: float, least: float) -> bool:
     return others > 1e-9 and (least >= 1 or bool(betainc(others, choices - others + 1, 1 - least) < DOUBT))
 
 
-def smallest_seen(choices: float, least: float) -> float:
-    """The smallest share of other choices that so many can show to be too many; 1 - `least` for endless ones."""
-    return next((k / choices for k in range(1, int(choices) + 1) if are_too_many(k, choices, least)), 1.0)
-
-
 def independent(equal: Array, sizes: Array) -> float:
     """How many independent choices tell as much about the share of equal ones as those of samples with several, such as
     pixels or tokens, which change together; `equal` of `sizes` are equal in each sample.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from qdqtune.errors import EngineRefused, Failure
 from qdqtune.numerics.accuracy import loss_of_slice
-from qdqtune.numerics.label_metrics import Score, can_tell, few_changed, loss_high
+from qdqtune.numerics.label_metrics import Score, can_tell, loss_high
 from qdqtune.numerics.scores import agrees
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
@@ -129,7 +129,6 @@ class Limits:
         if self.before is not None and self.before.by_sample:
             over_labels = {"metric": self.before.name, "metric_samples": len(self.before.by_sample)}
             over_labels["metric_loss_high"] = None if after is None else self.loss_high(after)
-            over_labels["metric_loss_unknown"] = None if after is None else few_changed(self.before, after)
         return {
             "min_sqnr_db": self.min_sqnr,
             "min_sqnr_worst_db": self.min_sqnr_worst,

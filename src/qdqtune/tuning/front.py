@@ -269,7 +269,7 @@ def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -
     if "workloads" in row:
         picked["workloads"] = row["workloads"]
     if "metric_loss_high" in summary:  # it was that of what shipped before
-        picked["metric_loss_high"] = picked["metric_loss_unknown"] = None
+        picked["metric_loss_high"] = None
     if "gave" in summary["rewrites"]:
         picked["rewrites"] = {**summary["rewrites"], "placement_gave": row["ratio"] / summary["rewrites"]["gave"]}
     return picked

@@ -198,7 +198,6 @@ class Summary(TypedDict):
     metric: NotRequired[str]
     metric_samples: NotRequired[Count]
     metric_loss_high: NotRequired[float | None]
-    metric_loss_unknown: NotRequired[str | None]
     constraint_met: bool | None
     fallback: NotRequired[Fallback]
     by_rule: NotRequired[ByRule]
