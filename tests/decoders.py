@@ -36,13 +36,32 @@ DECODER = """net (int64[B,S] ids, float[B,2,P,32] past) => (float[B,S,256] y, fl
 }"""
 
 
-def decoder() -> Model:
+AS_EXPORTED = {
+    "[B,S] ids, ": "[1,S] input_ids, int64[1,T] attention_mask, ",
+    "[B,": "[1,",
+    "P,32] past)": "P,32] past_key_values_0_key)",
+    "(table, ids)": "(table, input_ids)",
+    "(past, k)": "(past_key_values_0_key, k)",
+    "s = MatMul(k, kt)": "s0 = MatMul(k, kt) hides = Cast<to = 1>(attention_mask) s = Mul(s0, hides)",
+}
+
+
+def exported() -> onnx.ModelProto:
+    """The decoder with the inputs that exporters give it."""
+    text = DECODER
+    for name, other in AS_EXPORTED.items():
+        text = text.replace(name, other)
+    proto = decoder(text, 64).to_proto().SerializeToString()
+    return onnx.load_from_string(proto.replace(b"past_key_values_0_key", b"past_key_values.0.key"))
+
+
+def decoder(text: str = DECODER, tokens: int = 50) -> Model:
     """A layer of a language model with its cache; batch, sequence and past are open."""
     constants = {
-        "table": normal(50, 64), "wk": normal(64, 64, scale=0.1), "wu": normal(64, 256, scale=0.1),
+        "table": normal(tokens, 64), "wk": normal(64, 64, scale=0.1), "wu": normal(64, 256, scale=0.1),
         "wd": normal(256, 256, scale=0.1), "split": np.array([0, 0, 2, 32]), "joined": np.array([0, 0, 64]),
     }  # fmt: skip
-    return build(DECODER, constants)
+    return build(text, constants)
 
 
 def call_of(tokens: int, past: int, batch: int = 1) -> Arrays:

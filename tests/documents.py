@@ -17,12 +17,12 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import yaml
 
+from decoders import exported
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
@@ -221,64 +221,8 @@ def prepare(folder: Path) -> None:
         tensor.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(tensor), tensor.name))
     onnx.save(proto, folder / "retrained.onnx")
     scales = [f"{name}: 3d000000" for name in ("image", *(node.output[0] for node in proto.graph.node))]
-    onnx.save(decoder(1, 2, 128, 64), folder / "decoder.onnx")
+    onnx.save(exported(), folder / "decoder.onnx")
     (folder / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *scales]))
-
-
-Shape = list[str | int | None]
-
-
-def decoder(layers: int, heads: int, values: int, tokens: int) -> onnx.ModelProto:
-    """A language model as exporters write them: sequence and cache are open; so many `tokens` are known."""
-    width, rng = heads * values, np.random.default_rng(0)
-    nodes, constants = list[onnx.NodeProto](), list[onnx.TensorProto]()
-
-    def node(op: str, *inputs: str, result: str = "", **attributes: Any) -> str:
-        result = result or f"{op}_{len(nodes)}"
-        nodes.append(onnx.helper.make_node(op, inputs, [result], result, **attributes))
-        return result
-
-    def constant(array: object) -> str:
-        constants.append(onnx.numpy_helper.from_array(np.asarray(array), f"constant_{len(constants)}"))
-        return constants[-1].name
-
-    def weight(*shape: int) -> str:
-        return constant(rng.standard_normal(shape, np.float32) / np.float32(shape[0] ** 0.5))
-
-    def by_heads(x: str) -> str:
-        projected = node("MatMul", x, weight(width, width))
-        return node("Transpose", node("Reshape", projected, split), perm=[0, 2, 1, 3])
-
-    split, joined = constant([1, -1, heads, values]), constant([1, -1, width])
-    hidden = node("Gather", weight(tokens, width), "input_ids")
-    seen = node("Unsqueeze", node("Cast", "attention_mask", to=onnx.TensorProto.FLOAT), constant([1, 2]))
-    hides = node("Mul", node("Sub", seen, constant(np.float32(1))), constant(np.float32(1e4)))
-    given: dict[str, tuple[int, Shape]] = {
-        "input_ids": (onnx.TensorProto.INT64, [1, "sequence"]),
-        "attention_mask": (onnx.TensorProto.INT64, [1, "total"]),
-    }
-    made: dict[str, Shape] = {"logits": [1, "sequence", tokens]}
-    for layer in range(layers):
-        query, *fresh = [by_heads(hidden) for _ in range(3)]
-        cached = []
-        for part, new in zip(("key", "value"), fresh, strict=True):
-            given[f"past_key_values.{layer}.{part}"] = onnx.TensorProto.FLOAT, [1, heads, "past", values]
-            made[result := f"present.{layer}.{part}"] = [1, heads, "total", values]
-            cached.append(node("Concat", f"past_key_values.{layer}.{part}", new, result=result, axis=2))
-        scores = node("MatMul", query, node("Transpose", cached[0], perm=[0, 1, 3, 2]))
-        mixed = node("MatMul", node("Softmax", node("Add", scores, hides)), cached[1])
-        attended = node("Reshape", node("Transpose", mixed, perm=[0, 2, 1, 3]), joined)
-        hidden = node("Add", hidden, node("MatMul", attended, weight(width, width)))
-        inner = node("Relu", node("MatMul", hidden, weight(width, 4 * width)))
-        hidden = node("Add", hidden, node("MatMul", inner, weight(4 * width, width)))
-    node("MatMul", hidden, weight(width, tokens), result="logits")
-    info = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        nodes, "decoder", [info(name, *how) for name, how in given.items()],
-        [info(name, onnx.TensorProto.FLOAT, shape) for name, shape in made.items()],
-        constants,
-    )  # fmt: skip
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 19)], ir_version=9)
 
 
 def code_of_notebook(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from documents import decoder
+from decoders import exported
 from qdqtune.calibration.samples import digest_of, open_samples
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadData
@@ -182,8 +182,8 @@ def test_texts_are_padded_and_cut_to_the_length_of_the_model(tmp_path: Path) -> 
 
 def test_a_decoder_starts_with_empty_caches(tmp_path: Path) -> None:
     source = texts(tokenizer(tmp_path), "one two")
-    (sample,) = open_samples(str(source), load_proto(decoder(1, 2, 8, 7)))
-    assert sample["past_key_values.0.key"].shape == sample["past_key_values.0.value"].shape == (1, 2, 0, 8)
+    (sample,) = open_samples(str(source), load_proto(exported()))
+    assert sample["past_key_values.0.key"].shape == (1, 2, 0, 32)
     assert sample["attention_mask"].shape == sample["input_ids"].shape == (1, 4)
 
 

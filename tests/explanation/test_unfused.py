@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,29 +50,6 @@ def test_what_runs_in_float_on_an_engine_that_fuses(tmp_path, parts, alone, in_f
     assert {(f.cause, f.reason) for f in found} == {(reason.partition(" ")[0], reason)}
 
 
-def test_a_weight_without_its_activation_that_the_engine_folded():
-    model = net(WEIGHT, "[conv] y = Conv <pads=[1,1,1,1]>(x, v)")
-    given = (*layers("conv: FP32"), Layer("folded", ("wd",), "", 0.0, "folded"))
-    (finding,) = check(model, given)
-    assert finding.reason == "conv (Conv) runs in float: only its weight carries a pair, its activation x does not"
-
-
-def test_a_pair_on_one_input_of_an_addition(tmp_path):
-    pair = "[cq] c1 = QuantizeLinear(c, s, z) [cd] c2 = DequantizeLinear(c1, s, z) [add] d = Add(c2, x)"
-    model = net(FIRST, WEIGHT, CONV, pair, LAST)
-    found = [f for f in check(model, fake_layers(model, tmp_path)) if f.fails]
-    assert [(f.kind, f.nodes) for f in found] == [("standalone pair", ("cd",)), ("standalone pair", ("yq",))]
-    assert {f.reason for f in found} == {"add (Add) runs in float: only 1 of its 2 inputs carries a pair, x does not"}
-
-
-def test_an_operator_of_float_inputs_is_no_finding():
-    model = net("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)", WEIGHT,
-                "[conv] y = Conv <pads=[1,1,1,1]>(b, v)")  # fmt: skip
-    (finding,) = check(model, layers("tanh: FP32", "aq: INT8", "ad + wd + conv: INT8"))
-    assert (finding.nodes, finding.cause) == (("aq",), "tanh")
-    assert finding.reason == "tanh (Tanh) runs in float: its input carries no pair"
-
-
 def test_a_float_kernel_that_reads_and_writes_8_bits_is_no_finding_but_a_float_product_is():
     model = net(FIRST, "[pool] d = AveragePool <kernel_shape=[1,1]>(b)", LAST)
     assert not failing(model, "xq: INT8", "xd + pool + yq: FP16", "yd: FP32")
@@ -92,13 +70,6 @@ def test_a_compute_layer_that_holds_only_a_q_is_the_rest_of_an_operator():
     model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST)
     given = [*layers("xq: INT8", "xd + wd + conv: INT8"), Layer("scale", ("yq",), "FP32", 0.1, "compute")]
     assert [f.nodes for f in check(model, given)] == [("xq",)]
-
-
-def test_what_reads_only_the_shape_of_a_tensor_is_no_finding_and_no_reason():
-    model = net(FIRST, "[shape] n = Shape(b) [tanh] t = Tanh(b) [keep] y = Reshape(t, n)")
-    found = failing(model, "xq: INT8", "xd: FP32", "shape: INT64", "tanh: FP32", "keep: FP32")
-    assert {f.cause for f in found} == {"tanh"}
-    assert not [f for f in found if "shape" in f.nodes]
 
 
 def test_names_that_are_no_nodes():
@@ -143,11 +114,6 @@ def test_a_conversion_without_a_node():
     assert finding.reason == "the engine names no node for it, and may have added it: it runs behind layer 0 (INT8)"
 
 
-def test_a_first_q_that_serves_nobody():
-    model = net(FIRST, "[tanh] y = Tanh(b)")
-    assert [f.nodes for f in failing(model, "xq: INT8", "xd: FP32", "tanh: FP32")] == [("xq",), ("xd",), ("tanh",)]
-
-
 def test_what_is_allowed_becomes_a_boundary():
     model = net("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)",
                 "[conv] y = Conv <pads=[1,1,1,1]>(b, wf)")  # fmt: skip
@@ -177,43 +143,6 @@ def test_nodes_that_a_provider_leaves_to_another_fail_if_they_carry_pairs(tmp_pa
     assert (alone.kind, alone.nodes, alone.fails) == ("elsewhere", ("conv",), False)
 
 
-def test_one_of_several_readers_is_float():
-    model = net(FIRST, WEIGHT, CONV, "[tanh] y = Tanh(b)", outputs=("y", "c"))
-    found = failing(model, "xq: INT8", "xd: FP32", "wd + conv: INT8", "tanh: FP32")
-    assert [f.nodes for f in found] == [("xd",), ("tanh",)]
-    assert found[0].reason == (
-        "tanh (Tanh) runs in float: no Tanh of this model runs in 8 bits: this engine seems to have no such kernel; "
-        "1 of 2 readers take 8 bits"
-    )
-
-
-def test_the_result_has_another_reader():
-    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST, "[tanh] t = Tanh(d)", outputs=("y", "t"))
-    assert reason(model, "wd + conv: FP32").endswith(": its output carries no pair on the way to tanh (Tanh)")
-    found = failing(model, "xd + wd + conv: INT8", "yq: INT8", "tanh: FP32")
-    assert [f.reason for f in found] == ["the result of conv (Conv) is read in float as well: tanh (Tanh)"]
-
-
-def test_the_result_is_an_output_of_the_model():
-    model = net(FIRST, WEIGHT, CONV, "[relu] y = Relu(c)")
-    assert reason(model, "wd + conv + relu: FP32").endswith("carries no pair on the way to the model's output")
-    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST, outputs=("y", "b"))
-    (finding,) = failing(model, "xd: FP32", "wd + conv + yq: INT8")
-    assert finding.reason == "b is an output of the model as well"
-
-
-@pytest.mark.parametrize("moved", ["", "[turn] t = Transpose <perm=[0,1,3,2]>(b)"])
-@pytest.mark.parametrize(("scale", "words"), [
-    ("s", "with the same scale: one pair is enough"), ("s2", "with another scale: give both pairs one"),
-])  # fmt: skip
-def test_pairs_one_behind_the_other(scale, words, moved):
-    values = "t" if moved else "b"
-    again = f"[cq] c1 = QuantizeLinear({values}, {scale}, z) [cd] c2 = DequantizeLinear(c1, {scale}, z)"
-    model = net(FIRST, moved, again, WEIGHT, "[conv] y = Conv(c2, v)")
-    found = failing(model, "xd: FP32", *(["turn: INT8"] if moved else []), "cq: INT8", "cd + wd + conv: INT8")
-    assert found[-1].reason == f"cq follows xd {words}"
-
-
 def test_what_carries_a_value_in_or_out_of_the_model_is_no_obstacle():
     model = net("[turn] t = Transpose <perm=[0,1,3,2]>(x)", FIRST.replace("(x,", "(t,"), WEIGHT,
                 CONV.replace("c =", "d ="), LAST.replace("y =", "f ="),
@@ -222,27 +151,69 @@ def test_what_carries_a_value_in_or_out_of_the_model_is_no_obstacle():
     assert [(f.kind, f.nodes) for f in found] == [("boundary", ("xq",)), ("boundary", ("yd",))]
 
 
-def test_a_constant_that_is_quantized_each_time():
-    model = net("[wq] q = QuantizeLinear <axis=0>(wf, ws, wz)", FIRST, "[wd] v = DequantizeLinear <axis=0>(q, ws, wz)",
-                CONV.replace("c =", "y ="))  # fmt: skip
-    (finding,) = failing(model, "wq: INT8", "xd + wd + conv: INT8")
-    assert finding.reason == "it quantizes a constant, which the engine has not done in advance"
+MADE = CONV.replace("c =", "d =")
+TURN, RELU = "[turn] t = Transpose <perm=[0,1,3,2]>(b)", "[relu] d = Relu(c)"
+AGAIN = "[cq] c1 = QuantizeLinear({0}, {1}, z) [cd] c2 = DequantizeLinear(c1, {1}, z)"
+ALONE = "[conv] y = Conv(c2, v)"
+NO_KERNEL = "of this model runs in 8 bits: this engine seems to have no such kernel"
+PAIR = "[{0}q] {0}1 = QuantizeLinear({0}, s, z) [{0}d] {0}2 = DequantizeLinear({0}1, s, z)"
+BY_TANH = "tanh (Tanh) runs in float: no Tanh " + NO_KERNEL
+CASES: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, str], dict[str, Any]], ...] = (
+    ((WEIGHT, "[conv] y = Conv <pads=[1,1,1,1]>(x, v)"), ("conv: FP32",),
+     {"conv": "conv (Conv) runs in float: only its weight carries a pair, its activation x does not"}, {}),
+    (("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)", WEIGHT,
+      CONV.replace("c =", "y =")), ("tanh: FP32", "aq: INT8", "ad + wd + conv: INT8"),
+     {"aq": "tanh (Tanh) runs in float: its input carries no pair"}, {}),
+    ((FIRST, "[shape] n = Shape(b) [tanh] t = Tanh(b) [keep] y = Reshape(t, n)"),
+     ("xq: INT8", "xd: FP32", "shape: INT64", "tanh: FP32", "keep: FP32"),
+     {"xq": BY_TANH, "xd": BY_TANH, "tanh": BY_TANH}, {}),
+    ((FIRST, WEIGHT, CONV, "[tanh] y = Tanh(b)"), ("xq: INT8", "xd: FP32", "wd + conv: INT8", "tanh: FP32"),
+     {"xd": f"{BY_TANH}; 1 of 2 readers take 8 bits", "tanh": BY_TANH}, {"outputs": ("y", "c")}),
+    ((FIRST, WEIGHT, MADE, LAST, "[tanh] t = Tanh(d)"), ("xd + wd + conv: INT8", "yq: INT8", "tanh: FP32"),
+     {"yq": "the result of conv (Conv) is read in float as well: tanh (Tanh)"}, {"outputs": ("y", "t")}),
+    ((FIRST, WEIGHT, MADE, LAST, "[tanh] t = Tanh(d)"), ("wd + conv: FP32",),
+     {"conv": "conv (Conv) runs in float: its output carries no pair on the way to tanh (Tanh)"},
+     {"outputs": ("y", "t")}),
+    ((FIRST, WEIGHT, CONV, "[relu] y = Relu(c)"), ("wd + conv + relu: FP32",),
+     {"conv": "conv (Conv) runs in float: its output carries no pair on the way to the model's output"}, {}),
+    ((FIRST, WEIGHT, MADE, LAST), ("xd: FP32", "wd + conv + yq: INT8"), {"xd": "b is an output of the model as well"},
+     {"outputs": ("y", "b")}),
+    ((FIRST, AGAIN.format("b", "s"), WEIGHT, ALONE), ("xd: FP32", "cq: INT8", "cd + wd + conv: INT8"),
+     dict.fromkeys(("xd", "cq"), "cq follows xd with the same scale: one pair is enough"), {}),
+    ((FIRST, TURN, AGAIN.format("t", "s"), WEIGHT, ALONE), ("turn: INT8", "cq: INT8", "cd + wd + conv: INT8"),
+     {"cq": "cq follows xd with the same scale: one pair is enough"}, {}),
+    ((FIRST, TURN, AGAIN.format("t", "s2"), WEIGHT, ALONE), ("turn: INT8", "cq: INT8", "cd + wd + conv: INT8"),
+     {"cq": "cq follows xd with another scale: give both pairs one"}, {}),
+    (("[wq] q = QuantizeLinear <axis=0>(wf, ws, wz)", FIRST, "[wd] v = DequantizeLinear <axis=0>(q, ws, wz)",
+      CONV.replace("c =", "y =")), ("wq: INT8", "xd + wd + conv: INT8"),
+     {"wq": "it quantizes a constant, which the engine has not done in advance"}, {}),
+    ((FIRST, "[conv] c = Conv <pads=[1,1,1,1]>(b, wf)", BEHIND_CONV, "[add] d = Add(c2, b)", LAST),
+     ("cd + add: FP32", "yq: INT8"),
+     dict.fromkeys(("cd", "yq"), f"add (Add) runs in float: no Add {NO_KERNEL}"), {}),
+    ((PAIR.format("x"), "[scores] t = MatMul(x2, x2)", PAIR.format("t"), "[end] y = Tanh(t2)"),
+     ("xd + scores: FP32",),
+     {"scores": "scores (MatMul) runs in float: it multiplies two activations, as in attention: not every engine runs "
+      "these in 8 bits"}, {"shape": "8,8"}),
+    ((FIRST, WEIGHT, MADE, LAST.replace("y =", "f ="), "[conv2] y = Conv(f, v)"),
+     ("conv: FP32", "yd + conv2: INT8"), {"conv": f"conv (Conv) runs in float: {UNKNOWN}"}, {"numbers": PLAIN}),
+    ((FIRST, WEIGHT, CONV, RELU, LAST), ("wd + conv + relu: FP32", "yq: INT8"),
+     dict.fromkeys(("conv", "yq"), "conv (Conv) runs in float: relu (Relu) behind it has to run, since yq keeps values "
+                                   "below 0"), {"numbers": UINT8}),
+    ((FIRST, WEIGHT, CONV, RELU, LAST.replace(", z)", ", low)")), ("wd + conv + relu: FP32",),
+     {"conv": "conv (Conv) runs in float: xd takes int8, and this engine wants uint8"}, {"numbers": UINT8}),
+    ((FIRST, WEIGHT, CONV, RELU, LAST), ("wd + conv + relu: FP32",), {"conv": f"conv (Conv) runs in float: {UNKNOWN}"},
+     {"numbers": INT8}),
+)  # fmt: skip
+"""Nodes of a network, layers of an engine, the reason by the first node of a layer that fails, and more about both."""
 
 
-def test_a_reader_that_shares_its_pair_with_a_float_one():
-    model = net(FIRST, "[conv] c = Conv <pads=[1,1,1,1]>(b, wf)", BEHIND_CONV, "[add] d = Add(c2, b)", LAST)
-    found = failing(model, "xq: INT8", "xd: FP32", "conv: FP32", "cq: INT8", "cd + add: FP32", "yq: INT8")
-    kernel = "no Add of this model runs in 8 bits: this engine seems to have no such kernel"
-    assert {f.reason for f in found if f.cause == "add"} == {f"add (Add) runs in float: {kernel}"}
-
-
-def test_products_of_two_activations():
-    pair = "[{0}q] {0}1 = QuantizeLinear({0}, s, z) [{0}d] {0}2 = DequantizeLinear({0}1, s, z)"
-    model = net(pair.format("x"), "[scores] t = MatMul(x2, x2)", pair.format("t"), "[end] y = Tanh(t2)", shape="8,8")
-    assert reason(model, "xd + scores: FP32", "tq: INT8", "end: INT8") == (
-        "scores (MatMul) runs in float: it multiplies two activations, as in attention: not every engine runs these in "
-        "8 bits"
-    )
+@pytest.mark.parametrize(("parts", "given", "reasons", "more"), CASES)
+def test_what_fails_has_its_reason(
+    parts: tuple[str, ...], given: tuple[str, ...], reasons: dict[str, str], more: dict[str, Any]
+) -> None:
+    about_net = {name: value for name, value in more.items() if name != "numbers"}
+    found = failing(net(*parts, **about_net), *given, numbers=more.get("numbers"))
+    assert {f.nodes[0]: f.reason for f in found} == reasons
 
 
 FIVE, UNSIGNED = FIRST.replace(", z)", ", z5)"), FIRST.replace(", z)", ", zu)")
@@ -269,21 +240,3 @@ FIVE, UNSIGNED = FIRST.replace(", z)", ", z5)"), FIRST.replace(", z)", ", zu)")
 def test_numbers_that_the_engine_does_not_take_and_no_reason_is_invented(first, bias, numbers, words):
     model = net(first, WEIGHT, bias, f"[conv] d = Conv <pads=[1,1,1,1]>(b, v{', h' if bias else ''})", LAST)
     assert reason(model, "conv: FP32", numbers=numbers) == f"conv (Conv) runs in float: {words}"
-
-
-def test_what_runs_elsewhere_is_no_obstacle():
-    second = "[yq] e = QuantizeLinear(d, s, z) [yd] f = DequantizeLinear(e, s, z) [conv2] y = Conv(f, v)"
-    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), second)
-    assert reason(model, "conv: FP32", "yd + conv2: INT8", numbers=PLAIN).endswith(f": {UNKNOWN}")
-
-
-def test_a_clamp_that_the_pair_behind_it_does_not_replace():
-    relu = "[relu] d = Relu(c)"
-    model = net(FIRST, WEIGHT, CONV, relu, LAST)
-    given = ("wd + conv + relu: FP32", "yq: INT8")
-    assert reason(model, *given, numbers=UINT8) == (
-        "conv (Conv) runs in float: relu (Relu) behind it has to run, since yq keeps values below 0"
-    )
-    lowest = net(FIRST, WEIGHT, CONV, relu, LAST.replace(", z)", ", low)"))
-    assert "relu (Relu) behind it" not in reason(lowest, *given, numbers=UINT8)
-    assert reason(model, *given, numbers=INT8).endswith(f": {UNKNOWN}")

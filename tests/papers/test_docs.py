@@ -159,7 +159,7 @@ def test_metrics_of_libraries_get_what_they_take(tmp_path: Path, monkeypatch: py
     assert calls == [([1, 0], [1, 1], "macro"), (["a b"], ["a b"]), ((1, 21, 4, 4, 1, 4, 4),) * 2]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [ROOT / "README.md", *DOCUMENTS], ids=lambda path: path.stem)
 def test_blocks_are_of_kinds_that_are_run_or_only_shown_and_links_lead_somewhere(document: Path) -> None:
     text = document.read_text()
     assert {block.kind for block in blocks(text)} <= {"bash", "python", "text", "mermaid"}
@@ -182,7 +182,7 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [ROOT / "README.md", *DOCUMENTS], ids=lambda path: path.stem)
 def test_every_option_exists(document: Path, tmp_path: Path) -> None:
     folders = ("examples", "benchmarks")
     scripts = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))

@@ -1,14 +1,13 @@
 """Everything that the README tells a newcomer to type works, and what it names exists."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import digits
-from documents import ROOT, blocks, options_of_commands, quickly, run_command, run_python
+from documents import ROOT, blocks, quickly, run_command, run_python
 from qdqtune.tuning.folder import FILES
 from runs import mixed, write
 
@@ -62,13 +61,3 @@ def test_the_python_code_runs(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert run_python(code, capsys).startswith("True ")
     assert (folder / "from_python" / "optimized_final.onnx").is_file()
-
-
-def test_every_block_is_of_a_kind_that_is_run() -> None:
-    assert {block.kind for block in BLOCKS} == {"bash", "python"}
-
-
-def test_every_option_exists() -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
-    assert named <= {*options_of_commands(), "--help"}
-    assert len(named) > 4

@@ -1,20 +1,11 @@
 """Settings that leave nothing to do are refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qdqtune.errors import BadOption
 from qdqtune.tuning.settings import Settings
-from runs import settings
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("wrong", [{"builds": 1}, {"time_budget": 0.0}, {"time_budget": -1.0}])
-def test_budgets_that_leave_nothing_are_refused(model: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(BadOption):
-        settings(model, **wrong)
 
 
 def test_formats_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from qdqtune.options import (
     option,
 )
 from qdqtune.search import region
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS, REGION_MODELS, pattern_cache_of
@@ -52,7 +53,7 @@ from qdqtune.tuning.observer import Observers, Silent, State
 from qdqtune.tuning.options import MODEL, WILDCARDS, Division, FloatType, warmup_option
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraphs.groups import borders
-from qdqtune.tuning.subject import tuned_patterns
+from qdqtune.tuning.subject import tuned_graph
 from qdqtune.types import Layer, QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
@@ -132,8 +133,8 @@ class AutotuneOptions(TuneOptions):
         if (schemes := self.schemes_per_region) is not None:
             own["config"] = region.Config(schemes_per_region=schemes)
         if schemes is not None and self.builds is None and self.mode == "region":
-            path = Path(str(self.model))
-            tuned = tuned_patterns(path, self.regions, self.fix_inputs, self.rewrites, self.engine_name)
+            graph = tuned_graph(Path(str(self.model)), self.fix_inputs, self.rewrites, self.engine_name)
+            tuned = patterns.tunable(graph, patterns.group(graph, discovery.find(graph, self.regions)))
             own["builds"] = max(EFFORTS[self.effort].builds["region"], builds_for(schemes, len(tuned)))
         return super().settings(command, **own | more)
 

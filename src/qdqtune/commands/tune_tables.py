@@ -52,7 +52,7 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
             row["origin"],
             "failed" if row["elsewhere"] is None else str(row["elsewhere"]),
             f"{row['tensors_16']} of {row['tensors']}",
-            str(row.get("weights_16") or ""),
+            str(row["weights_16"] or ""),
             str(row["conversions"]),
             *(_judged(row, summary) if row["elsewhere"] is not None else ("", "", _mark(row))),
         )

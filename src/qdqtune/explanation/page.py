@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,9 @@ PARTS = Path(__file__).parent / "page"
 
 
 def write_report(report: Report, path: Path, flags: Mapping[str, str]) -> None:
-    """Write a report, unless the file holds it already. `flags` spell the options that it names (see `with_flags`)."""
-    page = render(report, flags)
-    with suppress(OSError, UnicodeDecodeError):
-        if path.read_text(encoding="utf-8") == page:
-            return
+    """Write a report. `flags` spell the options that it names (see `with_flags`)."""
     with atomic_write(path, "page") as fresh:
-        fresh.write_text(page, encoding="utf-8")
+        fresh.write_text(render(report, flags), encoding="utf-8")
 
 
 def render(report: Report, flags: Mapping[str, str]) -> str:
@@ -96,7 +91,6 @@ def _environment(flags: Mapping[str, str]) -> Environment:
 
 
 def _ms(value: float | None) -> str:
-    """A time in ms as text, with fewer decimals if it is long; empty for None."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"

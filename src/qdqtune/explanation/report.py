@@ -102,7 +102,7 @@ def verdict(run: FinishedRun) -> Headline:
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
         unchecked = ", accuracy not measured" if summary["unchecked"] else ""
         headline = f"{name} runs {measured.median:.2f} times as fast{unchecked}"
-        return Headline(headline, meaning, not unchecked, measured, "the float model")
+        return Headline(headline, meaning, not unchecked, measured)
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if run.keeps_own_pairs:
         kept = "your own Q/DQ file as it is"
@@ -110,7 +110,7 @@ def verdict(run: FinishedRun) -> Headline:
             kept += f", which takes {own:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
     if not is_judged(summary) and (without := summary["fastest_without_limits"]) is not None:
         headline = f"{name} may run {1 / without['ratio']:.2f} times as fast, accuracy not measured"
-        return Headline(headline, f"In the search, unproven; {without.get('missed')}. {FINAL} is {kept}.", False)
+        return Headline(headline, f"In the search, unproven; {without['missed']}. {FINAL} is {kept}.", False)
     if summary["constraint_met"] is False:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
         return Headline(f"Nothing faster is exact enough for {name}", meaning, False)
@@ -216,7 +216,6 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _points(run: FinishedRun) -> Iterator[Point]:
-    """The proven points of a front, the user's own Q/DQ file if it ships, and the candidates of the search."""
     proven = run.summary.get("front", [])
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
@@ -295,7 +294,6 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
 
 
 def _longest_stages(log: RunLog) -> str:
-    """The stages of the run that took longest, with their durations."""
     ends = [*(seconds for _, seconds in log.stages[1:]), log.seconds]
     took: dict[str, float] = {}
     for (text, begin), end in zip(log.stages, ends, strict=False):

@@ -20,13 +20,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Headline:
-    """The answer in one sentence, what it means, and the speed that it is about."""
+    """The answer in one sentence, what it means, and the speed against the float model that it is about."""
 
     headline: str
     meaning: str
     good: bool
     speed: Speed | None = None
-    against: str = ""
 
 
 @dataclass(frozen=True)

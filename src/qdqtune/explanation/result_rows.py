@@ -45,7 +45,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     elif not is_judged(summary):
         rows.append(("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))
     if (without := summary["fastest_without_limits"]) is not None:
-        ratio = f" at {closeness(without['sqnr_db'], without.get('agreement'))}" if is_judged(summary) else ""
+        ratio = f" at {closeness(without['sqnr_db'], without['agreement'])}" if is_judged(summary) else ""
         rows.append(("fastest without limits, unproven", "", f"{speed(without['ratio'])}{ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
@@ -63,8 +63,8 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["tuned_for"]:
         yield f"tuned for {summary['tuned_for']}"
     without = summary["fastest_without_limits"]
-    if without is not None and (missed := without.get("missed")):
-        yield f"the fastest without limits was not taken: {missed}"
+    if without is not None and without["missed"]:
+        yield f"the fastest without limits was not taken: {without['missed']}"
     for why in summary.get("calibration_cut_short", ()):
         yield f"calibration was cut short: {why}"
     if (judged := summary["accuracy_samples"]) and (without is not None or tells_accuracy(summary)):
@@ -76,7 +76,6 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rewrite_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of the speedup by rewrites of the float model, if it was measured, and of that by the placement."""
     rewrites = summary["rewrites"]
     if "gave" not in rewrites:
         return []
@@ -87,7 +86,6 @@ def _rewrite_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of latency and speedup, for each number of threads and each workload if there are several."""
     mean = "latency of a call, on average" if summary.get("workloads") else "latency"
     final = "not timed" if summary["final_ms"] is None else f"{summary['final_ms']:.3f} ms"
     times = f"{summary['baseline_ms']:.3f} ms", final
@@ -107,13 +105,11 @@ def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Two rows: the latencies, and the speedup with its interval."""
     times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
     return [(name, *times), ("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
 
 
 def _accuracy_text(summary: Mapping[str, Any]) -> str:
-    """Output SQNR with its spread over single samples."""
     accuracy = summary["output_accuracy"] or {}
     lost = summary["output_sqnr_db"]
     is_told = bool(accuracy) and lost is not None

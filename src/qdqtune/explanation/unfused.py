@@ -108,8 +108,6 @@ class _Reason(NamedTuple):
 
 
 class _Findings:
-    """Finds what the engine did not fuse, and why, given its layers and, if known, its numeric format."""
-
     def __init__(self, model: Model, layers: Sequence[Layer], numbers: NumericFormat | None) -> None:
         self._model = model
         self._layers = layers
@@ -187,7 +185,6 @@ class _Findings:
         return any(conversion.name in self._alone for conversion in before + behind)
 
     def _inserted(self, number: int) -> Finding | None:
-        """A finding about a layer that the engine has added beside one in 8 bits to move values."""
         layer = self._layers[number]
         if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
             return None  # a copy that takes no time is not run
@@ -203,7 +200,6 @@ class _Findings:
         return _finding("reformat", layer, (), _Reason(text, cause), fails=bool(in_float))
 
     def _neighbours(self, number: int) -> tuple[Layer | None, Layer | None]:
-        """The nearest computing layers before and after one, in the order of the engine."""
         before = next((x for x in reversed(self._layers[:number]) if x.kind == "compute"), None)
         return before, next((x for x in self._layers[number + 1 :] if x.kind == "compute"), None)
 
@@ -216,7 +212,6 @@ class _Findings:
     # ---- reasons
 
     def _of_quantize(self, q: Node) -> _Reason:
-        """Why a Q runs as a kernel: its input is made in float, or another node reads that input as well."""
         tensor = q.inputs[0]
         maker = self._model.maker(tensor)
         if tensor in self._model.constants:
@@ -244,7 +239,6 @@ class _Findings:
         return _Reason(UNKNOWN) if before is None else self._twice(before, q)
 
     def _of_dequantize(self, dq: Node) -> _Reason:
-        """Why a DQ runs as a kernel: a node reads its output in float."""
         tensor = end = dq.outputs[0]
         outputs = self._model.outputs
         while len(behind := self._readers(end)) == 1 and behind[0].op in PASSES and end not in outputs:
@@ -274,7 +268,6 @@ class _Findings:
         return _Reason(f"{q.name} follows {dq.name} with another scale: give both pairs one")
 
     def _in_float(self, node: Node) -> _Reason:
-        """That an operator runs in float, and why, as far as the graph shows."""
         operands = self._operands(node)
         bare = [tensor for tensor in operands if self._dq(tensor) is None]
         causes = [self._clamp_before, self._kernel, self._scale, self._type, self._output]
@@ -313,7 +306,6 @@ class _Findings:
         return ""
 
     def _scale(self, node: Node) -> str:
-        """What engines do not take about the scales of its pairs."""
         for tensor in self._operands(node):
             dq, q = self._dq(tensor), self._q(tensor)
             if dq is None:
@@ -368,7 +360,6 @@ class _Findings:
         return self._dq(node.inputs[2]) is not None
 
     def _output(self, node: Node) -> str:
-        """The nodes that read the result in float, behind operators that engines fuse."""
         tensor = node.outputs[0]
         readers = self._readers(tensor)
         while node.op in COMPUTE | {"Add"} and len(readers) == 1 and readers[0].op in FUSED_BEHIND:
@@ -380,10 +371,7 @@ class _Findings:
         return f"its output carries no pair on the way to {self._users(tensor, others)}"
 
     def _kernel(self, node: Node) -> str:
-        """A text if no node of this operator runs in 8 bits.
-
-        Convolutions and products with a weight have integer kernels everywhere, except for ConvTranspose.
-        """
+        """Convolutions and products with a weight have integer kernels everywhere, except for ConvTranspose."""
         if self._like(node):
             return ""
         if node.op not in COMPUTE or node.op == "ConvTranspose":

@@ -148,7 +148,6 @@ def headline(run: FinishedRun) -> str:
 
 
 def _origin(run: FinishedRun) -> str:
-    """Where the shipped placement comes from."""
     if run.summary["shipped"] == "given":
         return "your own Q/DQ model"
     return origin_in_words(run.trial.proposal.origin) if run.trial else "an earlier run"
@@ -199,8 +198,6 @@ class _Build:
 
 
 class _Table:
-    """Makes the rows; values that all of them need are computed once."""
-
     def __init__(self, run: FinishedRun) -> None:
         self.run = run
         self.parts = _units(run)
@@ -237,7 +234,6 @@ class _Table:
 
     @cached_property
     def _builds(self) -> list[_Build]:
-        """The float model, and all candidates in order."""
         run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
         states, builds = dict[Placement, Sequence[str]](), list[_Build]()
         for trial in (None, *run.history):
@@ -295,13 +291,11 @@ class _Table:
 
     @cached_property
     def _layer_of(self) -> Mapping[str, Layer]:
-        """The layer of the shipped build by node."""
         return {name: layer for layer in self.run.shipped_layers for name in layer.nodes}
 
     # ---- the other way
 
     def _with_other_time(self, unit: Unit, row: Explanation) -> Explanation:
-        """The row with what the unit takes more in the other state, if a build shows it."""
         build = self._shown(unit, row.otherwise)
         if build is None or build.times is None or self._shipped_times is None:
             return row
@@ -334,7 +328,6 @@ class _Table:
         return sum(times.nodes.get(node.name, 0.0) for node in self._nodes(unit))
 
     def _time_in(self, times: BuildTimes, unit: Unit) -> float:
-        """The ms of a unit in a build, with all conversions of its tensors."""
         conversions = (times.quantize.get(t, 0.0) + times.dequantize.get(t, 0.0) for t in self._tensors(unit))
         return self._own_time(times, unit) + sum(conversions)
 

@@ -119,7 +119,6 @@ def _write(
     inputs: dict[str, tuple[str, tuple[int, ...]]],
     fix_inputs: dict[str, float | int | str],
 ) -> None:
-    """Write the settings of what ships, at the number of threads of its proof."""
     shipped, engine = summary["shipped"], summary["engine"]
     is_tuned = shipped == "tuned"
     proven = Proven(

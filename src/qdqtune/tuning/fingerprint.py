@@ -88,6 +88,5 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
 
 
 def _digest(option: str, path: Path | None) -> str | None:
-    """16 hex digits of the content of the file that an option names."""
     with reading(f"{option} {path}"):
         return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]

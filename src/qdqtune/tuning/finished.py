@@ -71,7 +71,7 @@ class FinishedRun:
         if before is None and (value := summary["metric_before"]) is not None:
             before = Score(value)
         of_metric = summary["max_drop"], before
-        return Limits(summary["min_sqnr_db"], *of_metric, summary["min_agreement"], summary.get("min_sqnr_worst_db"))
+        return Limits(summary["min_sqnr_db"], *of_metric, summary["min_agreement"], summary["min_sqnr_worst_db"])
 
     @property
     def plan(self) -> Plan:

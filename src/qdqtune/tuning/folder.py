@@ -258,7 +258,6 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
-    """The subfolders in which a run with these settings may overwrite files."""
     if f"{LOGS}/" not in listed:
         yield LOGS
     if settings.mode == "region":
@@ -291,7 +290,6 @@ def _files(settings: Settings) -> Iterator[str]:
 
 
 def _inputs(settings: Settings) -> Inputs:
-    """Every file that a run with these settings reads, by its name in error messages."""
     baseline = files_of(settings.qdq_baseline) if settings.qdq_baseline else []
     named = {
         "`graph_json`": settings.graph_json,

@@ -41,6 +41,9 @@ FloatType = Literal["float16", "float32", "bfloat16"]
 Switched = Literal["auto"] | float | None
 """A limit: a number, the usual one ("auto"), or none."""
 
+MOST_DB = 1000
+"""The largest limit in dB: float64 itself has some 300 dB."""
+
 
 def quant_type_option(help: str) -> Any:
     """The option `quant_type`: the number format of pairs."""
@@ -69,11 +72,11 @@ def portable_option() -> Any:
     )
 
 
-def precision_option(default: Precision | None = None) -> Any:
-    """The option `precision`: the type of values without a pair. A default of None means the engine's usual type."""
+def precision_option() -> Any:
+    """The option `precision`: the type of values without a pair. None means the engine's usual type."""
     return option(
         choice(*get_args(Precision)),
-        default,
+        None,
         "Of what carries no pair; the inputs and outputs of MODEL keep their types. With fp16, nodes stay in float32 "
         "whose values leave its range. Not for onnxruntime.",
         "Model",
@@ -152,7 +155,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
     portable: Flag = portable_option()
     precision: Option[Precision | None, Precision | None] = precision_option()
     min_sqnr: Option[Switched, Switched] = option(
-        limit(),
+        limit(-MOST_DB, MOST_DB),
         "auto",
         "Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an error of a tenth, "
         "30 of a thirtieth; and what leaves no part of an output without its values. none takes the fastest at any "

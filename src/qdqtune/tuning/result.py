@@ -137,7 +137,6 @@ def conclude(
 
 
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
-    """What the user should know about the result, and do about it."""
     settings, standings = run.settings, proof.contexts
     if (machine := settings.machine) is not None:
         chip = run.runner.describe().get("device", "unknown")
@@ -241,7 +240,6 @@ def _is_unchecked(proof: Proof, run: Run) -> bool:
 
 
 def _metric_after(proof: Proof, run: Run) -> Score | None:
-    """The user's metric of what ships; None without one."""
     if proof.shipped == "given" and run.settings.from_qdq:
         return proof.metric
     if not run.settings.has_metric or not proof.in_file:
@@ -253,7 +251,6 @@ def _metric_after(proof: Proof, run: Run) -> Score | None:
 
 
 def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
-    """The rewrites of the float model before pairs were placed, and the ratio due to them where it was measured."""
     made, found = run.subject.rewrites, run.found
     row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
     if found.tried:

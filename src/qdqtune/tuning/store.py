@@ -140,8 +140,9 @@ class Store:
         try:
             self._lock_file()
             if restart:
-                if not LINE_START.startswith(self._file.read(len(LINE_START))):
-                    raise BadState(f"{path} is no state file: choose another `output_dir`, or remove it")
+                start = self._file.read(len(LINE_START))
+                if not LINE_START.startswith(start):
+                    raise _foreign(start, path)
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
         except BaseException:
@@ -276,9 +277,8 @@ def may_continue(path: Path) -> bool:
     """
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
-    _refuse_modelopt(start, path)
     if not start.startswith(LINE_START[: len(start)]):
-        raise BadState(f"{path} is no state file of this version: choose another `output_dir`, or remove it")
+        raise _foreign(start, path)
     return True
 
 
@@ -293,12 +293,13 @@ def read_journal(path: Path) -> Journal | None:
     return _journal(content, path)
 
 
-def _refuse_modelopt(content: bytes, path: Path) -> None:
-    if content.startswith(b"baseline_latency_ms:"):
-        raise BadState(
+def _foreign(start: bytes, path: Path) -> BadState:
+    if start.startswith(b"baseline_latency_ms:"):
+        return BadState(
             f"{path} is a state file of ModelOpt's autotuner, whose latencies and regions are others: choose another "
             "`output_dir`, and tune the model that it has made with `from_qdq`"
         )
+    return BadState(f"{path} is no state file of this version: choose another `output_dir`, or move it away")
 
 
 def _head(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,17 +307,16 @@ def _head(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _journal(content: bytes, path: Path) -> Journal | None:
-    _refuse_modelopt(content, path)
     *lines, torn = content.split(b"\n")  # behind the last line break: nothing, or half a line
     if not lines:
         if BEGINNING.startswith(torn[: len(BEGINNING)]):
             return None
-        raise BadState(f"{path} is no state file: choose another `output_dir`")
+        raise _foreign(torn, path)
     if not lines[0].startswith(LINE_START):
-        raise BadState(f"{path} is no state file of this version: move it away, or choose another `output_dir`")
+        raise _foreign(content, path)
     head, *others = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if head.key != "run" or head.version != VERSION:
-        raise BadState(f"{path} is no state file of this version: move it away, or start over with `restart`")
+        raise _foreign(content, path)
     return Journal(head.fingerprint, {row.key: row for row in others}, len(content) - len(torn))
 
 
@@ -367,7 +367,6 @@ def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Pat
 
 
 def _differences(old: Any, new: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The differing values of two nested maps, with the names that lead to them."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         own = names[-1] if names else None  # first the engine's name: another engine differs in device and version, too
         for name in sorted((*new, *sorted(old.keys() - new.keys())), key=lambda name: name != own):

@@ -44,7 +44,6 @@ from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.options import Division
 from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import SIMULATOR_SLOWNESS, Settings
 from qdqtune.tuning.store import Store
@@ -428,18 +427,6 @@ def tuned_graph(
     if is_quantized(graph):
         return Rewrites().of(strip_pairs(graph))
     return allowed(rewrites, MERGED.get(engine, ())).of(graph)
-
-
-def tuned_patterns(
-    model: Path,
-    division: Division = "auto",
-    fix_inputs: Mapping[str, Any] = MappingProxyType({}),
-    rewrites: str = "off",
-    engine: str = "",
-) -> tuple[Pattern, ...]:
-    """The patterns that region mode tunes in the model of a file: those of its `tuned_graph`, which raises the same."""
-    graph = tuned_graph(model, fix_inputs, rewrites, engine)
-    return patterns.tunable(graph, patterns.group(graph, discovery.find(graph, division)))
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:

@@ -106,17 +106,16 @@ class WithoutLimits(TypedDict):
 
     ratio: Positive
     sqnr_db: float | None
-    agreement: NotRequired[float | None]
-    missed: NotRequired[str | None]
+    agreement: float | None
+    missed: str | None
 
 
 class Bits(TypedDict):
-    """The activations of a placement with a pair, those of them that are stored in 16 bits, and the weights that are.
-    Files of earlier versions do not count weights."""
+    """The activations of a placement with a pair, and how many of them and of its weights are stored in 16 bits."""
 
     tensors: int
     tensors_16: int
-    weights_16: NotRequired[int]
+    weights_16: int
 
 
 class ByRuleCandidate(Bits):
@@ -131,7 +130,7 @@ class ByRuleCandidate(Bits):
     agreement: float | None
     holds_limits: bool | None
     shipped: bool
-    samples: NotRequired[int]
+    samples: int
     failure: NotRequired[str]
 
 
@@ -190,7 +189,7 @@ class Summary(TypedDict):
     seed: int
     versions: dict[str, str]
     min_sqnr_db: float | None
-    min_sqnr_worst_db: NotRequired[float | None]
+    min_sqnr_worst_db: float | None
     min_agreement: float | None
     max_drop: float | None
     metric_before: float | None
