@@ -2,8 +2,8 @@
 codes, files. It needs no GPU: outputs come from ONNX's reference evaluator, layers from the model's nodes.
 
 `stand_in` makes one for a test: the file `trtexec`, which runs this one, and beside it `trtexec.json` with `version`;
-and optionally `unknown` (flags that it does not know), `refuse` (pattern of node names that fail to build), `hang`
-("build" or "inference"), `silent` (no times in files) and `calls` (a file to which every command line is added).
+and optionally `unknown` (flags that it does not know), `refuse` (pattern of node names that fail to build), `hang` (in
+builds), `silent` (no times in files) and `calls` (a file to which every command line is added).
 `launch` runs it without a process, since an interpreter for each of many calls takes long.
 """
 
@@ -152,7 +152,7 @@ def build(flags):
         fail("[TRT] 4: [network.cpp::validate::3015] Error Code 4: Internal Error (Int8 precision has been set for a "
              "layer or layer output, but int8 is not configured in the builder)", "Building engine failed",
              "Engine set up failed")  # fmt: skip
-    if CONFIG.get("hang") == "build":
+    if "hang" in CONFIG:
         time.sleep(3600)
     for node in model.graph.node:
         if "refuse" in CONFIG and fnmatchcase(node.name, CONFIG["refuse"]):
@@ -346,8 +346,6 @@ def infer(flags, plan, model):
         if any(not low <= size <= high for size, low, high in zip(sizes[name], least, most, strict=True)):
             fail(f"[TRT] 3: [executionContext.cpp::setInputShape] Error Code 3: API Usage Error (input {name} does not "
                  "satisfy any optimization profiles)", "Inference set up failed")  # fmt: skip
-    if CONFIG.get("hang") == "inference":
-        time.sleep(3600)
     ms = sum(map(layer_ms, plan["layers"])) / 1.15
     iterations = int(flags.get("iterations", ["10"])[0])
     count = max(iterations, round(1e3 * float(flags.get("duration", ["3"])[0]) / ms))

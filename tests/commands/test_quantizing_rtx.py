@@ -1,6 +1,7 @@
 """TensorRT-RTX takes what `quantize` writes for TensorRT, without a GPU, and runs it in 8 bits."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ import pytest
 from loaded_modules import CUDA, absent
 from models import attention, build, conv_net, normal
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.commands.quantize import QuantizeOptions, quantize
+from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
+from qdqtune.types import Layer
+from workers import Workers
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -81,63 +84,6 @@ def heads() -> Model:
     return build(HEADS, {"c": np.float32(0.25), "w": normal(32, 32)})
 
 
-CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp8"), (heads, "int8"), (heads, "fp8"),
-         (attention, "int8"), (conv_net, "int8")]  # fmt: skip
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize(("make", "quant_type"), CASES)
-def test_it_builds_and_runs_in_8_bits(make, quant_type, precision, tmp_path, monkeypatch):
-    absent(monkeypatch, *CUDA)  # as without a GPU, also where there is one
-    assert callable(make)
-    model = make()
-    save(model, tmp_path / "model.onnx")
-    asked = QuantizeOptions(
-        tmp_path / "model.onnx",
-        output=tmp_path / "q.onnx",
-        quant_type=quant_type,
-        engine="tensorrt-rtx",
-        precision=precision,
-    )
-    quantize(asked)
-    shapes = {name: [d or 2 for d in model.tensors[name].shape] for name in model.inputs}
-    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes}))
-    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
-    assert any(layer.precision == {"int8": "INT8", "fp8": "FP8"}[quant_type] for layer in layers)
-
-
-@pytest.mark.usefixtures("workers")
-def test_the_product_of_queries_keys_and_values_runs_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pairs on its inputs alone it runs in float16, in a kernel that converts its weights."""
-    absent(monkeypatch, *CUDA)
-    ints = {"five": [1, 64, 3, 4, 32], "three": [1, 64, 128], "zero": [0]}
-    constants = {"w": normal(128, 384, scale=0.1), "b": normal(384), "c": np.float32(0.25), "wo": normal(128, 32)}
-    save(build(FUSED, constants | {n: np.array(v) for n, v in ints.items()}), tmp_path / "model.onnx")
-    made = QuantizeOptions(tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision="fp16")
-    quantize(made)
-    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
-    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
-    assert [layer.precision for layer in layers if "make" in layer.nodes] == ["INT8"]
-
-
-@pytest.mark.usefixtures("workers")
-def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(tmp_path, monkeypatch):
-    absent(monkeypatch, *CUDA)
-    model = passing()
-    save(model, tmp_path / "model.onnx")
-    lines = [f"{tensor}: 3c60dd{number:02x}" for number, tensor in enumerate(candidate_tensors(model))]
-    (tmp_path / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines]))
-    made = QuantizeOptions(tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision="fp16",
-                   calibration_cache=tmp_path / "calib.cache")  # fmt: skip
-    quantize(made)
-    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
-    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
-    convolutions = [layer for layer in layers if {"left", "right", "last"}.intersection(layer.nodes)]
-    assert len(convolutions) == 3
-    assert {layer.precision for layer in convolutions} == {"INT8"}
-
-
 LOUD = """net (float[1,32,16,16] x) => (float[1,32,16,16] y) {
     [left] l = Conv <pads=[1,1,1,1]> (x, w)
     [square] s = Mul(l, l)
@@ -146,17 +92,55 @@ LOUD = """net (float[1,32,16,16] x) => (float[1,32,16,16] y) {
 }"""
 
 
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_with_nodes_in_float32_builds(precision, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
+    """As on a machine without a GPU, also where there is one."""
     absent(monkeypatch, *CUDA)
-    save(build(LOUD, {"w": normal(32, 32, 3, 3, scale=20.0)}), tmp_path / "model.onnx")
-    asked = QuantizeOptions(
-        tmp_path / "model.onnx", output=tmp_path / "q.onnx", engine="tensorrt-rtx", precision=precision
-    )
-    done = quantize(asked)
+
+
+def quantized_layers(model: Model, folder: Path, **options: Any) -> tuple[Quantized, tuple[Layer, ...]]:
+    """What `quantize` tells of a model, and the layers of what it wrote."""
+    save(model, folder / "model.onnx")
+    output = folder / "q.onnx"
+    done = quantize(QuantizeOptions(folder / "model.onnx", output=output, engine="tensorrt-rtx", **options))
+    shapes = {name: [d or 2 for d in model.tensors[name].shape or ()] for name in model.inputs}
+    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes}))
+    return done, engine.build(output, folder / "build.log").layers({}, 1)
+
+
+CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp8"), (heads, "int8"), (heads, "fp8"),
+         (attention, "int8"), (conv_net, "int8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("make", "quant_type"), CASES)
+def test_it_builds_and_runs_in_8_bits(make: Any, quant_type: str, precision: str, tmp_path: Path) -> None:
+    _, layers = quantized_layers(make(), tmp_path, quant_type=quant_type, precision=precision)
+    assert any(layer.precision == quant_type.upper() for layer in layers)
+
+
+def test_the_product_of_queries_keys_and_values_runs_in_8_bits(tmp_path: Path) -> None:
+    """With pairs on its inputs alone it runs in float16, in a kernel that converts its weights."""
+    ints = {"five": [1, 64, 3, 4, 32], "three": [1, 64, 128], "zero": [0]}
+    constants = {"w": normal(128, 384, scale=0.1), "b": normal(384), "c": np.float32(0.25), "wo": normal(128, 32)}
+    model = build(FUSED, constants | {n: np.array(v) for n, v in ints.items()})
+    _, layers = quantized_layers(model, tmp_path, precision="fp16")
+    assert [layer.precision for layer in layers if "make" in layer.nodes] == ["INT8"]
+
+
+def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(tmp_path: Path) -> None:
+    model, cache = passing(), tmp_path / "calib.cache"
+    lines = [f"{tensor}: 3c60dd{number:02x}" for number, tensor in enumerate(candidate_tensors(model))]
+    cache.write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines]))
+    _, layers = quantized_layers(model, tmp_path, precision="fp16", calibration_cache=cache)
+    convolutions = [layer for layer in layers if {"left", "right", "last"}.intersection(layer.nodes)]
+    assert [layer.precision for layer in convolutions] == ["INT8"] * 3
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_with_nodes_in_float32_builds(precision: str, tmp_path: Path) -> None:
+    model = build(LOUD, {"w": normal(32, 32, 3, 3, scale=20.0)})
+    done, layers = quantized_layers(model, tmp_path, precision=precision)
     kept = [note for note in done.notes if "square (s reaches" in note and "root (s reaches" in note]
     assert len(kept) == (1 if precision == "fp16" else 0)
-    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
-    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
     assert {n for layer in layers if layer.precision == "INT8" for n in layer.nodes} >= {"left", "right"}

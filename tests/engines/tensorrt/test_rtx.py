@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 from onnx import helper
@@ -232,18 +231,6 @@ def test_plugin_libraries_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty.so").touch()
     with pytest.raises(EngineUnavailable, match=r"empty\.so cannot be loaded"):
         engine(plugin_libraries=[str(tmp_path / "empty.so")])
-
-
-def test_int32_bias_would_be_refused(tmp_path: Path) -> None:
-    """Why the numeric format leaves biases in float."""
-    nodes = [
-        helper.make_node("DequantizeLinear", ["b", "s"], ["bias"], name="bias_dq"),
-        helper.make_node("Conv", ["x", "w", "bias"], ["y"], name="conv"),
-    ]
-    constants = {"b": np.zeros(8, np.int32), "s": np.array(0.1, np.float32), "w": normal(8, 4, 3, 3)}
-    onnx.save(model_of(nodes, [1, 4, 8, 8], constants), tmp_path / "m.onnx")
-    with pytest.raises(EngineFailure, match=r"'bias_dq'.*Int32 but must have type"):
-        engine().build(tmp_path / "m.onnx", tmp_path / "log")
 
 
 def test_the_layer_list_is_read_whole() -> None:
