@@ -406,26 +406,7 @@ def test_pairs_in_a_float16_model_are_float16() -> None:
     assert {t.data_type for t in proto.graph.initializer if t.name in scales} == {onnx.TensorProto.FLOAT16}
 
 
-def test_every_field_of_the_configuration_has_its_place() -> None:
-    config = Config(
-        default_quant_type="int8",
-        default_dq_dtype="float32",
-        default_q_scale=0.1,
-        default_q_zero_point=0,
-        top_percent_to_mutate=0.1,
-        minimum_schemes_to_mutate=10,
-        maximum_mutations=3,
-        maximum_generation_attempts=100,
-        pattern_cache_minimum_distance=4,
-        pattern_cache_max_entries_per_pattern=32,
-        maximum_sequence_region_size=10,
-        minimum_topdown_search_size=10,
-        verbose=True,
-    )
-    assert dataclasses.replace(config, verbose=False) == Config()
-    for wrong in ({"default_quant_type": "int4"}, {"default_dq_dtype": "float64"}):
-        with pytest.raises(BadOption, match="is one of"):
-            Config(**wrong)  # type: ignore[arg-type]
+def test_sizes_of_the_configuration_decide_the_division() -> None:
     small = begun(conv_net().to_proto(), Config(maximum_sequence_region_size=1, minimum_topdown_search_size=1))
     assert len(small.regions) > len(begun(conv_net().to_proto()).regions)
 
@@ -493,7 +474,6 @@ def test_regions_of_ones_own() -> None:
     outer = Region(region_id=1, level=0, region_type=RegionType.COMPOSITE)
     outer.add_child(leaf)
     outer.nodes.update({2, 3})
-    assert outer.get_region_nodes_and_descendants() == {0, 1, 2, 3}
     init_benchmark_instance(engine="fake")
     autotuner = CustomAutotuner(mixed().to_proto(), [leaf, outer])
     autotuner.initialize(Config())
@@ -504,8 +484,6 @@ def test_regions_of_ones_own() -> None:
     reached = {e.node for m in models for e in pairs(m, autotuner.graph)}
     assert reached <= inside | {"softmax"}  # an output of the region is an input of what follows
     assert len(autotuner.profiled_patterns) == 2
-    outer.remove_child(leaf)
-    assert outer.get_children() == []
     assert RegionPattern.from_region(Region(), autotuner.graph).is_empty
     broken = Region()
     broken.add_node(99)
