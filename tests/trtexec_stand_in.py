@@ -282,53 +282,36 @@ def layers(model):
 
 def layer_json(plan):
     names, entries = [], []
-    for number, layer in enumerate(plan["layers"]):
-        name = " + ".join(layer["parts"]) if VERSION < (11,) else f"{layer['nodes'][0]}_myl0_{number}"
-        if layer["op"] in COMPUTE and VERSION >= (11,):
-            place = -1 if layer["weights"] == "FP32" else min(1, len(layer["nodes"]) - 1)
-            name = f"{layer['nodes'][place]}_myl0_{number}"
+    for layer in plan["layers"]:
+        name = " + ".join(layer["parts"])
         pair = layer["op"] in ("QuantizeLinear", "DequantizeLinear")
-        if layer["op"] in COMPUTE and layer["in"] == "FP32" and VERSION < (11,):
+        if layer["op"] in COMPUTE and layer["in"] == "FP32":
             copy = f"Reformatting CopyNode for Input Tensor 0 to {name}"
             names.append(copy)
             entries.append(entry(copy, "Reformat", "Reformat", layer | {"nodes": [], "out": "FP32"}, "REFORMAT"))
         names.append(name)
         kind = "Reformat" if pair else "CaskConvolution" if layer["op"] in COMPUTE else layer["op"]
-        if VERSION >= (11,):
-            kind = {"Conv": "correlation", "MatMul": "gemm", "Gemm": "gemm"}.get(layer["op"], "kgen")
         entries.append(
             entry(name, kind, "Convolution" if layer["op"] in COMPUTE else kind, layer, "QDQ" if pair else "")
         )
-    inputs = list(plan["ranges"])
-    rest = {"Bindings": inputs} if VERSION < (11,) else {"I/O Tensors": [{"Name": name} for name in inputs]}
-    return names, {"Layers": entries if plan["detailed"] else names, **rest}
+    return names, {"Layers": entries if plan["detailed"] else names, "Bindings": list(plan["ranges"])}
 
 
 def entry(name, kind, parameter, layer, origin):
-    separator = "\x1e" if VERSION < (11,) else "\x1f"
-    found = {"Name": name, "LayerType": kind}
-    words = {"FP32": "Float", "Int8": "Int8"}
+    found = {"Name": name, "LayerType": kind, "ParameterType": parameter}
     for side, tensor, dtype in (("Inputs", 0, layer["in"]), ("Outputs", 1, layer["out"])):
-        form = (
-            {"Format/Datatype": "Row major Int8 format" if dtype == "Int8" else f"Row major linear {dtype}"}
-            if VERSION < (11,)
-            else {"Datatype": words[dtype], "Format": "(Linear) Row major linear format"}
-        )
-        found[side] = [{"Name": layer["tensors"][tensor], "Location": "Device", "Dimensions": [1], **form}]
-    if (10,) <= VERSION < (11,) and layer["op"] in COMPUTE:  # all that such a kernel is given stands among its inputs
+        form = "Row major Int8 format" if dtype == "Int8" else f"Row major linear {dtype}"
+        found[side] = [{"Name": layer["tensors"][tensor], "Dimensions": [1], "Format/Datatype": form}]
+    if VERSION >= (10,) and layer["op"] in COMPUTE:  # all that such a kernel is given stands among its inputs
         flag = {"Name": "mask", "Format/Datatype": "Row major linear BOOL"}
         factors = [{"Name": f"__mye34{name}_{end}", "Format/Datatype": "Row major linear FP32"}
                    for end in ("alpha", "beta")]  # fmt: skip
         found["Inputs"] = [flag, *found["Inputs"], *factors]
-    if VERSION >= (11,):
-        found["Constants"] = [{"Name": "w", "Dimensions": [1], "Datatype": words[layer["weights"]], "Format": ""}]
-    elif layer["op"] in COMPUTE and parameter == "Convolution":
+    if layer["op"] in COMPUTE and parameter == "Convolution":
         found["Weights"] = {"Type": layer["weights"].replace("FP32", "Float"), "Count": 8}
-    if VERSION < (11,):
-        found["ParameterType"] = parameter
-        if origin:
-            found["Origin"] = origin
-    found["Metadata"] = separator.join(f"[ONNX Layer: {node}]" for node in layer["nodes"])
+    if origin:
+        found["Origin"] = origin
+    found["Metadata"] = "\x1e".join(f"[ONNX Layer: {node}]" for node in layer["nodes"])
     return found
 
 
