@@ -1,7 +1,7 @@
 """Stand-ins for the modules of TensorRT and cuda-python, strict about names: what a version lacks, they lack.
 
-`Vendor` objects let through only names that the version's list has, and check how many arguments a call has. Networks
-are computed by the reference evaluator, in the bytes of a make-believe device.
+`Vendor` objects let through only names that the version's list has. Networks are computed by the reference evaluator,
+in the bytes of a make-believe device.
 """
 
 import ctypes
@@ -45,22 +45,6 @@ def names_of(file: str) -> dict[str, dict[str, str]]:
         elif rest:
             members[""][name] = rest
     return members
-
-
-def arity(signature: str) -> tuple[int, int] | None:
-    """Fewest and most arguments of a method, without self; None if the list does not say."""
-    match = re.match(r"\w+\((.*)\) -> ", signature)
-    if not match or "*args" in match[1]:
-        return None
-    depth, parts = 0, [""]
-    for char in match[1]:
-        depth += (char in "[(") - (char in "])")
-        if char == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += char
-    parameters = [p for p in parts if p.strip() and not p.strip().startswith("self")]
-    return sum("=" not in p for p in parameters), len(parameters)
 
 
 class FakeCuda(ModuleType):
@@ -208,27 +192,16 @@ def install(patch: pytest.MonkeyPatch, version: str) -> tuple[Module, FakeCuda]:
 
 
 class Vendor:
-    """An object of the vendor's: public names must be in the list, calls must fit their signature."""
+    """An object of the vendor's: public names must be in the list."""
 
     _module: Module
     _kind: str
 
     def __getattribute__(self, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        if name.startswith("_"):
-            return value
-        known = self._module._api[self._kind]
-        if name not in known and type(self).__name__ == self._kind:
+        is_public = not name.startswith("_") and type(self).__name__ == self._kind
+        if is_public and name not in self._module._api[self._kind]:
             raise AttributeError(f"TensorRT {self._module._version}: {self._kind} has no {name}")
-        limits = arity(known.get(name, ""))
-        if not callable(value) or limits is None:
-            return value
-
-        def checked(*arguments: Any) -> Any:
-            assert limits[0] <= len(arguments) <= limits[1], f"{self._kind}.{name} got {len(arguments)} arguments"
-            return value(*arguments)
-
-        return checked
+        return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):

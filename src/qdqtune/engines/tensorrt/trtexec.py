@@ -336,19 +336,16 @@ class TrtexecModel:
         except KeyError as error:
             raise EngineFailure(f"trtexec: it gives no output {error}") from error
 
-    def time(self, inputs: Tensors, runs: int) -> float:
-        """`Built.time`: the median GPU time of at least `runs` inferences and `TIMED_SECONDS`, as a CUDA graph if
-        possible."""
-        return self._median_seconds(inputs, runs)
-
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
         """`Launched.time_and_keep`. trtexec copies outputs after the last timed inference, so no time is disturbed."""
         target = self._file("outputs.json")
-        seconds = self._median_seconds(inputs, runs, f"--exportOutput={target}")
+        seconds = self.time(inputs, runs, f"--exportOutput={target}")
         self._kept[_digest(inputs)] = self._outputs(target)
         return seconds
 
-    def _median_seconds(self, inputs: Tensors, runs: int, *flags: str) -> float:
+    def time(self, inputs: Tensors, runs: int, *flags: str) -> float:
+        """`Built.time`: the median GPU time of at least `runs` inferences and `TIMED_SECONDS`, as a CUDA graph if
+        possible."""
         target, begun = self._file("times.json"), perf_counter()
         asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
         self._infer(inputs, [*asked, *(QUICK if self._engine.version < (BETTER_DEFAULTS, 0) else ())])
