@@ -26,7 +26,10 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.regions import discovery
+from qdqtune.search.regions.patterns import group, tunable
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
+from qdqtune.tuning.subject import tuned_graph
 from runs import cost, environment, hopeless, mixed, write
 from workers import Workers
 
@@ -83,7 +86,8 @@ def test_logs_and_models_have_the_numbers_of_the_regions_that_were_tuned(run: Ru
     half = np.full((1, 8, 1, 1), 0.5, np.float32)
     path = write(build(layer, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
     assert run("-m", path, "-o", "out", "--regions", "names", "-s", 2, "--no-cut-seed")[0] == 0
-    tuned = {p.instances[0].id for p in tuned_patterns(path, "names", rewrites="auto")}  # the products are folded
+    graph = tuned_graph(path, rewrites="auto")  # the products are folded into the layers
+    tuned = {p.instances[0].id for p in tunable(graph, group(graph, discovery.find(graph, "names")))}
     assert {int(p.name.split("_")[1]) for p in Path("out/logs").glob("region_*_scheme_0.log")} == tuned != set()
     assert {int(p.name.split("_")[1]) for p in Path("out/region_models").glob("region_*.onnx")} == tuned
 
