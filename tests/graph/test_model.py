@@ -1,11 +1,7 @@
 """The model value: its index, its constants, and how it is written."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
-import onnx
-import pytest
 from onnx import parser
 
 from qdqtune.graph.model import Constant, Model, captured
@@ -28,19 +24,6 @@ def test_keys_name_the_content() -> None:
     others = [zeros.T, zeros.astype(np.int32), zeros + 1, zeros.astype(ml_dtypes.bfloat16)]
     assert len({Constant.of(a).key for a in [zeros, *others]}) == 5
     assert Constant.of(zeros[:, ::2]).array().shape == (4, 150)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(), (3,), (20, 30)])
-def test_constants_survive_the_protobuf(dtype: Any, shape: tuple[int, ...]) -> None:
-    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    constant = Constant.of(array)
-    tensor = constant.to_proto("t")
-    assert (tensor.name, tensor.data_type, tuple(tensor.dims)) == ("t", constant.dtype, shape)
-    assert constant.nbytes == array.nbytes
-    back = onnx.numpy_helper.to_array(tensor)
-    assert back.dtype == array.dtype
-    assert back.tobytes() == array.tobytes()
 
 
 def test_the_fingerprint_follows_the_content_of_constants_only() -> None:

@@ -48,14 +48,6 @@ def test_layers_have_the_names_of_loading(call: Call, unnamed: Path, engine: lis
     assert set(told) >= {node.name for node in load(unnamed).nodes}
 
 
-def test_check_finds_the_nodes(call: Call, unnamed: Path, engine: list[str]) -> None:
-    _, out, _ = call("check", unnamed, *engine, "--json")
-    operators = {node.name: node.op for node in load(unnamed).nodes}
-    found = {name for finding in json.loads(out)["findings"] for name in (*finding["nodes"], finding["cause"])} - {""}
-    assert found <= set(operators)
-    assert "QuantizeLinear" in {operators[name] for name in found}  # that of the model's input, at least
-
-
 def test_a_report_of_tensorrt_gives_groups_of_the_loaded_model(tmp_path: Path) -> None:
     """For subgraph mode with a graph.json that was exported from the user's own file."""
     nodes = [

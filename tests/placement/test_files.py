@@ -1,6 +1,5 @@
 """Files that carry a result to another model."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -69,36 +68,6 @@ def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[Scheme]) ->
     assert read_cache(tmp_path / "cache.yaml") == {d: tuple(s for s, _ in rows) for d, rows in entries.items()}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "[]", "version: 2\nedges: []\npatterns: []", "{", "\x00", "version: 1",
-        "version: 1\nquant_type: int8\nengine: fake\nedges: [{tensor: x}]\npatterns: [{pattern: a}]",
-        "version: 1\nquant_type: int8\nengine: fake\nedges: [x]\npatterns: [x]",
-        "version: 1\nquant_type: int8\nengine: fake\nedges: 3\npatterns: 3",
-        "version: 1\nedges: []\npatterns: [{pattern: a, schemes: [{points: [[node_input, 0]]}]}]",
-        "version: 1\nedges: []\npatterns: [{pattern: a, schemes: [{points: [[nobody, 0, 0]]}]}]",
-        "version: 1\nedges: []\npatterns: [{pattern: a, schemes: [{points: [[node_input, a, 0]]}]}]",
-    ],
-)  # fmt: skip
-def test_other_files_are_refused_in_one_line(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "file.yaml"
-    path.write_text(content)
-    for read in (read_placement_file, read_cache):
-        with pytest.raises(BadOption) as refusal:
-            read(path)
-        assert len(str(refusal.value).splitlines()) == 1
-        assert "file.yaml" in str(refusal.value)
-
-
-def test_a_key_that_a_file_lacks_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "file.yaml"
-    path.write_text("version: 1")
-    for read, key in ((read_placement_file, "edges"), (read_cache, "patterns")):
-        with pytest.raises(BadOption, match=f"lacks|missing.*{key}"):
-            read(path)
-
-
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     for read in (read_placement_file, read_cache):
         for place in (tmp_path / "missing.yaml", tmp_path):
@@ -152,6 +121,12 @@ def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() 
 
 
 WRONG = {
+    "pattern cache file|placement file": "",
+    "no (pattern cache|placement) file, or damaged": "{",
+    "of this version": "version: 2\nedges: []\npatterns: []",
+    "lacks .patterns|missing.*quant_type": "version: 1",
+    "another form|names neither": "version: 1\nquant_type: int8\nengine: fake\nedges: [{tensor: x}]\npatterns: [x]",
+    "lacks .schemes|Expected": "version: 1\nedges: 3\nquant_type: int8\nengine: fake\npatterns: [{pattern: a}]",
     "python/name:os.system": "version: !!python/name:os.system x",
     "single document": "a: 1\n---\na: 1",
     "invalid": b"a: \xff\xfe".decode("latin-1"),
@@ -166,6 +141,7 @@ def test_placements_and_pattern_caches_are_refused_in_one_line(
 ) -> None:
     path = tmp_path / "some.yaml"
     path.write_text(WRONG[words], encoding="latin-1")
-    with pytest.raises(BadOption, match=re.escape(words)) as refused:
+    with pytest.raises(BadOption, match=words) as refused:
         read(path)
     assert len(str(refused.value).splitlines()) == 1
+    assert "some.yaml" in str(refused.value)

@@ -7,7 +7,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from models import (
     PLAIN,
     REDUCED,
     UINT8,
-    Arrays,
     branching,
     build,
     case,
@@ -127,8 +125,11 @@ def test_one_pair_serves_all_users_of_a_tensor() -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_pair_on_a_graph_output_that_is_used_inside(inside: bool) -> None:
-    """The output is the rounded tensor, under its name; other users read the float one unless they have the pair."""
+    """The output is the rounded tensor, under its name; other users read the float one unless they have the pair, and
+    with a pair for them alone the output stays exact."""
     model, samples, found, _, outputs = case("tapped")
+    alone = run(insert(model, Placement.of([Edge("first", "relu", 0)]), found, PLAIN), samples)
+    assert all(np.array_equal(mine["first"], exact["first"]) for mine, exact in zip(alone, outputs, strict=True))
     edges = [Edge("first", "", 1)] + [Edge("first", "relu", 0)] * inside
     quantized = insert(model, Placement.of(edges), found, PLAIN)
     check(quantized)
@@ -143,14 +144,6 @@ def test_a_pair_on_a_graph_output_that_is_used_inside(inside: bool) -> None:
         np.testing.assert_allclose(steps, np.rint(steps), atol=1e-3)
         np.testing.assert_allclose(mine["first"], exact["first"], atol=0.51 * scale)
         assert np.array_equal(mine["second"], exact["second"]) != inside
-
-
-def test_a_pair_inside_leaves_the_graph_output_exact() -> None:
-    model, samples, found, _, outputs = case("tapped")
-    quantized = insert(model, Placement.of([Edge("first", "relu", 0)]), found, PLAIN)
-    for mine, exact in zip(run(quantized, samples), outputs, strict=True):
-        np.testing.assert_array_equal(mine["first"], exact["first"])
-        assert not np.array_equal(mine["second"], exact["second"])
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -195,14 +188,8 @@ def test_opsets_that_are_too_low(half: bool, fmt: NumericFormat) -> None:
     with pytest.raises(ValueError, match="opset 17, its pairs need 19"):
         insert(model, placement, ranges(model), fmt)
     assert insert(model, Placement(), ranges(model), fmt).opset == 17
-
-
-def test_float_models_of_opset_17_take_integer_pairs() -> None:
-    model = conv_net(opset=17)
-    found, samples = ranges(model), feeds(model, 2)
-    quantized = insert(model, Placement(possible_edges(model, found)), found, UINT8)
-    check(quantized)
-    assert sqnr(run(model, samples), run(quantized, samples)) > 25
+    if not half:
+        check(insert(model, placement, ranges(model), UINT8))
 
 
 def test_fp8_pairs_hold_e4m3_with_zero_point_zero() -> None:
@@ -214,10 +201,7 @@ def test_fp8_pairs_hold_e4m3_with_zero_point_zero() -> None:
     for node in of_type(quantized, "DequantizeLinear"):
         zero = quantized.constants[node.inputs[2]]
         assert (zero.dtype, zero.shape, float(zero.array())) == (TensorProto.FLOAT8E4M3FN, (), 0)
-    largest = found.activations["r0"].magnitude
-    assert scale_of(insert(model, Placement(possible), found, replace(FP8)), "r0", "pool")[0] == np.float32(
-        largest / 448
-    )
+    assert scale_of(quantized, "r0", "pool")[0] == np.float32(found.activations["r0"].magnitude / 448)
 
 
 # Weights
@@ -295,7 +279,7 @@ def test_a_weight_in_two_roles_is_quantized_for_each() -> None:
 
 
 def test_candidates_share_their_weights(tmp_path: Path) -> None:
-    model, samples, found, possible, _ = case("conv_net")
+    model, _, found, possible, _ = case("conv_net")
     inserter = Inserter(model, found, UINT8)
     first = inserter.insert(Placement(possible))
     second = inserter.insert(start_placements.compute_inputs(model, possible))
@@ -312,10 +296,6 @@ def test_candidates_share_their_weights(tmp_path: Path) -> None:
         with_floats = (tmp_path / "constants.bin").stat().st_size
         constants.save(inserter.insert(Placement.of([Edge("image", "stem", 0)])), tmp_path / "d.onnx")
         assert with_floats == (tmp_path / "constants.bin").stat().st_size > size
-    for file, candidate in (("a", first), ("b", second)):
-        session = onnxruntime.InferenceSession(tmp_path / f"{file}.onnx", providers=["CPUExecutionProvider"])
-        expected: list[Arrays] = run(candidate, samples, fused=True)
-        np.testing.assert_array_equal(session.run(None, samples[0])[0], expected[0]["logits"])
 
 
 # Edges and names
@@ -326,12 +306,9 @@ def test_candidates_share_their_weights(tmp_path: Path) -> None:
     [
         (Edge("c0", "no_such_node", 0), "no such edge"),
         (Edge("c0", "stem", 0), "no such edge"),
-        (Edge("c0", "stem_relu", 1), "no such edge"),
-        (Edge("c0", "stem_relu", -1), "no such edge"),
         (Edge("image", "stem", 9), "no such edge"),
-        (Edge("nothing", "stem_relu", 0), "no such edge"),
+        (Edge("c0", "stem_relu", -1), "no such edge"),
         (Edge("logits", "", -1), "no such edge"),
-        (Edge("cat", "", 0), "no such edge"),
         (Edge("image", "", 0), "no such edge|hands it through"),
         (Edge("a", "add_relu", 0), "range is unknown"),
     ],
@@ -341,18 +318,6 @@ def test_edges_where_no_pair_can_stand(edge: Edge, message: str) -> None:
     known = Ranges({t: r for t, r in found.activations.items() if t != "a"})
     with pytest.raises(ValueError, match=message):
         insert(model, Placement.of([edge]), known, UINT8)
-
-
-def test_integers_and_what_bodies_read_take_no_pair() -> None:
-    model = case("embedding").model
-    for edge in (Edge("ids", "squeeze", 0), Edge("j", "lookup", 1), Edge("axes", "unsqueeze", 1)):
-        with pytest.raises(ValueError, match="not known to be a float tensor"):
-            insert(model, Placement.of([edge]), Ranges({"ids": Range(0, 1), "j": Range(0, 1)}), UINT8)
-    net = branching()
-    known = Ranges({t: Range(-1, 1) for t in "xtrzy"})
-    for edge, message in ((Edge("t", "", 1), "a body reads it"), (Edge("r", "branch", -1), "no such edge")):
-        with pytest.raises(ValueError, match=message):
-            insert(net, Placement.of([edge]), known, UINT8)
 
 
 def test_bodies_go_on_reading_the_float_tensors() -> None:
