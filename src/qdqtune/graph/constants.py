@@ -131,15 +131,12 @@ def _embed(tensor: TensorProto, folder: Path) -> None:
 
 
 class _Located(NamedTuple):
-    """The file of external data, and the offset and length in bytes."""
-
     file: Path
     offset: int
     length: int
 
 
 def _located(tensor: TensorProto, folder: Path) -> _Located:
-    """Where a tensor's external data are."""
     what = f"external data of constant {tensor.name!r}"
     if tensor.data_type not in SIZED:
         raise BadModel(f"{what}: unknown element type ({tensor.data_type})")

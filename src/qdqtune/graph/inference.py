@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from copy import deepcopy
-from itertools import chain
 
 import numpy as np
 import onnx
@@ -17,13 +16,10 @@ from onnx import ModelProto, numpy_helper
 
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
-from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, graphs, rebuild
+from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES
 from qdqtune.graph.simplifying import FAILURES, alone, computed, drop_unused, evaluated
 from qdqtune.types import Array
-
-LONGEST_FOLLOWED = 2**22
-"""Most elements of a 1-D tensor whose values onnx's inference may propagate: it takes 80 bytes for each."""
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 """What onnx's C++ code raises: its error classes share no base."""
@@ -86,7 +82,6 @@ def is_sized(info: TensorInfo | None) -> bool:
 def _results(
     model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
 ) -> dict[str, Constant] | None:
-    """The values of a node's outputs by name, if constants and shapes determine them; else None."""
     if node.op == "Shape":
         info = infos.get(node.inputs[0])
         if info is None or (sizes := info.sizes) is None:
@@ -218,32 +213,17 @@ def with_float_type(model: Model, dtype: int) -> Model:
 
 
 def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """`proto` with inferred types and shapes; unchanged if inference fails.
-
-    Inference propagates values of shapes and indices, unless some 1-D tensor is longer than LONGEST_FOLLOWED.
-    """
-    whole = with_large_inputs(proto, large)
+    """`proto` with inferred types and shapes; unchanged if inference fails."""
     try:
-        inferred = onnx.shape_inference.infer_shapes(whole)
-        parts = chain.from_iterable((g.input, g.value_info, g.output) for g in graphs(inferred.graph))
-        shapes = (v.type.tensor_type.shape.dim for v in chain.from_iterable(parts) if v.name not in large)
-        if all(len(sizes) != 1 or sizes[0].dim_value <= LONGEST_FOLLOWED for sizes in shapes):
-            inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(with_large_inputs(proto, large), data_prop=True)
     except INFERENCE_ERRORS:
         return proto
     return without_large_inputs(inferred, large)
 
 
-def copied(proto: ModelProto) -> ModelProto:
-    """A copy; elements that were removed from the original take no memory in it."""
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
-
-
 def with_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
     """A copy with the large constants as graph inputs, for functions that need the whole graph."""
-    copy = copied(proto)
+    copy = deepcopy(proto)
     for name, constant in large.items():
         copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))
     return copy

@@ -8,6 +8,7 @@ with graph inputs in place of the large constants.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from onnx import ModelProto, TensorProto, inliner, numpy_helper, version_convert
 
 from qdqtune.errors import BadModel, check_file
 from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_external
-from qdqtune.graph.inference import INFERENCE_ERRORS, copied, infer, with_large_inputs, without_large_inputs
+from qdqtune.graph.inference import INFERENCE_ERRORS, infer, with_large_inputs, without_large_inputs
 from qdqtune.graph.model import Constant, Model, bodies, captured, graphs
 from qdqtune.graph.simplifying import DEFAULT, UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
@@ -49,7 +50,7 @@ def load(
 
 def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
     """`load` for a model in memory, which is not changed. Its external data lie in the current folder."""
-    return _ready(copied(proto), Path.cwd(), {}, min_opset)
+    return _ready(deepcopy(proto), Path.cwd(), {}, min_opset)
 
 
 def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
@@ -62,7 +63,7 @@ def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int
     large = take_external(proto, folder)
     name_nodes(proto.graph)
     settle(proto.graph, large)
-    proto = copied(proto)
+    proto = deepcopy(proto)
     _sort(proto.graph)
     _check(proto, large)
     proto = _inlined(proto, large)
@@ -98,7 +99,7 @@ def with_opset(model: Model, opset: int) -> Model:
     if model.opset >= opset:
         return model
     large = dict(model.large)
-    proto = _with_opset(copied(model.proto), large, opset)
+    proto = _with_opset(deepcopy(model.proto), large, opset)
     return Model(infer(proto, large), large)
 
 
@@ -230,7 +231,6 @@ def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
 
 
 def _message(error: Exception) -> str:
-    """An error message of onnx as one line without source positions."""
     parts = (" ".join(part.split()).rstrip(".") for part in str(error).split("==> Context:"))
     return "; ".join(parts).rpartition("failed: ")[2][:300]
 
@@ -263,7 +263,7 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
         except (version_converter.ConvertError, *INFERENCE_ERRORS) as error:
             raise BadModel(f"cannot convert from opset {have} to {target}: {_message(error)}; {again}") from error
         # The converter loses metadata and the order of inputs.
-        proto, metadata = copied(proto), {node.name: node.metadata_props for node in proto.graph.node}
+        proto, metadata = deepcopy(proto), {node.name: node.metadata_props for node in proto.graph.node}
         for opset in proto.opset_import:
             if opset.domain in DEFAULT:
                 opset.version = target

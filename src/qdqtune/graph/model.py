@@ -119,14 +119,10 @@ class Constant:
         """Size of the values as files hold them."""
         return size_of(self.dtype, self.shape)
 
-    def data(self) -> memoryview:
-        """The bytes of the values as files hold them: two values of 4 bits in a byte, the first in its lower half."""
-        values = _bytes(self.array())
-        if self.dtype not in PACKED:
-            return values
-        halves = np.frombuffer(values, np.uint8) & 0x0F
-        halves = np.append(halves, np.zeros(len(halves) % 2, np.uint8))
-        return (halves[::2] | halves[1::2] << 4).data
+    def data(self) -> bytes | memoryview:
+        """The bytes of the values as files hold them: several values of less than 8 bits in a byte."""
+        array = self.array()
+        return numpy_helper.from_array(array).raw_data if self.dtype in PACKED else _bytes(array)
 
     @staticmethod
     def of(array: Array) -> Constant:

@@ -138,6 +138,13 @@ def takes_data(node: Node, slot: int) -> bool:
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
 
 
+def output_channels(node: Node, weight: Sequence[int]) -> int:
+    """Of a Conv, ConvTranspose or Gemm whose weight has this shape."""
+    if node.op == "ConvTranspose":
+        return weight[1] * int(node.attributes.get("group", 1))
+    return weight[1 if node.op == "Gemm" and not node.attributes.get("transB", 0) else 0]
+
+
 def integer_operators(model: Model) -> list[str]:
     """The integer operators of a model that was quantized before."""
     return sorted({node.op for node in model.nodes if node.op in INTEGER or node.op.startswith("QLinear")})

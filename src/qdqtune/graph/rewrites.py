@@ -27,7 +27,7 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.inference import weights_computed
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_dilated, reduced_axes
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_dilated, output_channels, reduced_axes
 from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.types import Array
 
@@ -85,7 +85,6 @@ def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
 
 
 def _closed(model: Model, matcher: Matcher) -> Iterator[Match]:
-    """Float32 matches whose inner tensors have no other readers."""
     for node in model.nodes:
         match = None if node.domain else matcher(model, node)
         info = None if match is None else model.tensors.get(match.source)
@@ -206,7 +205,6 @@ def _is_square(model: Model, node: Node) -> bool:
 
 
 def _is_mean(model: Model, node: Node) -> bool:
-    """Whether a node computes means over the last axis and keeps it with size 1."""
     if node.op != "ReduceMean" or not node.attributes.get("keepdims", 1):
         return False
     info = model.tensors.get(node.inputs[0])
@@ -216,7 +214,6 @@ def _is_mean(model: Model, node: Node) -> bool:
 
 
 def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node, str] | None:
-    """The only reader of a node, if it is an `op` with a constant vector along the last axis, and that constant."""
     after = reader(model, node)
     if after is None or after.op != op:
         return None
@@ -355,7 +352,7 @@ def without_needless_dilations(model: Model) -> Model:
     for index, proto in enumerate(model.proto.graph.node):
         nodes.append(proto)
         if index in needless:
-            nodes[-1] = onnx.NodeProto.FromString(proto.SerializeToString())
+            nodes[-1] = deepcopy(proto)
             for attribute in nodes[-1].attribute:
                 if attribute.name == "dilations":
                     attribute.ints[:] = [1] * len(attribute.ints)
@@ -476,14 +473,7 @@ def _layer(model: Model, node: Node) -> _Layer | None:
     """A Conv, ConvTranspose or Gemm as a `_Layer` with nothing folded; None unless weights and bias are constant."""
     if node.op not in COMPUTE - {"MatMul"} or node.domain or node.inputs[1] not in model.constants:
         return None
-    shape = model.constants[node.inputs[1]].shape
-    match node.op:
-        case "Gemm":
-            channels = shape[0 if node.attributes.get("transB", 0) else 1]
-        case "ConvTranspose":
-            channels = shape[1] * node.attributes.get("group", 1)
-        case _:
-            channels = shape[0]
+    channels = output_channels(node, model.constants[node.inputs[1]].shape)
     bias = np.zeros(1)
     if len(node.inputs) > 2 and node.inputs[2]:
         constant = model.constants.get(node.inputs[2])

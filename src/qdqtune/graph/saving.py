@@ -86,7 +86,6 @@ class ConstantFile:
             self._file.flush()
 
     def _span(self, constant: Constant) -> tuple[int, int]:
-        """Offset and length of a constant, which is written if it is not there."""
         if constant.key not in self._spans:
             data = constant.data()
             offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN

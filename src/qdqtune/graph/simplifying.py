@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadOption
 from qdqtune.graph.constants import replace, settle
 from qdqtune.graph.model import LARGE_BYTES, Constant, TensorInfo, bodies, captured, defined
 from qdqtune.graph.operators import RANDOM
@@ -204,14 +204,10 @@ def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> li
     """The nodes of a body of an If that has been removed from the graph. The body's constants are added to the
     graph."""
     body = deepcopy(next(a.g for a in node.attribute if a.name == ("then_branch" if condition else "else_branch")))
-    if len(body.output) != len(node.output):
-        raise BadModel(
-            f"invalid graph: If node {node.name!r} has {len(node.output)} outputs, its body {len(body.output)}"
-        )
     own = defined(body)
     names: dict[str, str] = {}
     copies = []
-    for result, name in zip((o.name for o in body.output), node.output, strict=True):
+    for result, name in zip((o.name for o in body.output), node.output, strict=False):
         if name and result not in names:
             names[result] = name
         elif name:  # the body returns one tensor twice

@@ -158,7 +158,6 @@ def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def _behind_compute(queries: GraphQueries) -> set[str]:
-    """Tensors that depend on the result of a compute operator."""
     found: set[str] = set()
     for node in queries.model.nodes:
         if node.op in COMPUTE or not found.isdisjoint((*node.inputs, *node.captures)):
@@ -436,7 +435,6 @@ def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge])
 
 
 def _all_read_in_8_bits(queries: GraphQueries, node: Node, placed: frozenset[Edge]) -> bool:
-    """Whether every reader of a node's result, behind copies, has a pair on it."""
     readers = list(queries.readers(node.outputs[0]))
     return bool(readers) and all(e in placed for e in readers)
 

@@ -75,8 +75,6 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
 
 
 class _PairRow(msgspec.Struct):
-    """An edge with a pair: input `input` of a node, or graph output `output`."""
-
     tensor: str
     node: str = ""
     input: Slot | None = None
@@ -164,7 +162,6 @@ def _behind_casts(model: Model, edge: Edge) -> Edge:
 
 
 def _uncast(model: Model, tensor: str) -> str:
-    """The tensor in front of casts between float types."""
     while (node := model.maker(tensor)) is not None:
         if node.op != "Cast" or node.domain or not is_float(model, node.inputs[0]):
             break

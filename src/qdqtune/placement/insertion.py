@@ -71,7 +71,6 @@ class Inserter:
         return Inserter(with_opset(self._model, BLOCK_OPSET), self._ranges, self._format)
 
     def _check(self, placement: Placement) -> None:
-        """Raise ValueError unless each edge exists, and can carry its pair or have its weight format."""
         if placement.wide and self._format.wide is None:
             raise ValueError("the engine's number format has no activations in 16 bits")
         if new := placement.edges - self._checked:
@@ -131,7 +130,6 @@ class Inserter:
     def _inputs(
         self, builder: GraphBuilder, decision: Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
-        """The input names of a node in the new graph; writes the pairs and the bias that it reads."""
         inputs = [
             self._dequantized(builder, decision, e, raw) if e in paired else raw.get(e.tensor, e.tensor)
             for e in self._into[node.index]
@@ -246,7 +244,6 @@ class Inserter:
         return output
 
     def _parameters(self, builder: GraphBuilder, tensor: str, quantization: Quantization) -> tuple[str, str]:
-        """Scale and zero point as initializers; the scale has the tensor's own float type."""
         dtype = float_type(self._model, tensor)
         if self._format.float_weights and dtype == np.float16:
             raise BadModel(

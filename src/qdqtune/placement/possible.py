@@ -18,7 +18,7 @@ import onnx
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONVOLUTIONS, is_float, takes_data
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONVOLUTIONS, is_float, output_channels, takes_data
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
@@ -238,18 +238,14 @@ def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLay
         return None
     if node.op == "Add":
         return _behind_product(model, placement, node)
-    shape = _quantized_weight_shape(model, placement, node)
+    shape = None if node.op == "MatMul" else _quantized_weight_shape(model, placement, node)
     bias = model.constants.get(node.inputs[2]) if len(node.inputs) > 2 else None
     is_free = len(node.inputs) < 3 or not node.inputs[2] or (bias is not None and len(bias.shape) == 1)
     is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
     if shape is None or not is_free or not is_plain:
         return None
-    if node.op in CONVOLUTIONS:
-        channels = shape[0] if node.op == "Conv" else shape[1] * node.attributes.get("group", 1)
-        return BiasedLayer(node.name, 2, node.outputs[0], channels, len(shape))
-    if node.op == "Gemm":
-        return BiasedLayer(node.name, 2, node.outputs[0], shape[0 if node.attributes.get("transB", 0) else 1])
-    return None
+    rank = len(shape) if node.op in CONVOLUTIONS else None
+    return BiasedLayer(node.name, 2, node.outputs[0], output_channels(node, shape), rank)
 
 
 def _behind_product(model: Model, placement: Placement, add: Node) -> BiasedLayer | None:

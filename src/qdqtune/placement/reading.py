@@ -142,7 +142,6 @@ def placement_in(float_model: Model, qdq_model: Model) -> Placement:
 
 
 def _matched(float_model: Model, qdq_model: Model) -> tuple[Placement, dict[Edge, Pair], list[str]]:
-    """The placement, the pairs on its edges, and names of DQs that match no edge."""
     twins = twins_of(float_model, qdq_model)
     edges: dict[Edge, Pair] = {}
     formats: dict[Edge, WeightFormat] = {}

@@ -73,7 +73,6 @@ def strip_pairs(model: Model) -> Model:
 
 
 def _is_read_by_name(model: Model, tensor: str) -> bool:
-    """Whether a graph output or a body reads a tensor, which then cannot be renamed."""
     return any(use.slot < 0 or use.node == GRAPH for use in model.uses(tensor))
 
 

@@ -139,7 +139,6 @@ class _Writer:
         return _either(f"{SWITCH}{number}", whole, copies[1:], dtype, reader.output[0], f"__rounded_{number}")
 
     def _copies(self, number: int) -> Iterator[onnx.NodeProto]:
-        """The nodes of a rounding under names of their own."""
         rounding = self._roundings[number]
         before, others = self._raw.get(rounding.source, rounding.source), dict[str, str]()
         for step, node in enumerate(rounding.nodes):

@@ -128,7 +128,6 @@ class WeightOnlyWriter:
     def _with_gathered_scales(
         self, builder: GraphBuilder, node: onnx.NodeProto, names: tuple[str, ...], block: int
     ) -> tuple[onnx.NodeProto, ...]:
-        """The Gather of scales and the DequantizeLinear that follow a Gather of integers."""
         result = node.output[0]
         rows, scales = builder.names.fresh(f"{result}_quantized"), builder.names.fresh(f"{result}_scale")
         node.input[0], node.output[0] = names[0], rows
@@ -197,7 +196,6 @@ class WeightOnlyWriter:
         return tuple(builder.made[made].split("\n"))
 
     def _part(self, what: str, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]) -> Array:
-        """The values of a part. The parts of a weight are read one after the other."""
         if self._latest is None or self._latest[0] != key:
             self._latest = key, rounded_weight(weight.array(), weight_format)
         latest = self._latest[1]
