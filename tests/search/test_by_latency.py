@@ -1,6 +1,7 @@
 """Grouped search, for engines without layer times."""
 
 import shutil
+from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from qdqtune.explanation.report import report_of_run
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search import best_of
 from qdqtune.search.by_latency import LatencySearch
 from qdqtune.search.costs.units import Decision
 from qdqtune.tuning.loop import tune
-from qdqtune.types import Measurement, Placement, Trial
+from qdqtune.types import Placement
 from runs import mixed, mixed_run, settings, write
+from search_loop import exact, trials_of
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -82,24 +85,18 @@ def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:
         possible,
         {"static": start_placements.static(model, possible), "again": start_placements.static(model, possible)},
     )
-    history: list[Trial] = []
-    best = Placement()
-    while batch := search.propose(history):
-        for proposal in batch:
-            a, b = (latency(inserter.insert(p).to_proto()) for p in (best, proposal.placement))
-            won = b < a
-            history.append(Trial(len(history) + 1, proposal, best, Measurement((a,), (b,)), accepted=won))
-            best = proposal.placement if won else best
+
+    def seconds(placement: Placement) -> float:
+        return latency(inserter.insert(placement).to_proto())
+
+    history = trials_of(search, partial(exact, seconds=seconds))
     assert search.propose(history) == ()
     origins = [t.proposal.origin for t in history]
     assert origins[0] == "static"
     asked = [(t.proposal.origin, t.against) for t in history[1:]]
     assert len(set(asked)) == len(asked)
     assert origins[1] == "flip second"
-    assert len({t.placement for t in history}) == len(history)
-    assert Placement() not in {t.placement for t in history}
     able = [u.number for u in search.units.units if u.inputs]
     every = (search.units.placement(Decision.of(q, (t for n in q for t in search.units.units[n].outputs)))
              for q in chain.from_iterable(combinations(able, k) for k in range(len(able) + 1)))  # fmt: skip
-    seconds = {p: latency(inserter.insert(p).to_proto()) for p in every}
-    assert latency(inserter.insert(best).to_proto()) <= 1.02 * min(seconds.values())
+    assert seconds(best_of(history)) <= 1.02 * min(map(seconds, every))

@@ -16,7 +16,6 @@ from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, Rates, RuleCosts
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.shipping import accepted
 from qdqtune.types import (
     Accuracy,
     CostsByRule,
@@ -28,6 +27,7 @@ from qdqtune.types import (
     noise_of,
     sqnr_of,
 )
+from search_loop import trials_of
 
 STEPS = 6
 NOISE = {f"t{i}": 1e-4 * (1 + 7 * (i % 3)) for i in range(1, STEPS + 1)}
@@ -56,15 +56,12 @@ def simulated(
 ) -> list[Trial]:
     """The trials of a search whose outputs have the noise that `answer` gives, with the layers of its report. With
     `seconds`, builds take these each time."""
-    history: list[Trial] = []
     paid = {Placement(): search.costs.cost(Placement())}
-    while len(history) < 25 and (batch := search.propose(history)):
-        (proposal,) = batch
-        against = best_of(history)
+
+    def measured(number: int, proposal: Proposal, against: Placement) -> Trial:
         told = answer(search.costs, proposal.placement)
         if isinstance(told, Failure):
-            history.append(Trial(len(history) + 1, proposal, against, told))
-            continue
+            return Trial(number, proposal, against, told)
         power, layers = told
         result: CostsByRule | Measurement
         if seconds is None:
@@ -72,12 +69,10 @@ def simulated(
             result = CostsByRule(paid[against], paid[proposal.placement])
         else:
             result = Measurement((seconds(against),) * 20, (seconds(proposal.placement),) * 20)
-        trial = Trial(
-            len(history) + 1, proposal, against, result, accuracy=Accuracy(sqnr_of(power)), layers=layers,
-            holds=power <= limit,
-        )  # fmt: skip
-        history += accepted([trial], Plan(), next((t for t in reversed(history) if t.accepted), None))
-    return history
+        accuracy, holds = Accuracy(sqnr_of(power)), power <= limit
+        return Trial(number, proposal, against, result, accuracy=accuracy, layers=layers, holds=holds)
+
+    return trials_of(search, measured, 25, Plan())
 
 
 def report(model, *elsewhere: str) -> tuple[Layer, ...]:

@@ -21,12 +21,11 @@ from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
-from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import mixed
+from search_loop import PLAN, exact, trials_of
 from weight_only_nets import MODEL, SHARES, W4, W8
 
-PLAN = Plan((12,), turn_seconds=0.0)
 BUILDS = 11
 
 CONVS = """net (float[1,4,16,16] x) => (float[1,5] y) {
@@ -73,22 +72,11 @@ class Bench:
     def search(self) -> CutSearch:
         return CutSearch(self.model, self.possible, self.layers(Placement()), plan=PLAN)
 
-    def measured(self, number: int, proposal, against: Placement) -> Trial:
-        a, b = self.seconds(against), self.seconds(proposal.placement)
-        return Trial(
-            number, proposal, against, Measurement((a,) * 12, (b,) * 12), layers=self.layers(proposal.placement)
-        )
+    def measured(self, number: int, proposal: Proposal, against: Placement) -> Trial:
+        return exact(number, proposal, against, self.seconds, layers=self.layers(proposal.placement))
 
     def played(self, builds: int = BUILDS, measured: Callable[..., Trial] | None = None) -> list[Trial]:
-        """As the tuning loop does it."""
-        measured, search, history = measured or self.measured, self.search(), list[Trial]()
-        while len(history) < builds and (batch := search.propose(history)):
-            against = best_of(history)
-            room = batch[: builds - len(history)]
-            trials = [measured(len(history) + k, p, against) for k, p in enumerate(room, 1)]
-            wins = [(f.median, t.number) for t in trials if (f := judge(t, PLAN)) and f.verdict == "faster"]
-            history += [replace(t, accepted=bool(wins) and t.number == min(wins)[1]) for t in trials]
-        return history
+        return trials_of(self.search(), measured or self.measured, builds)
 
 
 def decisions(parts: Partition) -> Iterator[Decision]:
@@ -144,14 +132,6 @@ def made_up(bench: Bench, per_consumer: bool) -> Costs:
     prices = tuple(Price(*(random.random(5) + less).tolist()) for _ in parts.units)
     q, d = ({t: float(random.random()) / 3 for t in parts.edges} for _ in range(2))
     return Costs(parts, prices, q, d, per_consumer)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_proposed_twice_nor_the_float_model(name: str) -> None:
-    bench = Bench(MODELS[name]())
-    placements = [t.placement for t in bench.played(30)]
-    assert len(set(placements)) == len(placements)
-    assert Placement() not in placements
 
 
 def test_a_fixed_point_ends_the_search() -> None:

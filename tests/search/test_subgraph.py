@@ -18,10 +18,9 @@ from qdqtune.search.costs.profiles import PricedScheme, Profile, select
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.subgraph import Change, SubgraphSearch
-from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Layer, Placement, Proposal, Trial
+from search_loop import PLAN, exact, trials_of
 
-PLAN = Plan((12,), turn_seconds=0.0)
 GROUPS = 16
 
 Seconds = Callable[[Placement], float]
@@ -67,20 +66,14 @@ def played(
     refused: Collection[Placement] = (),
     layers: Callable[[Placement], tuple[Layer, ...]] = lambda _: (),
 ) -> list[Trial]:
-    """As the tuning loop does it."""
-    history: list[Trial] = []
-    while batch := search.propose(history):
-        (proposal,) = batch
-        assert proposal.placement.edges
-        assert proposal.placement not in {t.placement for t in history}
-        against = best_of(history)
-        result: Measurement | Failure = Failure("build", "refused")
-        if proposal.placement not in refused:
-            result = Measurement((seconds(against),) * 12, (seconds(proposal.placement),) * 12)
-        trial = Trial(len(history) + 1, proposal, against, result, layers=layers(proposal.placement))
-        found = judge(trial, PLAN)
-        history.append(replace(trial, accepted=found is not None and found.verdict == "faster"))
-    return history
+    """The trials of a search whose builds take so long; `refused` placements do not build."""
+
+    def measured(number: int, proposal: Proposal, against: Placement) -> Trial:
+        if proposal.placement in refused:
+            return Trial(number, proposal, against, Failure("build", "refused"))
+        return exact(number, proposal, against, seconds, layers=layers(proposal.placement))
+
+    return trials_of(search, measured)
 
 
 def test_all_groups_come_first_and_nothing_follows_where_they_win() -> None:
