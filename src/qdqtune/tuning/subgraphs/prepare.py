@@ -7,9 +7,9 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,16 +107,15 @@ class _Part:
 
 class Profiler:
     """Builds groups as models of their own and times their schemes, in an engine process of its own on the run's first
-    device.
+    device. Nothing begins after `deadline` (by `time.monotonic`).
 
     A context manager. The models stay in the folder `subgraphs`, with one file for all weights.
     """
 
-    def __init__(self, run: Run, parts: Partition, resolved: Resolved, *, timed: bool) -> None:
-        self._execution, self._observer = run.execution, run.observer
-        self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
-        self._timed, self._seed, self._budget = timed, run.settings.seed, run.runner.memory
-        self._output, self._folder = run.output, run.output.clear(GROUP_MODELS)
+    def __init__(self, run: Run, parts: Partition, resolved: Resolved, deadline: float | None, *, timed: bool) -> None:
+        self._run, self._subject, self._store = run, run.subject, run.store
+        self._parts, self._resolved, self._deadline, self._timed = parts, resolved, deadline, timed
+        self._folder = run.output.clear(GROUP_MODELS)
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
@@ -130,45 +129,25 @@ class Profiler:
         self._constants.__exit__()
         self._runner.close()
 
-    def all(
-        self, kinds: Sequence[GroupKind], done: Callable[[GroupKind, Profile], None], deadline: float | None
-    ) -> dict[int, Profile]:
-        """The profile of each kind by number. A profile has no options if the kind fails to build or if no time is
-        left.
-
-        `done` is called with each profile as soon as it is known. Nothing begins after `deadline` (by
-        `time.monotonic`).
-        """
+    def all(self, kinds: Sequence[GroupKind], done: Callable[[GroupKind, Profile], None]) -> dict[int, Profile]:
+        """The profile of each kind by number, with which `done` is called at once. A profile has no options if the kind
+        fails to build or if no time is left."""
         profiles: dict[int, Profile] = {}
-        waiting: list[_Part] = []
-        baked = self._baked(kinds)
-
-        def known(kind: GroupKind, profile: Profile) -> None:
-            profiles[kind.number] = profile
-            done(kind, profile)
-
-        def is_late() -> bool:
-            return deadline is not None and time.monotonic() > deadline
-
+        parts: list[_Part] = []
+        model = self._subject.shaped
+        reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
+        shapes = self._values([t for t in reads if is_shape(model, t, self._resolved.sizes)])
         for kind in kinds:
-            part = self._extracted(kind, baked)
-            if isinstance(part, str):
-                known(kind, Profile(kind.each_ms, (), {"": part}))
-            elif self._is_known(part):
-                known(kind, self._recorded(part))
-            else:
-                waiting.append(part)
-        for batch in self._in_batches(waiting):
-            values = self._values(batch)
+            try:
+                parts.append(self._extracted(kind, shapes))
+            except BadOption as error:
+                profiles[kind.number] = Profile(kind.each_ms, (), {"": str(error)})
+                done(kind, profiles[kind.number])
+        for batch in self._in_batches(parts):
+            values = cache(partial(self._values, [t for part in batch for t in part.model.inputs]))
             for part in batch:
-                kind = part.kind
-                if is_late():
-                    known(kind, Profile(kind.each_ms, (), {"": NO_TIME}))
-                    continue
-                self._observer.stage(f"timing group {kind.number} of {len(kinds)} alone: {self._name(kind)}")
-                self._runner.feed({name: values[name] for name in part.model.inputs})
-                self._measure(part, is_late)
-                known(kind, self._recorded(part))
+                profiles[part.kind.number] = self._profile(part, values, len(kinds))
+                done(part.kind, profiles[part.kind.number])
         return profiles
 
     def _name(self, kind: GroupKind) -> str:
@@ -176,76 +155,73 @@ class Profiler:
         more = f", {len(kind.units)} times" if len(kind.units) > 1 else ""
         return f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}{more})"
 
-    def _baked(self, kinds: Sequence[GroupKind]) -> dict[str, Array]:
-        """The values of shape tensors that the model computes and groups read: constants of the groups' models."""
-        model = self._subject.shaped
-        reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
-        computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
-        return values_on(model, computed, self._subject.feed, self._budget, self._execution) if computed else {}
+    def _extracted(self, kind: GroupKind, shapes: Mapping[str, Array]) -> _Part:
+        """The first group of a kind as a model, in which the `shapes` that others compute are constants.
 
-    def _extracted(self, kind: GroupKind, baked: Mapping[str, Array]) -> _Part | str:
-        """The first group of a kind as a model, and its schemes; or the reason why it cannot be a model."""
+        Raises:
+            BadOption: it cannot be a model.
+        """
         parts, unit = self._parts, kind.first
-        try:
-            model = extract(self._subject.shaped, unit.nodes, self._resolved, baked)
-        except BadOption as error:
-            return str(error)
+        model = extract(self._subject.shaped, unit.nodes, self._resolved, shapes)
         own = {e for e in parts.possible if e.node in model.index_of}
         own |= {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
         text = signature(parts, unit, self._resolved.sizes) + "\n" + "\n".join(model.index_of)
         if not self._timed:  # another run may know times of layers, where the report of this one was lost
             text += "\nuntimed layers"
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        ways = {e: ways for e, ways in parts.format_shares.items() if e.node in model.index_of}
         return _Part(
             kind,
             model,
-            self._output.claim(self._folder / f"group_{kind.number:03}.onnx"),
-            key,
-            schemes(
-                model, frozenset(own), {e: ways for e, ways in parts.format_shares.items() if e.node in model.index_of}
-            ),
+            self._run.output.claim(self._folder / f"group_{kind.number:03}.onnx"),
+            hashlib.sha256(text.encode()).hexdigest()[:16],
+            schemes(model, frozenset(own), ways),
         )
 
-    def _is_known(self, part: _Part) -> bool:
-        try:
-            base = self._store.get(f"part:{part.key}", Layers)
-        except EngineRefused:
-            return True
-        return base is not None and all(map(self._store.has, self._keys(part).values()))
-
-    def _keys(self, part: _Part) -> dict[str, str]:
-        return {name: f"scheme:{part.key}:{placement.digest}" for name, placement in part.schemes.items()}
-
-    def _recorded(self, part: _Part) -> Profile:
-        """The profile of a part, made of what the state file has. The part's model is written here, too: it may be
-        missing if the part was timed in an earlier session."""
+    def _profile(self, part: _Part, values: Callable[[], Mapping[str, Array]], count: int) -> Profile:
+        """The profile of a part from what the state file has, and measured until time is over. Its model is written in
+        any case: it may be missing if the part was timed in an earlier session."""
+        kind, key = part.kind, f"part:{part.key}"
+        if self._is_late() and not self._store.has(key):
+            return Profile(kind.each_ms, (), {"": NO_TIME})
         with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
-        try:
-            base = self._store.get(f"part:{part.key}", Layers)
-        except EngineRefused as refused:
-            return Profile(part.kind.each_ms, (), {"": str(refused)})
-        assert base is not None  # the part was measured
-        answers = []
-        for name, key in self._keys(part).items():
+        with ExitStack() as loaded:
+
+            @cache
+            def float_form() -> Handle:
+                self._run.observer.stage(f"timing group {kind.number} of {count} alone: {self._name(kind)}")
+                self._runner.feed({name: values()[name] for name in part.model.inputs})
+                handle = self._loaded(part.path)
+                loaded.callback(self._runner.unload, handle)
+                return handle
+
             try:
-                answer = self._store.get(key, SchemeResult)
+                floats = self._store.memo(key, Layers, lambda: self._layers(float_form()))
             except EngineRefused as refused:
-                answer = SchemeResult(name, part.schemes[name], refused.failure, ())
-            if answer is not None:
-                answers.append(answer)
-        profile = profile_of(part.model, base, answers)
-        if len(answers) == len(part.schemes):
-            return profile
-        return replace(profile, failures={**profile.failures, "": NO_TIME})
+                return Profile(kind.each_ms, (), {"": str(refused)})
+            answers = list[SchemeResult]()
+            for name, placement in part.schemes.items():
+                key = f"scheme:{part.key}:{placement.digest}"
+                if self._is_late() and not self._store.has(key):
+                    continue
+                measure = partial(self._scheme, part, name, float_form, floats)
+                try:
+                    answers.append(self._store.memo(key, SchemeResult, measure))
+                except EngineRefused as refused:
+                    answers.append(SchemeResult(name, placement, refused.failure))
+        profile = profile_of(part.model, floats, answers)
+        if len(answers) < len(part.schemes):
+            profile = replace(profile, failures={**profile.failures, "": NO_TIME})
+        return profile
 
-    # ---- the engine
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _in_batches(self, waiting: Sequence[_Part]) -> Iterator[list[_Part]]:
+    def _in_batches(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         """Parts in batches whose inputs fit in memory together; a larger part is a batch of its own."""
         batch: list[_Part] = []
         used = 0
-        for part in waiting:
+        for part in parts:
             needed = sum(self._bytes(tensor) for tensor in part.model.inputs)
             if batch and used + needed > AT_ONCE:
                 yield batch
@@ -259,41 +235,23 @@ class Profiler:
         dtype = helper.tensor_dtype_to_np_dtype(self._parts.model.tensors[tensor].dtype)
         return dtype.itemsize * int(np.prod(self._resolved.sizes.get(tensor, ())))
 
-    def _values(self, batch: Sequence[_Part]) -> dict[str, Array]:
-        """The inputs of the parts: the values of these tensors when the whole model runs on `Subject.feed`."""
-        wanted = list(dict.fromkeys(t for part in batch for t in part.model.inputs))
-        fed = {t: np.asarray(self._subject.feed[t]) for t in wanted if t in self._subject.feed}
-        made = [t for t in wanted if t not in fed]
-        feed, budget = self._subject.feed, self._budget
-        return fed | (values_on(self._subject.shaped, made, feed, budget, self._execution) if made else {})
+    def _values(self, tensors: Sequence[str]) -> dict[str, Array]:
+        """The values of tensors when the whole model runs on `Subject.feed`."""
+        feed = self._subject.feed
+        given = {t: np.asarray(feed[t]) for t in tensors if t in feed}
+        computed = list(dict.fromkeys(t for t in tensors if t not in given))
+        if not computed:
+            return given
+        memory, execution = self._run.runner.memory, self._run.execution
+        return given | values_on(self._subject.shaped, computed, feed, memory, execution)
 
-    def _measure(self, part: _Part, is_late: Callable[[], bool]) -> None:
-        """Measure the float form of a part and its schemes until it `is_late`, except what the state file already
-        has."""
-        self._constants.save(part.model, part.path)
-        key = f"part:{part.key}"
-        try:
-            handle = self._loaded(part.path)
-        except EngineRefused as refused:
-            if not self._store.has(key):
-                self._store.refuse(key, refused.failure)
-            return
-        try:
-            floats = self._store.memo(key, Layers, lambda: self._layers(handle))
-        except EngineRefused:
-            self._runner.unload(handle)
-            return
-        for name, of_scheme in self._keys(part).items():
-            if is_late():
-                break
-            with suppress(EngineRefused):
-                self._store.memo(of_scheme, SchemeResult, partial(self._scheme, part, name, handle, floats))
-        self._runner.unload(handle)
-
-    def _scheme(self, part: _Part, scheme: str, float_form: Handle, floats: Sequence[Layer]) -> SchemeResult:
+    def _scheme(
+        self, part: _Part, scheme: str, float_form: Callable[[], Handle], floats: Sequence[Layer]
+    ) -> SchemeResult:
         """Measure one scheme: its layers, and rounds unless the layers show that it is slower."""
-        path = self._output.claim(part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx"))
+        path = self._run.output.claim(part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx"))
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
+        opponent = float_form()
         self._constants.save(inserter.insert(part.schemes[scheme]), path)
         handle = None
         try:
@@ -303,8 +261,9 @@ class Profiler:
             known = profile_of(part.model, floats, [untimed])
             if self._timed and all(option.ms >= HOPELESS_SHARE * known.float_ms for option in known.options):
                 return untimed
+            seed = self._run.settings.seed
             rounds = compare_builds(
-                self._runner, float_form, handle, GROUP_ROUNDS, self._seed, lambda r: abs(r.median - 1) > DECISIVE
+                self._runner, opponent, handle, GROUP_ROUNDS, seed, lambda r: abs(r.median - 1) > DECISIVE
             )
             return replace(untimed, result=rounds)
         finally:
@@ -412,8 +371,8 @@ def profile(run: Run) -> Profiled:
     resolved = resolve(subject.model, subject.shaped, subject.feed, varying, memory, run.execution)
     kinds, why = _kinds(parts, grouped, resolved, times)
     progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
-    with Profiler(run, parts, resolved, timed=is_timed) as profiler:
-        by_kind = profiler.all(kinds, progress.timed, deadline)
+    with Profiler(run, parts, resolved, deadline, timed=is_timed) as profiler:
+        by_kind = profiler.all(kinds, progress.timed)
     profiles = {u.number: passthrough_profile(parts, u, times[u.number]) for u in parts.units}
     profiles |= {unit.number: by_kind[kind.number] for kind in kinds for unit in kind.units}
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
