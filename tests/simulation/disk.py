@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -23,14 +23,6 @@ NEED_ROOM = ("mkdir", "link")
 
 class Died(BaseException):
     """The process ends here, as by a kill. Not an `Exception`: nothing of it can be caught and gone on from."""
-
-
-class Faults(Protocol):
-    """Decides what goes wrong at a write."""
-
-    def at_write(self, name: str, *, needs_room: bool) -> str | None:
-        """Raise what this write is to raise; "torn" if the process is to die half way, "short" if half of it fits.
-        `name` is that of the file, if data are written to one."""
 
 
 class File(io.FileIO):
@@ -61,8 +53,10 @@ class File(io.FileIO):
 class Disk:
     """Watches all changes of files while it is `installed`, between `begin` and `end` of a process."""
 
-    def __init__(self, root: Path, faults: Faults) -> None:
-        self.root, self._faults = root, faults
+    def __init__(self, root: Path, at_write: Callable[..., str | None]) -> None:
+        """`at_write(name, needs_room=)` raises what a write is to raise; it gives "torn" if the process is to die half
+        way, "short" if half of it fits. `name` is that of the file, if data are written to one."""
+        self.root, self._at_write = root, at_write
         self.files: WeakSet[File] = WeakSet()
         self.descriptors: set[int] = set()
         self.is_watching = self.is_dead = False
@@ -94,7 +88,7 @@ class Disk:
             return None
         if self.is_dead:
             raise Died
-        how = self._faults.at_write(name, needs_room=needs_room)
+        how = self._at_write(name, needs_room=needs_room)
         if how == "torn" and not needs_room:
             self.die()
         return how

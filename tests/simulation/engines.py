@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
@@ -21,11 +21,8 @@ MEMORY: dict[Key, Any] = {}
 
 LOG = Path(os.devnull)
 
-
-class Aside(Protocol):
-    """Where engines compute for the memory: nothing that they write there is a write of the run."""
-
-    def __call__(self) -> AbstractContextManager[None]: ...
+Aside = Callable[[], AbstractContextManager[None]]
+"""Where engines compute for the memory: nothing that they write there is a write of the run."""
 
 
 def remembered(key: Key, compute: Callable[[], Any], aside: Aside = nullcontext) -> Any:

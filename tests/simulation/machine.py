@@ -32,7 +32,7 @@ from qdqtune.types import Times
 from simulation.clock import Clock
 from simulation.disk import Died, Disk
 from simulation.engines import Remembering
-from simulation.threads import OneAfterTheOther, Threads
+from simulation.threads import Threads
 
 AT_WRITES = ("full", "short", "kill", "torn", "power", "interrupt")
 AT_STARTS = ("no process", "no engine", "kill", "interrupt")
@@ -49,6 +49,9 @@ MARK = "(simulated)"
 """Stands in whatever an engine says because the simulation let it fail."""
 
 CORES = 4
+
+ONE_AFTER_THE_OTHER = SimpleNamespace(submit=lambda do: SimpleNamespace(result=do))
+"""In place of the threads of a `ThreadPoolExecutor`."""
 
 DELAYS, JUMPS = (0.01, 2.0, 100.0, 7000.0), (60.0, 1e4, 1e7)
 """Seconds by which answers come late, and by which clocks jump."""
@@ -167,7 +170,7 @@ class Machine:
     """Owns all that a run does not decide itself. `noise_of` is the seed of the noise of latencies; 0 for none."""
 
     def __init__(self, root: Path, seed: int = 0, noise_of: int = 0) -> None:
-        self.clock, self.disk, self.random = Clock(), Disk(root, self), Random(seed)
+        self.clock, self.disk, self.random = Clock(), Disk(root, self.at_write), Random(seed)
         self.noise_of, self.noisy_round = noise_of, None
         self.temporary = root / "tmp"
         self.temporary.mkdir(exist_ok=True)
@@ -209,7 +212,7 @@ class Machine:
             self.disk.die()
 
     def at_write(self, name: str, *, needs_room: bool) -> str | None:
-        """Implements `disk.Faults`."""
+        """What goes wrong with a write: see `Disk`."""
         fault = self._fault("write") or (self._fault("record") if name.endswith(STATE) else None)
         self._ends(fault)
         if fault in ("full", "short") and not needs_room:
@@ -280,7 +283,7 @@ class Machine:
             patch.setattr(process, "pinned", lambda _: nullcontext())
             patch.setattr(devices, "physical_cores", lambda: [[core] for core in range(CORES)])
             patch.setattr(devices, "is_free", lambda _: True)
-            patch.setattr(allocation, "ThreadPoolExecutor", OneAfterTheOther)
+            patch.setattr(allocation, "ThreadPoolExecutor", lambda _: nullcontext(ONE_AFTER_THE_OTHER))
             patch.setattr(pool, "ThreadPoolExecutor", lambda count: self.threads.executor(count))
             patch.setattr(pool, "SimpleQueue", lambda: self.threads.queue())
             patch.setattr(pool, "wait", lambda *how: self.threads.wait(*how))

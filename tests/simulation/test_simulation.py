@@ -41,9 +41,6 @@ KEPT = {
     "workers are lost while noise is measured": Scenario(
         World("subgraph", "asymmetric", noise=2), ((Fault("build", "lost", 17, 10**9),),)
     ),
-    "no memory while ways to calibrate are compared": Scenario(
-        World("cut", "plain", "usual"), ((Fault("message", "no memory", 10),),)
-    ),
     "no memory during calibration": Scenario(World("subgraph"), ((Fault("message", "no memory", 17),),)),
     "no memory to run the float model again": Scenario(
         World("region", noise=1, asks="limits"),
@@ -81,7 +78,7 @@ def stage() -> Iterator[Stage]:
     gc.collect()
     gc.freeze()
     gc.disable()  # or it walks through all of the libraries again and again
-    with TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
+    with TemporaryDirectory(dir=IN_MEMORY) as folder:
         yield Stage(Path(folder))
     gc.enable()
     gc.unfreeze()

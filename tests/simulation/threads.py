@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from functools import partial
 from math import inf
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 from simulation.clock import Clock
@@ -165,20 +164,3 @@ class Queue:
             self._waiting.append(self._threads.current)
             self._threads.pause()
         return self._content.pop(0)
-
-
-class OneAfterTheOther:
-    """In place of a `ThreadPoolExecutor`."""
-
-    def __init__(self, count: int) -> None:
-        return
-
-    def __enter__(self) -> "OneAfterTheOther":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def submit(self, do: Callable[[], Any]) -> Any:
-        found = do()
-        return SimpleNamespace(result=lambda: found)

@@ -77,17 +77,6 @@ def test_a_run_that_is_killed_ends_with_the_same_files(unbroken, tmp_path, call)
     assert not (tmp_path / "candidates").exists()
 
 
-def test_another_option_is_refused_in_one_line_with_exit_code_2(unbroken, folder, call):
-    model, expected = unbroken
-    code, out, err = call(*command(model, folder / "unbroken", "--seed", "1"))
-    assert (code, out) == (2, "")
-    refusals = [line for line in err.splitlines() if "error" in line]
-    assert len(refusals) == 1
-    assert "was made with seed 0, now it is 1" in refusals[0]
-    assert "Traceback" not in err
-    assert contents(folder / "unbroken") == expected
-
-
 def parsed(state: bytes) -> list[Any]:
     lines = [json.loads(line) for line in state.splitlines()]
     return [{**line, "kind": line["key"].partition(":")[0]} for line in lines]

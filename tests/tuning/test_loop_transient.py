@@ -121,12 +121,11 @@ def test_refused_builds_are_stored(model: Path, workers: Workers) -> None:
     assert not [build for build in workers.builds if is_tuned(build)]
 
 
-@pytest.mark.parametrize("kills", [4])
 def test_killed_workers_during_the_proof_drop_no_comparison(
-    model: Path, workers: Workers, kills: int, whole: Callable[[str], Whole]
+    model: Path, workers: Workers, whole: Callable[[str], Whole]
 ) -> None:
     expected = whole("cut")
-    left = [kills]
+    left = [4]
 
     def killed(build: Build) -> bool:
         left[0] -= build.path == model

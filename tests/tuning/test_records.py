@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, Failure
@@ -33,15 +31,6 @@ from qdqtune.types import (
 def again(value: Any) -> Any:
     """A value as it comes back from the file."""
     return Line("key", json.loads(json.dumps(plain(value)))).read(type(value))
-
-
-@given(
-    st.frozensets(
-        st.builds(Edge, st.text(), st.text(), st.integers(0, 9)) | st.builds(Edge, st.text(), st.just(""), st.just(0))
-    )
-)
-def test_placements_survive(edges: frozenset[Edge]) -> None:
-    assert again(Placement(edges)) == Placement(edges)
 
 
 MEASURED = Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -30,45 +30,43 @@ def test_noise_is_not_measured_twice(model: Path) -> None:
     assert tune(noisy).ratio == first.ratio
 
 
+def run_of(tmp_path: Path, **more: Any) -> Run:
+    """A run on a model of products alone."""
+    subject = SimpleNamespace(
+        shaped=MODEL,
+        ranges=Ranges({}),
+        numbers=numeric_format("onnxruntime", "int8"),
+        possible=frozenset(),
+        accuracy=feeds(MODEL),
+    )
+    usual = {
+        "subject": subject,
+        "settings": SimpleNamespace(front=True, model=write(MODEL, tmp_path)),
+        "limits": SimpleNamespace(are_set=False, max_noise=None),
+        "budget": SimpleNamespace(is_late=False, builds=1, deadline=None),
+        "bench": SimpleNamespace(trial_seconds=1.0),
+        "runner": SimpleNamespace(memory=None),
+        "observer": Silent(),
+        "execution": EXECUTION,
+    }
+    return cast(Run, SimpleNamespace(**usual | more))
+
+
 @pytest.mark.parametrize(("deadline", "is_cut_short"), [(None, False), (0.0, True)])
 def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
     deadline: float | None, is_cut_short: bool, tmp_path: Path
 ) -> None:
-    run = SimpleNamespace(
-        subject=SimpleNamespace(accuracy=feeds(MODEL), shaped=MODEL),
-        settings=SimpleNamespace(model=write(MODEL, tmp_path)),
-        budget=SimpleNamespace(builds=1, deadline=deadline),
-        bench=SimpleNamespace(trial_seconds=1.0),
-        runner=SimpleNamespace(memory=None),
-        **{"observer": Silent(), "others": (), "execution": EXECUTION},
-    )
-    weights = dict.fromkeys(SHARES, W8)
-    caveat = Caveat()
-    assert rounding_noise._Alone(cast(Run, run), 0.0, 0.5).measured("storing weights", weights, caveat)
+    run, caveat = run_of(tmp_path, budget=SimpleNamespace(builds=1, deadline=deadline)), Caveat()
+    assert rounding_noise._Alone(run, 0.0, 0.5).measured("storing weights", dict.fromkeys(SHARES, W8), caveat)
     assert caveat == Caveat(is_hurried=is_cut_short)
 
 
 @pytest.mark.usefixtures("workers")
 def test_that_of_dynamic_quantization_includes_the_activations(tmp_path: Path) -> None:
     dynamic = WeightFormat(8, dynamic=True)
+    shares = {edge: {W8: 0.6, dynamic: 0.4} for edge in SHARES}
     with Store(tmp_path / "state.yaml", {}) as store:
-        run = SimpleNamespace(
-            subject=SimpleNamespace(
-                shaped=MODEL,
-                ranges=Ranges({}),
-                numbers=numeric_format("onnxruntime", "int8"),
-                possible=frozenset(),
-                accuracy=feeds(MODEL),
-            ),
-            settings=SimpleNamespace(front=True, model=write(MODEL, tmp_path)),
-            limits=SimpleNamespace(are_set=False, max_noise=None),
-            budget=SimpleNamespace(is_late=False, builds=1, deadline=None),
-            bench=SimpleNamespace(trial_seconds=1.0),
-            format_shares={edge: {W8: 0.6, dynamic: 0.4} for edge in SHARES},
-            runner=SimpleNamespace(memory=None),
-            **{"observer": Silent(), "others": (), "execution": EXECUTION, "store": store},
-        )
-        noise = noise_of(cast(Run, run))
+        noise = noise_of(run_of(tmp_path, format_shares=shares, store=store))
     assert noise is not None
     for edge in SHARES:
         assert 1.1 * noise.of_weight(edge, W8) < noise.of_weight(edge, dynamic) < 10 * noise.of_weight(edge, W8)

@@ -93,7 +93,6 @@ class Limits:
         return None if self.before is None else loss_high(self.before, metric)
 
     def on_outputs(self, accuracy: Accuracy | None) -> bool | None:
-        """Whether a candidate with such outputs holds the limits; None if the user's metric has to decide."""
         if not self.is_exact_enough(accuracy):
             return False
         return True if self.max_drop is None else None

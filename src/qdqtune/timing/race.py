@@ -83,7 +83,6 @@ def compare_builds(
     seed: int,
     decided: Callable[[Ratio], bool],
 ) -> Measurement:
-    """Rounds of two builds, look by look, until it is `decided`."""
 
     def leave(times: Times, _: Sequence[int]) -> tuple[int, ...]:
         return (1,) if decided(ratio(times.pair(0, 1), plan)) else ()

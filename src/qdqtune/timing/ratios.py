@@ -105,7 +105,6 @@ class Ratio:
 
     @property
     def is_close(self) -> bool:
-        """Whether the interval lies so close around 1 that the files count as equal."""
         return self.low is not None and self.high is not None and 1 - EQUAL <= self.low <= self.high <= 1 + EQUAL
 
     @property
@@ -279,7 +278,6 @@ def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
 
 
 def is_wide(found: Ratio) -> bool:
-    """Whether the interval reaches further than `WIDE` to either side, on average."""
     return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * WIDE)
 
 

@@ -62,7 +62,6 @@ class Candidates:
         return path
 
     def write_whole(self, placement: Placement, path: Path) -> None:
-        """Write a placement as a self-contained file."""
         save(self._inserter.insert(placement), path)
 
 
@@ -105,16 +104,8 @@ class Conditions:
     by_rule: ByRule | None = None
 
 
-@dataclass(frozen=True)
-class TrialJob:
-    """One candidate, and the placement that it is timed `against`."""
-
-    number: int
-    proposal: Proposal
-    against: Placement
-
-    def failed(self, failure: Failure) -> Trial:
-        return Trial(self.number, self.proposal, self.against, failure)
+UNTIMED = Failure("run", "not timed")
+"""The result of a candidate before it is measured, and of a file of which only the outputs were compared."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +121,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A candidate that was built, with its outputs on the samples; None if rounds give the outputs."""
+    """A candidate that was built: its trial without a result, and its outputs on the samples; None if rounds give the
+    outputs."""
 
-    job: TrialJob
+    trial: Trial
     build: Handle
     outputs: list[dict[str, Array]] | None
 
@@ -165,12 +157,12 @@ class TrialWorker:
             handle.path.unlink(missing_ok=True)
 
     def keep_only(self, placement: Placement) -> None:
-        """Unload every placement but this one."""
         for other in [p for p in self._builds if p != placement]:
             self.drop(other)
 
-    def trials(self, jobs: Sequence[TrialJob], batch: Batch) -> list[Trial]:
-        """Measure candidates that are compared with the same placement, all in the same rounds.
+    def trials(self, untimed: Sequence[Trial], batch: Batch) -> list[Trial]:
+        """Measure candidates that are compared with the same placement, all in the same rounds. `untimed` are their
+        trials without results.
 
         Raises:
             EngineFailure: the engine refuses the other placement, which it has built before.
@@ -179,31 +171,31 @@ class TrialWorker:
         entrants = list[Entrant]()
         by_rule = self._conditions.by_rule
         if by_rule is None:
-            self._opponent(jobs[0])
-        for job in jobs:
+            self._opponent(untimed[0].against)
+        for trial in untimed:
             try:
                 if by_rule is None:
-                    entrants.append(self._entrant(job))
+                    entrants.append(self._entrant(trial))
                 else:
-                    trials[job.number] = self._ruled(job, batch, by_rule)
+                    trials[trial.number] = self._ruled(trial, batch, by_rule)
             except EngineRefused as refused:
-                trials[job.number] = job.failed(refused.failure)
-                self.drop(job.proposal.placement)
+                trials[trial.number] = replace(trial, result=refused.failure)
+                self.drop(trial.placement)
         for trial in self._raced(entrants, batch) if entrants else ():
             trials[trial.number] = trial
             measured = judge(trial, self._conditions.plan)
             is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
             if is_slower or not self._conditions.limits.is_exact_enough(trial.accuracy):  # it cannot be accepted
                 self.drop(trial.placement)
-        return [trials[job.number] for job in jobs]
+        return [trials[trial.number] for trial in untimed]
 
-    def _entrant(self, job: TrialJob) -> Entrant:
-        build = self.load(job.proposal.placement, f"trial_{job.number:03}")
+    def _entrant(self, trial: Trial) -> Entrant:
+        build = self.load(trial.placement, f"trial_{trial.number:03}")
         if self.runner.start_seconds(build):
-            return Entrant(job, build, None)
+            return Entrant(trial, build, None)
         outputs = self.runner.outputs(build, self._conditions.samples)
         check_finite(outputs)
-        return Entrant(job, build, outputs)
+        return Entrant(trial, build, outputs)
 
     def _raced(self, entrants: Sequence[Entrant], batch: Batch) -> list[Trial]:
         """The trials of candidates that race together. Where the engine fails in the race of several, each races
@@ -213,18 +205,18 @@ class TrialWorker:
         except EngineRefused as refused:
             if len(entrants) > 1:
                 return [trial for entrant in entrants for trial in self._raced([entrant], batch)]
-            return [entrant.job.failed(refused.failure) for entrant in entrants]
+            return [replace(entrant.trial, result=refused.failure) for entrant in entrants]
         trials = []
         for place, entrant in enumerate(entrants, 1):
             try:
                 trials.append(self._trial(entrant, times.pair(0, place), batch))
             except EngineRefused as refused:
-                trials.append(entrant.job.failed(refused.failure))
+                trials.append(replace(entrant.trial, result=refused.failure))
         return trials
 
     def _times(self, entrants: Sequence[Entrant], batch: Batch) -> Times:
         conditions, begun = self._conditions, time.monotonic()
-        handles = [self._opponent(entrants[0].job), *(entrant.build for entrant in entrants)]
+        handles = [self._opponent(entrants[0].trial.against), *(entrant.build for entrant in entrants)]
         samples = conditions.samples if entrants[0].outputs is None else ()
         plan = replace(conditions.plan, looks=BRIEF_LOOKS) if batch.is_brief else conditions.plan
         take = taking_rounds(self.runner, handles, plan, conditions.seed, samples)
@@ -236,12 +228,12 @@ class TrialWorker:
         return race(take, len(handles), plan, decided_candidates(plan), is_late)
 
     def _trial(self, entrant: Entrant, result: Measurement, batch: Batch) -> Trial:
-        job, outputs = entrant.job, entrant.outputs
+        outputs = entrant.outputs
         if outputs is None:
             outputs = self.runner.outputs(entrant.build, self._conditions.samples)
             check_finite(outputs)
         layers: tuple[Layer, ...] | None = None
-        if job.proposal.wants_layers and not batch.is_brief:
+        if entrant.trial.proposal.wants_layers and not batch.is_brief:
             try:
                 layers = self.runner.layers(entrant.build, profiled_runs(float(np.median(result.b))))
             except EngineRefused as refused:
@@ -249,21 +241,20 @@ class TrialWorker:
                     raise
                 layers = ()
         closeness = accuracy(batch.reference, outputs, batch.scores)
-        return Trial(job.number, job.proposal, job.against, result, accuracy=closeness, layers=layers)
+        return replace(entrant.trial, result=result, accuracy=closeness, layers=layers)
 
-    def _ruled(self, job: TrialJob, batch: Batch, by_rule: ByRule) -> Trial:
-        """A candidate with its outputs, its layers, and its costs by rule; nothing is timed."""
-        candidate = self.load(job.proposal.placement, f"trial_{job.number:03}")
+    def _ruled(self, trial: Trial, batch: Batch, by_rule: ByRule) -> Trial:
+        candidate = self.load(trial.placement, f"trial_{trial.number:03}")
         outputs = self._deciding(candidate, batch)
         check_finite(outputs)
         layers = self.runner.layers(candidate, 1)
         computed = [name for layer in layers if layer.kind != "quantize" for name in layer.nodes]
         if computed and left_nodes(layers).issuperset(computed):
             raise EngineRefused(NO_NODES)
-        self._costs[job.proposal.placement] = cost = by_rule.costs.cost(job.proposal.placement, layers)
-        result = CostsByRule(self._cost_of(job.against, by_rule), cost)
-        exactness = accuracy(batch.reference, outputs, batch.scores)
-        return Trial(job.number, job.proposal, job.against, result, accuracy=exactness, layers=layers)
+        self._costs[trial.placement] = cost = by_rule.costs.cost(trial.placement, layers)
+        result = CostsByRule(self._cost_of(trial.against, by_rule), cost)
+        closeness = accuracy(batch.reference, outputs, batch.scores)
+        return replace(trial, result=result, accuracy=closeness, layers=layers)
 
     def _deciding(self, candidate: Handle, batch: Batch) -> list[dict[str, Array]]:
         """The outputs on all samples, or on the first ones if they show that the limit on the SQNR is missed: a
@@ -287,9 +278,9 @@ class TrialWorker:
             self._costs[placement] = by_rule.costs.cost(placement, layers)
         return self._costs[placement]
 
-    def _opponent(self, job: TrialJob) -> Handle:
+    def _opponent(self, placement: Placement) -> Handle:
         with rewording("the engine does not build the best model so far again"):  # it has built it before
-            return self.load(job.against, f"best{self._mark}")
+            return self.load(placement, f"best{self._mark}")
 
 
 def trial_seconds(
@@ -365,32 +356,33 @@ class Bench:
             BaselineFailed: the engine cannot run the float model.
             EngineFailure: the engine refuses the other placement, which it has built before.
         """
-        done: dict[int, tuple[Trial, bool]] = {}
-        jobs: list[TrialJob] = []
-        for place, proposal in enumerate(proposals):
-            known = self._known(number + place, proposal, against)
+        done: dict[int, Trial] = {}
+        untimed: list[Trial] = []
+        for place, proposal in enumerate(proposals, number):
+            known = self._known(place, proposal, against)
             if known is not None:
-                done[place] = known, True
+                done[place] = known
             else:
-                jobs.append(TrialJob(number + place, proposal, against))
-        with closing(self._answers(jobs, is_brief=is_brief)) as results:
+                untimed.append(Trial(place, proposal, against, UNTIMED))
+        recalled = set(done)
+        with closing(self._answers(untimed, is_brief=is_brief)) as results:
             # The user's metric runs on the first device after each trial: measure the whole batch before.
             is_gathered = len(self._pool) > 1 and self._conditions.evaluation is not None
             fresh = iter(list(results)) if is_gathered else results
-            for place in range(len(proposals)):
+            for place in range(number, number + len(proposals)):
                 while place not in done:
                     trial = next(fresh)
-                    done[trial.number - number] = trial, False
-                yield done.pop(place)
+                    done[trial.number] = trial
+                yield done.pop(place), place in recalled
 
-    def _answers(self, jobs: Sequence[TrialJob], *, is_brief: bool) -> Generator[Trial]:
-        if not jobs:
+    def _answers(self, untimed: Sequence[Trial], *, is_brief: bool) -> Generator[Trial]:
+        if not untimed:
             return
         batch = Batch(self.reference, self.scores, self.deadline, is_brief)
         each = max(1, self._conditions.model_bytes) * builds_for(self._runner.mix)
-        size = max(1, min(ceil(len(jobs) / len(self._pool)), TOGETHER // each - 1))
-        races = [jobs[first : first + size] for first in range(0, len(jobs), size)]
-        ask = [partial(TrialWorker.trials, jobs=race, batch=batch) for race in races]
+        size = max(1, min(ceil(len(untimed) / len(self._pool)), TOGETHER // each - 1))
+        races = [untimed[first : first + size] for first in range(0, len(untimed), size)]
+        ask = [partial(TrialWorker.trials, untimed=race, batch=batch) for race in races]
         with closing(self._pool.results(ask)) as results:
             for _, trials in results:
                 for trial in trials:
@@ -409,7 +401,6 @@ class Bench:
         return replace(trial, number=number, proposal=proposal)
 
     def keep_only(self, placement: Placement) -> None:
-        """Free all builds on all devices but those of this placement."""
         for worker in self._pool:
             worker.keep_only(placement)
 
@@ -422,7 +413,6 @@ class Bench:
         self._pool = WorkerPool([self._first])
 
     def _keep(self, trial: Trial) -> None:
-        """Store a trial, in place of what an earlier run has stored of it."""
         failed = failure(trial)
         is_lost = failed is not None and failed.is_transient
         key = _key(trial.placement, trial.against)

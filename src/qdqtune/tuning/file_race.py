@@ -51,7 +51,6 @@ class FileRace:
 
     @property
     def builds(self) -> int:
-        """The builds of all files."""
         return sum(len(block.times.seconds) for block in self.blocks)
 
     def compared(self, a: int, b: int) -> tuple[Compared, ...]:

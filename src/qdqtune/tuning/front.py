@@ -82,7 +82,6 @@ class ProvenPoint:
 
 
 def _row(point: ProvenPoint, proof: Proof, run: Run) -> dict[str, Any]:
-    """The row of a point in summary.json."""
     accuracy, placement, mix = point.trial.accuracy, point.trial.placement, run.subject.mix
     assert accuracy is not None  # a point was measured
     return {
@@ -244,7 +243,6 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -> Summary:
-    """The summary as it is if this point ships."""
     picked: Summary = {
         **summary,
         "shipped": "tuned",

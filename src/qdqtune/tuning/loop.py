@@ -101,7 +101,6 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
 
 
 def _state(trials: Sequence[Trial], run: Run, seconds: float, *, replayed: bool) -> State:
-    """The progress of a run after these trials, which took `seconds`; `replayed` is about the last one."""
     budget, plan, last = run.budget, run.settings.plan, trials[-1]
     expected = seconds / len(trials) * (budget.builds - len(trials))
     if budget.seconds_left is not None:

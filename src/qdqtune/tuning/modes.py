@@ -82,7 +82,6 @@ def _adds_nothing(history: Sequence[Trial], proof: Proof) -> ModeResult:
 
 
 def rule_search(run: Run) -> RuleSearch:
-    """The search by rule, on an engine whose builds are timed by their latency."""
     costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
     plan = run.settings.plan if run.settings.is_timed else None
     return RuleSearch(costs, noise_of_bits(run), plan)

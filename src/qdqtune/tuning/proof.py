@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.errors import BaselineFailed, EngineRefused, Failure, writing
+from qdqtune.errors import BaselineFailed, EngineRefused, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.label_metrics import Score
@@ -20,6 +20,7 @@ from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import shipping
+from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.records import Shipped, proof_key
 from qdqtune.tuning.run import Run
@@ -261,10 +262,6 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run, file_of: Cal
         attempts.append(Attempt(Placement(), race.compared(floats, baseline)))
     given_to_float = race.compared(baseline, given)[0] if given != baseline else None
     return Raced(tuple(attempts), race.builds, field, given_to_float)
-
-
-UNTIMED = Failure("run", "not timed")
-"""The result of a file of which only the outputs were compared."""
 
 
 def _given_file(run: Run) -> tuple[Trial | None, Score | None]:

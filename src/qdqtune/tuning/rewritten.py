@@ -125,7 +125,6 @@ class _Trying:
         self.subjects[""] = self.ready.subject
 
     def all(self, names: Sequence[str]) -> tuple[TriedRewrites, Subject]:
-        """What became of these rewrites, and the model with those that are kept."""
         settings, store = self.ready.settings, self.ready.store
         notes: list[str] = []
         tried: list[Tried] = []

@@ -97,7 +97,6 @@ def binding_noise_of(run: Run) -> Noise | None:
 
 
 def _coarsest(shares: Iterable[WeightFormat]) -> WeightFormat:
-    """The format that keeps least of a weight."""
     return min(shares, key=lambda s: (s.bytes_per_weight, s.name))
 
 

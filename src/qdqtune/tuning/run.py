@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -89,36 +88,36 @@ class Budget:
 
     builds: int
     proof: tuple[int, ...]
-    ends: float | None = None
-    candidate: float = 0.0
+    ends: float | None
+    candidate: float
+    opponents: int
+    points: int
+    grace: float
     brief: float = 0.0
     file_builds: float = 0.0
     file_rounds: float = 0.0
-    opponents: int = 1
-    points: int = 1
     copies: int = USUAL_BUILDS
-    grace: float = 0.0
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None, *, has_other_float: bool) -> Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`. `has_other_float`: the float
         model that candidates are made of is not the user's file, which then races in the proof, too."""
+        total = settings.time_budget
         budget = Budget(
             builds=settings.search_builds,
             proof=settings.proof,
-            ends=ends,
+            ends=None if ends is None else ends - FINISH_SHARE * (total or 0.0),
             candidate=bench.trial_seconds,
-            points=MAX_POINTS if settings.front else 1,
+            opponents=0,
+            points=0,
+            grace=GRACE_SHARE * (total or 0.0),
         )
-        total = settings.time_budget
-        if ends is not None and total is not None:
-            budget = replace(budget, ends=ends - FINISH_SHARE * total, grace=GRACE_SHARE * total)
         if not settings.is_timed:
-            return replace(budget, points=0, opponents=0)
-        floats, plan = bench.floats, settings.proof_plan
+            return budget
+        floats, plan, proof = bench.floats, settings.proof_plan, settings.proof
         each_round = plan.round_seconds(floats.turn_seconds, floats.start_seconds)
         warmup = plan.warmup_seconds(floats.turn_seconds, floats.start_seconds)
-        opponents, points, proof = 1 + has_other_float, budget.points, settings.proof
+        opponents, points = 1 + has_other_float, MAX_POINTS if settings.front else 1
         copies = FEWEST_BUILDS if floats.start_seconds else USUAL_BUILDS
         if total is not None:
             left = (FRONT_SHARE if settings.front else PROOF_SHARE) * total
@@ -142,7 +141,6 @@ class Budget:
         )
 
     def proof_seconds(self, finalists: int) -> float:
-        """The seconds of the first look of a proof of so many finalists."""
         slow = self.opponents + HOPED_RATIO * finalists
         return self.copies * ((self.opponents + finalists) * self.file_builds + slow * self.file_rounds)
 
@@ -247,7 +245,6 @@ class Ready:
 
     @property
     def ends(self) -> float | None:
-        """The time of `time.monotonic` at which the run has to end; None without a time budget."""
         return self.execution.ends
 
 
@@ -279,7 +276,6 @@ class Run(Ready):
 
     @cached_property
     def given_names(self) -> frozenset[str]:
-        """The names of the nodes in the user's file."""
         return node_names(self.settings.model)
 
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
@@ -339,7 +335,6 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
 
 
 def user_function(settings: Settings, execution: Execution) -> Metric | None:
-    """The function of `evaluate`; None without one."""
     return None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
 
 
@@ -362,16 +357,24 @@ def labelled_metric(settings: Settings, subject: Subject, execution: Execution) 
 @contextmanager
 def _engines(settings: Settings, logs: Path, execution: Execution) -> Iterator[list[Runner]]:
     engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
-    size = nbytes(settings.model)
+    size, cores = nbytes(settings.model), settings.cores_per_worker
     with ExitStack() as stack:
-        asked = settings.workers, settings.cores_per_worker, settings.ray, most_threads, execution.device
-        allocation = stack.enter_context(allocate_workers(engine, *asked))
-        runners = []
-        for device in allocation.devices:
-            memory = MemoryBudget.for_model(size)  # one each: a thread must not free builds that another one uses
-            where: Any = {"device": device, "start": allocation.start, "memory": memory}
-            runners.append(stack.enter_context(Runner(engine, log_dir=logs, execution=execution, **where)))
-        yield runners
+        allocation = stack.enter_context(
+            allocate_workers(engine, settings.workers, cores, settings.ray, most_threads, execution.device)
+        )
+        yield [
+            stack.enter_context(
+                Runner(
+                    engine,
+                    log_dir=logs,
+                    execution=execution,
+                    device=device,
+                    start=allocation.start,
+                    memory=MemoryBudget.for_model(size),  # one each: no thread frees builds that another one uses
+                )
+            )
+            for device in allocation.devices
+        ]
 
 
 @contextmanager
@@ -381,7 +384,6 @@ def open_run(ready: Ready) -> Iterator[Run]:
     Raises:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
     """
-    execution, constants = ready.execution, ready.constants
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     with ExitStack() as stack:
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
@@ -391,9 +393,12 @@ def open_run(ready: Ready) -> Iterator[Run]:
         for one in (runner, *ready.others):
             one.feed(at_each(subject.mix, settings.thread_counts))
         inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-        candidates = Candidates(inserter, constants)
-        simulated_as = settings.engine.name, runner.memory, execution
-        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, *simulated_as, settings.scores))
+        candidates = Candidates(inserter, ready.constants)
+        simulation = stack.enter_context(
+            Simulation(
+                inserter, subject.accuracy, settings.engine.name, runner.memory, ready.execution, settings.scores
+            )
+        )
         conditions = Conditions(
             plan=settings.plan,
             samples=subject.accuracy,
@@ -410,7 +415,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
         has_other_float = bool(settings.from_qdq or settings.fix_inputs or subject.changes)
         budget = Budget.of(settings, bench, ready.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
-        notes = tuple(filter(None, [_at_one_thread(ready, bench)]))
+        note = _at_one_thread(ready, bench)
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         width, learning_width = _widths(ready)
@@ -426,7 +431,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             budget.copies,
         )
         yield Run(
-            **{**vars(ready), "settings": settings, "subject": subject, "notes": notes},
+            **{**vars(ready), "settings": settings, "subject": subject, "notes": () if note is None else (note,)},
             candidates=candidates,
             bench=bench,
             simulation=simulation,
@@ -468,7 +473,6 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
 
 
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
-    """The costs by rule of a model's placements."""
     fullest = engine_rules.place(subject.shaped, subject.possible, "qnn", settings.quant_type)
     return RuleCosts(subject.shaped, fullest.placement, has_wide=subject.numbers.wide is not None)
 

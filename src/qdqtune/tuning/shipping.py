@@ -37,7 +37,6 @@ class Compared:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], a: int, b: int, plan: Plan, view: View) -> Self:
-        """Judge the blocks of a race of files."""
         seen = [block.at(view.shares) for block in blocks]
         found = between_files(seen, a, b, plan)
         measured = tuple(block.pair(a, b) for block in seen)
@@ -48,7 +47,6 @@ class Compared:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Ratio and times for summary.json, where a is the float model and b the final one."""
         return {
             "ratio": self.ratio.median,
             "low": self.ratio.low,
@@ -65,7 +63,6 @@ def first_faster(contexts: Sequence[Compared]) -> Compared:
 
 
 def worst_of(contexts: Sequence[Compared]) -> Compared:
-    """The context in which b takes the most time of a."""
     return max(contexts, key=lambda one: one.ratio.median)
 
 
@@ -208,7 +205,6 @@ class Finalists:
     are_points: bool = False
 
     def without(self, others: Collection[Placement]) -> Finalists:
-        """The same without some that were not tried."""
         return replace(self, placements=tuple(p for p in self.placements if p not in others))
 
     def next(self, attempts: Sequence[Attempt]) -> tuple[Placement, ...]:

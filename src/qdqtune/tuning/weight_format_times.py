@@ -81,7 +81,6 @@ class Size:
 
     @property
     def columns(self) -> int:
-        """The outputs with which it is tried."""
         return max(1, min(self.outputs, MOST_WEIGHTS // self.inputs))
 
     @property
@@ -134,7 +133,6 @@ def format_shares(
 
 
 def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
-    """The weight formats of the engine that the user wants."""
     engine = settings.engine.name
     if unwatched(settings.engine):
         return ()

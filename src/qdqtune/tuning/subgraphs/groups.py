@@ -47,7 +47,6 @@ class Grouping:
     origin: str
 
     def lines(self) -> list[str]:
-        """A text for the log, line by line."""
         head = f"{len(self.groups)} groups {self.origin}"
         groups = [f"  {' + '.join(group)}" for group in self.groups]
         folded = [f"{len(self.folded)} nodes are computed in advance: {', '.join(self.folded)}"] if self.folded else []

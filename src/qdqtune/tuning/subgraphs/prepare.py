@@ -84,12 +84,10 @@ class GroupKind:
 
     @property
     def first(self) -> Unit:
-        """The group that is measured for all of the kind."""
         return self.units[0]
 
     @property
     def each_ms(self) -> float:
-        """The float time of one group, in ms."""
         return self.ms / len(self.units)
 
 
@@ -236,7 +234,6 @@ class Profiler:
         return dtype.itemsize * int(np.prod(self._resolved.sizes.get(tensor, ())))
 
     def _values(self, tensors: Sequence[str]) -> dict[str, Array]:
-        """The values of tensors when the whole model runs on `Subject.feed`."""
         feed = self._subject.feed
         given = {t: np.asarray(feed[t]) for t in tensors if t in feed}
         computed = list(dict.fromkeys(t for t in tensors if t not in given))
@@ -308,7 +305,6 @@ class ProgressFile(Silent):
         self._validation: list[dict[str, Any]] = []
 
     def timed(self, kind: GroupKind, profile: Profile) -> None:
-        """Add a kind of group that was timed alone, now or in an earlier session."""
         self._groups[kind.number] |= {
             "float_ms": profile.float_ms,
             "schemes_ms": {option.scheme: option.ms for option in profile.options},
@@ -318,7 +314,6 @@ class ProgressFile(Silent):
         self._write()
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """Add a trial on the whole model."""
         row = {"number": trial.number, "origin": trial.proposal.origin, "edges": len(trial.placement)}
         self._validation.append(row | {"verdict": outcome, "best_ratio": state.best_ratio})
         self._write()
@@ -342,7 +337,6 @@ class Profiled:
 
     @property
     def shortfall(self) -> str | None:
-        """What to tell the user if there was no time for all groups."""
         profiles = self.search.selection.profiles.values()
         if not (late := sum(one.failures.get("") == NO_TIME for one in profiles)):
             return None
@@ -407,7 +401,6 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
 
 
 def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
-    """The float time of each group in ms; without layer times its number of operations."""
     model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
@@ -484,7 +477,6 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
 
 
 def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool, is_tried: bool) -> str:
-    """In words, why a group runs in 8 bits or in float."""
     accepted = profiled.search.selection.option(number) is not None
     if kept:
         best = profile.best
