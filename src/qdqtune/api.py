@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import cycle
 from pathlib import Path
+from threading import Event
 from typing import Any, ParamSpec, TypeVar
 
 from qdqtune.cli import progress as lines
@@ -40,7 +41,7 @@ from qdqtune.explanation.report import report_of_run
 from qdqtune.options import REQUIRED, Option, Options, anything, flags_of, option, options_of
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.folder import REPORT
-from qdqtune.tuning.observer import Cancel, Observer, Observers, Silent, State
+from qdqtune.tuning.observer import Observer, Observers, Silent, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
@@ -52,7 +53,7 @@ class CallOptions(Options):
 
     observer: Observer | None = field(default=None, kw_only=True)
     progress: bool = field(default=False, kw_only=True)
-    cancel: Cancel | None = field(default=None, kw_only=True)
+    cancel: Event | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -238,7 +239,7 @@ class _Log(Silent):
 
 
 @contextmanager
-def observing(observer: Observer | None, progress: bool, cancel: Cancel | None) -> Iterator[Observer]:
+def observing(observer: Observer | None, progress: bool, cancel: Event | None) -> Iterator[Observer]:
     """An observer that passes events on to the log, to `observer`, and to a display if `progress` is asked for.
 
     Raises:

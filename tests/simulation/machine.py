@@ -50,6 +50,9 @@ MARK = "(simulated)"
 
 CORES = 4
 
+ORDER_OF = lru_cache(maxsize=4096)(worker.order_of)
+"""As `worker.order_of`, with a memory."""
+
 ONE_AFTER_THE_OTHER = SimpleNamespace(submit=lambda do: SimpleNamespace(result=do))
 """In place of the threads of a `ThreadPoolExecutor`."""
 
@@ -291,7 +294,7 @@ class Machine:
             patch.setattr(process, "end_group", lambda pid: self.processes[pid - 1].end(-9))
             patch.setattr(process, "python", lambda *_, **__: {})
             patch.setattr(worker, "return_free_memory", lambda: None)
-            patch.setattr(worker, "order_of", order_of)
+            patch.setattr(worker, "order_of", ORDER_OF)
             patch.setattr(os, "getloadavg", lambda: (self.random.random(), 0.0, 0.0))
             patch.setattr(tempfile, "tempdir", str(self.temporary))
             yield
@@ -346,12 +349,3 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-@lru_cache(maxsize=4096)
-def order_of(seed: int, number: int, models: int) -> list[int]:
-    """As `worker.order_of`, with a memory."""
-    return ORIGINAL_ORDER(seed, number, models)
-
-
-ORIGINAL_ORDER = worker.order_of

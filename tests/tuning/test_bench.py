@@ -134,38 +134,34 @@ def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
     assert [p.stem for p in setup.candidates.folder.glob("*.onnx")] == [FLOAT.digest]
 
 
+def second_build(stage: Any) -> dict[str, Any]:
+    return {"refused": lambda _path, build: Failure(stage, "no", "log") if build == 1 else None}
+
+
 @pytest.mark.parametrize(
-    ("script", "stage"),
+    ("script", "stage", "is_kept"),
     [
-        ({"refused": lambda _path, build: Failure("build", "no kernel", "log") if build == 1 else None}, "build"),
-        ({"spoiled": Failure("run", "bad shape")}, "run"),
-        ({"spoiled": float("nan")}, "output"),
-        ({"spoiled": float("inf")}, "output"),
+        (second_build("build"), "build", True),
+        ({"spoiled": Failure("run", "bad shape")}, "run", True),
+        ({"spoiled": float("nan")}, "output", True),
+        ({"spoiled": float("inf")}, "output", True),
+        *((second_build(stage), stage, False) for stage in ("crash", "timeout", "resources")),
     ],
 )
-def test_a_failure_is_a_reasoned_result_that_is_remembered(opened: Open, script: dict[str, Any], stage: str) -> None:
+def test_a_failure_is_a_reasoned_result_that_the_next_run_knows_unless_it_is_transient(
+    opened: Open, script: dict[str, Any], stage: str, *, is_kept: bool
+) -> None:
     setup = opened(**script)
     trial, _ = setup.measure(1, setup.placements[0])
     assert isinstance(trial.result, Failure)
     assert trial.result.stage == stage
     assert judge(trial, Plan()) is None
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
-    later = opened()
-    assert later.measure(1, later.placements[0]) == (trial, True)
-    assert isinstance(later.measure(2, later.placements[1])[0].result, Measurement)
-
-
-@pytest.mark.parametrize("stage", ["crash", "timeout", "resources"])
-def test_a_transient_failure_holds_for_this_run_and_is_tried_again_by_the_next(opened: Open, stage: Any) -> None:
-    setup = opened(refused=lambda _path, build: Failure(stage, "gone") if build == 1 else None)
-    trial, _ = setup.measure(1, setup.placements[0])
-    assert isinstance(trial.result, Failure)
-    assert trial.result.stage == stage
     assert setup.measure(1, setup.placements[0]) == (trial, True)
     later = opened()
     again, was_known = later.measure(1, later.placements[0])
-    assert isinstance(again.result, Measurement)
-    assert not was_known
+    assert (was_known, again == trial) == (is_kept, is_kept)
+    assert isinstance(later.measure(2, later.placements[1])[0].result, Measurement)
 
 
 def test_a_candidate_is_not_blamed_when_its_opponent_fails(opened: Open) -> None:

@@ -83,12 +83,6 @@ def views_of(mix: Mix, counts: Sequence[int | None]) -> tuple[View, ...]:
     return tuple(views)
 
 
-def shares_at(mix: Mix, counts: Sequence[int | None]) -> tuple[tuple[float, ...], ...]:
-    """For each number of threads, the share of each part of a measurement in the times at that number; empty if there
-    is one number."""
-    return tuple(view.shares for view in views_of(mix, counts)) if len(counts) > 1 else ()
-
-
 def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
     """Advice if a run has fewer cores than threads, or if other processes use those of this machine, or of another
     `machine` that measures; None for the fake engine, and where times mean nothing."""

@@ -23,7 +23,6 @@ from qdqtune.search.region import WITHIN_LIMITS, RegionSearch
 from qdqtune.search.regions import cache
 from qdqtune.search.subgraph import with_quiet_seeds
 from qdqtune.system.writing import atomic_write
-from qdqtune.tuning.contexts import shares_at
 from qdqtune.tuning.folder import RAW, REGION_MODELS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.proof import Proof
@@ -120,7 +119,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         fallbacks=fallbacks,
         width=run.learning_width,
         format_shares=run.format_shares,
-        contexts=shares_at(subject.mix, run.settings.thread_counts),
+        contexts=run.shares,
         is_hurried=left is not None and left < needed and not run.settings.front,
     )
 

@@ -41,14 +41,6 @@ class State:
     judged: bool = True
 
 
-class Cancel(Protocol):
-    """Set from another thread to end a call: a `threading.Event`, for example."""
-
-    def is_set(self) -> bool:
-        """Whether the call is to end."""
-        ...
-
-
 class Observer(Listener, Protocol):
     """Receives the events of a run, in order, in the thread that runs it. An exception that it raises ends the run, and
     what was measured is kept. A subclass may leave out methods that it does not need."""

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -165,7 +165,7 @@ def noise_of_bits(run: Run) -> Noise:
     narrow = LazyMapping(tensors, lambda: none | dict(alone.tensors()))
     wide: Mapping[str, float] = {}
     if subject.numbers.wide is not None:
-        wide = LazyMapping(tensors, lambda: none | dict(alone.tensors_in_16_bits(narrow)))
+        wide = LazyMapping(tensors, lambda: none | dict(alone.tensors(narrow)))
     return Noise(subject.shaped, narrow, run.limits.max_noise, simulate=noise_at, wide_noise=wide)
 
 
@@ -190,36 +190,29 @@ class _Alone:
             return now + max(LEAST_SECONDS, self.share * self.run.budget.builds * self.run.bench.trial_seconds)
         return now + self.share * (deadline - now)
 
-    def tensors(self) -> Mapping[str, float]:
-        """The noise of rounding each tensor to 8 bits; all count the same if ONNX Runtime cannot run the model."""
-        subject, caveat = self.run.subject, Caveat()
+    def tensors(self, narrow: Mapping[str, float] | None = None) -> Mapping[str, float]:
+        """The noise of rounding each tensor to 8 bits; all count the same if ONNX Runtime cannot run the model. Where
+        that is given (`narrow`), the noise of rounding to 16 bits: of weights, and of what was not measured, it follows
+        from that in 8 bits, as noise goes with the square of a step."""
+        subject, bits = self.run.subject, "" if narrow is None else " in 16 bits"
 
-        def measured() -> dict[str, float]:
-            values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
-            alone = self.measured("rounding each tensor", values, caveat)
+        def measured(caveat: Caveat) -> dict[str, float]:
+            wide = narrow is not None
+            values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible, wide=wide)
+            alone = self.measured(f"rounding each tensor{bits}", values, caveat)
+            if narrow is not None:
+                return {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()} | (alone or {})
             return dict.fromkeys((edge.tensor for edge in subject.possible), 1.0) if alone is None else alone
 
-        return self._stored("noise", dict[str, float], measured, caveat)
-
-    def tensors_in_16_bits(self, narrow: Mapping[str, float]) -> Mapping[str, float]:
-        """That of rounding each tensor to 16 bits. Of weights, and of what was not measured, it follows from that in 8
-        bits (`narrow`): noise goes with the square of a step."""
-        subject, caveat = self.run.subject, Caveat()
-
-        def measured() -> dict[str, float]:
-            values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible, wide=True)
-            alone = self.measured("rounding each tensor to 16 bits", values, caveat)
-            return {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()} | (alone or {})
-
-        return self._stored("noise in 16 bits", dict[str, float], measured, caveat)
+        return self._stored(f"noise{bits}", dict[str, float], measured)
 
     def weights(self, coarsest: Mapping[Edge, WeightFormat]) -> Mapping[tuple[str, str], float]:
         """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format
         that keeps least, and for other formats scaled by the error of the weight itself. That of dynamic quantization
         includes the noise of rounding the activation, which the products that read it share."""
-        run, model, caveat = self.run, self.run.subject.shaped, Caveat()
+        run, model = self.run, self.run.subject.shaped
 
-        def measured() -> WeightNoise:
+        def measured(caveat: Caveat) -> WeightNoise:
             is_dynamic = any(s.dynamic for shares in run.format_shares.values() for s in shares)
             part = replace(self, share=self.share / 2) if is_dynamic else self
             of_activation = part.activations(caveat) if is_dynamic else {}
@@ -234,7 +227,7 @@ class _Alone:
                     rows.append((edge.tensor, weight_format.name, own + shared))
             return tuple(rows)
 
-        rows = self._stored("weight noise", WeightNoise, measured, caveat)
+        rows = self._stored("weight noise", WeightNoise, measured)
         return {(tensor, name): noise for tensor, name, noise in rows}
 
     def activations(self, caveat: Caveat) -> Mapping[Edge, float]:
@@ -276,8 +269,9 @@ class _Alone:
         caveat.is_hurried |= run.budget.deadline is not None and (bool(is_thinned) or time.monotonic() > deadline)
         return alone
 
-    def _stored(self, name: str, kind: type[Found], measured: Callable[[], Found], caveat: Caveat) -> Found:
-        return self.run.store.memo(f"{name}:{self.floor:.3g}", kind, measured, caveat)
+    def _stored(self, name: str, kind: type[Found], measured: Callable[[Caveat], Found]) -> Found:
+        caveat = Caveat()
+        return self.run.store.memo(f"{name}:{self.floor:.3g}", kind, partial(measured, caveat), caveat)
 
 
 def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:

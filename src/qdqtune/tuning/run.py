@@ -36,7 +36,7 @@ from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, least_rounds
 from qdqtune.tuning.bench import Bench, ByRule, Candidates, Conditions, TrialWorker
-from qdqtune.tuning.contexts import at_each, shares_at, views_of
+from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
@@ -278,13 +278,18 @@ class Run(Ready):
     def given_names(self) -> frozenset[str]:
         return node_names(self.settings.model)
 
+    @property
+    def shares(self) -> tuple[tuple[float, ...], ...]:
+        """At each of several numbers of threads, the share of each call in the time; empty if there is one number."""
+        views = self.racer.views
+        return tuple(view.shares for view in views) if len(views) > 1 else ()
+
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
         """The placements that are slower than float at one of several numbers of threads."""
-        shares = shares_at(self.subject.mix, self.settings.thread_counts)
-        ratios = {Placement(): np.ones(len(shares))}  # to float, at each number
-        for trial in history if shares else ():
+        ratios = {Placement(): np.ones(len(self.shares))}  # to float, at each number
+        for trial in history if self.shares else ():
             if isinstance(trial.result, Measurement) and trial.against in ratios:
-                times = [np.median(np.divide(m.b, m.a)) for m in map(trial.result.mean, shares)]
+                times = [np.median(np.divide(m.b, m.a)) for m in map(trial.result.mean, self.shares)]
                 ratios[trial.placement] = ratios[trial.against] * times
         return frozenset(placement for placement, own in ratios.items() if own.max(initial=0.0) > SLOWER)
 
