@@ -13,10 +13,9 @@ from scipy.special import bdtr
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
-from qdqtune.errors import Failure
 from qdqtune.timing.race import race
-from qdqtune.timing.ratios import Plan, Ratio, judge, least_rounds, ratio
-from qdqtune.types import Measurement, Placement, Proposal, Times, Trial, Turn, Workload
+from qdqtune.timing.ratios import Plan, Ratio, least_rounds, ratio
+from qdqtune.types import Measurement, Times, Turn, Workload
 from rates import plausible
 
 Array = npt.NDArray[Any]
@@ -205,11 +204,6 @@ def test_a_written_interval_reaches_the_rival_only_where_the_verdict_is_open(
     assert str(Ratio(0.5, 0.41, 0.6)) == "0.500 [0.410, 0.600]"
 
 
-def test_models_that_are_exactly_equal_are_undecided() -> None:
-    found = ratio(measured(np.ones(48)), PLAN)
-    assert (found, found.verdict) == (Ratio(1.0, 1.0, 1.0), "undecided")
-
-
 @pytest.mark.parametrize(
     ("looks", "error"), [((), 0.01), ((20, 12), 0.01), ((12, 12), 0.01), ((0, 12), 0.01), ((12,), 0.0), ((12,), 0.5)]
 )
@@ -224,17 +218,6 @@ def test_the_least_rounds_that_can_decide(error: float, looks: int, rounds: int)
     plan = Plan(tuple(range(rounds, rounds + looks)), error)
     assert ratio(measured(np.full(rounds, 0.9)), plan).verdict == "faster"
     assert ratio(measured(np.full(rounds - 1, 0.9)), plan).verdict == "undecided"
-
-
-def trial(result: Measurement | Failure) -> Trial:
-    return Trial(1, Proposal("test", Placement()), Placement(), result)
-
-
-def test_a_trial_is_judged_by_its_measurement() -> None:
-    first = judge(trial(measured(np.full(12, 0.8))), PLAN)
-    assert first is not None
-    assert (first.verdict, first.median) == ("faster", pytest.approx(0.8))
-    assert judge(trial(Failure("run", "no")), PLAN) is None
 
 
 @pytest.mark.parametrize("ends", [(0.0, None, None), (1.0, 0.0, 2.0), (-1.0, None, None), (1.0, 0.5, -2.0)])

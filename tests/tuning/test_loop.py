@@ -244,16 +244,6 @@ def test_it_stops_when_there_is_nothing_left_to_try(model: Path) -> None:
     assert 0 < result.summary["builds"] < 60
 
 
-def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
-    model = write(mixed(batch=None), tmp_path)
-    result = tune(settings(model, input_shapes={"x": (2, 64, 64)}))
-    assert result.improved
-    for name in ("baseline.onnx", "optimized_final.onnx"):
-        graph = onnx.load(out(model, name)).graph
-        for value in (graph.input[0], graph.output[0]):
-            assert value.type.tensor_type.shape.dim[0].dim_param == "N"
-
-
 def test_the_node_filter_leaves_other_regions_in_float(model: Path) -> None:
     result = tune(settings(model, node_filter=("fir*",)))
     assert result.improved

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qdqtune.errors import BaselineFailed, EngineFailure, Failure
+from qdqtune.errors import BaselineFailed, EngineFailure
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from runs import mixed, rows, settings, write
@@ -109,16 +109,6 @@ def test_transient_failures_are_not_stored(
     workers.refused = lambda _: None
     assert run(model, mode).history == expected.found.history
     assert shipped(model.parent / "out") == expected.files
-
-
-def test_refused_builds_are_stored(model: Path, workers: Workers) -> None:
-    workers.refused = lambda build: "no kernel for Add" if build.log.stem == "trial_002" else None
-    first = run(model, "cut")
-    assert [t.result.stage for t in first.history if isinstance(t.result, Failure)] == ["build"]
-    workers.builds.clear()
-    workers.refused = lambda _: None
-    assert run(model, "cut").history == first.history
-    assert not [build for build in workers.builds if is_tuned(build)]
 
 
 def test_killed_workers_during_the_proof_drop_no_comparison(

@@ -153,11 +153,3 @@ def test_what_comes_first_is_written_first_and_told_in_order(model, monkeypatch,
     assert waited == [True]
     assert [t.number for t in result.history] == sorted(t.number for t in result.history)
     assert best_of(result.history).edges
-
-
-def test_a_metric_of_the_users_is_asked_for_on_one_device(model, monkeypatch, many_cores):
-    monkeypatch.syspath_prepend(str(model.parent))
-    (model.parent / "score.py").write_text("def score(model):\n    return 1.0\n")
-    result = tune(settings(model, workers=3, evaluate="score:score", **MODES["region"]))
-    assert result.improved
-    assert result.summary["metric_after"] == 1.0
