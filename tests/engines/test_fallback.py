@@ -20,7 +20,6 @@ def test_nodes_elsewhere_their_reasons_and_borders() -> None:
     assert [(left.node, left.op, left.reason) for left in found.left] == [("b", "Abs", "on the CPU: no kernel")]
     assert [(border.tensor, border.nbytes) for border in found.borders] == [("p", 1024), ("q", 1024)]
     assert found.in_words() == "1 of 3 nodes run elsewhere, 2 borders of 2 KiB: b on the CPU: no kernel"
-    assert found.to_dict()["left"] == ({"node": "b", "op": "Abs", "reason": "on the CPU: no kernel"},)
 
 
 def test_the_time_of_nodes_elsewhere_and_of_copies() -> None:

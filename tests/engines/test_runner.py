@@ -314,13 +314,6 @@ def test_the_log_folder_must_be_writable(tmp_path: Path) -> None:
         pass
 
 
-def test_timing_needs_a_sample(tmp_path: Path, files: SimpleNamespace) -> None:
-    with Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path) as runner:
-        plain = runner.load(files.plain)
-        with pytest.raises(ValueError, match="feed"):
-            raced(runner, plain, plain, 1, **ROUNDS)
-
-
 def test_a_worker_that_printed_nothing_leaves_no_log(tmp_path: Path) -> None:
     with Runner(EngineSpec("fake"), log_dir=tmp_path / "logs") as runner:
         runner.describe()

@@ -8,6 +8,7 @@ import pytest
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
 from qdqtune.search import TwoStage, products_left_in_float
 from qdqtune.search.region import Config
@@ -74,9 +75,11 @@ def test_products_that_are_all_left_in_float_show_that_there_are_no_kernels(
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("mode", ["cut", "region"])
-def test_a_run_ends_after_the_batch_that_shows_it(two: Model, tmp_path: Path, mode: str) -> None:
-    engine = EngineSpec("fake", {"float_only": True})
-    result = tune(settings(write(two, tmp_path), mode=mode, engine=engine, cut_seed=True))
+def test_a_run_ends_after_the_batch_that_shows_it(
+    two: Model, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CostModel, "_runs_in_integers", lambda *_: False)
+    result = tune(settings(write(two, tmp_path), mode=mode, cut_seed=True))
     assert [(t.placement.edges != frozenset()) for t in result.history].count(True) == 3
     assert any("no 8-bit kernels" in note for note in result.notes)
 

@@ -30,7 +30,7 @@ from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, leased, needs_gpu, pinned
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.engines.process import NODE_LOST
-from qdqtune.engines.remote.connection import facts_of
+from qdqtune.engines.remote.connection import Destination
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.explanation.formatting import builds, counted, duration
 from qdqtune.system.interpreter import end_group, python
@@ -144,7 +144,7 @@ def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Seq
     widest = max(engines, key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
     each = options.cores_per_worker
     if options.on is not None:
-        facts_of(options.on)  # one line if it cannot be reached, not one for each model
+        Destination.parsed(options.on).facts()  # one line if it cannot be reached, not one for each model
         count = options.workers or 1
         each = cores_for(widest, each) if count > 1 else each
         return (ANYWHERE,) * count, {"on": options.on, "workers": 1, "cores_per_worker": each}

@@ -9,10 +9,10 @@ from typing import Any
 from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown
 from qdqtune.engines import MODULES, EngineSpec
-from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
+from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.engines.tensorrt.options import check_inputs
+from qdqtune.engines.tensorrt.options import check_inputs, timing_cache
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
@@ -44,7 +44,7 @@ def _outputs(path: Path, name: str, given: Values) -> list[Output]:
     engine = given["engine"] if isinstance(given["engine"], EngineSpec) else EngineSpec(given["engine"])
     named = engine.options.get("timing_cache") or (given["engine_options"] or {}).get("timing_cache")
     beside = None if named else with_timing_cache(engine, path.parent).options.get("timing_cache")
-    cache = [] if beside is None else tensorrt_cache(Path(beside), "the timing cache", given)
+    cache = [] if beside is None else timing_cache(Path(beside), "the timing cache")
     return [*artifact(path, name, engine.name), *cache]
 
 

@@ -265,7 +265,7 @@ class Checked(Shown):
             "findings": [asdict(finding) for finding in findings],
             "passes": self.passes,
             "measured": self.measured,
-            **({} if self.fallback is None else {"fallback": self.fallback.to_dict()}),
+            **({} if self.fallback is None else {"fallback": asdict(self.fallback)}),
         }
 
 

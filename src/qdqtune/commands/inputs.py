@@ -29,8 +29,7 @@ from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
-from qdqtune.engines.options import tensorrt_cache
-from qdqtune.engines.tensorrt.options import libraries_in
+from qdqtune.engines.tensorrt.options import libraries_in, timing_cache
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import Predict
@@ -269,6 +268,6 @@ def check_options(options: Options) -> None:
                 if isinstance(one, str | Path | WorkloadFile):
                     inputs.setdefault((kind.what or name).replace("_", " "), []).extend(kind.reads(str(one)))
     if isinstance(cache := of_engine.get("timing_cache"), str | Path):
-        outputs += tensorrt_cache(Path(cache), "`engine_options` timing_cache", values)
+        outputs += timing_cache(Path(cache), "`engine_options` timing_cache")
     if outputs:
         check_outputs(outputs, inputs)

@@ -19,7 +19,7 @@ from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores, usual_threads
 from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
-from qdqtune.engines.remote.connection import facts_of
+from qdqtune.engines.remote.connection import Destination
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.result_rows import is_judged
 from qdqtune.numerics.accuracy import closeness
@@ -111,7 +111,7 @@ class TuneOptions(InputOptions, SearchOptions, EngineOptions, RangeOptions):
             BadData: a workload cannot be read.
         """
         check_cache(self, self)
-        machine = None if self.on is None else facts_of(self.on)
+        machine = None if self.on is None else Destination.parsed(self.on).facts()
         effort = EFFORTS[self.effort]
         # With a time budget it is time that ends the search, while there is something left to try.
         bound = effort if self.time_budget is None else EFFORTS["extensive"]

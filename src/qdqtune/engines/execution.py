@@ -77,10 +77,9 @@ class Execution:
     """How a command runs models and code of the user.
 
     A request to an engine may take `seconds`, as may a pass over samples. The time budget is over at the time `ends` of
-    `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. The stages of
-    the command write constants of their models to `constants`, so that weights are written once. `idle` are workers for
-    models that are looked at and not timed (`runner.IdleWorkers`). `device` starts those that run and time
-    models on the user's engine, if that is on another machine.
+    `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. All models of the command keep their
+    constants in `constants`. `idle` are workers for models that are not timed (`runner.IdleWorkers`). `device` starts
+    those that run and time models on the user's engine, if that is on another machine.
     """
 
     seconds: float = TIME_LIMIT

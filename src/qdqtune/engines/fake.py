@@ -78,7 +78,6 @@ class FakeOptions:
     faults: a pattern of node names for `refuse`, `crash`, `hang` (when built) or `nan` (when run): what happens to a
         model with a Q/DQ pair on an input of such a node.
     hide_times: layer reports have no times, like those of engines that cannot time layers.
-    float_only: no operator has an integer kernel.
     threads: multiply-adds are divided among so many; all else takes as long as on one.
     """
 
@@ -91,7 +90,6 @@ class FakeOptions:
     build_seconds: float = 0.0
     faults: Mapping[str, str] | None = None
     hide_times: bool = False
-    float_only: bool = False
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -143,7 +141,7 @@ class Fake:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
-            costs = CostModels(proto, self._options.threads, float_only=self._options.float_only)
+            costs = CostModels(proto, self._options.threads)
             seconds = costs.of({}).seconds  # fails if the cost model cannot read the model
         except Exception as error:  # what protobuf, the checker and shape inference raise has no common class
             append(log, f"{error}\n")
@@ -239,8 +237,8 @@ def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingP
 class CostModels:
     """The cost models of one file: one for each set of sizes of its open inputs."""
 
-    def __init__(self, model: onnx.ModelProto, threads: int, *, float_only: bool = False) -> None:
-        self._model, self._threads, self._float_only = model, threads, float_only
+    def __init__(self, model: onnx.ModelProto, threads: int) -> None:
+        self._model, self._threads = model, threads
         self._open = [v.name for v in model.graph.input if not _is_fixed(v)]
         self._known: dict[tuple[tuple[int, ...], ...], CostModel] = {}
 
@@ -248,7 +246,7 @@ class CostModels:
         sizes = {name: np.shape(inputs[name]) for name in self._open if name in inputs}
         key = tuple(sizes.values())
         if key not in self._known:
-            self._known[key] = CostModel(_with_sizes(self._model, sizes), self._threads, float_only=self._float_only)
+            self._known[key] = CostModel(_with_sizes(self._model, sizes), self._threads)
         return self._known[key]
 
 
@@ -272,7 +270,7 @@ def _with_sizes(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) ->
 class CostModel:
     """What each node of a model with known sizes costs; see the module's text."""
 
-    def __init__(self, model: onnx.ModelProto, threads: int = 1, *, float_only: bool = False) -> None:
+    def __init__(self, model: onnx.ModelProto, threads: int) -> None:
         self.pace = MULTIPLY_ADDS_PER_SECOND * threads
         graph = onnx.shape_inference.infer_shapes(model).graph
         self._graph, self.nodes = graph, graph.node
@@ -289,7 +287,7 @@ class CostModel:
         for output in graph.output:
             self.readers.setdefault(output.name, []).append(None)
         self.wide = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.UINT16}
-        self.integer = {node.output[0] for node in self.nodes if not float_only and self._runs_in_integers(node)}
+        self.integer = {node.output[0] for node in self.nodes if self._runs_in_integers(node)}
 
     @cached_property
     def seconds(self) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
@@ -60,9 +59,6 @@ class Fallback:
         cost = f"{count} border{'s' * (count != 1)}" + (f" of {size / 1024:.3g} KiB{unknown}" if size else "")
         cost += "" if self.ms is None else f", {self.ms:.3g} ms there and in copies"
         return f"{len(self.left)} of {self.nodes} nodes run elsewhere, {cost}: {'; '.join(told[:FEW])}{more}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:

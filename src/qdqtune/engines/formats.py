@@ -38,27 +38,16 @@ def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
 
     ONNX Runtime on the CPU: weights are symmetric; activations have zero points, which cost no time, and with which a
     pair can replace a Relu. On x86 int8 activations are several times slower. On ARM both are fused into the same
-    operators (seen with 1.31.1 under an emulator), so their kernels decide (platform.cpp, convsym.cpp, qlinearconv.cc;
-    no times were taken on ARM):
+    operators (1.31.1 under an emulator), so MLAS's kernels decide (no times were taken there): without dot products its
+    one kernel takes int8, and sums two products in 16 bits, which -128 as a weight would overflow (`insert` writes
+    none); with them uint8 has kernels of its own.
 
-    - Without dot products there is one kernel for products, of int8 with int8; uint8 activations are rewritten to int8
-      before each product. Convolutions that are products of matrices (MlasSymmQgemm) read int8 as it lies in memory.
-      The kernel adds two products in 16 bits, which -128 as a weight would overflow: `insert` writes none.
-    - With dot products uint8 has kernels of its own (UDOT), for which weights are rewritten once, on loading. With I8MM
-      it has UMMLA, and int8 convolutions stay with SDOT.
-
-    OpenVINO on the CPU: symmetric on both sides, int8, or uint8 for tensors without negative values. Measured with
-    2026.4 on x86 without VNNI, one thread; times are relative to float:
-
-    - The product of two activations has an integer kernel for symmetric numbers only, and zero points elsewhere cost
-      time. With the pairs of quantize_static, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8. VNNI multiplies
-      uint8 with int8, so int8 behind a Relu costs time there (mobilenet_v2: 0.47, not 0.40), and 1.6 dB.
-    - Sums of two products saturate: with weights of 127 they are off by half and more, with weights of 63 exact.
-    - A clamp between a convolution and a pair is fused with both. So neither dropping it nor an int32 bias gains time.
-    - A pair behind a Concat or MaxPool is moved into the kernels in front. With a scale of its own it is rounded
-      twice: squeezenet takes 0.36, and with common scales 0.24 with 4 dB more.
-    - An int8 pair between a Concat and a Conv is rounded to steps of 1 whatever its scale is. A uint8 pair around 128
-      is exact, and the same kernels run.
+    OpenVINO on the CPU (2026.4, x86 without VNNI): symmetric on both sides, as the product of two activations has an
+    integer kernel only so; int8, or uint8 for tensors without negative values, as VNNI multiplies uint8 with int8. Sums
+    of two products saturate: weights of 127 are off by half and more, weights of 63 exact. A clamp between a
+    convolution and a pair is fused with both, and a pair behind a Concat or MaxPool is moved into the kernels in front,
+    where a scale of its own rounds twice. An int8 pair between a Concat and a Conv is rounded to steps of 1 whatever
+    its scale is; a uint8 pair around 128 is exact. (Times: benchmarks/findings.md.)
 
     Raises:
         BadOption: no engine has that name, or it has no kernels for that type.

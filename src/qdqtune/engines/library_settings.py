@@ -139,7 +139,7 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
 PLAIN_OPTIONS = frozenset({
     "threads", "provider", "provider_options", "fuse", "fuse_pairs", "rewrite", "denormals_as_zero", "precision",
     "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target", "warmup_ms",
-    "seed", "noise", "drift", "spikes", "asymmetric", "wide", "build_seconds", "faults", "hide_times", "float_only",
+    "seed", "noise", "drift", "spikes", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
 })  # fmt: skip
 """Options of all engines that name no file and no program; of `provider_options` those of the provider's table."""
 

@@ -25,14 +25,12 @@ from qdqtune.options import (
     MaybeText,
     Option,
     Options,
-    Values,
     assignments,
     check_name,
     option,
     texts_of,
     writes,
 )
-from qdqtune.system.checks import Output
 
 ENGINE_NAMES = (
     f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
@@ -45,11 +43,6 @@ def time_limit_option() -> Any:
         SECONDS, TIME_LIMIT, "Longest that one build or inference may take, samples of `calibration_data` in each pass "
         "over them, and your metric beside its inferences: 90s, 10m, 1h.", "Engine", metavar="TEXT",
     )  # fmt: skip
-
-
-def tensorrt_cache(path: Path, name: str, _: Values) -> list[Output]:
-    """The timing cache as an output, for the checks on files that a command writes."""
-    return [timing_cache(path, name)]
 
 
 def _engine(value: Any) -> str | EngineSpec:
@@ -86,7 +79,7 @@ def threads_option(default: str) -> Any:
     )
 
 
-TIMING_CACHE_FILE = writes(tensorrt_cache)
+TIMING_CACHE_FILE = writes(timing_cache)
 
 
 @dataclass(kw_only=True)

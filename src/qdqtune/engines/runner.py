@@ -242,8 +242,6 @@ class Runner:
     def turns(self, handles: Sequence[Handle], turn_seconds: float) -> list[Turn]:
         """The turns of models in rounds, for each workload of `feed`: all models have the same, in which the slowest
         runs for an equal part of `turn_seconds`."""
-        if not self._mix:
-            raise ValueError("rounds need a sample: call feed first")
         builds = tuple(handle.build for handle in handles)
         return list(self._ask_of(handles, "probe", builds, turn_seconds, what=f"timing {_names(handles)}"))
 

@@ -26,7 +26,6 @@ from qdqtune.system.checks import (
     below,
     check_inside,
     check_outputs,
-    check_single,
     in_list,
     listed,
     real,
@@ -163,7 +162,7 @@ def check_run(settings: Settings) -> None:
     outputs.append(Output(state, of_state, may_continue, makes_folder=True))
     outputs.append(Output(pattern_cache_of(state), of_state, written_as("record"), makes_folder=True))
     if isinstance(times, str):
-        outputs.append(timing_cache(Path(times), "`engine_options` timing_cache"))
+        outputs += timing_cache(Path(times), "`engine_options` timing_cache")
     check_outputs(outputs, _inputs(settings))
 
 
@@ -189,8 +188,6 @@ def _present(folder: Path, parts: Collection[str]) -> Iterator[Output]:
         check_inside(folder / part, folder)
         for path in below(folder / part):
             check_inside(path, folder)
-            if part == LOGS:
-                check_single(path)
             if path.is_file():
                 is_named = path.parent == folder / part and any(path.match(pattern) for pattern in patterns)
                 must_be_ours = part in parts and is_named

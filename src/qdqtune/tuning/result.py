@@ -114,7 +114,7 @@ def conclude(
         layers = run.bench.layers(proof.in_file if is_built else Placement())
         if is_provider:
             found = fallback(load(run.settings.output_dir / FINAL), layers)
-            summary["fallback"] = found.to_dict()
+            summary["fallback"] = asdict(found)
             left.append(found.in_words())
     summary |= {**recorded.summary, "seconds": round(log.seconds, 3)}
     notes = (*left, *run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)

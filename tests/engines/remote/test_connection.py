@@ -25,7 +25,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
 from qdqtune.engines.process import Program
-from qdqtune.engines.remote.connection import Destination, facts_of, packed, why_not
+from qdqtune.engines.remote.connection import Destination, packed, why_not
 from qdqtune.engines.remote.far import Contents, FarSession
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineUnavailable
@@ -83,7 +83,7 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
 ) -> None:
     model, history = expected
     with WAYS[way](tmp_path) as far:
-        machine = facts_of(far.on)
+        machine = Destination.parsed(far.on).facts()
         result = tune(asked(model, way, on=far.on, machine=machine))
         assert result.history == history
         assert (machine.where, machine.cores) == (far.name, devices.usable_cores())
@@ -133,7 +133,7 @@ def test_reasons_are_read_from_what_the_other_side_prints(code: int, printed: st
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.engines.remote.connection.__version__", "9.9")
     with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version"):
-        facts_of(far.on)
+        Destination.parsed(far.on).facts()
     far.clean()
 
 
@@ -309,12 +309,12 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path += {tests!r}
-from test_connection import asked, facts_of
+from test_connection import Destination, asked
 from qdqtune.engines import EngineSpec
 from qdqtune.tuning.loop import tune
 
 slow = EngineSpec("fake", {{"build_seconds": 0.1}})
-tune(asked(Path({model!r}), {name!r}, on={on!r}, machine=facts_of({on!r}), engine=slow))
+tune(asked(Path({model!r}), {name!r}, on={on!r}, machine=Destination.parsed({on!r}).facts(), engine=slow))
 """
 TESTS = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 

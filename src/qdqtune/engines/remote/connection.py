@@ -155,11 +155,6 @@ class Destination:
             raise
 
 
-def facts_of(on: str) -> MachineFacts:
-    """What is known of the machine that the option `on` names. Raises as `Destination.start`."""
-    return Destination.parsed(on).facts()
-
-
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
     """Why no worker has started, and what to do, from the exit code of `ssh` and what it has printed."""
     host, python = destination.host, destination.python

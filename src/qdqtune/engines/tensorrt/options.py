@@ -119,10 +119,10 @@ def is_plan(path: Path) -> bool:
         return file.read(4) in PLANS
 
 
-def timing_cache(path: Path, option: str) -> Output:
+def timing_cache(path: Path, option: str, _: object = None) -> list[Output]:
     """A timing cache to read and write. TensorRT and trtexec add to an existing file. Nothing in a timing cache says
     that it is one, so only texts, archives, arrays, models and plans are refused."""
-    return Output(path, option, _may_be_timing_cache, makes_folder=True)
+    return [Output(path, option, _may_be_timing_cache, makes_folder=True)]
 
 
 def _may_be_timing_cache(path: Path) -> bool:
