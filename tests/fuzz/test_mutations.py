@@ -72,7 +72,7 @@ def test_a_run_that_has_measured_pairs_which_the_model_does_not_have(base: Path,
     state = own / mutations.OUT / "autotuner_state.yaml"
     rows = [json.loads(line) for line in state.read_text().splitlines()]
     trial = next(row for row in rows if str(row["key"]).startswith("trial:"))
-    trial["value"]["placement"]["edges"] = [["nothing", "nowhere", 0]]
+    trial["value"]["proposal"]["placement"]["edges"] = [["nothing", "nowhere", 0]]
     for row in rows:
         del row["crc"]
     state.write_bytes(b"".join(map(line_of, rows)))

@@ -39,11 +39,6 @@ def test_equal_outputs_and_outputs_without_floats_have_no_ratio() -> None:
     assert sqnr_db([{"n": np.array([3])}], [{"n": np.array([4])}]) is None
 
 
-def test_samples_must_correspond() -> None:
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        sqnr_db([{"y": np.ones(1)}] * 2, [{"y": np.ones(1)}])
-
-
 @pytest.mark.parametrize(("value", "expected"), [(1.0, True), (np.nan, False), (np.inf, False), (-np.inf, False)])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_finite_outputs(value: float, expected: bool, dtype: type) -> None:
@@ -88,18 +83,6 @@ def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:
     assert found.sqnr_db is None
     assert closeness_of(found) == "87.5% of the integers equal"
     assert accuracy([{"y": np.ones(3)}], [{"y": np.ones(3)}]).agreement is None
-
-
-def test_class_scores_tell_how_many_samples_keep_their_class() -> None:
-    reference = [{"y": np.float32([[0.1, 0.9], [0.8, 0.2]])}, {"y": np.float32([[0.6, 0.4], [0.3, 0.7]])}]
-    outputs = [reference[0], {"y": np.float32([[0.4, 0.6], [0.3, 0.7]])}]
-    assert accuracy(reference, outputs).top1 == 0.75
-    with_ones = [{"y": sample["y"].reshape(2, 2, 1, 1)} for sample in reference]
-    assert accuracy(with_ones, with_ones).top1 == 1
-    boxes = [{"y": np.ones((1, 4, 5), np.float32)}]
-    assert accuracy(boxes, boxes).top1 is None
-    one = [{"y": np.ones((1, 1), np.float32)}]
-    assert accuracy(one, one).top1 is None
 
 
 def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:

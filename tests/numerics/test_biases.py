@@ -65,30 +65,26 @@ def means(net: Model, feeds: list[Arrays], output: str) -> np.ndarray[Any, Any]:
     return np.stack([out[output].astype(np.float64).mean(axis=(0, 2, 3)) for out in run(net, feeds)]).mean(axis=0)
 
 
-@pytest.mark.parametrize("numbers", [UINT8, INT8])
-def test_the_mean_of_every_layer_is_that_of_the_float_model(numbers: NumericFormat) -> None:
-    net = two_layers()
+@pytest.mark.parametrize(
+    ("half", "numbers", "left"), [(False, UINT8, 0.2), (False, INT8, 0.2), (True, INT8, 0.9), (False, FP8, 1.0)]
+)
+def test_the_mean_of_every_layer_is_that_of_the_float_model(half: bool, numbers: NumericFormat, left: float) -> None:
+    net = two_layers(half)
     feeds = positive(net)
     known = ranges(net, feeds)
     placement = everything(net, known)
     shifts = shifts_of(net, feeds, placement, known, numbers)
-    assert set(shifts) == {"first", "second"}
-    np.testing.assert_allclose(shifts["first"], 3 * 0.4 / 127 * 2, rtol=0.15)  # three lost weights, inputs around 2
     plain, corrected = (insert(net, placement, r, numbers) for r in (known, replace(known, shifts=shifts)))
     for output in ("a", "y"):
         wanted = means(net, feeds, output)
         lost = np.abs(means(plain, feeds, output) - wanted)
-        assert (np.abs(means(corrected, feeds, output) - wanted) < 0.2 * lost).all()
-
-
-def test_a_layer_does_not_take_back_what_the_layer_before_it_has_taken_back() -> None:
-    """Its weights alone lose 35 steps of 0.4; the first layer's mean is right when the second one looks."""
-    net = two_layers()
-    feeds = positive(net)
-    known = ranges(net, feeds)
-    shifts = shifts_of(net, feeds, everything(net, known), known, INT8)
-    inner = np.mean([np.maximum(out["a"], 0).mean() for out in run(net, feeds)])
-    np.testing.assert_allclose(shifts["second"], 35 * 0.4 / 127 * inner, rtol=0.15)
+        assert (np.abs(means(corrected, feeds, output) - wanted) <= left * lost).all()
+    if numbers is FP8 or half:
+        bias = corrected.constants[corrected.node("first").inputs[2]]
+        assert bias.dtype == net.constants["w0"].dtype
+    if numbers is not FP8:
+        assert set(shifts) == {"first", "second"}
+        np.testing.assert_allclose(shifts["first"], 3 * 0.4 / 127 * 2, rtol=0.15)  # three lost weights, inputs around 2
 
 
 def test_a_layer_in_float_keeps_its_bias() -> None:
@@ -100,30 +96,6 @@ def test_a_layer_in_float_keeps_its_bias() -> None:
     assert insert(net, Placement(), corrected, UINT8).to_proto() == insert(net, Placement(), known, UINT8).to_proto()
     alone = insert(net, Placement.of(e for e in whole if e.node == "second"), corrected, UINT8)
     np.testing.assert_array_equal(means(alone, feeds, "a"), means(net, feeds, "a"))
-
-
-def test_a_mean_that_luck_explains_is_left_alone() -> None:
-    """Rounded values of wide inputs, of which there are two: the difference is as often above zero as below."""
-    net = build("net (float[N,4,1,1] x) => (float[N,16,1,1] y) { [only] y = Conv(x, w) }", {"w": normal(16, 4, 1, 1)})
-    feeds = [{"x": normal(1, 4, 1, 1, seed=i)} for i in range(2)]
-    known = ranges(net, feeds)
-    shifts = shifts_of(net, feeds, everything(net, known), known, UINT8)
-    assert np.mean(np.asarray(shifts["only"]) == 0) >= 0.25
-
-
-def test_float16_and_fp8() -> None:
-    for half, numbers in ((True, INT8), (False, FP8)):
-        net = two_layers(half)
-        feeds = positive(net)
-        known = ranges(net, feeds)
-        placement = everything(net, known)
-        corrected = replace(known, shifts=shifts_of(net, feeds, placement, known, numbers))
-        quantized = insert(net, placement, corrected, numbers)
-        bias = quantized.constants[quantized.nodes[quantized.index_of["first"]].inputs[2]]
-        assert bias.dtype == net.constants["w0"].dtype
-        wanted = means(net, feeds, "y")
-        lost = np.abs(means(insert(net, placement, known, numbers), feeds, "y") - wanted)
-        assert (np.abs(means(quantized, feeds, "y") - wanted) <= lost).all()
 
 
 @pytest.mark.parametrize(("net", "numbers"), [(conv_net, PLAIN), (conv_net, INT8), (attention, UINT8)])

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fitted_nets import Heard, db, inputs_of, prepared
-from models import INT8, UINT8, Arrays, build, conv_net, feeds, normal, run
+from models import INT8, UINT8, build, conv_net, feeds, normal, run
+from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Calibration, Method, Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.numerics.fitting import fitted
@@ -13,22 +14,6 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Placement
 
 pytestmark = pytest.mark.usefixtures("workers")
-SQUASHED = """net (float[1,256] x) => (float[1,4] y) {
-    [squash] s = SQUASH(x)
-    [last] y = MatMul(s, w)
-}"""
-
-
-def squashed(op: str) -> Model:
-    return build(SQUASHED.replace("SQUASH", op), {"w": normal(256, 4)})
-
-
-def heavy_tailed(count: int = 4) -> list[Arrays]:
-    """Values within 3, but for a few far outside."""
-    feeds = [{"x": normal(1, 256, seed=i)} for i in range(count)]
-    for i, feed in enumerate(feeds):
-        feed["x"][0, i] = 120.0
-    return feeds
 
 
 @pytest.mark.parametrize("method", ["mse", "percentile", "minmax"])
@@ -68,10 +53,10 @@ def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -
 
 
 def test_nothing_is_run_for_an_empty_placement() -> None:
-    net, feeds = squashed("Tanh"), heavy_tailed()
-    found = fitted(prepared(net, feeds), Calibration("mse", bias_correction=True), UINT8, lambda _: Placement())
+    net = conv_net()
+    found = fitted(prepared(net, feeds(net)), Calibration("mse", bias_correction=True), UINT8, lambda _: Placement())
     assert not found.shifts
-    assert found.activations.keys() == {"x", "s", "y"}
+    assert found.activations.keys() == set(candidate_tensors(net))
 
 
 @pytest.mark.parametrize("bias_correction", [False, True])

@@ -51,29 +51,10 @@ def test_predict_runs_the_model_on_the_engine(metric: Metric, loaded: tuple[Runn
     assert evaluate(load_evaluation(source, EXECUTION), *loaded) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_metric_may_come_from_a_module(tmp_path, monkeypatch, loaded):
-    (tmp_path / "metric_of_a_module.py").write_text(
-        "class Score:\n def __call__(self, predict):\n  return True\nf = Score()"
-    )
-    monkeypatch.chdir(tmp_path)
-    assert evaluate(load_evaluation("metric_of_a_module:f", EXECUTION), *loaded) == 1.0
-
-
 def test_another_text_is_another_metric(metric: Metric) -> None:
     first = load_evaluation(metric("return 1"), EXECUTION).digest
     assert load_evaluation(metric("return 1"), EXECUTION).digest == first
     assert load_evaluation(metric("return 2"), EXECUTION).digest != first
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [("metric", "give module:callable"), ("no_such_module:f", "cannot import `evaluate` 'no_such_module:f'"),
-     ("nowhere/metric.py:f", "cannot import .*: there is no file .*nowhere/metric.py"),
-     ("json:loads_", "cannot import"), ("json:__name__", "not callable")],
-)  # fmt: skip
-def test_what_cannot_be_imported(source: str, message: str) -> None:
-    with pytest.raises(BadOption, match=message):
-        load_evaluation(source, EXECUTION)
 
 
 @pytest.mark.parametrize(
