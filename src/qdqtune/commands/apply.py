@@ -18,11 +18,11 @@ from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.formats import numeric_format, portable
 from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.explanation.formatting import counted, placed
+from qdqtune.graph.float16 import converted
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import closeness_of, concern
 from qdqtune.numerics.fitting import with_wide
-from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.scores import NO_SCORES, Scores
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, option
@@ -141,7 +141,8 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         ranges = with_wide(ready.prepared, ranges, numbers)
     inserter = Inserter(ready.graph, ranges, numbers)
     with checked_output(options.target, engine, execution) as fresh:
-        save(finished(inserter.insert(placed), options.precision_on(engine)), fresh)
+        quantized = inserter.insert(placed)
+        save(converted(quantized, "bf16") if options.precision_on(engine) == "bf16" else quantized, fresh)
         judged, scores = None, None
         try:
             judged, scores = _judged(ready, inserter, placed, engine, options.scores)

@@ -37,12 +37,12 @@ from qdqtune.engines.formats import (
 from qdqtune.engines.runner import Handle, Runner, reused_workers
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import counted, placed
+from qdqtune.graph.float16 import converted
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, save
 from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is_finite, slice_cell
-from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.label_metrics import Score, doubt, loss_high
 from qdqtune.numerics.metrics import (
     LabelOptions,
@@ -323,7 +323,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             observer.stage("comparing with the float model")
             done = _judged(options, fresh, placed, prepared, metric)
         if options.precision == "bf16":  # which ONNX Runtime cannot run
-            save(finished(quantized, "bf16"), fresh)
+            save(converted(quantized, "bf16"), fresh)
     if prepared is not None and options.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         try:

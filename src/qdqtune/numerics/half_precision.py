@@ -175,11 +175,6 @@ def keeping(
         return Half(half, precision, whole, refusal=str(refused))
 
 
-def finished(quantized: Model, precision: Precision) -> Model:
-    """A model with pairs, ready to be written: converted if the precision is bfloat16."""
-    return converted(quantized, precision) if precision == "bf16" else quantized
-
-
 # ---- which nodes
 
 

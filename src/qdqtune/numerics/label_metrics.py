@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from statistics import NormalDist
 from typing import Literal, get_args
 
@@ -86,23 +86,20 @@ def loss_high(before: Score, after: Score) -> float | None:
     return float(lost.mean()) + float(stdtrit(lost.size - 1, 1 - ERROR)) * spread
 
 
-def samples_to_tell(score: Score, max_drop: float) -> int | None:
-    """How many samples it takes until one without any change shows that the loss is within `max_drop`; None if these
-    are enough, or no number is.
+def samples_to_tell(score: Score, max_drop: float) -> float:
+    """From how many samples on one without any change shows that the loss is within `max_drop`; infinite if none can.
 
     With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). Other scores
     change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
     """
-    count = len(score.by_sample)
-    if not score.is_of_hits:
-        return LEAST_CHANGED if 0 < count < LEAST_CHANGED else None
-    needed = ceil(Z2 * (1 - max_drop) / max_drop - 1e-9) if 0 < max_drop < 1 else 0
-    return needed if count < needed else None
+    if max_drop <= 0:
+        return inf
+    return max(1, ceil(Z2 * (1 - max_drop) / max_drop - 1e-9)) if score.is_of_hits else LEAST_CHANGED
 
 
 def can_tell(score: Score, max_drop: float) -> bool:
     """Whether so many samples can show that a loss is within `max_drop`, at least if none of them changes."""
-    return bool(score.by_sample) and max_drop > 0 and samples_to_tell(score, max_drop) is None
+    return len(score.by_sample) >= samples_to_tell(score, max_drop)
 
 
 def _score_high(lost: int, won: int, count: int) -> float:

@@ -115,16 +115,12 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
         raise
     finally:
         is_over.set()
-    return _number(evaluation.source, value)
-
-
-def _number(source: str, value: object) -> float:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biuf":
-        raise BadOption(f"`evaluate` {source} returned {type(value).__name__}, not a number")
+        raise BadOption(f"`evaluate` {evaluation.source} returned {type(value).__name__}, not a number")
     number = float(array.reshape(()))
     if not np.isfinite(number):
-        raise EngineRefused(Failure("output", f"the metric of {source} is {number}"))
+        raise EngineRefused(Failure("output", f"the metric of {evaluation.source} is {number}"))
     return number
 
 

@@ -142,7 +142,7 @@ def check_stripped(stripped: Model, given: Model, session: Session, sample: Samp
         return
     if not all(np.array_equal(once[output], again[output]) for output in once):
         return
-    pairs, unmatched = file_pairs(stripped, given)
+    pairs, _ = file_pairs(stripped, given)
     # Constants that the file has as integers stay floats: they are to be the same numbers.
     pairs = tuple(p for p in pairs if any(node.op_type == "QuantizeLinear" for node in p.nodes))
     try:
@@ -157,8 +157,5 @@ def check_stripped(stripped: Model, given: Model, session: Session, sample: Samp
         if is_finite(outputs) and noise <= noise_of(LEAST_DB):
             return
         how = f"outputs have {sqnr_of(noise):.1f} dB" if is_finite(outputs) else "outputs are NaN or infinite"
-    where = f" (the first without a tensor: {unmatched[0]})" if unmatched else ""
-    raise BadModel(
-        f"{name} cannot be read as a float model with Q/DQ pairs: with the pairs taken off and put back{where}, {how}; "
-        f"{instead}"
-    )
+    what = f"{name} cannot be read as a float model with Q/DQ pairs"
+    raise BadModel(f"{what}: with the pairs taken off and put back, {how}; {instead}")

@@ -523,7 +523,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop
     if max_drop is not None and before.by_sample and not can_tell(before, max_drop):
         needed = samples_to_tell(before, max_drop)
-        takes = "which no number of them can" if needed is None else f"which takes at least {needed}"
+        takes = "which no number of them can" if max_drop <= 0 else f"which takes at least {needed}"
         observer.note(
             f"{len(before.by_sample)} samples cannot show that a loss is within `max_drop` {max_drop:.2g}, {takes}: "
             "the loss on these samples decides, and a limit on the outputs as without a metric"
