@@ -212,6 +212,7 @@ def test_a_bare_array_for_a_model_of_two_inputs(tmp_path: Path) -> None:
         ("f = 3", "{}:f", "not callable"),
         ("raise SystemError('not\\ntoday')", "{}:f", "not today"),
         ("def f(:", "{}:f", "syntax"),
+        ("import sys; sys.exit(0)", "{}:f", "SystemExit"),
         ("", ":f", "cannot import"),
         ("", "nowhere/data.py:f", "there is no file nowhere/data.py"),
     ],

@@ -160,13 +160,6 @@ def test_a_metric_that_leaves_has_failed(call: Call, model: Path, tmp_path: Path
     fails(call, "--evaluate", command, model, *more, "--evaluate", f"{tmp_path / 'ev.py'}:score", "-o", output)
 
 
-@pytest.mark.parametrize("code", ["def samples(): sys.exit(0)", "sys.exit(0)"])
-def test_samples_that_leave_have_failed(call: Call, model: Path, tmp_path: Path, code: str) -> None:
-    (tmp_path / "data.py").write_text(LEAVING + code)
-    given = f"{tmp_path / 'data.py'}:samples"
-    fails(call, "data.py:samples", "quantize", model, "--calibration-data", given, "-o", tmp_path / "q.onnx")
-
-
 @pytest.mark.usefixtures("workers")
 def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime's optimizations take a time that grows with the square of the nodes."""
