@@ -68,10 +68,10 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, no_
     monkeypatch.chdir(tmp_path)
 
 
-def begun(proto: onnx.ModelProto, config: Config | None = None, **more: Any) -> QDQAutotuner:
-    """An autotuner that knows the latency of the model without pairs, on the fake engine."""
-    init_benchmark_instance(engine="fake")
-    autotuner = QDQAutotuner(proto)
+def begun(of: Any, config: Config | None = None, engine: Any = "fake", **more: Any) -> Any:
+    """An autotuner, or one of a model, that knows the latency of the model without pairs."""
+    init_benchmark_instance(engine=engine)
+    autotuner = QDQAutotuner(of) if isinstance(of, onnx.ModelProto) else of
     autotuner.initialize(config, **more)
     autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
     return autotuner
@@ -222,10 +222,7 @@ def test_drift_between_two_benchmarks_cancels(workers: Workers, tmp_path: Path) 
 
 def test_a_refused_model_takes_infinitely_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(mixed(), tmp_path)
-    init_benchmark_instance(engine=EngineSpec("fake", {"faults": {"refuse": "*"}}))
-    autotuner = QDQAutotuner(onnx.load(path))
-    autotuner.initialize(Config())
-    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    autotuner = begun(onnx.load(path), engine=EngineSpec("fake", {"faults": {"refuse": "*"}}))
     assert all(seconds(model) for model in profile(autotuner, schemes=2))
     assert "no implementation for a quantized node" in caplog.text
     tried = [s for p in autotuner.profiled_patterns for s in p.schemes]
@@ -271,7 +268,6 @@ def test_state_goes_on_where_it_was_and_forgets_no_pattern() -> None:
     autotuner.submit(benchmark_onnx_model(autotuner.export_onnx()))
     autotuner.save_state("autotuner_state.yaml")
     begun_patterns = {p.pattern for p in autotuner.profiled_patterns}
-    assert autotuner.current_profile_pattern_schemes is not None
     begun_patterns.add(autotuner.current_profile_pattern_schemes.pattern)
 
     resumed = QDQAutotuner(mixed().to_proto())
@@ -322,9 +318,7 @@ def test_a_pattern_cache_is_tried_first() -> None:
     first = next(r for r in warm.regions if cache.get_pattern_schemes(RegionPattern.from_region(r, warm.graph)))
     warm.set_profile_region(first)
     current = warm.current_profile_pattern_schemes
-    assert current is not None
     known = cache.get_pattern_schemes(current.pattern)
-    assert known is not None
     assert [s.core for s in current.schemes] == [s.core for s in known.schemes]
     assert warm.generate() < current.num_schemes
     cache.save("again.yaml")
@@ -340,7 +334,6 @@ def test_points_of_a_cache_that_a_pattern_has_not_are_left_out() -> None:
     autotuner.pattern_cache.add_pattern_schemes(PatternSchemes(pattern, [older]))
     autotuner.set_profile_region(region)
     current = autotuner.current_profile_pattern_schemes
-    assert current is not None
     assert [s.core for s in current.schemes] == [older.core - {Point("node_input", 0, 99)}]
     assert autotuner.generate() == 0
     assert autotuner.export_onnx()
@@ -355,7 +348,6 @@ def test_a_cache_keeps_the_fastest_that_differ_enough() -> None:
     cache = PatternCache(minimum_distance=3)
     cache.add_pattern_schemes(PatternSchemes(pattern, schemes))
     found = cache.get_pattern_schemes(pattern)
-    assert found is not None
     assert [len(s.node_inputs) for s in found.schemes] == [5, 2]
     other = PatternCache(max_entries_per_pattern=1)
     other.merge(cache)
@@ -437,10 +429,7 @@ class CustomAutotuner(QDQAutotunerBase):
 
 
 def test_regions_may_change_and_have_one_id() -> None:
-    init_benchmark_instance(engine="fake")
-    autotuner = QDQAutotuner(mixed().to_proto())
-    autotuner.initialize(Config())
-    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    autotuner = begun(mixed().to_proto())
     halves = [Region(), Region()]
     for half, nodes in zip(halves, ({0, 1}, {2, 3}), strict=True):
         half.nodes.update(nodes)
@@ -474,10 +463,7 @@ def test_regions_of_ones_own() -> None:
     outer = Region(region_id=1, level=0, region_type=RegionType.COMPOSITE)
     outer.add_child(leaf)
     outer.nodes.update({2, 3})
-    init_benchmark_instance(engine="fake")
-    autotuner = CustomAutotuner(mixed().to_proto(), [leaf, outer])
-    autotuner.initialize(Config())
-    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    autotuner = begun(CustomAutotuner(mixed().to_proto(), [leaf, outer]))
     models = list(profile(autotuner))
     assert len(models) > 3
     inside = {autotuner.graph.nodes[n].name for n in range(4)}
@@ -517,7 +503,6 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
 
     autotuner.set_profile_region(stem)
     current = autotuner.current_profile_pattern_schemes
-    assert current is not None
     current.schemes.append(InsertionScheme([point]))  # as in ModelOpt, the weight comes along
     assert autotuner.generate() == 0
     placed = {(e.node, e.index) for e in pairs(autotuner.export_onnx(), graph)}

@@ -122,7 +122,7 @@ def test_the_last_log_is_that_of_what_ships_at_each_number_of_threads(tmp_path: 
 @pytest.mark.parametrize("dashed", [False, True])
 def test_every_flag(run: Run, asked: list[dict[str, Any]], model: Path, dashed: bool) -> None:
     flags = (
-        "--onnx_path", model, "--output_dir", "results", "--mode", "extensive", "--schemes_per_region", 30,
+        "--onnx_path", model, "--output_dir", "results", "--mode=extensive", "--schemes_per_region", 30,
         "--pattern_cache", "cache.yaml", "--qdq_baseline", "quantized.onnx", "--state_file", "state.yaml",
         "--quant_type", "fp8", "--default_dq_dtype", "bfloat16", "--timing_cache", "times",
         "--warmup_runs", 50, "--timing_runs", 100, "--plugin_libraries", "a.so", "b.so", "--verbose",

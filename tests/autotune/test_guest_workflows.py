@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import onnx
 import pytest
 
 import qdqtune as moq
-from models import conv_net
+from models import Reader, conv_net
 from qdqtune.autotune import autotuner as benchmark
 from qdqtune.autotune.autotuner import Benchmark, TrtExecBenchmark
 from qdqtune.autotune.quantization import quantize
@@ -40,16 +39,6 @@ def quantized(path: Path) -> set[str]:
     """The nodes that read a pair."""
     model = load(path)
     return {e.node for e in read_placement(strip_pairs(model), model).placement}
-
-
-class Reader:
-    """As ONNX Runtime's quantizer reads samples."""
-
-    def __init__(self, samples: list[Mapping[str, Any]]) -> None:
-        self.samples = iter(samples)
-
-    def get_next(self) -> Mapping[str, Any] | None:
-        return next(self.samples, None)
 
 
 def test_quantize_by_its_keywords(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,25 +53,19 @@ from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import MODEL
 from qdqtune.tuning.settings import EFFORTS
 
-MODES = ("region", "subgraph")
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
 """Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
 
 
-@dataclass(kw_only=True)
-class Search(AutotuneOptions, TuneArguments):
-    """The options of a search, for `cli.tune.run`."""
-
-
 def _changed(name: str, **attributes: Any) -> Any:
     """An option of `tune` with some attributes changed."""
-    own = copy(options_of(Search)[name])
+    own = copy(options_of(AutotuneOptions)[name])
     vars(own).update(attributes)
     return own
 
 
 @dataclass(kw_only=True)
-class Arguments(Search):
+class Arguments(AutotuneOptions, TuneArguments):
     """ModelOpt's flags, and those of `tune`."""
 
     model: Any = option(MODEL, REQUIRED, "ONNX file.", "Model", flags="-m --onnx-path --model", short="ONNX file")
@@ -83,14 +77,12 @@ class Arguments(Search):
         short="folder of results and for resuming",
         flags="-o --output-dir --output",
     )
-    mode: Any = option(
-        several(choice(*MODES, *EFFORTS)),
-        (),
-        "How to search, and how much to spend on it. Give one of either kind, or one.",
-        "Search",
-        short="how to search, and how much to spend",
-        default_in_words="region, default",
-        is_repeated=True,
+    mode: Any = _changed(
+        "mode",
+        kind=choice("region", "subgraph"),
+        default="region",
+        help="How to search. With quick, default or extensive the same as --effort. Repeatable.",
+        short="how to search; also an effort",
     )
     default_dq_dtype: Any = _changed("default_dq_dtype", default="float32")
     engine: Any = _changed(
@@ -143,36 +135,26 @@ def run(options: Arguments) -> int:
     python -m qdqtune.autotune --model model.onnx --mode subgraph --mode quick
     """
     if options.pick is not None:
-        return tune.run(_search(options))
+        return tune.run(options)
     asked = "trtexec" if options.use_trtexec else options.engine
     engine, why = (asked, "as you asked") if asked else default_engine()
     _note(f"engine: {engine} ({why})")
-    modes = list(reversed(options.mode))
-    mode = next((mode for mode in modes if mode in MODES), "region")
-    changed = _for_engine(options, engine) | {"mode": mode}
-    changed["effort"] = next((mode for mode in modes if mode in EFFORTS), options.effort)
+    changed = _for_engine(options, engine)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("qdqtune").setLevel(logging.DEBUG if options.verbose else logging.WARNING)
     for name, needed in (("pattern_cache", "region"), ("graph_json", "subgraph")):
-        if getattr(options, name) is not None and mode != needed:
+        if getattr(options, name) is not None and options.mode != needed:
             _note(f"note: --{name} means something with --mode {needed} only")
             changed[name] = None
     if options.timing_runs is not None:
         changed["timing_runs"] = rounds_for(options.timing_runs)
-    search = _search(options, **changed)
-    logs = RegionLogs(search.output_dir) if mode == "region" else None
-    code = tune.run(search, logs)
+    logs = RegionLogs(options.output_dir) if options.mode == "region" else None
+    code = tune.run(replace(options, **changed), logs)
     if logs:
         logs.finish()
     if code in (0, tune.NO_IMPROVEMENT) and not options.dry_run:
-        _tell_results(search.output_dir / SUMMARY, as_machine=options.as_machine)
+        _tell_results(options.output_dir / SUMMARY, as_machine=options.as_machine)
     return 0 if code == tune.NO_IMPROVEMENT else code
-
-
-def _search(options: Arguments, **changed: Any) -> Search:
-    """The options of the search; a `mode` and an `engine` are in `changed`, or not needed."""
-    shared = {name: getattr(options, name) for name in options_of(Search) if name not in ("mode", "engine")}
-    return Search(**(shared | changed))
 
 
 def _tell_results(summary: Path, *, as_machine: bool) -> None:
@@ -212,12 +194,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit, as `qdqtune.cli.main.main` does, but for code 3."""
     words, flag, number = list[str](), "", 0
     for argument in sys.argv[1:] if arguments is None else arguments:
+        name, _, value = argument.partition("=")
+        if name == "--mode" and value in EFFORTS:
+            argument = f"--effort={value}"
         if argument.startswith("-"):
             flag, number = argument.replace("_", "-"), 0
         elif flag in ("--plugin-libraries", "--plugins"):
             number += 1
             if number > 1:  # ModelOpt's flag takes several files, click's is repeated
                 words.append(flag)
+        elif flag == "--mode" and argument in EFFORTS:
+            words[-1] = "--effort"
         words.append(argument)
     cli.main(words, command, "python -m qdqtune.autotune")
 
