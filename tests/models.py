@@ -21,7 +21,7 @@ from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.graph.constants import settle
 from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import Constant, Model, Node
 from qdqtune.graph.saving import save
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
@@ -326,3 +326,33 @@ def valid(model: Model) -> bool:
     """Also as to element types, which the checker alone does not compare."""
     onnx.shape_inference.infer_shapes(model.to_proto(), strict_mode=True, check_type=True)
     return True
+
+
+def check(model: Model) -> None:
+    onnx.checker.check_model(model.to_proto(), full_check=True)
+
+
+def of_type(model: Model, op: str) -> list[Node]:
+    return [n for n in model.nodes if n.op == op]
+
+
+def everything(given: Case) -> Placement:
+    return Placement(given.possible)
+
+
+def constant(model: Model, tensor: str) -> Any:
+    return model.constants[tensor].array()
+
+
+def dq_of(model: Model, tensor: str, node: str) -> Node:
+    """The DequantizeLinear that feeds an input of a node, which is `tensor` in the float model."""
+    target = model.nodes[model.index_of[node]]
+    matches = [model.nodes[model.producers[t]] for t in target.inputs if t.startswith(f"{tensor}_DequantizeLinear")]
+    assert len(matches) == 1
+    return matches[0]
+
+
+def scale_of(model: Model, tensor: str, node: str) -> tuple[Any, Any]:
+    """Scale and zero point of the pair on an edge."""
+    dq = dq_of(model, tensor, node)
+    return constant(model, dq.inputs[1]), constant(model, dq.inputs[2])

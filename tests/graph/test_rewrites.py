@@ -1,16 +1,17 @@
 """Rewrites of the float model: the same outputs from fewer nodes, with the same names of tensors."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from models import Arrays, build, feeds, normal, run
+from models import Arrays, build, normal
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph import rewrites
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES, Rewrite, Rewrites, allowed, between, folded
-from rewrite_nets import MERGED
+from rewrite_nets import MERGED, ROOT, same
 from rewrite_nets import net as named
-from rewrite_nets import same as same_outputs
 
 BATCH_NORM = "n = BatchNormalization <epsilon=0.001> (c, gamma, beta, mean, variance)"
 
@@ -26,13 +27,6 @@ def net(layer: str, behind: str, weights: Arrays, shape: str = "float[2,4,5,5]",
     """A layer that makes c, what stands behind it and makes n, and a reader of n."""
     text = f"net ({shape} x) => (float[] y{outputs}) {{ [layer] c = {layer}\n {behind}\n [last] y = Relu(n) }}"
     return build(text, {**constants(6), **weights})
-
-
-def same(model: Model, rewritten: Model) -> None:
-    samples = feeds(model, 2)
-    for exact, found in zip(run(model, samples), run(rewritten, samples), strict=True):
-        for name, values in exact.items():
-            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-5)
 
 
 LAYERS = {
@@ -114,13 +108,13 @@ def test_reciprocals_become_divisions_of_one() -> None:
     turned = rewritten.nodes[2]
     assert (turned.name, turned.outputs) == ("turned", ("r",))
     assert turned.inputs[0] == rewritten.nodes[3].inputs[0]  # one constant serves both
-    same_outputs(model, rewritten)
+    same(model, rewritten)
     assert REWRITES["division"].apply(rewritten) is rewritten
 
 
 def test_reciprocals_of_doubles_divide_a_double() -> None:
     model = named("d = Cast <to=11> (x) a = Abs(d) r = Reciprocal(a) n = Cast <to=1> (r)")
-    same_outputs(model, REWRITES["division"].apply(model))
+    same(model, REWRITES["division"].apply(model))
 
 
 def test_rewrites_have_names_an_order_and_are_recognized() -> None:
@@ -132,7 +126,7 @@ def test_rewrites_have_names_an_order_and_are_recognized() -> None:
     model = named(body + GELU.replace("x", "h"))
     rewritten = asked.of(model)
     assert [n.op for n in rewritten.nodes] == ["HardSwish", "Gelu", "Relu"]
-    same_outputs(model, rewritten)
+    same(model, rewritten)
     assert between({n.op for n in model.nodes}, {n.op for n in rewritten.nodes}) == asked.names
     with pytest.raises(BadOption, match="there is no rewrite best; there are fold, hardswish"):
         allowed("gelu,best")
@@ -146,7 +140,7 @@ def test_what_the_engine_merges_by_itself_comes_first_and_may_fail(monkeypatch: 
     merged, made = allowed("auto", ("gelu", "layernorm")).made(model)
     assert made == Rewrites(True, merged=("gelu",))  # there is nothing else to merge
     assert [n.op for n in merged.nodes] == ["Gelu", "Relu"]
-    same_outputs(model, merged)
+    same(model, merged)
 
     def refuse(_: Model) -> Model:
         raise BadModel("no adapter")
@@ -163,3 +157,78 @@ def test_an_opset_that_cannot_be_raised_is_refused(monkeypatch: pytest.MonkeyPat
     model = named(GELU)
     with pytest.raises(BadModel, match="cannot convert from opset 19 to 20"):
         REWRITES["gelu"].apply(model)
+
+
+VECTORS = {"gamma": normal(8, seed=1), "beta": normal(8, seed=2), "axes": np.array([-1])}
+
+
+@pytest.mark.parametrize(("name", "body"), [(name, body) for name, bodies in MERGED.items() for body in bodies])
+def test_several_nodes_of_an_operator_become_one(name: str, body: str) -> None:
+    model = named(body, VECTORS)
+    rewritten = REWRITES[name].apply(model)
+    assert [n.op for n in rewritten.nodes] == [REWRITES[name].makes, "Relu"]
+    assert rewritten.nodes[0].outputs == ("n",)
+    assert rewritten.opset >= {"gelu": 20, "rmsnorm": 23}.get(name, 19)
+    assert "n" in rewritten.tensors
+    same(model, rewritten)
+    assert REWRITES[name].apply(rewritten) is rewritten
+
+
+SWISH, NORM = MERGED["hardswish"][0], MERGED["layernorm"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "more"),
+    [
+        ("gelu", GELU, ", float[] c"),
+        ("gelu", GELU.replace("root)", "two)"), ""),
+        ("gelu", GELU.replace("half", "two"), ""),
+        ("gelu", GELU.replace("Mul(x, c)", "Mul(c, c)"), ""),
+        ("gelu", GELU + " k = Neg(b)", ", float[] k"),
+        ("hardswish", SWISH.replace("Clip(a, zero, six)", "Clip(a, one, six)"), ""),
+        ("hardswish", SWISH.replace("three", "two"), ""),
+        ("hardswish", "a = HardSigmoid(x) n = Mul(x, a)", ""),
+        ("hardswish", "z = Neg(x) a = HardSigmoid <alpha=0.16666667> (z) n = Mul(x, a)", ""),
+        ("layernorm", NORM, ", float[] v"),
+        ("layernorm", NORM.replace("axes", "others"), ""),
+        ("layernorm", NORM.replace("ReduceMean(s, axes)", "ReduceMax(s, axes)"), ""),
+        ("rmsnorm", NORM, ""),
+        ("rmsnorm", ROOT + "z = Neg(x) q = Div(z, r) n = Mul(q, gamma)", ""),
+        ("rmsnorm", ROOT + "q = Div(r, x) n = Mul(q, gamma)", ""),
+        ("rmsnorm", ROOT + "i = Div(two, r) q = Mul(x, i) n = Mul(q, gamma)", ""),
+    ],
+)
+def test_nodes_with_other_readers_or_other_formulas_are_not_merged(name: str, body: str, more: str) -> None:
+    model = named(body, {**VECTORS, "others": np.array([1])}, more=more)
+    assert REWRITES[name].apply(model) is model
+
+
+def test_a_tensor_that_a_body_reads_prevents_merging() -> None:
+    text = f"""net (float[2,8] x, bool t) => (float[] y, float[] z) {{
+        {GELU} y = Relu(n)
+        z = If (t) <then_branch = g1 () => (float[2,8] p) {{ p = Neg(c) }},
+                    else_branch = g2 () => (float[2,8] q) {{ q = Identity(n) }}>
+    }}"""
+    known = {"root": np.float32(np.sqrt(2)), "one": np.float32(1), "half": np.float32(0.5)}
+    inner = build(text, known)
+    assert REWRITES["gelu"].apply(inner) is inner
+    result = build(text.replace("Neg(c)", "Neg(n)"), known)  # which is what the merged node makes
+    rewritten = REWRITES["gelu"].apply(result)
+    assert [n.op for n in rewritten.nodes] == ["Gelu", "Relu", "If"]
+    same(result, rewritten)
+
+
+def test_other_types_and_unknown_shapes_are_not_merged() -> None:
+    half = build(
+        f"net (float16[2,8] x) => (float16[] y) {{ {GELU} y = Relu(n) }}",
+        {"root": np.float16(np.sqrt(2)), "one": np.float16(1), "half": np.float16(0.5)},
+    )
+    assert REWRITES["gelu"].apply(half) is half
+    unknown = named(
+        NORM.replace("x", "u").join(["u = Reshape(x, shape) ", ""]), {**VECTORS, "shape": np.array([-1, 5, 8])}
+    )
+    proto = type(unknown.proto)()
+    proto.CopyFrom(unknown.proto)
+    del proto.graph.value_info[:]
+    blind = replace(unknown, proto=proto)
+    assert REWRITES["layernorm"].apply(blind) is blind

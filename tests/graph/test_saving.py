@@ -1,26 +1,46 @@
-"""Models are saved in one file, or by reference to a file of constants."""
+"""The model value, and how it is saved: in one file, or by reference to a file of constants."""
 
 from pathlib import Path
-from typing import Any
 
+import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, parser
 
-from models import build, normal
+from models import Array, build, normal
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import OutputError
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import Constant, Model, captured
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes, save
-from two_products import model, weights
+
+TEXT = """<ir_version: 8, opset_import: ["": 17]>
+g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, float[1] b = {2}> {
+    [mm] t = MatMul(x, w)
+    [add] s = Add(t, b)
+    [mm2] y = MatMul(s, v)
+    [if] z = If(c) <
+        then_branch = a () => (float[N,40] p) { k = Relu(t)
+            p = Add(k, b) },
+        else_branch = d () => (float[N,40] q) { q = Add(x, x) }>
+}"""
 
 
-def run(path: Path) -> list[npt.NDArray[Any]]:
+def weights(value: float = 1.0) -> Array:
+    array = np.eye(40, dtype=np.float32)
+    array[0, 0] = value
+    return array
+
+
+def model(w: Array | None = None, v: Array | None = None) -> Model:
+    large = {"w": Constant.of(weights() if w is None else w), "v": Constant.of(weights() if v is None else v)}
+    return Model(parser.parse_model(TEXT), large)
+
+
+def run(path: Path) -> list[Array]:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    results: list[npt.NDArray[Any]] = session.run(None, {"x": np.ones((2, 40), np.float32), "c": np.array(True)})
+    results: list[Array] = session.run(None, {"x": np.ones((2, 40), np.float32), "c": np.array(True)})
     return results
 
 
@@ -80,7 +100,7 @@ def test_spans_are_aligned(tmp_path: Path) -> None:
 def test_a_constant_may_be_computed_by_running_a_model_that_is_written_to_the_same_file(tmp_path: Path) -> None:
     given = model()
 
-    def computed() -> npt.NDArray[Any]:
+    def computed() -> Array:
         return weights() * run(constants.write(given, "observed"))[0][0, 0]
 
     with ConstantFile(tmp_path / "w.bin") as constants:
@@ -105,3 +125,29 @@ def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> Non
         ConstantFile(nowhere)
     with ConstantFile(tmp_path / "w.bin") as constants, pytest.raises(OutputError, match=r"cannot write .*where"):
         constants.save(model(), nowhere)
+
+
+def test_names_of_nested_bodies_are_captured_unless_they_are_defined_there() -> None:
+    outer = parser.parse_graph("""g () => (float[2] r) {
+        own = Relu(free)
+        r = If(own) <
+            then_branch = a () => (float[2] p) { p = Add(own, deep) },
+            else_branch = b () => (float[2] q) { q = Neg(own) }>
+    }""")
+    assert captured(outer) == {"free", "deep"}
+
+
+def test_keys_name_the_content() -> None:
+    zeros = np.zeros((4, 300), np.float32)
+    assert Constant.of(zeros).key == Constant.of(zeros.copy()).key
+    others = [zeros.T, zeros.astype(np.int32), zeros + 1, zeros.astype(ml_dtypes.bfloat16)]
+    assert len({Constant.of(a).key for a in [zeros, *others]}) == 5
+    assert Constant.of(zeros[:, ::2]).array().shape == (4, 150)
+
+
+def test_the_fingerprint_follows_the_content_of_constants_only() -> None:
+    assert model().fingerprint == model().fingerprint
+    assert model(weights(2)).fingerprint != model().fingerprint
+    assert model(weights(2), weights()).fingerprint != model(weights(), weights(2)).fingerprint
+    renamed = parser.parse_model(TEXT.replace("[mm2]", "[other]"))
+    assert Model(renamed, model().large).fingerprint != model().fingerprint

@@ -16,19 +16,35 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COPIES
-from qdqtune.placement.engine_rules import RULES, place, rules_of
+from qdqtune.placement.engine_rules import RULES, PlacedByRules, place, rules_of
 from qdqtune.placement.graph_queries import MOST_COPIES, GraphQueries
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.start_placements import placements
 from qdqtune.types import Edge, QuantType
 from region_models import networks
-from rule_placements import count, placed, users, weights
 
 CASES = {"conv_net": conv_net, "attention": attention, "tapped": tapped, "embedding": embedding, "branching": branching}
 WITHOUT_FP8 = {"onnxruntime", "openvino", *PROVIDERS}
 TYPES: tuple[tuple[str, QuantType], ...] = tuple((e, q) for e in sorted(MODULES) for q in ("int8", "fp8")
                                                  if q == "int8" or e not in WITHOUT_FP8)  # fmt: skip
+
+
+def placed(model: Model, engine: str = "tensorrt", quant_type: QuantType = "int8") -> PlacedByRules:
+    return place(model, possible_edges(model, known(model)), engine, quant_type)
+
+
+def users(found: PlacedByRules) -> set[str]:
+    """The nodes with a pair on an input."""
+    return {e.node for e in found.placement}
+
+
+def count(found: PlacedByRules, rule: str) -> int:
+    return dict(found.counts)[rule]
+
+
+def weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: normal(*shape) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(("engine", "quant_type"), TYPES)

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from inserted import check, constant, dq_of, everything, of_type, scale_of
 from models import (
     FORMATS,
     FP8,
@@ -23,13 +22,19 @@ from models import (
     branching,
     build,
     case,
+    check,
+    constant,
     conv_net,
+    dq_of,
     evaluate,
+    everything,
     feeds,
     normal,
+    of_type,
     placements,
     ranges,
     run,
+    scale_of,
     sqnr,
     tapped,
 )

@@ -21,7 +21,6 @@ from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import (
     can_carry,
     computable,
-    consistent,
     conversions,
     possible_edges,
     weight_role,
@@ -29,7 +28,6 @@ from qdqtune.placement.possible import (
     wide_weights,
 )
 from qdqtune.placement.reading import read_placement
-from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
@@ -234,13 +232,6 @@ def test_placements_are_read_back(nodes: tuple[str, ...], numbers) -> None:
     assert not reading.unmatched
 
 
-def test_pairs_of_16_bits_are_stripped() -> None:
-    model = conv_net()
-    stripped = strip_pairs(insert(model, widened(model, "project"), ranges(model), WIDE))
-    assert [n.op for n in stripped.nodes] == [n.op for n in model.nodes]
-    assert sqnr(run(model, feeds(model)), run(stripped, feeds(model))) > 30  # weights are those of 8 bits
-
-
 def test_wide_ranges_hold_every_value() -> None:
     model = build("n (float[N,4] x) => (float[N,3] y) { [g] y = Gemm(x, w) }", {"w": normal(4, 3)})
     placed = everywhere(model)
@@ -293,22 +284,6 @@ def test_placements_with_16_bits_are_added_and_taken_apart() -> None:
     assert both.digest != Placement.of([a, b]).digest
 
 
-def test_a_lonely_pair_takes_its_16_bits_with_it() -> None:
-    model = conv_net()
-    edge = Edge("image", "stem", 0)
-    assert consistent(model, Placement.of([edge], (), [edge])) == Placement()
-
-
-def test_files_and_records_keep_the_bits(tmp_path) -> None:
-    model = conv_net()
-    placement = widened(model, "project")
-    write_placement(tmp_path / "placement.yaml", PlacementFile(placement, "int8", "qnn", {}), "model.onnx")
-    assert (tmp_path / "placement.yaml").read_text().count("bits: 16") == 1
-    assert read_placement_file(tmp_path / "placement.yaml").placement == placement
-    known, lost = existing(model, placement, possible_edges(model, ranges(model)))
-    assert (known, lost) == (placement, ())
-
-
 def test_candidates_share_what_they_have_written() -> None:
     model = conv_net()
     inserter = Inserter(model, ranges(model), WIDE)
@@ -348,5 +323,6 @@ def test_weights_of_16_bits_need_activations_of_16(tmp_path) -> None:
     assert {e.node for e in found.wide} == {"project"}
     assert wide_weights(model, found) == {e.tensor for e in weights if e.node == "project"}
     write_placement(tmp_path / "placement.yaml", PlacementFile(both, "int8", "qnn", {}), "m.onnx")
+    assert (tmp_path / "placement.yaml").read_text().count("bits: 16") == len(both.wide)
     recorded = read_placement_file(tmp_path / "placement.yaml").placement
     assert existing(model, recorded, possible_edges(model, ranges(model))) == (found, ())

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inserted import check, constant, of_type, scale_of
 from models import (
     INT8,
     PLAIN,
@@ -14,11 +13,15 @@ from models import (
     UINT8,
     build,
     case,
+    check,
+    constant,
     edges,
     feeds,
     normal,
+    of_type,
     ranges,
     run,
+    scale_of,
     sqnr,
 )
 from qdqtune.calibration.scales import Range, Ranges
