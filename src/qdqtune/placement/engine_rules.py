@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from qdqtune.engines import TENSORRT_FAMILY
@@ -291,15 +292,9 @@ def parts_of_float_attention(queries: GraphQueries) -> Iterator[Edge]:
             yield from parts[0].into
 
 
-def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
+def transposed_convolutions(queries: GraphQueries, least_groups: int = 1) -> Iterator[Edge]:
     for node in queries.computes():
-        if node.op == "ConvTranspose":
-            yield from node.into
-
-
-def grouped_transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    for node in queries.computes():
-        if node.op == "ConvTranspose" and node.attributes.get("group", 1) > 1:
+        if node.op == "ConvTranspose" and node.attributes.get("group", 1) >= least_groups:
             yield from node.into
 
 
@@ -370,18 +365,12 @@ def concat(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
                 yield from queries.model.edges(node.outputs[0])
 
 
-def max_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
-    """The input of a MaxPool that only quantized operators read."""
+def passed_on(queries: GraphQueries, placed: frozenset[Edge], operators: frozenset[str]) -> Iterator[Edge]:
+    """The input of one of `operators` that only quantized operators read; not of a cubic Resize, whose results exceed
+    the range of its input."""
     for node in queries.model.nodes:
-        if node.op == "MaxPool" and _all_read_in_8_bits(queries, node, placed):
-            yield from queries.data(node)
-
-
-def resize(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
-    """The input of a Resize that only quantized operators read; not if cubic, as results then exceed its range."""
-    for node in queries.model.nodes:
-        is_resize = node.op in ("Resize", "Upsample") and node.attributes.get("mode") not in ("cubic", b"cubic")
-        if is_resize and _all_read_in_8_bits(queries, node, placed):
+        is_cubic = node.attributes.get("mode") in ("cubic", b"cubic")
+        if node.op in operators and not is_cubic and _all_read_in_8_bits(queries, node, placed):
             yield from queries.data(node)
 
 
@@ -471,7 +460,7 @@ RULES: tuple[PlacementRule, ...] = (
     KeepFloat("transposed-convolutions-cpu", "there is no 8-bit kernel: the weights are dequantized at every inference",
               MEASURED, ONNXRUNTIME, INT8, transposed_convolutions),
     KeepFloat("grouped-transposed-convolutions", "there is no 8-bit kernel with groups", RUNTIME_MODEL, OPENVINO, INT8,
-              grouped_transposed_convolutions),
+              partial(transposed_convolutions, least_groups=2)),
     KeepFloat("int8-attention", "fused INT8 attention needs heads of 16, 32 or 64, at most 512 positions, and pairs "
               "behind it as well: else float attention, which fuses, is faster", LIBRARY, TENSORRT, INT8,
               unfusable_int8_attention),
@@ -496,8 +485,9 @@ RULES: tuple[PlacementRule, ...] = (
     CarryPair("concat", "with one scale on its inputs and its output a Concat moves 8-bit values, or vanishes", GUIDE,
               FUSING, BOTH, concat),
     CarryPair("max-pool", "the largest of 8-bit values is one of them: the scale passes through", GUIDE, FUSING, INT8,
-              max_pool),
-    CarryPair("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8, resize),
+              partial(passed_on, operators=frozenset({"MaxPool"}))),
+    CarryPair("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8,
+              partial(passed_on, operators=frozenset({"Resize", "Upsample"}))),
     CarryPair("average-pool", "fuses between a DQ and a Q; beside a float neighbour it brings a conversion", GUIDE,
               EVERY, INT8, average_pool),
     CarryPair("compute-results", "an integer convolution, or MatMul with a bias, is made of DQ, operator and Q",

@@ -70,7 +70,6 @@ class Quantizer:
         self._weights: dict[tuple[str, int | None, bool], Quantization] = {}
         self._activations: dict[tuple[Range, np.dtype[np.generic], bool, bool], Quantization] = {}
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
-        self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
         """The quantization of activations by name, and of constants by edge, before biases raise weight scales."""
@@ -162,22 +161,16 @@ class Quantizer:
         Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
         producer can write the clamped tensor itself.
         """
+        model = self._model
         for tensor, known in activations.items():
-            if tensor not in self._clamps:
-                self._clamps[tensor] = self._clamp(tensor)
-            if (clamp := self._clamps[tensor]) is not None:
-                node, bounds, uses = clamp
-                if node.inputs[0] not in activations and uses <= placement.edges and known.covers(*bounds):
-                    yield node.index
-
-    def _clamp(self, tensor: str) -> tuple[Node, tuple[float, float], frozenset[Edge]] | None:
-        """The Relu or Clip that makes a tensor, its bounds, and the uses of the tensor; None if it has to stay."""
-        model, node = self._model, self._model.maker(tensor)
-        if node is None or node.op not in CLAMPS or node.domain or tensor in model.outputs:
-            return None
-        bounds, is_alone = clamp_bounds(model, node), len(model.uses(node.inputs[0])) == 1
-        is_inside = is_alone and node.inputs[0] in model.producers
-        return (node, bounds, frozenset(model.edges(tensor))) if bounds is not None and is_inside else None
+            node = model.maker(tensor)
+            if node is None or node.op not in CLAMPS or node.domain or tensor in model.outputs:
+                continue
+            source, bounds = node.inputs[0], clamp_bounds(model, node)
+            if bounds is None or source in activations or source not in model.producers or len(model.uses(source)) > 1:
+                continue
+            if placement.edges.issuperset(model.edges(tensor)) and known.covers(*bounds):
+                yield node.index
 
     def _biases(
         self, placement: Placement, read: Mapping[Edge, Quantization | None], weights: dict[Edge, Quantization],
