@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from qdqtune import api
-from qdqtune.commands.inputs import SamplesLike
+from qdqtune.calibration.options import SamplesLike
 from qdqtune.engines.tensorrt.options import read_shapes
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load

@@ -19,8 +19,9 @@ from qdqtune.autotune.autotuner import benchmark_onnx_model as benchmark_onnx_mo
 from qdqtune.autotune.autotuner import init_benchmark_instance as init_benchmark_instance
 from qdqtune.autotune.insertion_points import Config, PatternCache
 from qdqtune.autotune.region_search import AutotunerError, GraphLike, as_model, as_proto
+from qdqtune.calibration.options import SamplesLike
 from qdqtune.cli import progress
-from qdqtune.commands.inputs import SamplesLike, on_disk
+from qdqtune.commands.inputs import on_disk
 from qdqtune.commands.inspect import REGIONS
 from qdqtune.commands.tune import TuneOptions, search_plan, tune
 from qdqtune.engines.runner import Runner

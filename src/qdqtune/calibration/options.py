@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast, get_args
+
+import numpy.typing as npt
 
 from qdqtune.calibration.samples import files_named
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Method
@@ -33,11 +37,28 @@ from qdqtune.options import (
     reads,
 )
 
+Batch = Mapping[str, npt.ArrayLike] | npt.ArrayLike
+"""Arrays by input name, or the array of the only input: one sample, or several along a first axis."""
+
+SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch]]
+"""Samples: a dictionary of arrays, an iterable of them, a function that returns one, or a source as on the command line
+(a file, a folder, module:callable)."""
+
 
 @dataclass(kw_only=True)
 class DataOptions(Options):
-    """Options for the inputs of a model, except the source of samples."""
+    """Options for the inputs of a model."""
 
+    calibration_data: Option[SamplesLike | None, SamplesLike | None] = option(
+        anything(reads(files_named, make=str)),
+        None,
+        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, "
+        "or a .txt with a text a line, made arrays by preprocessor_config.json or tokenizer.json beside them or the "
+        "model. Without it, seeded random inputs.",
+        "Data",
+        short=".npz, pictures, .txt, or module:callable",
+        metavar="SOURCE",
+    )
     calibration_samples: MaybeInt = option(
         COUNT,
         None,
@@ -60,19 +81,6 @@ class DataOptions(Options):
         0,
         "Seed of everything random: inputs, order of rounds, mutations.",
         "Search",
-    )
-
-
-def samples_option() -> Any:
-    return option(
-        anything(reads(files_named, make=str)),
-        None,
-        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, "
-        "or a .txt with a text a line, made arrays by preprocessor_config.json or tokenizer.json beside them or the "
-        "model. Without it, seeded random inputs.",
-        "Data",
-        short=".npz, pictures, .txt, or module:callable",
-        metavar="SOURCE",
     )
 
 

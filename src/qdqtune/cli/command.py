@@ -190,7 +190,6 @@ def _line(label: str, own: Option[Any, Any], width: int) -> str:
 
 @contextmanager
 def _flags_in_errors() -> Iterator[None]:
-    """Spell the options that errors name as they are typed."""
     try:
         yield
     except QdqtuneError as error:

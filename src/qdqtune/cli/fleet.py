@@ -209,7 +209,6 @@ def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dic
 
 
 def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Estimates of `--dry-run`, a row for each model."""
     cells = []
     for row in rows:
         spent = builds(row["builds"] - row["rewrite_builds"], row["rewrite_builds"])

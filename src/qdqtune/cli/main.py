@@ -65,7 +65,6 @@ def main(
 
 
 def _run(command: click.Command, name: str, given: Sequence[str], interrupts: Interrupts) -> int:
-    """Run a command and report how it ended. Gives the exit code."""
     try:
         with command.make_context(name, list(given), obj=(name, *given)) as context:
             code = command.invoke(context)

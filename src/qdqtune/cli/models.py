@@ -99,7 +99,6 @@ def compare_command(options: CompareArguments) -> int:
 def _write_gate(
     options: CompareArguments, words: str, table: Table | None, gated: Sequence[Gated], notes: Sequence[str] = ()
 ) -> None:
-    """Write the files for continuous integration that were asked for."""
     texts = {options.junit: gate.junit(gated), options.markdown: gate.markdown(words, table, gated, notes)}
     for path, text in texts.items():
         if path is not None:

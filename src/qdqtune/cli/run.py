@@ -91,7 +91,6 @@ def read_jobs(path: Path) -> list[Job]:
 
 
 def _values(given: Any, where: str) -> dict[str, Any]:
-    """The values of options by field name."""
     if not isinstance(given, dict):
         raise BadOption(f"{where} takes options by name, not {given!r:.60}")
     values: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from typing import Any
 from qdqtune.calibration.caches import Matched
 from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.scales import Ranges
-from qdqtune.commands.inputs import ModelOption, execution_of
+from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.shown import Shown
 from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines import THREADED
@@ -33,19 +33,13 @@ from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Placement
 
 
-@dataclass
-class PlacementOption(ModelOption):
-    """The placement to apply."""
+@dataclass(kw_only=True)
+class ApplyOptions(SourceOptions):
+    """The options of `apply`."""
 
     placement: File = option(
         FILE, REQUIRED, "placement.yaml of a tuning run.", "Model", short="placement.yaml of a run"
     )
-
-
-@dataclass(kw_only=True)
-class ApplyOptions(SourceOptions, PlacementOption):
-    """The options of `apply`."""
-
     engine: MaybeText = option(
         TEXT,
         None,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from qdqtune.calibration.options import DataOptions, samples_option
-from qdqtune.commands.inputs import ModelOption, SamplesLike, execution_of
+from qdqtune.calibration.options import DataOptions
+from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines import unwatched
@@ -31,7 +31,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.options import FILE, WORDS, Int, MaybeFile, MaybeText, Names, Option, in_range, option
+from qdqtune.options import FILE, WORDS, Int, MaybeFile, MaybeText, Names, in_range, option
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
@@ -44,7 +44,6 @@ from qdqtune.types import Layer, NumericFormat, QType, QuantType
 class LayersOptions(EngineOptions, DataOptions, ModelOption):
     """The options of `layers`: an engine that runs the model, or an exported report."""
 
-    calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
     runs: Int = option(
         in_range(1, make=int), 20, "Inferences to take the times of.", "Engine", short="inferences to time"
     )
@@ -69,13 +68,25 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
             raise BadOption("`profile_json` goes with `graph_json`")
 
 
+TENSORRT = {
+    "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
+    "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
+}
+"""Numeric formats of TensorRT, for reports of builds that are not made here."""
+
+
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
-    """The layers of an engine, in the order in which they run; `machine` is the other one that ran them, if any."""
+    """The layers of an engine with these `numbers`, in the order in which they run, for inputs of these `sizes`.
+    `machine` is the other one that ran them, if any; `described` is what the engine says of itself, None of an exported
+    report."""
 
     engine: str
     layers: tuple[Layer, ...]
     machine: str | None = None
+    numbers: NumericFormat = TENSORRT["int8"]
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    described: Mapping[str, str] | None = None
 
     @property
     def time_ms(self) -> float | None:
@@ -115,24 +126,10 @@ def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
     path = Path(str(options.model))
-    profile = _profile(options, path, load(path))
-    return Layers(profile.engine, profile.layers, profile.machine)
+    return _profile(options, path, load(path))
 
 
-@dataclass(frozen=True)
-class _Profile:
-    """The layers of a model on an engine with these `numbers`, for inputs of these `sizes`. `described` is what the
-    engine says of itself, None of an exported report; `machine` is the other one that ran it, if any."""
-
-    engine: str
-    layers: tuple[Layer, ...]
-    numbers: NumericFormat
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    described: Mapping[str, str] | None = None
-    machine: str | None = None
-
-
-def _profile(options: LayersOptions, path: Path, graph: Model) -> _Profile:
+def _profile(options: LayersOptions, path: Path, graph: Model) -> Layers:
     """Read the report that `graph_json` names, or have the engine run the model. Where times mean nothing, layers have
     none."""
     carriers = {node.inputs[0] for node in graph.nodes if node.op == DQ} & graph.tensors.keys()
@@ -140,7 +137,7 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> _Profile:
     quant_type: QuantType = "fp8" if is_fp8 else "int8"
     if options.graph_json is not None:
         reported = read_report(options.graph_json, options.profile_json, read(path))
-        return _Profile("tensorrt", reported, TENSORRT[quant_type])
+        return Layers("tensorrt", reported, numbers=TENSORRT[quant_type])
     spec, execution = options.spec(options.input_shapes), execution_of(options)
     (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
     spec = built_for_sample(spec, graph, sample)
@@ -152,14 +149,7 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> _Profile:
     if is_simulated(described["engine"], machine):
         layers = tuple(replace(layer, time_ms=None, parts=()) for layer in layers)
     sizes = {name: np.shape(array) for name, array in sample.items()}
-    return _Profile(spec.name, layers, numbers, sizes, described, None if machine is None else machine.where)
-
-
-TENSORRT = {
-    "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
-    "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
-}
-"""Numeric formats of TensorRT, for reports of builds that are not made here."""
+    return Layers(spec.name, layers, None if machine is None else machine.where, numbers, sizes, described)
 
 
 DQ = "DequantizeLinear"

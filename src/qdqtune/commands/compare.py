@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.observe import Outputs
-from qdqtune.calibration.options import DataOptions, samples_option
+from qdqtune.calibration.options import DataOptions
 from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
 from qdqtune.commands.gate import RUNS, Gated, GateOptions, passes
-from qdqtune.commands.inputs import SamplesLike, execution_of
+from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
@@ -29,7 +29,7 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, closeness_cell, concern, is_finite, slice_cell
 from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs, equal_share, scores_of
-from qdqtune.options import Int, MaybeText, Option, ValuesByInput, assignments, in_range, option
+from qdqtune.options import Int, MaybeText, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
@@ -48,7 +48,6 @@ DEFAULT_ROUNDS = 24
 class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     """How files are compared, and what they have to hold."""
 
-    calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
     workloads: WorkloadsOption = workloads_option()
     fix_inputs: ValuesByInput = option(
         assignments("fixes nothing", numbers_only=True),

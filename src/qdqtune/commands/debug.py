@@ -14,9 +14,9 @@ from onnx import TensorProto
 
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import Outputs, onnxruntime_session
-from qdqtune.calibration.options import DataOptions, FixOption, samples_option
+from qdqtune.calibration.options import DataOptions, FixOption
 from qdqtune.calibration.prepare import prepare
-from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, SamplesLike, execution_of
+from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import data_of
 from qdqtune.commands.worst_tensors import (
@@ -80,7 +80,6 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
         default_in_words=f"{FLOOR_DB:g}",
         metavar="DB",
     )
-    calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
 
 
 @dataclass(frozen=True, repr=False)
@@ -303,7 +302,6 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
 
 
 def _outputs(runner: Runner, file: Path, switched: SwitchedPairs) -> Outputs:
-    """The outputs of a file on the engine, those that the float model has."""
     outputs, first = runner.outputs_of(file, switched.samples), switched.reference[0]
     if missing := first.keys() - outputs[0].keys():
         raise EngineFailure(f"{file.name} has no output {sorted(missing)[0]!r} as the float model has")

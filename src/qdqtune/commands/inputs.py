@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from qdqtune.calibration.options import samples_option
+from qdqtune.calibration.options import SamplesLike
 from qdqtune.calibration.samples import LABELS, files_named
 from qdqtune.calibration.user_code import checked_count, read_in_thread
 from qdqtune.calibration.workloads import WorkloadFile
@@ -41,13 +41,6 @@ from qdqtune.tuning.settings import Settings
 
 ModelLike = str | Path | onnx.ModelProto | Module
 """A model: a path (of a file, or of a folder that holds one), the model itself, or a module of PyTorch."""
-
-Batch = Mapping[str, npt.ArrayLike] | npt.ArrayLike
-"""Arrays by input name, or the array of the only input: one sample, or several along a first axis."""
-
-SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch]]
-"""Samples: a dictionary of arrays, an iterable of them, a function that returns one, or a source as on the command line
-(a file, a folder, module:callable)."""
 
 MetricLike = str | Callable[[Predict], float]
 """A metric: a function, or module:callable."""
@@ -119,11 +112,6 @@ def sample_source(
 
 
 def _labels_file(labels: object, folder: Path) -> str | None:
-    """The file of labels; an array or a list is written to the folder.
-
-    Raises:
-        BadData: they are no numbers.
-    """
     if labels is None or isinstance(labels, str | Path):
         return None if labels is None else str(labels)
     path = folder / f"{LABELS}.json"
@@ -141,13 +129,6 @@ class ModelOption(Options):
     model: Option[ModelLike, ModelLike] = option(
         anything(MODEL), REQUIRED, "The ONNX file, or a folder that holds one.", is_positional=True, metavar="MODEL"
     )
-
-
-@dataclass(kw_only=True)
-class InputOptions(ModelOption):
-    """The model, and the samples for calibration and accuracy."""
-
-    calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
 
 
 def execution_of(options: Options) -> Execution:
@@ -207,11 +188,6 @@ def _write(batch: object, path: Path) -> Path:
 
 
 def _array(values: object) -> npt.NDArray[np.generic]:
-    """Values as an array of numbers, which files can hold.
-
-    Raises:
-        ValueError: `values` hold Python objects.
-    """
     array = np.asarray(values)
     if array.dtype.kind == "O":
         raise ValueError("one holds Python objects; convert it with array.astype(numpy.float32), say")

@@ -275,7 +275,7 @@ class EngineAtHand:
         try:
             if name == "fp8":
                 self.runner.numeric_format("fp8")
-            quantize(QuantizeOptions(plain, file, calibration_data=self.data[name], **options))
+            quantize(QuantizeOptions(plain, output=file, calibration_data=self.data[name], **options))
         except BadOption as error:
             if not how:  # pairs in 8 bits are for every engine
                 raise

@@ -161,7 +161,6 @@ class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
 
 
 def _matching(model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
-    """The names of nodes that fit a wildcard or an operator."""
     names: set[str] = set()
     for wildcard in wildcards:
         matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
@@ -415,12 +414,6 @@ def _judged(
 
 
 def _measured(metric: Metric, runner: Runner, handle: Handle, floats: Handle) -> Score:
-    """The user's metric for one model.
-
-    Raises:
-        BadOption: the metric is not finite, or its calls fail on the model.
-        EngineFailure: the engine crashed or hung.
-    """
     with rewording(REFUSED):
         try:
             return measure(metric, runner, handle, lambda: floats)

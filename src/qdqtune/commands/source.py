@@ -12,7 +12,7 @@ from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, 
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
-from qdqtune.commands.inputs import InputOptions, ModelOption
+from qdqtune.commands.inputs import ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import usual_precision
@@ -68,20 +68,16 @@ class PreparedModel:
 
 
 def _beside(given: Values) -> Path | None:
-    """The default path of the Q/DQ model: beside the float model.
-
-    Raises:
-        BadOption: the float model is an object in memory, so it has no folder.
-    """
+    """The default path of the Q/DQ model: beside the float model."""
     if not isinstance(given["model"], str | Path):
         raise BadOption("the model lies in memory: give `output`, the file to write")
     path = model_in(Path(given["model"]))
     return path.with_suffix(".qdq.onnx") if path.name else None
 
 
-@dataclass
-class OutputOption(ModelOption):
-    """The Q/DQ model to write."""
+@dataclass(kw_only=True)
+class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeOptions, ModelOption):
+    """The options of a command that puts pairs into a float model."""
 
     output: MaybeFile = option(
         writes(lambda path, name, _: model_outputs(path, name), _beside),
@@ -92,19 +88,13 @@ class OutputOption(ModelOption):
         flags="-o --output",
         default_in_words="MODEL with .qdq.onnx",
     )
+    precision: Option[Precision | None, Precision | None] = precision_option()
+    time_limit: Duration = time_limit_option()
 
     @property
     def target(self) -> Path:
         """The file to write: the named one, or else one beside the model."""
         return self.output or Path(str(self.model)).with_suffix(".qdq.onnx")
-
-
-@dataclass(kw_only=True)
-class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeOptions, InputOptions, OutputOption):
-    """The options of a command that puts pairs into a float model."""
-
-    precision: Option[Precision | None, Precision | None] = precision_option()
-    time_limit: Duration = time_limit_option()
 
     def precision_on(self, engine: str) -> Precision:
         """The precision that was asked for, or the usual one of the engine."""
@@ -154,7 +144,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
 def data_of(options: DataOptions, execution: Execution, *files: Path | None) -> Data:
     """The samples that options name, in files (see `on_disk`). If they name none, and one of the model `files` lies in
     the folder of a run, the samples of that run."""
-    source: object = getattr(options, "calibration_data", None)
+    source = options.calibration_data
     workloads: Sequence[WorkloadFile] = getattr(options, "workloads", None) or ()
     if source is None and not options.input_shapes and not workloads:
         beside = next((fed for file in files if file is not None and (fed := data_beside(file, execution))), None)
@@ -172,7 +162,7 @@ def data_of(options: DataOptions, execution: Execution, *files: Path | None) -> 
 
 def told_of_inputs(options: DataOptions, prepared: Prepared) -> list[str]:
     """A note about the inputs if the user has named none."""
-    if getattr(options, "calibration_data", None) is not None or getattr(options, "workloads", None):
+    if options.calibration_data is not None or getattr(options, "workloads", None):
         return []
     if prepared.has_real_samples:
         return [f"no `calibration_data`: the inputs are those of the run beside it, {prepared.samples.origin}"]

@@ -95,11 +95,6 @@ def example_shapes(file: Path, module: Any, example_inputs: Any) -> dict[str, tu
 
 
 def _bound(module: Any, example_inputs: Any) -> inspect.BoundArguments:
-    """The examples as arguments of forward.
-
-    Raises:
-        BadModel: forward does not take them.
-    """
     is_mapping, is_several = isinstance(example_inputs, Mapping), isinstance(example_inputs, list | tuple)
     positional = () if is_mapping else tuple(example_inputs) if is_several else (example_inputs,)
     try:
@@ -121,7 +116,6 @@ def _mapped(value: Any, change: Callable[[Any], Any], otherwise: Any = ...) -> A
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors of a structure, in order."""
     if isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(one)

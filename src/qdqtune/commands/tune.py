@@ -11,7 +11,7 @@ from qdqtune.calibration.options import RangeOptions, check_cache
 from qdqtune.calibration.prepare import USUAL_JUDGED
 from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
 from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
+from qdqtune.commands.inputs import METRIC, MetricLike, ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
 from qdqtune.commands.tune_tables import result_table
@@ -63,7 +63,7 @@ def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: boo
 
 
 @dataclass(kw_only=True)
-class TuneOptions(InputOptions, SearchOptions, EngineOptions, RangeOptions):
+class TuneOptions(ModelOption, SearchOptions, EngineOptions, RangeOptions):
     """The options of `tune`."""
 
     takes_several_threads: ClassVar[bool] = True

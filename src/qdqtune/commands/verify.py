@@ -23,7 +23,6 @@ from qdqtune.options import (
     File,
     MaybeText,
     Option,
-    Options,
     assignments,
     option,
     options_of,
@@ -36,18 +35,12 @@ Finding = Literal["holds", "does not hold", "cannot tell"]
 
 
 @dataclass
-class FolderOption(Options):
-    """The folder of a run."""
+class VerifyOptions(MeasureOptions):
+    """The options of `verify`."""
 
     folder: File = option(
         OF_RUN, REQUIRED, "The output folder of a finished run.", is_positional=True, metavar="FOLDER"
     )
-
-
-@dataclass(kw_only=True)
-class VerifyOptions(MeasureOptions, FolderOption):
-    """The options of `verify`."""
-
     threads: Threads = threads_option("those of the proof for which there are cores")
     engine_options: Option[Mapping[str, Any] | None, Mapping[str, Any]] = option(
         assignments("sets nothing"),
@@ -198,7 +191,6 @@ def _finding(
 
 
 def _doubts(done: Comparison, settings: DeploySettings, counts: tuple[int | None, ...]) -> Iterator[str]:
-    """What the user should know besides."""
     there, here = settings.proven.speed, [row.ratio for row in done.rows if row.ratio is not None]
     if there is not None and here and all(r.median > there.median and not overlap(r, there) for r in here):
         yield f"it is less than was proven, {there.speedup}: the intervals do not overlap"

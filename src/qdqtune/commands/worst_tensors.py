@@ -287,7 +287,6 @@ def to_exclude(
 def _float_ranges(
     model: Model, tensors: Sequence[str], samples: Sequence[Sample], execution: Execution
 ) -> dict[str, tuple[float, float]]:
-    """The least and the largest value of each tensor on the samples."""
     ranges = {name: _min_max(model.constants[name].array()) for name in tensors if name in model.constants}
     computed = [name for name in tensors if name not in ranges]
     for tensor, values in observe(model, computed, samples, execution=execution):
