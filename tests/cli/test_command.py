@@ -68,6 +68,7 @@ def test_quiet_is_for_every_command(call, model):
         (["m", "--time-limit", "9999999h"], "'9999999h' is longer than a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no finite number"),
         (["m", "--min-sqnr", "inf"], "'inf' is no finite number"),
+        (["m", "--min-sqnr=-1e308"], "up to 1000"),
         (["m", "--evaluate", "a:b", "--max-drop", "nan"], "'nan' is no finite number"),
         (["m", "--threads", "9999999999999999"], "'9999999999999999' is no number of threads"),
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),

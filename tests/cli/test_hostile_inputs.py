@@ -122,32 +122,6 @@ def test_arrays_whose_headers_lie_are_refused(call: Call, model: Path, tmp_path:
     fails(call, "cannot read", "quantize", model, "--calibration-data", data, "-o", tmp_path / "q.onnx")
 
 
-EDGE = "{tensor: a, node: b, input: 0}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: 5, node: first, input: 0}]",
-        "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: 2024-01-01, node: first, input: 0}]",
-        "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: a, node: b, input: first}]",
-        f"version: 1\nengine: fake\nquant_type: int3\nedges: [{EDGE}]",
-        f"version: 1\nengine: fake\nquant_type: [1]\nedges: [{EDGE}]",
-        "version: 2024-99-99\nedges: []",
-        "version: 1\nedges: " + "[" * 3000 + "]" * 3000,
-        "version: 1\nengine: fake\nquant_type: int8\nedges: 5",
-    ],
-)
-def test_placements_that_are_none(call: Call, model: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / "placement.yaml").write_text(text)
-    fails(call, "placement", "apply", model, "--placement", tmp_path / "placement.yaml", "-o", tmp_path / "q.onnx")
-
-
-@pytest.mark.parametrize("ratio", ["1e308", "-1e308"])
-def test_a_limit_that_no_model_can_have(call: Call, model: Path, tmp_path: Path, ratio: str) -> None:
-    fails(call, "up to 1000", "tune", model, *QUICK, f"--min-sqnr={ratio}", "-o", tmp_path / "out")
-
-
 LEAVING = "import sys, numpy as np\n"
 
 

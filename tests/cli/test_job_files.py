@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Call
-from qdqtune.cli.run import KEYS, read_jobs
+from qdqtune.cli.run import read_jobs
 from qdqtune.cli.tune import TuneArguments
 from qdqtune.errors import BadOption
-from qdqtune.options import SWITCH, options_of
 from runs import environment
 
 HUGE = "9" * 5000
@@ -25,17 +24,6 @@ NEVER = {
     "unknown alias": "*nobody", "an alias of itself": "&a [*a]", "merge": "<<", "empty": '""', "equals": "=",
 }  # fmt: skip
 """Values, as YAML has them, that no option takes."""
-
-BY_KIND = {
-    "flag": ["1", "'true'", "text", "[true]", "0.5"],
-    "integer": ["'²'", "4.5", "true", ".nan", ".inf", "[4]", "'--help'", "four"],
-    "choice": ["other", "true", "'--help'", "1"],
-    "text": ["true", "off", "yes"],
-}
-
-TAKE_MUCH = {"model", "evaluate", "labels", "engine", "calibration_data", "fix_inputs", "engine_options",
-             "input_shapes", "workloads"}  # fmt: skip
-"""Options that take a mapping, or any object."""
 
 STRUCTURES = [
     "", "null", "[]", "5", "text", "- 1", "jobs:", "jobs: null", "jobs: 5", "jobs: {}", "jobs: []", "jobs: [1]", "a: [",
@@ -60,28 +48,19 @@ STRUCTURES = [
 ]  # fmt: skip
 
 
-OPTIONS = options_of(TuneArguments)
-
-
-def kind(name: str) -> str:
-    """Which of `BY_KIND` an option is."""
-    own = OPTIONS[name].kind
-    if own is SWITCH:
-        return "flag"
-    if own.choices and name not in ("metric", "calibration_method"):
-        return "choice"
-    return "integer" if own.metavar == "N" else "text"
+BY_OPTION = {
+    "front": ["1", "'true'", "text", "[true]", "0.5"],
+    "builds": ["'²'", "4.5", "true", ".nan", ".inf", "[4]", "'--help'", "four"],
+    "mode": ["other", "true", "'--help'", "1"],
+    "calibration-method": ["true", "off", "yes"],
+}
 
 
 def odd() -> Iterator[str]:
     """Jobs files that are none."""
     yield from STRUCTURES
-    keys = {key: kind(name) for key, name in KEYS.items() if name not in TAKE_MUCH}
-    first = {kind: key for key, kind in reversed(keys.items())}
-    for number, (name, kind_of) in enumerate(keys.items()):
-        values = BY_KIND[kind_of]
-        others = (NEVER["mapping"], values[number % len(values)])  # the first of a kind is given all
-        for value in (*NEVER.values(), *values) if name in first.values() else others:
+    for name, values in BY_OPTION.items():
+        for value in (*NEVER.values(), *values):
             yield f"jobs: [{{model: a.onnx}}, {{model: b.onnx, {name}: {value}}}]"
     for value in NEVER.values():
         yield f"jobs: [{{model: {value}}}]"

@@ -93,17 +93,22 @@ def test_json_holds_it_all_and_null_where_nothing_is_lost(call: Call, tmp_path: 
 
 
 def test_choices_and_metric_reach_it(call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "metric.py").write_text("def always(predict):\n    return 0.75\n")
+    (tmp_path / "metric.py").write_text(
+        "import numpy as np\ndef spread(predict):\n"
+        "    return float(np.std(predict({'image': np.ones((1, 3, 8, 8), 'f')})['logits']))\n"
+    )
     monkeypatch.chdir(tmp_path)
     given = (
         "quantize", model, *RUN, model.with_suffix(".npz"), "--nodes-to-exclude", "side",
         "--op-types-to-exclude", "Gemm", "--no-per-channel", "--precision", "fp16",
-        "--calibration-method", "mse", "--evaluate", "metric.py:always",
+        "--calibration-method", "mse", "--evaluate", "metric.py:spread",
     )  # fmt: skip
-    assert json.loads(call(*given, "--json")[1])["metric"] == {"before": 0.75, "after": 0.75}
+    before, after = json.loads(call(*given, "--json")[1])["metric"].values()
+    assert before == pytest.approx(after, rel=0.5)
+    assert before != after
     code, out, _ = call(*given)
     assert code == 0
-    assert out.splitlines()[-1] == "metric.py:always: 0.75 before, 0.75 after"
+    assert out.splitlines()[-1] == f"metric.py:spread: {before:g} before, {after:g} after"
     done = load(model.with_suffix(".qdq.onnx"))
     assert done.constants["w0_scale"].array().dtype == np.float16
     assert done.constants["w0_scale"].shape == ()
@@ -148,22 +153,6 @@ def test_bad_input_is_one_line(call: Call, model: Path, arguments: list[str], wo
     assert out == ""
     assert words in err
     assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
-
-
-def test_what_is_read_is_not_overwritten(call: Call, model: Path) -> None:
-    data = model.with_suffix(".npz")
-    before = model.read_bytes(), data.read_bytes()
-    for target, what in ((model, "model"), (data, "calibration data")):
-        code, out, err = call("quantize", model, *RUN, data, "-o", target)
-        assert (code, out) == (2, "")
-        assert err.splitlines() == [f"error: {target} would overwrite the {what}: choose another --output"]
-    assert (model.read_bytes(), data.read_bytes()) == before
-
-
-def test_a_refused_run_leaves_no_file_behind(call: Call, model: Path, tmp_path: Path) -> None:
-    assert call("quantize", model, *RUN, model.with_suffix(".npz"), "--nodes-to-exclude", "nobody")[0] == 2
-    assert {file.suffix for file in tmp_path.iterdir()} == {".onnx", ".npz"}
-    assert "cannot read the model: No such file" in call("quantize", tmp_path / "no" / "model.onnx")[2]
 
 
 def test_a_metric_that_cannot_be_used(call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

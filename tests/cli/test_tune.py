@@ -1,7 +1,6 @@
 """`qdqtune tune`: every option reaches its setting; what is printed of a result, and where."""
 
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -131,19 +130,6 @@ def test_explicit_options_win_over_the_preset():
     assert given.proof == EFFORTS["quick"].proof
 
 
-def test_a_damaged_state_file(call, tuned, tmp_path):
-    output = tmp_path / "out"
-    shutil.copytree(tuned.parent / "out", output)
-    state = output / "autotuner_state.yaml"
-    lines = state.read_bytes().splitlines(keepends=True)
-    lines[2] = lines[2].replace(b"1", b"2", 1)
-    state.write_bytes(b"".join(lines))
-    command = ["tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", output]
-    code, error = errors(call(*command))
-    assert (code, error) == (2, f"{state}, line 3 is damaged: restore the file, or start over with --restart")
-    assert call(*command, "--restart", "-q")[0] == 0
-
-
 @pytest.mark.parametrize("pairs", ["none", "others"])
 def test_a_baseline_that_gives_nothing_is_refused(pairs, call, tuned, model, tmp_path):
     """The float model itself, and another network with pairs."""
@@ -171,17 +157,6 @@ def test_tune_prints_a_table_and_tells_its_progress_in_plain_lines(call, model, 
     assert any(line.startswith("note: no --calibration-data") for line in lines)
     assert lines[-1] == f"{tmp_path / 'out' / 'report.html'} shows how it went"
     assert "\x1b" not in out + err
-
-
-def test_the_same_command_goes_on(call, tuned):
-    command = ["tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", tuned.parent / "out"]
-    state = tuned.parent / "out" / "autotuner_state.yaml"
-    state.write_bytes(b"".join(state.read_bytes().splitlines(keepends=True)[:-1]))
-    code, _, err = call(*command, "-v")
-    assert code == 0
-    trials = [line for line in err.splitlines() if " builds  best " in line]
-    assert trials
-    assert all(line.endswith(", from the state file") for line in trials)
 
 
 def test_quiet_leaves_the_result(call, tuned):

@@ -9,19 +9,12 @@ from typing import Any
 import onnx
 import pytest
 
-from engine_contract import conv_model
-from qdqtune.cli import main
+from conftest import Call
 from qdqtune.commands.check import Layers
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.types import Layer
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
-
-
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as end:
-        main.main(["check", "--layers", *map(str, arguments)])
-    return end.value.code if isinstance(end.value.code, int) else 1
 
 
 @pytest.fixture
@@ -39,22 +32,19 @@ def exports(tmp_path: Path) -> list[str | Path]:
     return found
 
 
-def test_files_as_json(exports: list[str | Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*exports, "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def test_files_of_an_export(call: Call, exports: list[str | Path]) -> None:
+    code, out, _ = call("check", "--layers", *exports)
+    assert code == 0
+    assert any("quantize" in line and "0.06144" in line for line in out.splitlines())
+    assert "37 layers" in out.splitlines()[-1]
+    assert "1.096 ms" in out.splitlines()[-1]
+    found: dict[str, Any] = json.loads(call("check", "--layers", *exports, "--json")[1])
     assert list(found) == ["engine", "layers"]
     assert found["engine"] == "tensorrt"
     assert len(found["layers"]) == 37
     assert all(list(x) == ["name", "nodes", "precision", "time_ms", "kind", "elsewhere"] for x in found["layers"])
     assert found["layers"][0] == {"name": "QuantizeLinear_2", "nodes": ["QuantizeLinear_2"], "precision": "INT8",
                                   "time_ms": 0.06144, "kind": "quantize", "elsewhere": ""}  # fmt: skip
-
-
-def test_files_as_a_table(exports: list[str | Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*exports) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any("quantize" in line and "0.06144" in line for line in lines)
-    assert any("37 layers" in line and "1.096 ms" in line for line in lines)
 
 
 def test_the_table_tells_what_runs_elsewhere() -> None:
@@ -66,29 +56,18 @@ def test_the_table_tells_what_runs_elsewhere() -> None:
     assert [row[at] for row in told.rows] == ["on the CPU: no such kernel", ""]
 
 
-def test_an_engine_runs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
-    assert run(tmp_path / "m.onnx", "--engine", "fake", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["engine"] == "fake"
+def test_an_engine_runs_the_model_and_has_no_times_where_these_mean_nothing(
+    call: Call, float_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.commands.check.is_simulated", lambda name, _: name == "fake")
+    code, out, _ = call("check", "--layers", float_file, "--engine", "fake", "--json")
+    found = json.loads(out)
+    assert (code, found["engine"]) == (0, "fake")
+    assert {layer["time_ms"] for layer in found["layers"]} == {None}
     assert [(x["nodes"], x["kind"]) for x in found["layers"]] == [(["conv", "relu"], "compute")]
 
 
-def test_the_model_names_the_nodes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
+def test_the_model_names_the_nodes_of_a_file(call: Call, float_file: Path, tmp_path: Path) -> None:
     (tmp_path / "g.json").write_text(json.dumps({"Layers": ["w + conv"], "Bindings": []}))
-    assert run(tmp_path / "m.onnx", "--graph-json", tmp_path / "g.json", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["layers"][0]["nodes"] == ["conv", "relu"]
-    assert run(tmp_path / "none.onnx", "--graph-json", tmp_path / "g.json") == 2
-    assert "none.onnx" in capsys.readouterr().err
-
-
-def test_layers_have_no_times_where_these_mean_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
-    monkeypatch.setattr("qdqtune.commands.check.is_simulated", lambda name, _: name == "fake")
-    assert run(tmp_path / "m.onnx", "--engine", "fake", "--json") == 0
-    layers = json.loads(capsys.readouterr().out)["layers"]
-    assert layers
-    assert {layer["time_ms"] for layer in layers} == {None}
+    code, out, _ = call("check", "--layers", float_file, "--graph-json", tmp_path / "g.json", "--json")
+    assert (code, json.loads(out)["layers"][0]["nodes"]) == (0, ["conv", "relu"])

@@ -287,19 +287,6 @@ def test_a_float16_model_is_judged_against_the_float32_one(tmp_path: Path) -> No
     assert 20 < done.sqnr_db < 80
 
 
-def test_the_metric_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "metrics.py").write_text(
-        "import numpy as np\ndef spread(predict):\n"
-        "    return float(np.std(predict({'image': np.ones((1, 3, 8, 8), 'f')})['logits']))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    done = quantize(request(write(conv_net(), tmp_path, count=5), evaluate="metrics:spread"))
-    assert done.metric is not None
-    before, after = done.metric
-    assert before == pytest.approx(after, rel=0.1)
-    assert before != after
-
-
 def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path) -> None:
     """The tensor with the longest tail loses most by itself, and hardly reaches the output."""
     text = """net (float[N,32] x) => (float[N,32] y) {
