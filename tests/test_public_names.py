@@ -8,16 +8,9 @@ import pytest
 import qdqtune
 from runs import environment
 
-NAMES = [
-    "Cancelled", "Edge", "EngineSpec", "Explanation", "Observer", "Placement", "QdqtuneError", "Result", "Settings",
-    "State", "Trial", "__version__", "apply", "build", "check", "compare", "explain", "inspect", "layers", "quantize",
-    "tune", "verify",
-]  # fmt: skip
 
-
-def test_the_public_names_are_these() -> None:
-    assert sorted(qdqtune.__all__) == NAMES
-    assert all(getattr(qdqtune, name) for name in NAMES)
+def test_each_public_name_can_be_imported() -> None:
+    assert all(getattr(qdqtune, name) for name in qdqtune.__all__)
     with pytest.raises(AttributeError, match="no_such"):
         _ = qdqtune.no_such
 

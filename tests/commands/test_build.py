@@ -42,20 +42,6 @@ def test_a_model_with_external_data_is_built(threshold, location, call, tmp_path
     np.testing.assert_allclose(session.run(IMAGE)["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("engine", "name", "told"),
-    [
-        ("cuda", "d.onnx", "an optimized ONNX file,"),
-        ("openvino", "d.onnx", "an OpenVINO IR in spite of the suffix .onnx,"),
-        ("trtexec", "d.engine", "a TensorRT plan,"),
-        ("tensorrt-rtx", "d.xml", "a TensorRT-RTX plan in spite of the suffix .xml,"),
-        ("onnxruntime", "d.bin", "an optimized ONNX file,"),
-    ],
-)
-def test_a_suffix_that_says_something_else_is_told(engine, name, told):
-    assert building.Artifact(engine, (Path(name),), 0, 0.0).in_words().startswith(f"{name}: {told} ")
-
-
 @dataclass
 class Saves:
     """An engine that writes a file with another one beside it, or refuses."""

@@ -32,9 +32,6 @@ FORMATS = {
 }
 """The format that each engine saves. A plan runs on one version and one kind of GPU."""
 
-SUFFIXES = {".onnx": "ONNX", ".xml": "OpenVINO", ".plan": "plan", ".engine": "plan", ".trt": "plan"}
-"""The format that a file suffix stands for: a part of the engine's text in `FORMATS`."""
-
 ARTIFACT = "build"
 """The kind of files that `build` writes (see `system.checks.written_as`)."""
 
@@ -68,10 +65,8 @@ class Artifact(Shown):
 
     def in_words(self) -> str:
         """The files, their format and size, and the duration of the build."""
-        kind, written = FORMATS[self.engine], " and ".join(map(str, self.files))
-        others = (file.suffix for file in self.files if SUFFIXES.get(file.suffix, kind) not in kind)
-        despite = "".join(f" in spite of the suffix {suffix}" for suffix in others)
-        return f"{written}: {kind}{despite}, {self.nbytes / 1e6:.1f} MB, built in {self.seconds:.1f} s"
+        written, size = " and ".join(map(str, self.files)), f"{self.nbytes / 1e6:.1f} MB"
+        return f"{written}: {FORMATS[self.engine]}, {size}, built in {self.seconds:.1f} s"
 
     def to_dict(self) -> dict[str, Any]:
         files = [str(file) for file in self.files]
