@@ -25,52 +25,28 @@ def external(tmp_path: Path) -> Path:
     return model
 
 
-@pytest.fixture
-def placement(external: Path) -> Path:
-    tune(settings(external, builds=3, mode="cut", output_dir=external.parent / "tuned"))
-    return external.parent / "tuned" / "placement.yaml"
-
-
-def linked(target: Path, name: Path, how: Callable[[Path, Path], None]) -> Path:
-    name.parent.mkdir(exist_ok=True)
-    how(target, name)
-    return name
-
-
-@pytest.mark.parametrize("name", ["weights.bin", "copy.onnx", "link.onnx", "weights"])
-@pytest.mark.parametrize("command", ["quantize", "apply", "build"])
-def test_the_model_and_its_weights_are_not_overwritten_by_any_name(call, external, placement, command, name):
-    folder = external.parent
-    os.link(external, folder / "copy.onnx")
-    (folder / "link.onnx").symlink_to(external)
-    os.link(folder / "weights.bin", folder / "weights")
-    more = {"apply": ["--placement", placement], "build": ["--engine", "onnxruntime"]}.get(command, [])
-    is_refused(call, folder, "would overwrite the model", command, external, *more, "-o", folder / name)
-
-
-@pytest.mark.parametrize("command", ["quantize", "apply"])
-def test_arrays_in_a_folder_are_not_overwritten(call: Call, model: Path, tmp_path: Path, command: str) -> None:
-    (tmp_path / "d").mkdir()
-    data = shutil.copy(model.with_suffix(".npz"), tmp_path / "d" / "a.npz")
-    tune(settings(model, builds=3, mode="cut"))
-    more = ["--placement", tmp_path / "out" / "placement.yaml"] if command == "apply" else []
-    arguments = [command, model, *more, "--calibration-data", tmp_path / "d", "-o", data]
-    is_refused(call, tmp_path, "would overwrite the calibration data", *arguments)
-
-
-@pytest.mark.parametrize("named", ["ev.py:score", "ev:score"])
-def test_a_metric_is_not_overwritten(call, model, tmp_path, named, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("ev.py").write_text("def score(predict): return 1.0\n")
-    arguments = ["quantize", model, "--calibration-data", model.with_suffix(".npz"), "--evaluate", named]
-    is_refused(call, tmp_path, "would overwrite the metric", *arguments, "-o", "ev.py")
-
-
-def test_a_python_file_of_samples_is_not_overwritten(call: Call, model: Path, tmp_path: Path) -> None:
-    source = tmp_path / "samples.py"
-    source.write_text("import numpy as np\ndef samples(): yield {'x': np.zeros((8, 8, 64), np.float32)}\n")
-    arguments = ["quantize", model, "--calibration-data", f"{source}:samples", "-o", source]
-    is_refused(call, tmp_path, "would overwrite the calibration data", *arguments)
+@pytest.mark.parametrize(
+    ("more", "target", "what"),
+    [
+        ([], "weights.bin", "the model"),
+        ([], "copy.onnx", "the model"),
+        ([], "link.onnx", "the model"),
+        ([], "weights", "the model"),
+        (["--calibration-data", "d"], "d/a.npz", "the calibration data"),
+        (["--calibration-data", "code.py:samples"], "code.py", "the calibration data"),
+        (["--evaluate", "code.py:score"], "code.py", "the metric"),
+        (["--evaluate", "code:score"], "code.py", "the metric"),
+    ],
+)
+def test_inputs_are_not_overwritten_by_any_name(call, external, more, target, what, monkeypatch):
+    monkeypatch.chdir(external.parent)
+    os.link(external, "copy.onnx")
+    Path("link.onnx").symlink_to(external)
+    os.link("weights.bin", "weights")
+    Path("d").mkdir()
+    shutil.copy(external.with_suffix(".npz"), "d/a.npz")
+    Path("code.py").write_text("def samples(): yield {}\ndef score(predict): return 1.0\n")
+    is_refused(call, external.parent, f"would overwrite {what}", "quantize", external, *more, "-o", target)
 
 
 def test_files_that_engine_options_name_are_not_overwritten(call: Call, model: Path, tmp_path: Path) -> None:
@@ -86,7 +62,8 @@ def test_files_that_engine_options_name_are_not_overwritten(call: Call, model: P
 @pytest.mark.parametrize("how", [os.link, os.symlink])
 def test_a_result_that_is_the_model_by_another_name_is_refused(call: Call, external: Path, how: Callable) -> None:  # type: ignore[type-arg]
     out = external.parent / "out"
-    linked(external, out / "baseline.onnx", how)
+    out.mkdir()
+    how(external, out / "baseline.onnx")
     is_refused(call, external.parent, "would overwrite", "tune", external, *QUICK, "-o", out)
 
 
