@@ -17,7 +17,7 @@ from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MODULES
 from qdqtune.explanation.formatting import counted
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model, graphs, opset_of
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW
 from qdqtune.options import COUNT, SWITCH, Flag, Int, Option, Text, choice, option
@@ -127,7 +127,7 @@ def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspec
     division = discovery.find(graph, options.regions or "auto", max_sequence_size=options.max_sequence_size)
     inspection = inspected(graph, division, group(graph, division), include_all_regions=options.include_all_regions)
     model = load(file, fix_inputs=options.fix_inputs)
-    opset = opset_of(onnx.load(file, load_external_data=False))  # reading a model may raise it
+    opset = opset_of(read(file))  # reading a model may raise it
     return Inspection({"model": {"opset": opset, **overview_of(model)}, **inspection.values})
 
 

@@ -150,7 +150,7 @@ def read(path: Path) -> ModelProto:
                 "(onnx.save, save_as_external_data=True)"
             )
         check_file(path)
-        proto = onnx.load(path, load_external_data=False)
+        proto = onnx.load(path, format="protobuf", load_external_data=False)
     except IsADirectoryError as error:
         raise BadModel(f"{path} is a folder: name an ONNX file") from error
     except OSError as error:
