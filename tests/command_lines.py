@@ -23,12 +23,13 @@ def errors(found: tuple[int, str, str]) -> tuple[int, str]:
     return code, last.removeprefix("error: ")
 
 
-def is_refused(call: Callable[..., tuple[int, str, str]], folder: Path, words: str, *arguments: object) -> None:
-    """The command ends with one line and code 2, and nothing in the folder has changed."""
+def is_refused(call: Callable[..., tuple[int, str, str]], folder: Path, words: str, *arguments: object) -> str:
+    """The command ends with one line and code 2, which is returned, and nothing in the folder has changed."""
     before = contents(folder)
     code, out, err = call(*arguments)
-    assert (code, out) == (2, "")
+    assert (code, out) == (2, ""), (arguments, err)
     assert words in err
-    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    (error,) = (line for line in err.splitlines() if line.startswith("error: "))
     assert "Traceback" not in err
-    assert contents(folder) == before
+    assert contents(folder) == before, arguments
+    return error

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import onnx
 import pytest
 
+from command_lines import is_refused
 from qdqtune.autotune import __main__ as autotune
-from qdqtune.cli import main
 from qdqtune.cli.main import Later, app
 from qdqtune.options import OF_RUN, REQUIRED, SWITCH, Kind, Option, options_of
 from qdqtune.system.checks import HEAD, LIST
 from qdqtune.tuning import folder
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from runs import contents, mixed, settings, write
+from runs import mixed, settings, write
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 COMMANDS = {name: command.command for name, command in app.commands.items() if isinstance(command, Later)} | {
@@ -69,26 +69,6 @@ def needed(case: Case, folder: Path) -> list[object]:
 
 
 WRITTEN = cases(lambda kind: kind.writes)
-
-
-def run(capfd: pytest.CaptureFixture[str], name: str, *arguments: object) -> tuple[int, str]:
-    """The exit code, and what was said of errors."""
-    words = [str(a) for a in arguments]
-    command = (words, COMMANDS[name], name) if name not in app.commands else ([name, *words],)
-    with pytest.raises(SystemExit) as end:
-        main.main(*command)
-    assert isinstance(end.value.code, int)
-    return end.value.code, capfd.readouterr().err
-
-
-def refused(capfd: pytest.CaptureFixture[str], folder: Path, name: str, *arguments: object) -> str:
-    """The line that says why; nothing in the folder has changed."""
-    before = contents(folder)
-    code, err = run(capfd, name, *arguments)
-    told = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert (code, len(told)) == (2, 1), (arguments, code, err)
-    assert contents(folder) == before, arguments
-    return told[0]
 
 
 @pytest.fixture
@@ -148,27 +128,27 @@ def test_each_option_says_whether_what_it_names_is_read_or_written() -> None:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", WRITTEN, ids=str)
-def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
+def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, call, request):
     others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     more = needed(case, tmp_path)
     for victim in others:
-        refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, victim)
+        is_refused(call, tmp_path, "", case.command, *given(case.command, files), *more, case.flag, victim)
     link, second, circle = tmp_path / "link", tmp_path / "second", tmp_path / "circle"
     link.symlink_to(files["evaluate"])
     circle.symlink_to(circle)
     os.link(files["evaluate"], second)
     for victim in (link, second, circle):
-        refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, victim)
+        is_refused(call, tmp_path, "", case.command, *given(case.command, files), *more, case.flag, victim)
     assert circle.is_symlink()
     request.node.add_report_section("call", "written", f"{case}: {len(others) + 3} files, all refused and untouched")
 
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", WRITTEN, ids=str)
-def test_a_folder_is_called_a_folder(case, files, tmp_path, capfd):
+def test_a_folder_is_called_a_folder(case, files, tmp_path, call):
     more = needed(case, tmp_path)
     for name in (tmp_path, tmp_path / "run", f"{tmp_path}/run/", f"{tmp_path}/new/"):
-        told = refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, name)
+        told = is_refused(call, tmp_path, "", case.command, *given(case.command, files), *more, case.flag, name)
         assert told == f"error: cannot write {name}: it is a folder", case
 
 
@@ -176,7 +156,7 @@ def test_a_folder_is_called_a_folder(case, files, tmp_path, capfd):
 @pytest.mark.parametrize(
     "case", [case for case in cases(lambda kind: kind is OF_RUN) if case.command == "autotune"], ids=str
 )
-def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, capfd, request):
+def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, call, request):
     """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
     under each name of a result."""
     count, out = 0, tmp_path / "out"
@@ -192,7 +172,7 @@ def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path
     for more, victim in known:
         arguments = ["-m", files["model"], *QUICK, *more, case.flag]
         if not is_folder:
-            refused(capfd, tmp_path, "autotune", *arguments, victim, "-o", out)
+            is_refused(call, tmp_path, "", "autotune", *arguments, victim, "-o", out)
             count += 1
             continue
         mode = next((m for m in ("region", "subgraph") if m in more), "region")
@@ -202,7 +182,7 @@ def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path
             place = out / name
             place.parent.mkdir(parents=True, exist_ok=True)
             os.link(victim, place)
-            refused(capfd, tmp_path, "autotune", *arguments, out)
+            is_refused(call, tmp_path, "", "autotune", *arguments, out)
             count += 1
             place.unlink()
     request.node.add_report_section("call", "written", f"{case}: {count} files, all refused and untouched")
@@ -216,7 +196,7 @@ def names_of(asked: Settings) -> list[str]:
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_a_command_has_written_it_writes_again(files, tmp_path, capfd):
+def test_what_a_command_has_written_it_writes_again(files, tmp_path, call):
     model, data = files["model"], ["--calibration-data", files["calibration_data"]]
     tune(settings(model, builds=3, mode="cut", output_dir=tmp_path / "o"))
     asked = [
@@ -226,20 +206,20 @@ def test_what_a_command_has_written_it_writes_again(files, tmp_path, capfd):
         ("autotune", ["-m", model, *QUICK, "--state-file", tmp_path / "s.yaml", "-o", tmp_path / "t"]),
     ]  # fmt: skip
     for name, arguments in (*asked, *asked):
-        code, err = run(capfd, name, *arguments)
+        code, _, err = call(name, *arguments)
         assert code in (0, 3, 4), err
-    refused(capfd, tmp_path, "quantize", model, *data, "-o", tmp_path / "o" / "report.html")  # a page is no model
+    is_refused(call, tmp_path, "", "quantize", model, *data, "-o", tmp_path / "o" / "report.html")  # a page is no model
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_an_artifact_is_written_again(engine, files, tmp_path, capfd):
+def test_an_artifact_is_written_again(engine, files, tmp_path, call):
     pytest.importorskip(engine)
     ending = {"onnxruntime": "onnx", "openvino": "xml"}[engine]
     model = write(mixed(), tmp_path, "whole")
     asked = [model, "--engine", engine, "-o", tmp_path / f"b.{ending}"]
     for _ in range(2):
-        assert run(capfd, "build", *asked)[0] == 0
-    refused(capfd, tmp_path, "quantize", model, "-o", asked[-1])
+        assert call("build", *asked)[0] == 0
+    is_refused(call, tmp_path, "", "quantize", model, "-o", asked[-1])
     if engine == "openvino":
         (tmp_path / "b.xml").unlink()
-        assert run(capfd, "build", *asked)[0] == 0
+        assert call("build", *asked)[0] == 0
