@@ -27,26 +27,19 @@ def claim(nodes: str = "", reads: str = "", writes: str = "") -> Claim:
     return Claim(tuple(nodes.split()), frozenset(reads.split()), frozenset(writes.split()))
 
 
-def test_a_node_between_two_layers_joins_the_one_that_makes_its_input() -> None:
-    assert covered(CHAIN, [claim("neg"), claim("exp"), claim("abs")]) == [{"neg", "relu"}, {"exp"}, {"abs"}, set()]
-
-
-def test_a_border_keeps_a_node_out_of_a_layer() -> None:
-    claims = [claim("neg", writes="a"), claim("exp", reads="a"), claim("abs")]
-    assert covered(CHAIN, claims) == [{"neg"}, {"relu", "exp"}, {"abs"}, set()]
-
-
-def test_a_node_between_two_borders_is_not_lost() -> None:
-    claims = [claim("neg", writes="a"), claim("exp", reads="b"), claim("abs")]
-    assert covered(CHAIN, claims) == [{"neg", "relu"}, {"exp"}, {"abs"}, set()]
-
-
-def test_the_first_claim_counts_and_unknown_nodes_are_ignored() -> None:
-    assert covered(CHAIN, [claim("neg stranger"), claim("neg abs")]) == [{"neg", "relu", "exp"}, {"abs"}, set()]
-
-
-def test_without_any_claim_every_node_is_left_over() -> None:
-    assert covered(CHAIN, [claim()]) == [set(), {"neg", "relu", "exp", "abs"}]
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ([claim("neg"), claim("exp"), claim("abs")], [{"neg", "relu"}, {"exp"}, {"abs"}, set()]),
+        # a border keeps a node out of a layer, and between two borders none is lost
+        ([claim("neg", writes="a"), claim("exp", reads="a"), claim("abs")], [{"neg"}, {"relu", "exp"}, {"abs"}, set()]),
+        ([claim("neg", writes="a"), claim("exp", reads="b"), claim("abs")], [{"neg", "relu"}, {"exp"}, {"abs"}, set()]),
+        ([claim("neg stranger"), claim("neg abs")], [{"neg", "relu", "exp"}, {"abs"}, set()]),
+        ([claim()], [set(), {"neg", "relu", "exp", "abs"}]),
+    ],
+)
+def test_a_node_joins_the_layer_that_makes_its_input(claims: list[Claim], expected: list[set[str]]) -> None:
+    assert covered(CHAIN, claims) == expected
 
 
 def test_a_fusion_begins_with_its_compute_operator() -> None:

@@ -1,7 +1,11 @@
 """What a provider leaves to another, counted on a small graph."""
 
+from collections.abc import Sequence
+
+import pytest
+
 from models import build
-from qdqtune.engines.fallback import Fallback, fallback
+from qdqtune.engines.fallback import fallback
 from qdqtune.graph.model import Model
 from qdqtune.types import Layer, LayerKind
 
@@ -36,17 +40,14 @@ def test_a_node_without_layer_is_on_the_side_of_what_it_reads() -> None:
     assert [border.tensor for border in found.borders] == ["q"]
 
 
-def test_all_on_the_provider() -> None:
-    found = fallback(net(), (layer("a", "b", "c"),))
-    assert (found.left, found.borders, found.ms) == ((), (), None)
-    assert found.in_words() == "all 3 nodes run on the provider"
-
-
-def test_without_layers_nothing_is_claimed() -> None:
-    assert fallback(net(), ()).in_words() == "where the nodes run is not known: the engine gave no layers"
-
-
-def test_a_line_names_a_few_reasons() -> None:
-    layers = [layer(f"n{i}", where=f"on the CPU: {i}") for i in range(5)]
-    assert fallback(net(), layers).in_words().endswith("n2 on the CPU: 2; 2 more reasons")
-    assert isinstance(fallback(net(), layers), Fallback)
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((layer("a", "b", "c"),), "all 3 nodes run on the provider"),
+        ((), "where the nodes run is not known: the engine gave no layers"),
+        ([layer(f"n{i}", where=f"on the CPU: {i}") for i in range(5)],
+         "5 of 5 nodes run elsewhere, 0 borders: n0 on the CPU: 0; n1 on the CPU: 1; n2 on the CPU: 2; 2 more reasons"),
+    ],
+)  # fmt: skip
+def test_a_line_names_a_few_reasons(layers: Sequence[Layer], words: str) -> None:
+    assert fallback(net(), layers).in_words() == words

@@ -20,12 +20,12 @@ from models import attention
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("named", [True, False])
-def test_a_residual_block(engine: str, named: bool, tmp_path: Path) -> None:
-    model = text_model(RESIDUAL, RESIDUAL_WEIGHTS)
-    name = {node.name: node.name if named else f"{node.op_type}_{i}" for i, node in enumerate(model.graph.node)}
-    for node in model.graph.node:
-        node.name = node.name if named else ""
+@pytest.mark.parametrize("suffix", ["", None, ", of a/block_2 + more"], ids=["names", "no names", "commas and blanks"])
+def test_a_residual_block(engine: str, suffix: str | None, tmp_path: Path) -> None:
+    model, name = text_model(RESIDUAL, RESIDUAL_WEIGHTS), dict[str, str]()
+    for i, node in enumerate(model.graph.node):
+        name[node.name] = f"{node.op_type}_{i}" if suffix is None else node.name + suffix
+        node.name = "" if suffix is None else node.name + suffix
     layers = layers_of(engine, model, RESIDUAL_INPUT, tmp_path)
     assert set(home(layers, name["conv1"]).nodes) == {name["conv1"], name["relu1"]}
     assert home(layers, name["add"]) is home(layers, name["relu2"])
@@ -33,15 +33,6 @@ def test_a_residual_block(engine: str, named: bool, tmp_path: Path) -> None:
     order = [home(layers, name[given]).name for given in ("conv1", "conv2", "pool", "head")]
     assert [x.name for x in layers if x.name in order] == order
     assert all(x.precision == "FP32" for x in layers if x.kind == "compute")
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_names_with_commas_and_blanks(engine: str, tmp_path: Path) -> None:
-    model = text_model(RESIDUAL, RESIDUAL_WEIGHTS)
-    for node in model.graph.node:
-        node.name = f"{node.name}, of a/block_2 + more"
-    layers = layers_of(engine, model, RESIDUAL_INPUT, tmp_path)
-    assert home(layers, "conv1, of a/block_2 + more") is home(layers, "relu1, of a/block_2 + more")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from qdqtune.engines import CPU_PROVIDER, MODULES, EngineSpec, devices, normal, open_engine, threads_of, unwatched
+from qdqtune.engines import CPU_PROVIDER, EngineSpec, devices, normal, open_engine, threads_of, unwatched
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.machine import architecture, is_simulated, processor_name, simulated, simulated_chip, this_machine
 from qdqtune.engines.options import EngineOptions
@@ -95,12 +95,3 @@ def test_a_library_that_is_no_plug_in_is_refused(tmp_path) -> None:
     (tmp_path / "lib.so").write_bytes(b"no library")
     with pytest.raises(EngineUnavailable, match="QNNExecutionProvider does not load"):
         open_engine(EngineSpec("qnn", {"library": str(tmp_path / "lib.so")}))
-
-
-def test_a_provider_that_this_build_lacks_is_told() -> None:
-    with pytest.raises(EngineUnavailable, match=r"has no provider 'XnnpackExecutionProvider'; it has .*CPU"):
-        open_engine(EngineSpec("onnxruntime", {"provider": "XnnpackExecutionProvider"}))
-
-
-def test_every_provider_is_an_engine() -> None:
-    assert PROVIDERS.keys() <= MODULES.keys()

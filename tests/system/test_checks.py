@@ -82,27 +82,23 @@ def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: s
         assert all(path.read_text() == "mine" for path in mine)
 
 
-@pytest.mark.parametrize("name", ["baseline.onnx", "optimized_final.onnx", "placement.yaml", "summary.json",
-                                  "logs/baseline.log", "optimized_final.onnx.data"])  # fmt: skip
-def test_a_users_file_with_the_name_of_a_result_is_refused(call: Call, model: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    is_refused(call, tmp_path, "is not of qdqtune's making", "tune", model, *QUICK, "-o", tmp_path)
+RESULTS = ["baseline.onnx", "optimized_final.onnx", "placement.yaml", "summary.json", "logs/baseline.log",
+           "optimized_final.onnx.data"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("mode", "name"),
+    ("chosen", "name"),
     [
-        ("region", "region_models/region_1_level_2.onnx"),
-        ("subgraph", "subgraphs/group_001.onnx"),
-        ("front", "front/30db.onnx"),
+        *[("", name) for name in RESULTS],
+        ("--mode region", "region_models/region_1_level_2.onnx"),
+        ("--mode subgraph", "subgraphs/group_001.onnx"),
+        ("--front --builds 14", "front/30db.onnx"),
     ],
 )
-def test_a_users_file_with_the_name_of_a_part_is_refused(call, model, tmp_path, mode, name):
-    (tmp_path / name).parent.mkdir()
+def test_a_users_file_with_the_name_of_a_result_is_refused(call, model, tmp_path, chosen, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    chosen = ["--front", "--builds", "14"] if mode == "front" else ["--mode", mode]
-    arguments = ["tune", model, *QUICK, *chosen, "-o", tmp_path]
+    arguments = ["tune", model, *QUICK, *chosen.split(), "-o", tmp_path]
     is_refused(call, tmp_path, "is not of qdqtune's making", *arguments)
 
 
@@ -122,28 +118,21 @@ def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model
     is_refused(call, tmp_path, "would overwrite", *arguments)
 
 
-NAMED = {
-    "inspect": ["PIPE"],
-    "run": ["PIPE"],
-    "apply": ["MODEL", "--placement", "PIPE", "-o", "made.onnx"],
-    "quantize": ["MODEL", "--calibration-cache", "PIPE", "-o", "made.onnx"],
-}
-
-
-@pytest.mark.parametrize("command", NAMED)
-def test_a_pipe_is_no_file_to_read(call: Call, model: Path, command: str) -> None:
-    pipe = model.with_name("pipe")
-    os.mkfifo(pipe)
-    words = [{"PIPE": pipe, "MODEL": model}.get(word, word) for word in NAMED[command]]
-    code, _, err = call(command, *words)
-    assert (code, "is no file" in err) == (2, True), err
-
-
-@pytest.mark.parametrize("option", ["--node-filter-list", "--pattern-cache", "--qdq-baseline", "--graph-json"])
-def test_no_option_of_a_search_reads_a_pipe(call: Call, model: Path, option: str) -> None:
-    pipe = model.with_name("pipe")
-    os.mkfifo(pipe)
-    code, _, err = call("autotune", "-m", model, *QUICK, "-o", model.with_name("out"), option, pipe)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "inspect PIPE",
+        "run PIPE",
+        "apply MODEL --placement PIPE -o made.onnx",
+        "quantize MODEL --calibration-cache PIPE -o made.onnx",
+        *(f"autotune -m MODEL {' '.join(QUICK)} -o out --{option} PIPE"
+          for option in ("node-filter-list", "pattern-cache", "qdq-baseline", "graph-json")),
+    ],
+)  # fmt: skip
+def test_a_pipe_is_no_file_to_read(call: Call, model: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    os.mkfifo("pipe")
+    code, _, err = call(*words.replace("PIPE", "pipe").replace("MODEL", str(model)).split())
     assert (code, "is no file" in err) == (2, True), err
 
 

@@ -139,6 +139,11 @@ MOST_THREADS = max(16, os.cpu_count() or 1)
 magnitude, since idle threads spin."""
 
 
+def provider_of(spec: EngineSpec) -> str:
+    """The execution provider that an engine of ONNX Runtime uses, by ONNX Runtime's name."""
+    return PROVIDERS[spec.name].ep if spec.name in PROVIDERS else str(spec.options.get("provider") or CPU_PROVIDER)
+
+
 def normal(spec: EngineSpec) -> EngineSpec:
     """`spec` by the one name that an engine has in records: ONNX Runtime with an execution provider is the engine of
     that provider, and its usual one needs no naming.
@@ -148,7 +153,7 @@ def normal(spec: EngineSpec) -> EngineSpec:
     """
     rest = {name: value for name, value in spec.options.items() if name != "provider"}
     provider = str(spec.options.get("provider") or "")
-    own = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else CPU_PROVIDER
+    own = provider_of(EngineSpec(spec.name))
     if spec.name in PROVIDERS and provider not in ("", own):
         raise BadOption(f"engine {spec.name!r} is the provider {own}: leave `provider` {provider} out, or the engine")
     if provider == own and spec.name in ("onnxruntime", *PROVIDERS):
@@ -158,18 +163,16 @@ def normal(spec: EngineSpec) -> EngineSpec:
 
 def unwatched(spec: EngineSpec) -> str | None:
     """A line for users where ONNX Runtime runs a provider without a table; None elsewhere. `spec` is a normal one."""
-    provider = spec.options.get("provider") or CPU_PROVIDER
-    if spec.name != "onnxruntime" or provider == CPU_PROVIDER:
+    if spec.name != "onnxruntime" or provider_of(spec) == CPU_PROVIDER:
         return None
-    return f"{provider} has no table in qdqtune: nobody looks at what it leaves to the CPU"
+    return f"{provider_of(spec)} has no table in qdqtune: nobody looks at what it leaves to the CPU"
 
 
 def threads_of(spec: EngineSpec) -> int | None:
     """How many CPU threads an engine computes on; None if it runs elsewhere, or the number is not known."""
     if spec.name not in THREADED:
         return spec.options.get("threads")
-    is_cpu = (spec.options.get("provider") or CPU_PROVIDER) == CPU_PROVIDER
-    return int(spec.options.get("threads", 1)) if is_cpu else None
+    return int(spec.options.get("threads", 1)) if provider_of(spec) == CPU_PROVIDER else None
 
 
 def builds_for(mix: Mix) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired, run
 
-from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, provider_of
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
@@ -119,8 +119,7 @@ def needs_gpu(spec: EngineSpec) -> bool:
     """Whether an engine runs on a GPU: then each worker needs one of its own."""
     if spec.name in PROVIDERS:
         return PROVIDERS[spec.name].is_gpu
-    provider = str(spec.options.get("provider") or CPU_PROVIDER)
-    return (spec.name in TENSORRT_FAMILY and not spec.options.get("target")) or provider != CPU_PROVIDER
+    return (spec.name in TENSORRT_FAMILY and not spec.options.get("target")) or provider_of(spec) != CPU_PROVIDER
 
 
 def cores_for(spec: EngineSpec, given: int | None) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal
-from qdqtune.engines.providers import OF_EP, PLAIN_VALUE, PROVIDERS
+from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal, provider_of
+from qdqtune.engines.providers import OF_EP, PLAIN_VALUE
 from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
@@ -101,7 +101,7 @@ def library_settings(
     if spec.name in TENSORRT_FAMILY:
         module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
         return {"module": module, **_shapes(spec, sizes)}
-    provider = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else options.get("provider") or CPU_PROVIDER
+    provider = provider_of(spec)
     table, told = OF_EP.get(provider), described.get("provider_options", "").split()
     chip = {} if table is None else {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
     return {
@@ -152,8 +152,7 @@ def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
         BadOption: the option `provider` names another provider than the engine.
     """
     spec = normal(spec)
-    provider = PROVIDERS[spec.name].ep if spec.name in PROVIDERS else spec.options.get("provider")
-    table, given = OF_EP.get(str(provider)), spec.options.get("provider_options")
+    table, given = OF_EP.get(provider_of(spec)), spec.options.get("provider_options")
     known = frozenset[str]() if table is None else table.plain
     own = given if isinstance(given, Mapping) else {}
     kept = {name: value for name, value in own.items() if name in known and PLAIN_VALUE.fullmatch(str(value))}

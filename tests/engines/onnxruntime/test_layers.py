@@ -166,23 +166,26 @@ def test_a_provider_is_quoted() -> None:
     assert told["dq"] == "Failed to add node"
     assert told["gemm"] == "QNN.backendValidateOpConfig() failed for node `gemm` of type `F` with 3"
     assert "conv" not in told
-    assert elsewhere("gemm", "Gemm", CPU_PROVIDER, QNN, told).startswith("on the CPU: QNN.backendValidateOpConfig()")
 
 
 @pytest.mark.parametrize(
-    ("name", "op", "words"),
+    ("name", "op", "ep", "told", "words"),
     [
-        ("cuda", "Shape", "on the CPU: ONNX Runtime computes shapes there"),
-        ("qnn", "QLinearConv", "on the CPU: QLinearConv is an operator on integers of ONNX Runtime's CPU"),
-        ("cuda", "NonZero", "on the CPU: CUDAExecutionProvider says no reason; https://"),
+        ("qnn", "Gemm", CPU_PROVIDER, {"n": "failed"}, "on the CPU: failed"),
+        ("cuda", "Shape", CPU_PROVIDER, {}, "on the CPU: ONNX Runtime computes shapes there"),
+        (
+            "qnn",
+            "QLinearConv",
+            CPU_PROVIDER,
+            {},
+            "on the CPU: QLinearConv is an operator on integers of ONNX",
+        ),
+        ("cuda", "NonZero", CPU_PROVIDER, {}, "on the CPU: CUDAExecutionProvider says no reason; https://"),
+        ("qnn", "Add", "CUDAExecutionProvider", {}, "on CUDAExec"),
     ],
 )
-def test_where_a_provider_says_nothing_the_rule_of_its_table_is_told(name, op, words) -> None:
-    assert elsewhere("n", op, CPU_PROVIDER, PROVIDERS[name], {}).startswith(words)
-
-
-def test_another_provider_is_named() -> None:
-    assert elsewhere("n", "Add", "CUDAExecutionProvider", QNN, {}).startswith("on CUDAExec")
+def test_without_words_of_the_provider_the_rule_of_its_table_is_told(name, op, ep, told, words) -> None:
+    assert elsewhere("n", op, ep, PROVIDERS[name], told).startswith(words)
 
 
 def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:
