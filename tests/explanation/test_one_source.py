@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 from models import INT8, build, normal, ranges
@@ -106,6 +105,11 @@ def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Pat
     assert drawn is not None
     assert {node.name: node.why for node in drawn.nodes} == {name: row.why for row in rows for name in row.nodes}
     assert all(row.why for row in rows)
+    hidden = [group for group in drawn.groups if group.precision in ("folded", "shapes")]
+    boxes = [group for group in drawn.groups if group not in hidden]
+    assert drawn.groups == (*boxes, *hidden)
+    assert not any("Reshape" in box.label for box in boxes)
+    assert {"asks", "picks", "listed", "joined"}.isdisjoint(drawn.nodes[n].name for box in boxes for n in box.nodes)
     if all(row.float_ms is None for row in rows):
         assert all(group.float_ms is None for group in drawn.groups)
         assert not report.bars
@@ -142,18 +146,3 @@ def test_the_summary_is_about_the_file_that_ships_and_a_row_says_which_candidate
     shipped = [candidate for candidate in report.candidates if candidate.ships]
     assert len(shipped) == (0 if run.trial is None else 1)
     assert all("optimized_final.onnx" in candidate.told for candidate in shipped)
-
-
-def test_what_only_computes_shapes_is_no_box(tmp_path: Path) -> None:
-    model = write(reshaped(), tmp_path)
-    with in_process():
-        tune(settings(model, mode="cut", builds=4))
-    drawn = report_of_run(tmp_path / "out").map
-    assert drawn is not None
-    asked = {n.name for n in onnx.load(tmp_path / "out" / "baseline.onnx").graph.node}
-    assert {n.name for n in drawn.nodes} == asked
-    hidden = [g for g in drawn.groups if g.precision in ("folded", "shapes")]
-    assert {"asks", "picks", "listed", "joined"} & asked <= {drawn.nodes[n].name for g in hidden for n in g.nodes}
-    assert drawn.groups[: -len(hidden)] == tuple(g for g in drawn.groups if g not in hidden)
-    labels = [g.label for g in drawn.groups if g not in hidden]
-    assert not any("Reshape" in label for label in labels)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.placement.reading import count_pairs
+from qdqtune.placement.start_placements import START_PLACEMENTS
 from qdqtune.types import Placement
 
 
@@ -84,9 +85,6 @@ ORIGINS: Mapping[str, str] = {
 }
 """Origins of candidates, in words."""
 
-START_ORIGINS = ("compute", "residual", "islands", "static", "everything")
-"""Origins that are names of START_PLACEMENTS (`placement.start_placements`)."""
-
 
 def origin_in_words(origin: str) -> str:
-    return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_ORIGINS else f"the candidate {origin!r}")
+    return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_PLACEMENTS else f"the candidate {origin!r}")

@@ -33,19 +33,24 @@ def write_report(report: Report, path: Path, flags: Mapping[str, str]) -> None:
 
 def render(report: Report, flags: Mapping[str, str]) -> str:
     """The HTML text of a report; `flags` are those of `write_report`."""
+    environment = Environment(
+        loader=FileSystemLoader(PARTS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: escaped(with_flags(value, flags)) if type(value) is str else value,
+    )
+    environment.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
     style, script = (PARTS / "style.css").read_text(encoding="utf-8"), (PARTS / "map.js").read_text(encoding="utf-8")
-    return (
-        _environment(flags)
-        .get_template("report.html.jinja")
-        .render(
-            report=report,
-            style=Markup(style),
-            script=Markup(script),
-            policy=Markup(policy(style, script)),
-            data=None if report.map is None else Markup(embedded(_shown(asdict(report.map), flags))),
-            charts=charts,
-            version=__version__,
-        )
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        style=Markup(style),
+        script=Markup(script),
+        policy=Markup(policy(style, script)),
+        data=None if report.map is None else Markup(embedded(_shown(asdict(report.map), flags))),
+        charts=charts,
+        version=__version__,
     )
 
 
@@ -75,19 +80,6 @@ def embedded(value: Mapping[str, Any]) -> str:
     """JSON for a script element: ASCII, with nothing in it that could end the script."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _environment(flags: Mapping[str, str]) -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(PARTS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: escaped(with_flags(value, flags)) if type(value) is str else value,
-    )
-    environment.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
-    return environment
 
 
 def _ms(value: float | None) -> str:

@@ -37,7 +37,6 @@ from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.records import job_of
-from qdqtune.tuning.summary import RunLog
 from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, sqnr_of
 
 BARS = 24
@@ -284,22 +283,11 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
         yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
     yield Fact("system", log.machine.system)
     yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
-    if spent := _longest_stages(log):
-        yield Fact("where the time of the run went", spent)
     yield Fact("seed", str(summary["seed"]))
     yield Fact("mode", summary["mode"])
     yield Fact("calibration", log.calibration)
     for name, version in summary["versions"].items():
         yield Fact(name, version)
-
-
-def _longest_stages(log: RunLog) -> str:
-    ends = [*(seconds for _, seconds in log.stages[1:]), log.seconds]
-    took: dict[str, float] = {}
-    for (text, begin), end in zip(log.stages, ends, strict=False):
-        took[text] = took.get(text, 0.0) + end - begin  # a stage may come twice
-    first = sorted(took.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{text} {duration(seconds)}" for text, seconds in first if seconds >= 1)
 
 
 def commands(run: FinishedRun) -> Iterator[Fact]:

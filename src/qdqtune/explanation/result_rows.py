@@ -21,7 +21,13 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = _latency_rows(summary) if "by_rule" not in summary else [("latency", "not timed", "not timed")]
     if improved and summary["ratio_to_given"] is not None:
         rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
-    rows += _rewrite_rows(summary)
+    rewrites = summary["rewrites"]
+    if "gave" in rewrites:
+        has_pairs = summary["edges"] or summary.get("weights")
+        gave = rewrites["gave"] if has_pairs else summary["ratio"]
+        rows.append((f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave)))
+        if has_pairs:
+            rows.append(("  and by the placement", "1x", speed(rewrites["placement_gave"])))
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if (bits := summary.get("bits")) and bits["tensors"]:
         rows.append(("  of these activations in 16 bits", "", f"{bits['tensors_16']} of {bits['tensors']}"))
@@ -73,16 +79,6 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"outputs compared on {samples(judged, is_held_out)}{seen}"
         if "scores_told" in summary:
             yield summary["scores_told"]
-
-
-def _rewrite_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    rewrites = summary["rewrites"]
-    if "gave" not in rewrites:
-        return []
-    by = f"speedup by {', '.join(rewrites['names'])}"
-    if not summary["edges"] and not summary.get("weights"):
-        return [(by, "1x", speed(summary["ratio"]))]
-    return [(by, "1x", speed(rewrites["gave"])), ("  and by the placement", "1x", speed(rewrites["placement_gave"]))]
 
 
 def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -80,7 +80,7 @@ def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, st
         model=subject.model.fingerprint,
         calibration_method=str(settings.calibration),
         calibration_data=CalibrationData(
-            data, settings.calibration_samples, len(subject.accuracy) if subject.held_out else 0
+            data, settings.calibration_samples, len(subject.accuracy) if subject.prepared.is_held_out else 0
         ),
         calibration_cache=_digest("`calibration_cache`", settings.calibration_cache),
         scores=settings.scores or None,

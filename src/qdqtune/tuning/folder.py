@@ -106,16 +106,13 @@ class OutputFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Unlock the folder. If the run has not written a file, remove the list and the folders that it made."""
         with self._file, suppress(OSError):
-            self._remove_if_unused()
-
-    def _remove_if_unused(self) -> None:
-        """Remove the list and the folders that this run made, if it ends before it has written a file."""
-        logs, files = self.path / LOGS, [self.path / name for name in (*self._ours, STATE)]
-        if logs in self._made and not any(logs.iterdir()) and not any(file.is_file() for file in files):
-            self._list.unlink()
-            for folder in self._made:
-                folder.rmdir()
+            logs, files = self.path / LOGS, [self.path / name for name in (*self._ours, STATE)]
+            if logs in self._made and not any(logs.iterdir()) and not any(file.is_file() for file in files):
+                self._list.unlink()
+                for folder in self._made:
+                    folder.rmdir()
 
     def claim(self, path: Path) -> Path:
         """Add a path to the list before its file is written; gives the path."""

@@ -105,25 +105,35 @@ def conclude(
 ) -> Result:
     """Write what a run has found to its output folder. `history` has the trials of the front, too, `front` its rows for
     summary.json if one was asked for; `shortfall` tells the user that the search has run out of time."""
-    _write_placements(history, proof, run)
+    settings, subject = run.settings, run.subject
+    write_placement_of(proof.placement, settings.output_dir / PLACEMENT, run)
+    schemes = cache.cache_of(
+        subject.tuned,
+        (proof.placement, proof.ratio.median if proof.ratio else 1.0),
+        history,
+        settings.plan,
+        minimum_distance=settings.config.pattern_cache_minimum_distance,
+        maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
+    )
+    cache.write_cache(pattern_cache_of(settings.state), schemes)
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
-    left = list(filter(None, [unwatched(run.settings.engine)]))
-    is_provider = run.settings.engine.name in PROVIDERS
+    left = list(filter(None, [unwatched(settings.engine)]))
+    is_provider = settings.engine.name in PROVIDERS
     if history or not run.budget.is_late or is_provider:  # kept in the state file for the report
         is_built = any(trial.placement == proof.in_file for trial in history)
         layers = run.bench.layers(proof.in_file if is_built else Placement())
         if is_provider:
-            found = fallback(load(run.settings.output_dir / FINAL), layers)
+            found = fallback(load(settings.output_dir / FINAL), layers)
             summary["fallback"] = asdict(found)
             left.append(found.in_words())
     summary |= {**recorded.summary, "seconds": round(log.seconds, 3)}
-    notes = (*left, *run.notes, *run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
+    notes = (*left, *run.notes, *subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
-    write_json(run.settings.output_dir / SUMMARY, summary)
-    write_json(run.settings.output_dir / RUN, log.content(history, run, notes))
+    write_json(settings.output_dir / SUMMARY, summary)
+    write_json(settings.output_dir / RUN, log.content(history, run, notes))
     write_kit(run, summary)
     copy_companions(run)
-    without = summary["fastest_without_limits"] if run.settings.withholds_pairs else None
+    without = summary["fastest_without_limits"] if settings.withholds_pairs else None
     return Result(
         shipped=proof.shipped,
         placement=proof.placement,
@@ -152,20 +162,6 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     elif proof.ratio is None:
         doubts += [best_undecided(history, settings.plan), None if history else run.budget.excuse]
     yield from filter(None, doubts)
-
-
-def _write_placements(history: Sequence[Trial], proof: Proof, run: Run) -> None:
-    settings, subject, final = run.settings, run.subject, proof.placement
-    write_placement_of(final, settings.output_dir / PLACEMENT, run)
-    caches = cache.cache_of(
-        subject.tuned,
-        (final, proof.ratio.median if proof.ratio else 1.0),
-        history,
-        settings.plan,
-        minimum_distance=settings.config.pattern_cache_minimum_distance,
-        maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
-    )
-    cache.write_cache(pattern_cache_of(settings.state), caches)
 
 
 def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
@@ -217,7 +213,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "output_accuracy": None if accuracy is None or not is_judged else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,
         "accuracy_samples": len(subject.accuracy) if is_judged else 0,
-        "accuracy_held_out": subject.held_out,
+        "accuracy_held_out": subject.prepared.is_held_out,
         **({"calibration_cut_short": list(subject.hurried)} if subject.hurried else {}),
         "scores": run.bench.floats.scores.as_json(),
         "scores_told": run.bench.floats.scores.told,
@@ -325,20 +321,16 @@ ELSEWHERE = frozenset(
 
 
 class RunLogWriter(Silent):
-    """An observer that records when each stage began and each trial ended, in seconds since it was made."""
+    """An observer that records when each trial ended, in seconds since it was made."""
 
     def __init__(self) -> None:
         self._begun, self._clock = datetime.now(UTC), time.monotonic()
         self._load = devices.load()
-        self._stages: list[tuple[str, float]] = []
         self._times: dict[int, float] = {}
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._clock
-
-    def stage(self, text: str) -> None:
-        self._stages.append((text, self.seconds))
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         self._times[trial.number] = self.seconds
@@ -354,7 +346,6 @@ class RunLogWriter(Silent):
             machine=_measuring(settings, self._load),
             plan=settings.plan,
             proof=settings.proof,
-            stages=tuple((text, round(seconds, 2)) for text, seconds in self._stages),
             trials=tuple(map(self._logged, history)),
             notes=notes,
             seconds=round(self.seconds, 2),

@@ -137,13 +137,16 @@ class Store:
             # Unbuffered: what could not be written to a full disk must not be written again on closing.
             self._file: IO[bytes] = path.open("r+b", buffering=0)
         try:
-            self._lock_file()
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if restart:
                 start = self._file.read(len(LINE_START))
                 if not LINE_START.startswith(start):
                     raise _foreign(start, path)
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
+        except BlockingIOError as error:
+            self._file.close()
+            raise BadState(f"{path} is in use by another run: choose another `output_dir`") from error
         except BaseException:
             self._file.close()
             raise
@@ -238,12 +241,6 @@ class Store:
         """The lines of the file, without an incomplete last one."""
         self._file.seek(0)
         return self._file.read().decode().split("\n")[:-1]
-
-    def _lock_file(self) -> None:
-        try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadState(f"{self.path} is in use by another run: choose another `output_dir`") from error
 
     def _append(self, row: Mapping[str, Any]) -> None:
         line = line_of(row)

@@ -132,11 +132,6 @@ class Subject:
         """Number of regions in the patterns that region mode tunes."""
         return sum(len(pattern.instances) for pattern in self.tuned)
 
-    @property
-    def held_out(self) -> bool:
-        """Whether the samples of `accuracy` are kept out of calibration."""
-        return self.prepared.is_held_out
-
     def suggestions(self) -> dict[str, Placement]:
         """Placements of the whole model to try first, by origin: the user's own, then those of the rules."""
         given = {}

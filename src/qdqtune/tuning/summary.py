@@ -239,7 +239,6 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     plan: Plan
     proof: tuple[int, ...]
-    stages: tuple[tuple[str, float], ...]
     trials: tuple[LoggedTrial, ...]
     notes: tuple[str, ...]
     seconds: float
