@@ -75,14 +75,13 @@ def test_a_rewrite_that_pays_is_kept_and_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pays", [True, False])
 def test_weights_are_written_once_whether_a_rewrite_pays_or_not(pays, tmp_path, monkeypatch):
     monkeypatch.setattr(rewritten, "SAME_DB", 40.0 if pays else 1e9)
-    computed, data, model = Counter[str](), ConstantFile.data, swishing()
+    computed, span, model = Counter[str](), ConstantFile._span, swishing()
 
-    def counted(self: ConstantFile, constant: Constant) -> bytes | memoryview:
-        if self._known is None:
-            computed[constant.key] += constant.key not in self._spans
-        return data(self, constant)
+    def counted(self: ConstantFile, constant: Constant) -> tuple[int, int]:
+        computed[constant.key] += constant.key not in self._spans
+        return span(self, constant)
 
-    monkeypatch.setattr(ConstantFile, "data", counted)
+    monkeypatch.setattr(ConstantFile, "_span", counted)
     result = tune(run(tmp_path, model))
     assert bool(result.summary["rewrites"]["names"]) == pays
     assert [computed[model.constants[weight].key] for weight in ("w0", "w1", "w2")] == [1, 1, 1]
