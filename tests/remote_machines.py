@@ -38,10 +38,6 @@ class Far:
     def temporary(self) -> Path:
         return self.folder / "tmp"
 
-    def is_clean(self) -> bool:
-        """Whether there is no process and no file of ours there."""
-        return not self.left()
-
     def left(self) -> list[object]:
         """Processes and files of ours there."""
         return [*map(words_of, family(self.temporary)), *self.temporary.iterdir()]
@@ -49,7 +45,7 @@ class Far:
     def clean(self) -> None:
         """Wait until nothing is left there."""
         try:
-            until(self.is_clean, 20.0)
+            until(lambda: not self.left(), 20.0)
         except AssertionError:
             raise AssertionError(self.left()) from None
 
