@@ -39,7 +39,6 @@ def program(number: int) -> bytes:
         ("aarch64", program(62), "x86"),  # qemu-aarch64 on x86
         ("aarch64", program(183), ""),
         ("x86_64", program(183), "ARM"),  # x86 under box64
-        ("x86_64", program(3), ""),  # a Python of 32 bits
         ("aarch64", program(9999), ""),
         ("s390x", program(62), ""),
         ("aarch64", b"#!/bin/sh\n", ""),

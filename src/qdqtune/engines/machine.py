@@ -15,13 +15,12 @@ from qdqtune.engines.providers import PROVIDERS, Provider
 
 Architecture = Literal["x86", "ARM", ""]
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
-    **dict.fromkeys(("x86_64", "amd64", "i386", "i686"), "x86"),
-    **dict.fromkeys(("aarch64", "arm64", "armv7l", "armv8l"), "ARM"),
-})  # fmt: skip
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {"x86_64": "x86", "amd64": "x86", "aarch64": "ARM", "arm64": "ARM"}
+)
 """Architectures by the name of a machine, in lower case, as `platform.machine` gives it."""
 
-PROGRAMS: Mapping[int, Architecture] = MappingProxyType({3: "x86", 62: "x86", 40: "ARM", 183: "ARM"})
+PROGRAMS: Mapping[int, Architecture] = MappingProxyType({62: "x86", 183: "ARM"})
 """Architectures by the field `e_machine` of ELF programs."""
 
 INSTRUCTION_SETS: Mapping[Architecture, tuple[str, ...]] = MappingProxyType({

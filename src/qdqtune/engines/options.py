@@ -113,9 +113,12 @@ class EngineOptions(Options):
 
     @property
     def engine_name(self) -> str:
-        if isinstance(self.engine, EngineSpec):
-            return normal(self.engine).name
-        return normal(EngineSpec(self.engine, self.engine_options)).name
+        return self._named().name
+
+    def _named(self) -> EngineSpec:
+        return normal(
+            self.engine if isinstance(self.engine, EngineSpec) else EngineSpec(self.engine, self.engine_options)
+        )
 
     def spec(
         self, input_shapes: Mapping[str, tuple[int, ...]] | None = None, *, threads: int | None = None
@@ -130,9 +133,9 @@ class EngineOptions(Options):
         """
         if len(self.threads or ()) > 1 and not self.takes_several_threads:
             raise BadOption("`threads` takes one number here; several are for tune, compare and verify")
+        spec = self._named()
         if isinstance(self.engine, EngineSpec):
-            return normal(self.engine)
-        spec = normal(EngineSpec(self.engine, self.engine_options))
+            return spec
         chosen = dict(spec.options)
         if spec.name in TENSORRT_FAMILY:
             if input_shapes:
