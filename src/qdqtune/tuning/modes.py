@@ -48,7 +48,7 @@ class Mode:
     """
 
     strategy: Strategy
-    record: Callable[[Sequence[Trial], Proof], ModeResult]
+    record: Callable[[Sequence[Trial], Proof], ModeResult] = lambda history, proof: ModeResult()
     observers: tuple[Observer, ...] = ()
     shortfall: str | None = None
 
@@ -63,8 +63,8 @@ def cut(run: Run) -> Mode:
     subject, noise = run.subject, noise_of(run)
     if (by_layers := cut_search(run, noise)) is not None:
         if run.settings.front and noise is not None:
-            return Mode(FrontSearch(by_layers, noise), _adds_nothing)
-        return Mode(by_layers, _adds_nothing)
+            return Mode(FrontSearch(by_layers, noise))
+        return Mode(by_layers)
     suggestions = subject.suggestions()
     noise = binding_noise_of(run) if run.budget.can_learn else None
     if noise is not None:
@@ -73,11 +73,7 @@ def cut(run: Run) -> Mode:
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     if subject.numbers.wide is not None and not run.budget.is_late:
         strategy = TwoStage(rule_search(run), strategy, run.budget.builds)
-    return Mode(strategy, _adds_nothing)
-
-
-def _adds_nothing(history: Sequence[Trial], proof: Proof) -> ModeResult:
-    return ModeResult()
+    return Mode(strategy)
 
 
 def rule_search(run: Run) -> RuleSearch:

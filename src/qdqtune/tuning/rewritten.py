@@ -223,7 +223,7 @@ class _Trying:
 
     def is_late(self, readings: float = 0.0) -> bool:
         """Whether work of `readings` times the time to read the model would end after the share of the time budget."""
-        budget, ends = self.ready.settings.time_budget, self.ready.ends
+        budget, ends = self.ready.settings.time_budget, self.ready.execution.ends
         if budget is None or ends is None:
             return False
         reading = self.begun - (ends - budget)

@@ -243,10 +243,6 @@ class Ready:
     others: tuple[Runner, ...] = ()
     found: TriedRewrites = NO_REWRITES
 
-    @property
-    def ends(self) -> float | None:
-        return self.execution.ends
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Ready):
@@ -263,9 +259,9 @@ class Run(Ready):
     limits: Limits
     budget: Budget
     racer: Racer
-    width: int = 1
-    learning_width: int = 1
-    notes: tuple[str, ...] = ()
+    width: int
+    learning_width: int
+    notes: tuple[str, ...]
 
     @cached_property
     def format_shares(self) -> FormatShares:
@@ -391,7 +387,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
     """
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     with ExitStack() as stack:
-        subject = calibrated(ready.subject, settings, store, observer, ready.ends)
+        subject = calibrated(ready.subject, settings, store, observer, ready.execution.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")
             check_same_kind([runner, *ready.others])
@@ -418,7 +414,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
         bench = Bench(WorkerPool(workers, observer.note), store, conditions)
         observer.stage("measuring the float model" if settings.is_timed else "running the float model on the CPU")
         has_other_float = bool(settings.from_qdq or settings.fix_inputs or subject.changes)
-        budget = Budget.of(settings, bench, ready.ends, has_other_float=has_other_float)
+        budget = Budget.of(settings, bench, ready.execution.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
         note = _at_one_thread(ready, bench)
         bench.deadline = budget.deadline
@@ -458,7 +454,7 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
         return None
     floats = bench.floats
     takes = 2 * floats.build_seconds + 2 * GLANCE_ROUNDS * (1 + count) * floats.seconds
-    if ready.ends is not None and takes > GLANCE_SHARE * (ready.ends - time.monotonic()):
+    if ready.execution.ends is not None and takes > GLANCE_SHARE * (ready.execution.ends - time.monotonic()):
         return None
     file, before, counts = ready.constants.write(ready.subject.model, "glance"), runner.mix, (count, 1)
     runner.feed(at_each(ready.subject.mix, counts))

@@ -23,7 +23,7 @@ class Compared:
 
     `ratio` is the time of b to that of a. `a_seconds` is the median per inference, `b_seconds` that times the ratio:
     the machine drifts while both are timed, so two medians may contradict the ratio, which rounds give. `threads` is
-    the context's number, None where the engine has none; `measured` are the rounds of each block of `builds` in all.
+    the context's number, None where the engine has none; `measured` are the rounds of each block.
     `by_workload` has a comparison for each of several workloads alone, in the order of the mix.
     """
 
@@ -33,7 +33,6 @@ class Compared:
     threads: int | None = None
     measured: tuple[Measurement, ...] = ()
     by_workload: tuple[Compared, ...] = ()
-    builds: int = 0
 
     @classmethod
     def of(cls, blocks: Sequence[Block], a: int, b: int, plan: Plan, view: View) -> Self:
@@ -42,8 +41,7 @@ class Compared:
         measured = tuple(block.pair(a, b) for block in seen)
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
         by_workload = tuple(cls.of(blocks, a, b, plan, View(view.threads, shares)) for shares in view.alone)
-        builds = 2 * sum(block.builds for block in blocks)
-        return cls(found, a_seconds, a_seconds * found.median, view.threads, measured, by_workload, builds)
+        return cls(found, a_seconds, a_seconds * found.median, view.threads, measured, by_workload)
 
     @property
     def figures(self) -> dict[str, Any]:
