@@ -1,18 +1,60 @@
 """What an engine does not fuse in a Q/DQ model, and the reasons: concluded from the graph and its numbers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
-from layered_nets import CONV, FIRST, LAST, WEIGHT, failing, layers, net, reason
-from models import FP8, INT8, PLAIN, UINT8
+from models import FP8, INT8, PLAIN, UINT8, build, normal
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.explanation.unfused import UNKNOWN, allow, check
+from qdqtune.explanation.unfused import UNKNOWN, Finding, allow, check
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.types import Layer
+from qdqtune.types import Layer, NumericFormat
+
+CONSTANTS: dict[str, Any] = {
+    "w": np.ones((4, 4, 3, 3), np.int8), "wf": normal(4, 4, 3, 3), "ws": np.full(4, 0.1, np.float32),
+    "wz": np.zeros(4, np.int8), "s": np.float32(0.1), "s2": np.float32(0.2), "z": np.int8(0), "z5": np.int8(5),
+    "low": np.int8(-128), "zu": np.uint8(0), "bias": np.ones(4, np.int32), "bf": normal(4),
+    "ss": np.full(4, 0.01, np.float32),
+}  # fmt: skip
+FIRST = "[xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s, z)"
+WEIGHT = "[wd] v = DequantizeLinear <axis=0>(w, ws, wz)"
+CONV = "[conv] c = Conv <pads=[1,1,1,1]>(b, v)"
+LAST = "[yq] e = QuantizeLinear(d, s, z) [yd] y = DequantizeLinear(e, s, z)"
+
+
+Kind = Literal["compute", "quantize", "reformat"]
+
+
+def net(*parts: str, outputs: Sequence[str] = ("y",), shape: str = "1,4,8,8") -> Model:
+    results = ", ".join(f"float[{shape}] {output}" for output in outputs)
+    text = f"net (float[{shape}] x) => ({results}) {{ {' '.join(parts)} }}"
+    used = {n: v for n, v in CONSTANTS.items() if any(f"{before}{n}{after}" in text
+            for before in "( " for after in ",)")}  # fmt: skip
+    return build(text, used)
+
+
+def layers(*given: str) -> tuple[Layer, ...]:
+    """Of `nodes joined by +: precision`. A layer of Qs and DQs alone is of kind quantize, one without nodes a reformat.
+
+    Nodes of constants that no layer has are folded.
+    """
+    found = []
+    for number, text in enumerate(given):
+        names, _, precision = text.partition(": ")
+        nodes = tuple(names.split(" + ")) if names else ()
+        computes = any(not name.endswith(("q", "d")) for name in nodes)
+        kind: Kind = "compute" if computes else "quantize" if nodes else "reformat"
+        found.append(Layer(f"layer {number}", nodes, precision, 0.5, kind))
+    return tuple(found)
+
+
+def failing(model: Model, *given: str, numbers: NumericFormat | None = None) -> list[Finding]:
+    return [finding for finding in check(model, layers(*given), numbers) if finding.fails]
 
 
 def fake_layers(model: Model, folder: Path) -> tuple[Layer, ...]:
@@ -239,4 +281,5 @@ FIVE, UNSIGNED = FIRST.replace(", z)", ", z5)"), FIRST.replace(", z)", ", zu)")
 ])  # fmt: skip
 def test_numbers_that_the_engine_does_not_take_and_no_reason_is_invented(first, bias, numbers, words):
     model = net(first, WEIGHT, bias, f"[conv] d = Conv <pads=[1,1,1,1]>(b, v{', h' if bias else ''})", LAST)
-    assert reason(model, "conv: FP32", numbers=numbers) == f"conv (Conv) runs in float: {words}"
+    (finding,) = failing(model, "conv: FP32", numbers=numbers)
+    assert finding.reason == f"conv (Conv) runs in float: {words}"

@@ -97,7 +97,7 @@ def test_accuracy_that_8_bits_miss_takes_16_where_it_must(done, folder: Path, li
 
 
 @SIMULATOR
-def test_nothing_is_said_about_speed(done, folder: Path) -> None:
+def test_nodes_are_explained_and_nothing_is_said_about_speed(done, folder: Path) -> None:
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert summary["timed"] is False
     for name in ("baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high"):
@@ -112,16 +112,11 @@ def test_nothing_is_said_about_speed(done, folder: Path) -> None:
              *(candidate.told for candidate in report.candidates))  # fmt: skip
     for word in SPEED:
         assert not any(word in text for text in words), word
+    assert {tally.state for tally in explained.tallies} >= {"8 bits", "16 bits"}
+    assert {row.reason for row in explained.rows} <= {"", "accuracy limit", "no gain beyond noise"}
     assert not report.points
     assert not report.proof
     assert all(candidate.speed is None for candidate in report.candidates)
-
-
-@SIMULATOR
-def test_nodes_are_explained(done, folder: Path) -> None:
-    explained = explain_run(folder / "out")
-    assert {tally.state for tally in explained.tallies} >= {"8 bits", "16 bits"}
-    assert {row.reason for row in explained.rows} <= {"", "accuracy limit", "no gain beyond noise"}
 
 
 @SIMULATOR
