@@ -158,7 +158,7 @@ def prepare(
     count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
     least = min(LEAST_JUDGED, most)
     calibration = samples
-    judging = tuple(samples.others(count)) if most and samples.others is not None else ()
+    judging = tuple(samples.others(count + 1)) if most and samples.others is not None else ()
     is_held_out = len(judging) >= max(1, least)
     if most and not is_held_out:
         parts = None if samples.is_random else samples.apart(least, max(count, usual))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qdqtune.calibration.inputs import PICTURE, InputSpec, listed
+from qdqtune.calibration.inputs import InputSpec, listed
 from qdqtune.calibration.user_code import user_errors
 from qdqtune.errors import BadData, BadOption, one_line, parsed_json, reading
 from qdqtune.graph.model_folder import first_beside
@@ -177,8 +177,7 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
     if len(fitting) != 1:
         raise BadData(f"{source} holds pictures, which fit an input of rank 4: the model has {listed(tuple(specs))}")
     if (origin := first_beside(PICTURE_SETTINGS, places)) is None:
-        height, width = (size or PICTURE for size in fitting[0].shape[2:])
-        like = f'{{"size": {{"height": {height}, "width": {width}}}, "rescale_factor": 0.00392, "do_normalize": false}}'
+        like = '{"size": {"height": 224, "width": 224}, "rescale_factor": 0.00392, "do_normalize": false}'
         raise BadData(
             f"how are the pictures in {source} scaled? Put a {PICTURE_SETTINGS[0]} beside the model or the pictures, "
             f"like {like} for values from 0 to 1; with image_mean and image_std if the model was trained so"

@@ -5,11 +5,7 @@ module:callable or `path/to/file.py:callable` is called as `callable(predict) ->
 `predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the target
 engine; threads that call it wait for each other. The time limit holds for each call of `predict`, and for what the
 function takes beside them. The function is called for the float model and for each candidate that is about to be
-accepted, and should return the same number for the same model:
-
-    def accuracy(predict):
-        hits = [predict({"image": x[None]})["logits"].argmax() == label for x, label in test_set()]
-        return sum(hits) / len(hits)
+accepted, and should return the same number for the same model.
 
 A metric without code (see `label_metrics`) compares outputs with labels in a file, one for each calibration sample in
 the order of the samples, or else with what the float model says.

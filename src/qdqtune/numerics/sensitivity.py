@@ -20,10 +20,10 @@ from qdqtune.calibration.observe import Outputs, running
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.errors import EngineRefused, Failure
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model
-from qdqtune.numerics.accuracy import is_finite, noisiest, sqnr_db
+from qdqtune.numerics.accuracy import check_finite, is_finite, noisiest, sqnr_db
 from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
@@ -113,8 +113,7 @@ def sensitivities(
             if changed is not None:
                 noisy = noisiest(exact, changed, each)
                 reference, used = [exact[i] for i in noisy], [seen[i] for i in noisy]
-        if not is_finite(reference):
-            raise EngineRefused(Failure("output", "outputs of the float model are NaN or infinite"))
+        check_finite(reference)
         done = 0
 
         def noise(block: Block) -> float:
