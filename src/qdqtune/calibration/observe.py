@@ -11,7 +11,6 @@ from copy import deepcopy
 from functools import cache, partial
 from itertools import islice
 from math import prod
-from typing import Self
 
 import onnx
 from onnx import TensorProto, helper
@@ -50,15 +49,8 @@ ModelRun = Callable[[Iterable[Sample]], Outputs]
 class Session:
     """ONNX Runtime in a worker process: runs models on samples, one model after the other."""
 
-    def __init__(self, runner: Runner, constants: ConstantFile, at_once: int) -> None:
-        self._runner, self._constants, self._at_once = runner, constants, at_once
-        self._files = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+    def __init__(self, runner: Runner, constants: ConstantFile, at_once: int, files: ExitStack) -> None:
+        self._runner, self._constants, self._at_once, self._files = runner, constants, at_once, files
 
     def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs:
         """The outputs of a model that is built for this call only."""
@@ -93,9 +85,9 @@ def onnxruntime_session(
         temporary_folder() as folder,
         execution.constant_file() as constants,
         Runner(spec, log_dir=folder, execution=execution, reuses=True, unpacked=unpacked, memory=memory) as runner,
-        Session(runner, constants, at_once) as session,
+        ExitStack() as files,
     ):
-        yield session
+        yield Session(runner, constants, at_once, files)
 
 
 @contextmanager
