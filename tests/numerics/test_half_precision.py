@@ -169,26 +169,26 @@ def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.M
     assert in_half_precision(prepared, "fp16", "fp32", None)[1] is not None
 
 
-def test_the_command_says_so_and_can_be_told_otherwise(call: Call, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "dtype", "note"),
+    [
+        (
+            [],
+            TensorProto.FLOAT16,
+            "note: float16 where no pair stands (--precision fp32 keeps float32); alone it leaves",
+        ),
+        (["--precision", "fp32"], TensorProto.FLOAT, ""),
+        (["--precision", "bf16"], TensorProto.BFLOAT16, "bfloat16 where no pair stands"),
+    ],
+)
+def test_the_command_says_so(call: Call, tmp_path: Path, more: list[str], dtype: int, note: str) -> None:
     save(conv_net(), tmp_path / "m.onnx")
-    run_it = ["quantize", tmp_path / "m.onnx", "--engine", "tensorrt", "--calibration-method", "minmax",
-              "--no-bias-correction", "-o", tmp_path / "q.onnx"]  # fmt: skip
-
-    def weight(*more: object) -> tuple[int, str]:
-        code, _, err = call(*run_it, *more)
-        assert code == 0, err
-        return load(tmp_path / "q.onnx").tensors["w0_scale"].dtype, err
-
-    dtype, err = weight()
-    assert dtype == TensorProto.FLOAT16
-    assert (
-        "note: float16 where no pair stands (--precision fp32 keeps float32); alone it leaves an output SQNR of" in err
-    )
-    dtype, err = weight("--precision", "fp32")
-    assert (dtype, "float16" in err) == (TensorProto.FLOAT, False)
-    dtype, err = weight("--precision", "bf16")
-    assert dtype == TensorProto.BFLOAT16
-    assert "bfloat16 where no pair stands" in err
+    code, _, err = call("quantize", tmp_path / "m.onnx", "--engine", "tensorrt", "--calibration-method", "minmax",
+                        "--no-bias-correction", "-o", tmp_path / "q.onnx", *more)  # fmt: skip
+    assert code == 0, err
+    assert load(tmp_path / "q.onnx").tensors["w0_scale"].dtype == dtype
+    assert ("float16" in err) is bool(note)
+    assert note in err
 
 
 def test_a_placement_of_the_float32_model_serves_its_half() -> None:
