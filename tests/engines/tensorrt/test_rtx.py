@@ -17,7 +17,6 @@ from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph import operators
-from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
@@ -102,20 +101,6 @@ def test_inserted_pairs_build_and_run_in_low_precision(
     float_type = "FP16" if half else "FP32"
     for node, op in expected.items():
         assert kernels[node] == (float_type if op == "ConvTranspose" else LOW[quant_type]), node
-
-
-@pytest.mark.parametrize("name", ["convolutions", "attention"])
-@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
-def test_pairs_on_a_converted_model_leave_float16_around_them(name: str, quant_type: QuantType, tmp_path: Path) -> None:
-    model = to_float16(NETWORKS[name]())
-    inserted, placement = quantized(model, quant_type, "compute")
-    found = layers_of(inserted, tmp_path)
-    assert {LOW[quant_type], "FP16"} <= {layer.precision for layer in found}
-    kernels = precision_of(found)
-    assert {kernels[node] for node in carriers(model, placement)} == {LOW[quant_type]}
-    plain = {layer.precision for layer in layers_of(model, tmp_path)}
-    assert "FP16" in plain
-    assert LOW[quant_type] not in plain
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm86", "sm120"])
