@@ -58,7 +58,6 @@ TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
 
 
 def _changed(name: str, **attributes: Any) -> Any:
-    """An option of `tune` with some attributes changed."""
     own = copy(options_of(AutotuneOptions)[name])
     vars(own).update(attributes)
     return own

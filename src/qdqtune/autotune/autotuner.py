@@ -157,7 +157,6 @@ class Benchmark:
         self._number = 0
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """How the engine wants its numbers."""
         return self._runner.numeric_format(quant_type)
 
     def prepared(self, model: Model, data: str | None = None) -> Prepared:
@@ -548,7 +547,6 @@ class QDQAutotunerBase:
             scheme.ratio = latency / self.baseline_latency_ms
 
     def _scheme(self, pattern: Pattern, placement: Placement) -> InsertionScheme:
-        """What a placement is in the first instance of a pattern."""
         return InsertionScheme.of(patterns.scheme_of(pattern, pattern.instances[0], placement.edges))
 
     def _tried(self) -> list[PatternSchemes]:

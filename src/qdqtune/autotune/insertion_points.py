@@ -189,7 +189,6 @@ class InsertionScheme:
 
     @property
     def core(self) -> Scheme:
-        """The scheme as the search has it."""
         points = (*self.node_inputs, *self.child_region_inputs, *self.region_outputs)
         return frozenset(point.core for point in points)
 
@@ -208,7 +207,6 @@ class InsertionScheme:
         return hashlib.sha256(repr(sorted(map(repr, self.core))).encode()).hexdigest()[:32]
 
     def distance(self, other: InsertionScheme) -> int:
-        """Number of points in which two schemes differ."""
         return len(self.core ^ other.core)
 
     def to_dict(self) -> dict[str, Any]:
@@ -440,7 +438,6 @@ class PatternCache:
 
     @property
     def total_schemes(self) -> int:
-        """Number of schemes of all patterns."""
         return sum(own.num_schemes for own in self.pattern_schemes)
 
     def get_pattern_schemes(self, pattern_signature: RegionPattern | str) -> PatternSchemes | None:

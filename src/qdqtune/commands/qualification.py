@@ -211,7 +211,6 @@ class Qualification(Shown):
         return f"{engine}: of {len(self.checks)} checks {told}; {self.seconds:.0f} s"
 
     def table(self) -> Table:
-        """A row for each claim."""
         rows = []
         for check in CHECKS:
             own = [seen for seen in self.checks if seen.check == check.name]

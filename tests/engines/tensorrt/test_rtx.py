@@ -150,14 +150,6 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         engine()
 
 
-def test_description_is_stable_and_names_the_target() -> None:
-    first = engine(builder_level=2).describe()
-    assert first == engine(builder_level=2).describe()
-    assert (first["engine"], first["device"], first["target"]) == ("tensorrt-rtx", "none", "sm89")
-    assert first["builder_level"] == "2"
-    assert all(isinstance(value, str) for value in first.values())
-
-
 def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
     onnx.save(matmul_model(), tmp_path / "m.onnx")
     with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*`engine_options` opt_shapes=.*min_shapes="):

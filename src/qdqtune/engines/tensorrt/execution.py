@@ -61,7 +61,6 @@ class Cuda:
         self.driver = f"CUDA {version // 1000}.{version % 1000 // 10}"
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The result of a runtime function."""
         error, *results = getattr(self._api, name)(*arguments)
         if int(error) == int(self._api.cudaError_t.cudaErrorMemoryAllocation):
             raise EngineFailure("the GPU has too little free memory for this model")

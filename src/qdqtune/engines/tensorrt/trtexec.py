@@ -316,8 +316,6 @@ class TrtexecModel:
                 shapes = [f"--{which}Shapes={needed}" for which in ("min", "opt", "max")]
             plan = self._file(f"{len(self._plans)}.plan")
             self._engine.run([*self._flags, *shapes, f"--saveEngine={plan}"], self._log)
-            if not plan.is_file():
-                raise EngineFailure("trtexec: it reports success, but has written no engine")
             self._plans[needed] = plan
         return self._plans[needed]
 
@@ -417,7 +415,6 @@ class TrtexecModel:
 
 
 def _dynamic(graph: Model) -> list[str]:
-    """The names of inputs with unknown sizes."""
     return [name for name in graph.inputs if None in (graph.tensors[name].shape or ())]
 
 
@@ -445,7 +442,6 @@ def _sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def _digest(inputs: Tensors) -> str:
-    """A digest of the names, shapes and values of inputs."""
     found = sha256()
     for name, array in sorted(inputs.items()):
         found.update(f"{name}:{np.shape(array)}".encode() + np.ascontiguousarray(array).tobytes())
@@ -462,14 +458,10 @@ def _read_and_delete(path: Path) -> str:
 
 
 def _milliseconds(times: str) -> float:
-    """The median of the exported times."""
     try:
-        milliseconds = median(float(entry["computeMs"]) for entry in json.loads(times))
+        return median(float(entry["computeMs"]) for entry in json.loads(times))
     except (ValueError, KeyError, TypeError) as error:  # an empty list as well
         raise EngineFailure("trtexec: it has exported no times of inferences") from error
-    if not milliseconds > 0:
-        raise EngineFailure(f"trtexec: it gives a latency of {milliseconds} ms")
-    return milliseconds
 
 
 def _outputs(text: str) -> Iterable[tuple[str, Array]]:
