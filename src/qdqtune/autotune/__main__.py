@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import click
 
-from qdqtune.autotune.autotuner import TENSORRT, default_engine, rounds_for, spec_of
+from qdqtune.autotune.autotuner import TENSORRT, default_engine, spec_of
 from qdqtune.autotune.workflows import AutotuneOptions, RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
@@ -32,7 +32,6 @@ from qdqtune.cli.tune import TuneArguments
 from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.options import (
-    COUNT,
     OF_RUN,
     REQUIRED,
     SWITCH,
@@ -40,7 +39,6 @@ from qdqtune.options import (
     File,
     Flag,
     MaybeFile,
-    MaybeInt,
     MaybeText,
     Names,
     choice,
@@ -83,7 +81,6 @@ class Arguments(AutotuneOptions, TuneArguments):
         help="How to search. With quick, default or extensive the same as --effort. Repeatable.",
         short="how to search; also an effort",
     )
-    default_dq_dtype: Any = _changed("default_dq_dtype", default="float32")
     engine: Any = _changed(
         "engine",
         default=None,
@@ -113,13 +110,6 @@ class Arguments(AutotuneOptions, TuneArguments):
         flags="--plugin-libraries --plugins",
         is_repeated=True,
     )
-    timing_runs: MaybeInt = option(
-        COUNT,
-        None,
-        "Least inferences of each model in a comparison that is not decided earlier.",
-        "Search",
-        default_in_words="40 | 96 | 192",
-    )
     min_sqnr: Any = _changed("min_sqnr", default=None, default_in_words="none")
     min_agreement: Any = _changed("min_agreement", default=None, default_in_words="none")
 
@@ -145,8 +135,6 @@ def run(options: Arguments) -> int:
         if getattr(options, name) is not None and options.mode != needed:
             _note(f"note: --{name} means something with --mode {needed} only")
             changed[name] = None
-    if options.timing_runs is not None:
-        changed["timing_runs"] = rounds_for(options.timing_runs)
     logs = RegionLogs(options.output_dir) if options.mode == "region" else None
     code = tune.run(replace(options, **changed), logs)
     if logs:

@@ -14,7 +14,14 @@ from typing import Any, Literal
 import onnx
 from onnx.utils import Extractor
 
-from qdqtune.autotune.autotuner import Benchmark, QDQAutotuner, TrtExecBenchmark, instance, instance_or_default
+from qdqtune.autotune.autotuner import (
+    Benchmark,
+    QDQAutotuner,
+    TrtExecBenchmark,
+    instance,
+    instance_or_default,
+    rounds_for,
+)
 from qdqtune.autotune.autotuner import benchmark_onnx_model as benchmark_onnx_model
 from qdqtune.autotune.autotuner import init_benchmark_instance as init_benchmark_instance
 from qdqtune.autotune.insertion_points import Config, PatternCache
@@ -42,7 +49,6 @@ from qdqtune.options import (
     Option,
     PathLike,
     choice,
-    in_range,
     option,
 )
 from qdqtune.search import region
@@ -89,9 +95,9 @@ class AutotuneOptions(TuneOptions):
         metavar="FILE",
     )
     regions: Option[Division, Division] = REGIONS
-    default_dq_dtype: Option[FloatType | None, FloatType | None] = option(
+    default_dq_dtype: Option[FloatType, FloatType] = option(
         choice("float16", "float32", "bfloat16"),
-        None,
+        "float32",
         "Type of tensors whose type cannot be inferred (behind custom operators).",
         "Model",
     )
@@ -119,13 +125,18 @@ class AutotuneOptions(TuneOptions):
         flags="-s --schemes-per-region",
     )
     timing_runs: MaybeInt = option(
-        in_range(12, make=int), None, "Most rounds of one comparison.", "Search", default_in_words="20 | 48 | 96"
+        COUNT,
+        None,
+        "Least inferences of each model in a comparison that is not decided earlier.",
+        "Search",
+        default_in_words="40 | 96 | 192",
     )
     warmup_runs: Int = warmup_option()
 
     def plan(self, *, has_few: bool) -> Plan:
         """See `TuneOptions`."""
-        plan = search_plan(EFFORTS[self.effort].looks, self.timing_runs, has_few=has_few)
+        most = None if self.timing_runs is None else rounds_for(self.timing_runs)
+        plan = search_plan(EFFORTS[self.effort].looks, most, has_few=has_few)
         return replace(plan, warmup=self.warmup_runs)
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
