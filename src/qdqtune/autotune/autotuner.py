@@ -267,15 +267,17 @@ def init_benchmark_instance(
     return _instance
 
 
-def instance() -> Benchmark:
-    if _instance is None:
+def instance(default: Callable[[], Benchmark] | None = None) -> Benchmark:
+    """The benchmark; where there is none yet, that of `default`.
+
+    Raises:
+        AutotunerError: there is neither.
+    """
+    if _instance is not None:
+        return _instance
+    if default is None:
         raise AutotunerError("Benchmark instance not initialized: call init_benchmark_instance() first")
-    return _instance
-
-
-def instance_or_default(default: Callable[[], Benchmark] = init_benchmark_instance) -> Benchmark:
-    """The benchmark; where there is none yet that of `default`, which by default is there for all that follows."""
-    return _instance or default()
+    return default()
 
 
 def benchmark_onnx_model(
@@ -349,7 +351,7 @@ class QDQAutotunerBase:
         """What needs an engine and calibration, made when it is needed first."""
         self._check_initialized()
         if self._made is None:
-            config, graph, benchmark = self.config, self.graph, instance_or_default()
+            config, graph, benchmark = self.config, self.graph, instance(init_benchmark_instance)
             numbers = benchmark.numeric_format(config.default_quant_type)
             try:
                 ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
@@ -600,7 +602,7 @@ class QDQAutotunerBase:
         self._check_initialized()
         own = {name: value for name, value in asdict(self.config).items() if name != "verbose"}
         divided = hashlib.sha256(" ".join(sorted(self._patterns)).encode()).hexdigest()[:16]
-        engine = instance_or_default().spec.name
+        engine = instance(init_benchmark_instance).spec.name
         return {"interface": "autotuner", **own, "engine": engine, "model": self.graph.fingerprint, "regions": divided}
 
 

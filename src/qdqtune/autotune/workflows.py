@@ -14,14 +14,7 @@ from typing import Any, Literal
 import onnx
 from onnx.utils import Extractor
 
-from qdqtune.autotune.autotuner import (
-    Benchmark,
-    QDQAutotuner,
-    TrtExecBenchmark,
-    instance,
-    instance_or_default,
-    rounds_for,
-)
+from qdqtune.autotune.autotuner import Benchmark, QDQAutotuner, TrtExecBenchmark, instance, rounds_for
 from qdqtune.autotune.autotuner import benchmark_onnx_model as benchmark_onnx_model
 from qdqtune.autotune.autotuner import init_benchmark_instance as init_benchmark_instance
 from qdqtune.autotune.insertion_points import Config, PatternCache
@@ -264,7 +257,7 @@ def subgraph_autotuning_workflow(
     Raises:
         QdqtuneError: see `qdqtune.tune`.
     """
-    benchmark = instance_or_default(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
+    benchmark = instance(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
     options = AutotuneOptions(
         Path(model_path),
         mode="subgraph",
