@@ -71,8 +71,6 @@ class SafeStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write text; characters that the encoding lacks become escapes."""
-        if not isinstance(text, str):
-            raise TypeError(f"text is written here, not {type(text).__name__}")
         clean = text if self._is_styled else escaped_lines(text)
         encoding = self.encoding
         self._safely(self._stream.write, clean.encode(encoding, "backslashreplace").decode(encoding))

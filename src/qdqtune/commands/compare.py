@@ -13,7 +13,7 @@ from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions
 from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
-from qdqtune.commands.gate import RUNS, Gated, GateOptions, passes
+from qdqtune.commands.gate import RUNS, Gated, GateOptions
 from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
@@ -96,7 +96,7 @@ class Comparison(Shown):
     @property
     def passes(self) -> bool:
         """Whether no limit is missed."""
-        return passes(self.gated)
+        return all(one.passes for one in self.gated)
 
     @property
     def scores(self) -> Scores | None:

@@ -100,14 +100,14 @@ class Gated:
     told: str
 
     @property
+    def passes(self) -> bool:
+        """Whether the limit is not missed, and was measured."""
+        return self.outcome in ("holds", "undecided")
+
+    @property
     def in_words(self) -> str:
         """The outcome, and what it is about."""
         return f"{self.outcome}: {self.file}, {self.limit}: {self.told}"
-
-
-def passes(gated: Sequence[Gated]) -> bool:
-    """Whether no limit is missed, and each was measured."""
-    return all(one.outcome in ("holds", "undecided") for one in gated)
 
 
 TAGS: Mapping[Outcome, str] = {"undecided": "skipped", "missed": "failure", "failed": "error"}

@@ -172,7 +172,7 @@ def _finding(
 ) -> tuple[Finding, str]:
     """What the comparison `at` the machine that measures says, as the proof would: slower at no number of threads,
     faster at one, within limits."""
-    if bad := next((one for one in gated if one.outcome in ("failed", "missed")), None):
+    if bad := next((one for one in gated if not one.passes), None):
         return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
     if not settings.proven.timed:  # nothing was said about speed: the outputs decide
