@@ -16,8 +16,9 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial
-from runs import cost, mixed, settings, write
-from workers import Workers
+from runs import cost, settings, write
+
+pytestmark = pytest.mark.usefixtures("workers")
 
 TWO = """net (float[8,64] x) => (float[8,128] y) {
     [first] a = MatMul(x, w0)
@@ -73,7 +74,6 @@ def test_products_that_are_all_left_in_float_show_that_there_are_no_kernels(
     assert products_left_in_float(trial, two, Plan()) == left
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("mode", ["cut", "region"])
 def test_a_run_ends_after_the_batch_that_shows_it(
     two: Model, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -101,11 +101,6 @@ def test_the_second_search_begins_where_the_first_one_ends(ideas: int, builds: i
         history += [Trial(len(history) + 1, p, Placement(), SAME) for p in batch]
     assert [t.proposal.origin for t in history] == expected
     assert [p.origin for p in search.propose(history[-1:])] == ["11"]  # never back to the first one
-
-
-@pytest.fixture
-def model(tmp_path: Path, workers: Workers) -> Path:
-    return write(mixed(), tmp_path)
 
 
 def tuned(model: Path, name: str, *, builds: int = 24, cut_seed: bool = True, **engine: bool) -> Result:
