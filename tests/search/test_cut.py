@@ -16,9 +16,8 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
-from qdqtune.search.costs.decisions import cut, decision_of
+from qdqtune.search.costs.decisions import decision_of
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.types import Layer, Measurement, Placement, Proposal, Trial, WeightFormat
@@ -108,30 +107,6 @@ def test_every_subset_of_stored_tensors_is_beaten_too() -> None:
         stored = sorted(decision.stored)
         for kept in chain.from_iterable(combinations(stored, n) for n in range(len(stored) + 1)):
             assert found <= bench.seconds(parts.placement(Decision.of(decision.quantized, kept))) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("per_consumer", [False, True])
-def test_the_cut_minimizes_what_total_predicts(name: str, per_consumer: bool) -> None:
-    """Prices may be below zero where a unit hands floats over."""
-    costs = made_up(Bench(MODELS[name]()), per_consumer)
-    parts = costs.partition
-    lowest = costs.total(cut(costs))
-    random = np.random.default_rng(0)
-    for _ in range(500):
-        quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.6)
-        kept = frozenset(t for t in parts.edges if parts.producer.get(t) in quantized and random.random() < 0.7)
-        assert lowest <= costs.total(Decision(quantized, kept)) + 1e-9
-
-
-def made_up(bench: Bench, per_consumer: bool) -> Costs:
-    """Arbitrary prices, so that no term is zero."""
-    parts = partition(bench.model, bench.possible, bench.search().groups)
-    random = np.random.default_rng(1)
-    less = np.array([0, 0.3, 0, 0, -0.3])  # handing floats over may take less than storing 8 bits
-    prices = tuple(Price(*(random.random(5) + less).tolist()) for _ in parts.units)
-    q, d = ({t: float(random.random()) / 3 for t in parts.edges} for _ in range(2))
-    return Costs(parts, prices, q, d, per_consumer)
 
 
 def test_a_fixed_point_ends_the_search() -> None:

@@ -82,19 +82,6 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_search_that_goes_on_after_any_trial_proposes_what_the_unbroken_one_did(name: str) -> None:
-    history, strategy = played(name), search(name)
-    at, sizes = 0, []
-    while at < len(history):
-        proposals = strategy.propose(list(history[:at]))
-        assert [t.proposal for t in history[at : at + len(proposals)]] == list(proposals)[: len(history) - at]
-        at += len(proposals)
-        sizes.append(len(proposals))
-    suggested = len(strategy.seeds)
-    assert sizes[0] == min(BATCH, suggested)
-    assert all(size == BATCH for size in sizes[-(-suggested // BATCH) : -1])  # until the ideas run out
-
-
 def test_placements_hold_possible_edges_and_no_activation_without_its_weight(name: str) -> None:
     model, _, possible, _ = parts(name)
     placements = [t.placement for t in played(name)]
@@ -110,6 +97,8 @@ def test_the_suggestions_come_first_in_their_order(name: str) -> None:
     assert [t.proposal.origin for t in first] == list(suggested)
     assert [t.placement for t in first] == [consistent(parts(name)[0], p) for p in suggested.values()]
     assert all(t.proposal.pattern for t in played(name)[len(suggested) :] if t.proposal.origin != "merged winners")
+    sizes = [len(search(name).propose(played(name)[:count])) for count in (0, len(suggested))]
+    assert sizes == [min(BATCH, len(suggested)), BATCH]
 
 
 def test_patterns_vary_as_all_suggestions_have_it_whatever_those_were_compared_with() -> None:

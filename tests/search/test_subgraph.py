@@ -121,15 +121,6 @@ def test_placements_by_rule_meet_the_best_so_far() -> None:
     assert history[1].against == search.all_accepted
 
 
-def test_any_part_of_a_history_leads_to_the_same_next_question() -> None:
-    search = search_of(ladder())
-    history = played(search, with_bad(search.parts, {"m2", "m11"}, 30.0))
-    for length, trial in enumerate(history):
-        (proposal,) = search_of(ladder()).propose(history[:length])
-        assert proposal == trial.proposal
-    assert search.propose(history) == ()
-
-
 def layers_of(parts: Partition, placement: Placement, slow: Collection[str]) -> tuple[Layer, ...]:
     """One layer a node; a quantized product takes half a millisecond, or three if it is slow."""
     running = quantized(parts, placement)

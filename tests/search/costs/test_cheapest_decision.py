@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from models import attention, build, normal
+from models import attention, build, conv_net, normal
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, decision_of, margin
 from qdqtune.search.costs.output_noise import Noise
@@ -84,24 +84,30 @@ def test_a_decision_is_read_back_from_its_placement_and_margins_are_to_the_best_
 
 
 def made_up_costs(model: Model) -> tuple[Costs, Noise]:
-    """Arbitrary prices and noise."""
+    """Arbitrary prices and noise; handing floats over may take less than storing 8 bits."""
     possible = frozenset(Edge(t, n.name, i) for n in model.nodes for i, t in enumerate(n.inputs)
                          if t in model.tensors and model.tensors[t].is_float)  # fmt: skip
     parts = partition(model, possible, [])
     random = np.random.default_rng(3)
-    prices = tuple(Price(*((1, 0, 0, 0, 0) + random.random(5) / 4).tolist()) for _ in parts.units)
+    prices = tuple(Price(*((1, 0, 0, 0, -0.1) + random.random(5) / 4).tolist()) for _ in parts.units)
     q, d = ({t: float(random.random()) / 4 for t in parts.edges} for _ in range(2))
     alone = {t: float(random.lognormal(sigma=2)) for t in sorted({e.tensor for e in possible})}
     return Costs(parts, prices, q, d), Noise(model, alone)
 
 
-@pytest.mark.parametrize("make", [mixed, attention])
+@pytest.mark.parametrize("make", [mixed, attention, conv_net])
 class TestCutWithinLimits:
     def test_no_limit_gives_the_cut_and_no_allowed_noise_the_float_model(self, make) -> None:
         costs, noise = made_up_costs(make())
         assert cut_within(costs, noise, np.inf) == cut(costs)
         silent = costs.partition.placement(cut_within(costs, noise, 1e-12))
         assert noise.summed(silent) == 0
+
+    @pytest.mark.parametrize("per_consumer", [False, True])
+    def test_nothing_is_cheaper_than_the_cut(self, make, per_consumer: bool) -> None:
+        costs = replace(made_up_costs(make())[0], per_consumer=per_consumer)
+        least = costs.total(cut(costs))
+        assert all(least <= costs.total(other) + 1e-9 for other in _random_decisions(costs.partition, 500))
 
     def test_less_allowed_noise_takes_longer_and_is_kept(self, make) -> None:
         costs, noise = made_up_costs(make())
