@@ -17,10 +17,11 @@ from qdqtune.placement.files import (
     existing,
     read_placement_file,
     write_placement,
+    write_yaml,
 )
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
+from qdqtune.search.regions.cache import cache_of, content_of, read_cache
 from qdqtune.search.regions.discovery import Point, PointKind, Scheme
 from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import Plan
@@ -64,7 +65,7 @@ def test_only_edges_that_can_carry_a_pair_are_kept_and_the_others_told() -> None
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None)
 def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[Scheme]) -> None:
     entries = {p.digest: [(s, 0.5 + k / 8) for k, s in enumerate(schemes)] for p in GROUPED[1:]}
-    write_cache(tmp_path / "cache.yaml", entries)
+    write_yaml(tmp_path / "cache.yaml", content_of(entries))
     assert read_cache(tmp_path / "cache.yaml") == {d: tuple(s for s, _ in rows) for d, rows in entries.items()}
 
 
@@ -83,7 +84,7 @@ def test_an_unwritable_place_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot write"):
         write_placement(place, PlacementFile(SHIPPED, "int8", "fake", {}), "net.onnx")
     with pytest.raises(OutputError, match="cannot write"):
-        write_cache(place, {})
+        write_yaml(place, content_of({}))
     with pytest.raises(OutputError, match="cannot write"):
         write_json(place, {})
 

@@ -283,15 +283,10 @@ def test_winners_of_one_batch_are_tried_together() -> None:
 
 def test_work_counts_multiplications_for_products_and_elements_for_the_rest() -> None:
     model = parts("mixed")[0]
-    products = {n.name: work(model, n) for n in model.nodes}
-    assert products["first"] == 8 * 8 * 64 * 128
-    assert products["head"] == 8 * 8 * 4 * 8
-    assert products["softmax"] == 8 * 8 * 128
+    assert work(model, model.node("first")) == 8 * 8 * 64 * 128
+    assert work(model, model.node("softmax")) == 8 * 8 * 128
     net = parts("conv_net")[0]
-    depthwise = next(n for n in net.nodes if n.name == "depthwise")
-    shape = net.tensors[depthwise.outputs[0]].shape
-    assert shape is not None
-    assert work(net, depthwise) == shape[1] * shape[2] * shape[3] * 9  # its batch is unknown and counts as 1
+    assert work(net, net.node("depthwise")) == 16 * 4 * 4 * 9  # its batch is unknown and counts as 1
 
 
 @pytest.mark.parametrize(

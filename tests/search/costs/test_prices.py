@@ -129,7 +129,8 @@ def test_conversions_without_a_layer_are_free() -> None:
     assert costs.quantize["u"] > 0  # never seen: as the Q of x, by its bytes
 
 
-def test_pairs_on_some_uses_of_an_output_leave_a_float_there() -> None:
+def test_a_tensor_with_two_readers() -> None:
+    """Pairs on some of its uses leave a float there; some engines run a DQ for each reader."""
     model = resnet(1)
     uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
     parts = partition(model, frozenset(Edge(*use) for use in uses), ())
@@ -137,24 +138,16 @@ def test_pairs_on_some_uses_of_an_output_leave_a_float_there() -> None:
     unit = parts.units[parts.producer[tensor]]
     one = Placement(parts.placement(Decision.of({unit.number})).edges | {parts.edges[tensor][0]})
     assert state(unit, parts, one) == "handing"
-    assert state(unit, parts, parts.placement(Decision.of({unit.number}, {tensor}))) == "quantized"
-
-
-def test_engines_that_run_a_dq_for_each_consumer() -> None:
-    model = resnet(2)
-    uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
-    parts = partition(model, possible := frozenset(Edge(*use) for use in uses), ())
-    tensor = next(t for t in parts.edges if len(parts.users[t]) == 2 and t in parts.producer)
-    producer = parts.producer[tensor]
-    placement = parts.placement(Decision.of({producer}, {tensor}))
-    assert placement.edges <= possible
+    both = Decision.of({unit.number}, {tensor})
+    placement = parts.placement(both)
+    assert state(unit, parts, placement) == "quantized"
     base = times(**dict.fromkeys((n.name for n in model.nodes), 1.0))
     for copies, expected in ((1, 0.8), (2, 0.4)):
         built = times(placement, dequantize={tensor: 0.8}, copies={tensor: copies}, **base.nodes)
         costs = learn(parts, [base, built])
         assert costs.dequantize[tensor] == pytest.approx(expected)
         assert costs.per_consumer == (copies == 2)
-        assert costs.of_tensor(tensor, Decision.of({producer}, {tensor})) == pytest.approx(0.8)
+        assert costs.of_tensor(tensor, both) == pytest.approx(0.8)
 
 
 def test_conversions_without_a_measurement_follow_a_line() -> None:

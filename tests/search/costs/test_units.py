@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,16 +149,19 @@ def test_activations_on_both_sides_are_inputs_not_weights() -> None:
     assert unit.weights == ()
 
 
-def test_of_equally_fast_formats_the_one_that_keeps_more_is_taken() -> None:
-    shares = {WeightFormat(4, 128): 0.30, WeightFormat(4, 32): 0.32, WeightFormat(4, 32, symmetric=False): 0.50}
-    (found,) = weights_by_family({Edge("w0", "a", 1): shares}).values()
-    assert found.weight_formats == {Edge("w0", "a", 1): WeightFormat(4, 32)}
-    assert weights_by_family({Edge("w0", "a", 1): {WeightFormat(8): 0.95}}) == {}
+COARSE, FINE, FINER = WeightFormat(4, 128), WeightFormat(4, 32), WeightFormat(4, 32, symmetric=False)
 
 
-def test_where_the_fast_format_misses_the_limits_the_most_exact_is_taken() -> None:
+@pytest.mark.parametrize(
+    ("shares", "held", "chosen"),
+    [
+        ({COARSE: 0.30, FINE: 0.32, FINER: 0.50}, None, FINE),  # of equally fast formats the one that keeps more
+        ({WeightFormat(8): 0.95}, None, None),
+        ({COARSE: 0.30, FINER: 0.50}, COARSE, COARSE),
+        ({COARSE: 0.30, FINER: 0.50}, FINER, FINER),  # where the fast one misses the limits
+    ],
+)
+def test_the_format_of_a_family(shares, held: WeightFormat | None, chosen: WeightFormat | None) -> None:
     edge = Edge("w0", "a", 1)
-    ways = {edge: {WeightFormat(4, 128): 0.30, WeightFormat(4, 32, symmetric=False): 0.50}}
-    fast, exact = (Placement.of((), [(edge, weight_format)]) for weight_format in ways[edge])
-    assert weights_by_family(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
-    assert weights_by_family(ways, lambda p: p == exact) == {"weights in 4 bits": exact}
+    placements = weights_by_family({edge: shares}, lambda p: held in (None, p.weight_formats[edge]))
+    assert [dict(p.weight_formats) for p in placements.values()] == ([{edge: chosen}] if chosen else [])

@@ -41,16 +41,13 @@ measured."""
 class PricedScheme:
     """The ms of a group alone in one scheme, to compare with `Profile.float_ms`.
 
-    `ratio` is the latency of the whole subgraph over that of its float form; None where only layers were timed, since
-    they were too slow. `quantize` has the ms of the Qs on tensors that the group reads, `dequantize` of the DQs on
-    tensors that it writes, by the first point of the tensor. With a `weight_format`, only weights are quantized and
-    `points` is empty.
+    `quantize` has the ms of the Qs on tensors that the group reads, `dequantize` of the DQs on tensors that it writes,
+    by the first point of the tensor. With a `weight_format`, only weights are quantized and `points` is empty.
     """
 
     scheme: str
     points: frozenset[GroupPoint]
     ms: float
-    ratio: float | None = None
     quantize: Mapping[GroupPoint, float] = field(default_factory=dict)
     dequantize: Mapping[GroupPoint, float] = field(default_factory=dict)
     weight_format: WeightFormat | None = None
@@ -163,7 +160,7 @@ def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeRe
         if answer.result is not None:
             ratio = float(np.median(np.asarray(answer.result.b) / np.asarray(answer.result.a)))
         weight_format = next(iter(placement.weight_formats.values()), None)
-        option = PricedScheme(answer.scheme, points_of(model, placement), 0.0, ratio, weight_format=weight_format)
+        option = PricedScheme(answer.scheme, points_of(model, placement), 0.0, weight_format=weight_format)
         if floats:  # the time of the rounds is divided among kernels, Qs and DQs by their layer times
             own = _without_reformats(model, answer.layers)
             before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))

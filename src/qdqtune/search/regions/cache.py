@@ -8,24 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from qdqtune.errors import BadOption
-from qdqtune.placement.files import VERSION, read_yaml, write_yaml, wrong_part
+from qdqtune.placement.files import VERSION, read_yaml, wrong_part
 from qdqtune.search.regions.discovery import Point, PointKind, Scheme
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Placement, Trial
 
 
-def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> None:
-    """Write a pattern cache: by digest of the pattern its schemes with their ratio to what they replaced, best first.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    write_yaml(path, content_of(caches), "record")
-
-
 def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str, object]:
-    """The content of a pattern cache, as `write_cache` writes it."""
+    """The content of a pattern cache as a file: by digest of the pattern its schemes, best first, with their ratio to
+    what they replaced."""
     entries = []
     for digest, schemes in caches.items():
         rows = [
