@@ -115,7 +115,7 @@ def conclude(
         minimum_distance=settings.config.pattern_cache_minimum_distance,
         maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
     )
-    cache.write_cache(pattern_cache_of(settings.state), schemes)
+    files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [unwatched(settings.engine)]))
     is_provider = settings.engine.name in PROVIDERS
