@@ -38,7 +38,3 @@ def same(file: Path, feeds: Arrays, **options: Any) -> None:
     onnx.checker.check_model(loaded)
     for expected, got in zip(run(file, feeds), run(loaded, feeds), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def normal(*shape: int) -> npt.NDArray[Any]:
-    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)

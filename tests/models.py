@@ -296,12 +296,8 @@ def static(name: str, **options: bool) -> tuple[Model, Model]:
                         activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, **options)  # fmt: skip
         logging.getLogger().setLevel(level)
         quantized = load(quantized_file)
-        return load(float_file), Model(quantized.proto, {n: held(c) for n, c in quantized.large.items()})
-
-
-def held(constant: Constant) -> Constant:
-    """A constant whose file may go."""
-    return Constant.of(np.array(constant.array()))
+        held = {name: Constant.of(np.array(c.array())) for name, c in quantized.large.items()}  # their file goes
+        return load(float_file), Model(quantized.proto, held)
 
 
 def edges(*written: str) -> set[Edge]:

@@ -7,7 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from loaded_models import model, normal, run, same
+from loaded_models import model, run, same
+from models import normal
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import bodies, rebuild

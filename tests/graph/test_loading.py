@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from conftest import Call
-from loaded_models import Arrays, model, normal, run, same
-from models import feeds
+from loaded_models import Arrays, model, run, same
+from models import feeds, normal
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load, load_proto
 

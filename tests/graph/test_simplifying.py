@@ -8,7 +8,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from loaded_models import model, normal, run, same
+from loaded_models import model, run, same
+from models import normal
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 

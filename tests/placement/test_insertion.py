@@ -114,17 +114,6 @@ def test_insertion_changes_nothing_and_repeats_itself(name: str) -> None:
     assert fresh.fingerprint == before
 
 
-def test_one_pair_serves_all_users_of_a_tensor() -> None:
-    model, _, found, possible, _ = case("attention")
-    edges = [e for e in possible if e.tensor == "n"]
-    assert len(edges) == 3
-    quantized = insert(model, Placement.of(edges), found, PLAIN)
-    assert Counter(n.op for n in quantized.nodes if "Linear" in n.op) == {"QuantizeLinear": 1, "DequantizeLinear": 1}
-    two = insert(model, Placement.of(edges[:2]), found, PLAIN)
-    assert len(of_type(two, "QuantizeLinear")) == 1
-    assert sorted(n.name for n in two.nodes if "n" in n.inputs) == sorted(["n_QuantizeLinear", edges[2].node])
-
-
 # Graph outputs
 
 

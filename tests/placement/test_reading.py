@@ -371,14 +371,10 @@ def test_scales_of_weights_are_kept_if_they_serve_symmetric_channels(
     assert ("w" in reading.ranges.weights) == kept
 
 
-def fp8_pairs() -> tuple[Model, Model]:
-    model, scales = build(FLOAT, WEIGHTS), ranges(build(FLOAT, WEIGHTS))
-    return model, insert(model, everything(model, possible_edges(model, scales)), scales, FP8)
-
-
 def test_scales_of_fp8_weights_are_taken_anew_for_integers() -> None:
     """E4M3 reaches 448 times its scale, and 8-bit integers 127 times."""
-    model, quantized = fp8_pairs()
+    model, scales = build(FLOAT, WEIGHTS), ranges(build(FLOAT, WEIGHTS))
+    quantized = insert(model, everything(model, possible_edges(model, scales)), scales, FP8)
     kept = read_placement(model, quantized, "fp8")
     assert kept.ranges.weights
     anew = read_placement(model, quantized, "int8")
