@@ -148,11 +148,8 @@ def test_files_that_are_no_models(file: Path, content: bytes | None, message: st
     with pytest.raises(BadModel, match=message) as caught:
         load(file)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="is a folder"):
-        load(tmp_path)
+        load(file.parent)
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,8 @@ def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int
 
 
 def _check_types(graph: onnx.GraphProto) -> None:
-    """Refuse sparse constants and unknown element types; make sizes dynamic that are negative or named `?`, in place.
-
-    Exporters write both for an unknown size, and ONNX Runtime reads them so. Two sizes named `?` need not be equal.
-    """
+    """Refuse sparse constants and unknown element types; make sizes dynamic, in place, that are negative or named `?`,
+    as exporters write unknown ones."""
     for inner in graphs(graph):
         if inner.sparse_initializer:
             raise BadModel(f"constant {inner.sparse_initializer[0].values.name!r} is sparse: {DENSE}")

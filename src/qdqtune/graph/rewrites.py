@@ -16,7 +16,6 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -359,16 +358,14 @@ def without_needless_dilations(model: Model) -> Model:
     return rebuild(model, nodes, {}) if needless else model
 
 
-REWRITES: Mapping[str, Rewrite] = MappingProxyType(
-    {
-        "hardswish": Rewrite(partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"),
-        "gelu": Rewrite(partial(with_merged, matcher=gelu, opset=20), "Gelu"),
-        "layernorm": Rewrite(partial(with_merged, matcher=layer_norm, opset=17), "LayerNormalization"),
-        "rmsnorm": Rewrite(partial(with_merged, matcher=rms_norm, opset=23), "RMSNormalization"),
-        "dilations": Rewrite(without_needless_dilations),
-        "division": Rewrite(without_reciprocals),
-    }
-)
+REWRITES: Mapping[str, Rewrite] = {
+    "hardswish": Rewrite(partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"),
+    "gelu": Rewrite(partial(with_merged, matcher=gelu, opset=20), "Gelu"),
+    "layernorm": Rewrite(partial(with_merged, matcher=layer_norm, opset=17), "LayerNormalization"),
+    "rmsnorm": Rewrite(partial(with_merged, matcher=rms_norm, opset=23), "RMSNormalization"),
+    "dilations": Rewrite(without_needless_dilations),
+    "division": Rewrite(without_reciprocals),
+}
 """The rewrites by name, in the order in which they are applied, except `fold`."""
 
 REWRITE_NAMES = (FOLD, *REWRITES)

@@ -105,10 +105,8 @@ class ConstantFile:
 
 
 def _pieces(model: Model) -> Iterator[bytes | memoryview]:
-    """The bytes of a model file with all constants, piece by piece, with one constant at a time in memory.
-
-    The model's own fields keep their order, by which OpenVINO recognizes an ONNX file.
-    """
+    """The bytes of a model file with one constant at a time in memory. The model's own fields keep their order, by
+    which OpenVINO recognizes an ONNX file."""
     field = onnx.ModelProto.GRAPH_FIELD_NUMBER
     ahead, behind = onnx.ModelProto(), onnx.ModelProto()
     for frame, keeps in ((ahead, field.__gt__), (behind, field.__lt__)):

@@ -151,10 +151,8 @@ class Inserter:
         return changed
 
     def _dequantized(self, builder: GraphBuilder, decision: Decision, edge: Edge, raw: Mapping[str, str]) -> str:
-        """The name of the DQ output for `edge`; the pair is written at the first call.
-
-        For a graph output, the DQ has the output's name, and the float tensor in front of the Q its name in `raw`.
-        """
+        """The name of the DQ output for `edge`, the output's own for a graph output, whose float tensor is named in
+        `raw`; the pair is written at the first call."""
         tensor, made = edge.tensor, builder.made
         constant = self._model.constants.get(tensor)
         if constant is not None:
@@ -199,10 +197,8 @@ class Inserter:
         return builder.made[before, "integers"]
 
     def _without_scalar(self, edge: Edge, constant: Constant) -> Constant:
-        """The constant; a scalar becomes a vector of one element if another input of its node is no scalar.
-
-        TensorRT gives a scalar the rank of the other operand, and fails to if the scalar is quantized.
-        """
+        """The constant; a scalar beside an operand of some rank as a vector of one element: TensorRT fails to give a
+        quantized scalar that rank."""
         user = self._model.user(edge)
         known = (self._model.tensors[t].shape for t in (user.inputs if user else ()) if t in self._model.tensors)
         if constant.shape or not any(known):

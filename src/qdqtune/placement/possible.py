@@ -36,11 +36,8 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     """Why `tensor` can carry no pair into input `slot` of node number `node`, or as graph output `slot` (node GRAPH);
     None if it can, once it has a range.
 
-    Engines run a pair wherever ONNX allows one, and only measurement shows whether it pays. So an activation can carry
-    one into every data input, also as the computed bias of a Conv, into LSTM and Einsum, and into Shape, where it has
-    no use. A constant has to be a weight (`weight_role`) or an operand (`TAKES_CONSTANTS`). A tensor of unknown type
-    gives its scale none, what callers may override has any range, and bodies of an If or Loop read a tensor by its
-    name, which the pair would take.
+    Engines run a pair wherever ONNX allows one, and only measurement shows whether it pays: an activation can carry one
+    into every data input. A constant has to be a weight (`weight_role`) or an operand (`TAKES_CONSTANTS`).
     """
     if tensor in model.overridable:
         return "callers may override it, and its range with it"

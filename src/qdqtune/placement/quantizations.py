@@ -156,11 +156,8 @@ class Quantizer:
         return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor, wide=wide)
 
     def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
-        """Indices of Relu and Clip nodes that the saturation of the pair behind them replaces.
-
-        Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
-        producer can write the clamped tensor itself.
-        """
+        """Indices of Relu and Clip nodes that the saturation of the pair behind them replaces: every use of their
+        output carries the pair, and nothing else reads their input, so that the producer can clamp."""
         model = self._model
         for tensor, known in activations.items():
             node = model.maker(tensor)
@@ -176,11 +173,9 @@ class Quantizer:
         self, placement: Placement, read: Mapping[Edge, Quantization | None], weights: dict[Edge, Quantization],
         shifted: Mapping[int, ShiftedBias],
     ) -> Iterator[tuple[int, IntegerBias]]:  # fmt: skip
-        """Int32 biases by node index, with scale input scale * weight scale, where input and weight both carry pairs.
-        `read` has the quantization that each edge of an activation reads.
-
-        If that scale is too small for the bias to fit in 31 bits, the weight's scale is raised (in `weights`).
-        """
+        """Int32 biases by node index, with scale input scale * weight scale, where input and weight both carry pairs:
+        `read` has the quantization of each edge. A weight's scale is raised (in `weights`) if the bias would
+        overflow."""
         model = self._model
         for node in model.nodes:
             if node.op not in TAKES_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
@@ -219,10 +214,8 @@ def common_ranges(
     Members that are connected by `operators` get the union of their ranges. The union leaves out inputs that only a
     Concat reads: the Concat's output has the same values, and its range fits them best.
 
-    If Concat is not among `operators`, its inputs may have different scales. An input that only the Concat reads still
-    gets the range of its output, unless that is wider by more than NEAR_RANGE: with another scale it would be rounded
-    twice, and the Concat would map each integer by a lookup table instead of copying it. Values beyond a narrower range
-    would be clipped behind the Concat anyway.
+    If Concat is not among `operators`, an input that only the Concat reads still gets the range of its output, unless
+    that is wider by more than NEAR_RANGE: with another scale it would be rounded twice, and not copied but looked up.
     """
     group, joined = {m: m for m in own}, set[Member]()
 

@@ -125,8 +125,7 @@ def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType =
 
 def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int, quant_type: QuantType) -> bool:
     """Whether symmetric numbers of `quant_type` with the same scales, one or one for each channel, reach as far as a
-    pair: 8-bit integers with those of a pair of 16 bits or of FP8, or with an uneven zero point, would cut the weight
-    off."""
+    pair: those of 16 bits, of FP8 or of an uneven zero point would cut the weight off."""
     if pair.block is not None or (pair.scale.size > 1 and (axis is None or pair.axis % rank != axis)):
         return False
     if quant_type == "fp8" or "float" in pair.zero_point.dtype.name:

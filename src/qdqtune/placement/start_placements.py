@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
@@ -98,10 +97,10 @@ def everything(model: Model, possible: frozenset[Edge]) -> Placement:
     return Placement.of(e for e in possible - inside if not e.is_graph_output)
 
 
-START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = MappingProxyType({
+START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = {
     "compute": compute_inputs, "residual": residual_inputs, "islands": integer_islands, "static": static,
     "everything": everything,
-})  # fmt: skip
+}  # fmt: skip
 
 
 def weight_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[WeightFormat]]) -> Placement:

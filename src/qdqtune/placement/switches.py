@@ -31,9 +31,8 @@ SWITCH = "__switch_"
 class Rounding:
     """Nodes that round one tensor on some of its edges.
 
-    Each node reads the result of the one before it as its first input, the first node reads `source`; inputs that are
-    named in `constants` are read from there, and further outputs of a node before by their names. `source` is `tensor`,
-    or the input of the Relu or Clip that makes `tensor` where the rounding clamps in its place.
+    Each node reads the result of the one before it as its first input, the first node reads `source`: `tensor`, or the
+    input of the Relu or Clip that makes it where the rounding clamps in its place.
     """
 
     tensor: str
