@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class Cluster:
             EngineUnavailable: the node that this process is connected through is lost.
         """
         own = ray.get_runtime_context().get_node_id()
-        if not any(node["Alive"] for node in nodes() if node["NodeID"] == own):
+        if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
             raise EngineUnavailable(NODE_LOST)
         if sum(worker.alive for worker in self.started) >= capacity(self.spec, self.cores_each):
             raise TimeoutError
@@ -178,16 +178,11 @@ def connected(address: str) -> Iterator[None]:
 def capacity(spec: EngineSpec, cores_each: int) -> int:
     """How many workers the cluster can hold, each with `cores_each` cores, and with a GPU if the engine needs one."""
     total = 0
-    for node in nodes():
+    for node in ray.nodes():
         has = node["Resources"] if node["Alive"] else {}
         fit = int(has.get("CPU", 0)) // cores_each
         total += min(fit, int(has.get("GPU", 0))) if needs_gpu(spec) else fit
     return total
-
-
-def nodes() -> Sequence[Mapping[str, Any]]:
-    listed: Sequence[Mapping[str, Any]] = ray.nodes()
-    return listed
 
 
 def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most: int = 0) -> tuple[Device, ...]:

@@ -98,8 +98,6 @@ class FakeOptions:
         numbers = self.noise, self.drift, self.spikes, self.build_seconds, self.seed
         if min(*numbers, self.threads - 1) < 0:
             raise BadOption("engine 'fake' takes no negative numbers")
-        if self.wide and not self.asymmetric:
-            raise BadOption("engine 'fake' has 16 bits where it is asymmetric")
 
 
 def create(options: FakeOptions) -> Fake:
