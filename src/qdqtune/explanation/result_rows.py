@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qdqtune.explanation.formatting import samples, title
-from qdqtune.numerics.accuracy import closeness, closeness_of, decibels, integers_differ, slice_cell
+from qdqtune.numerics.accuracy import closeness, closeness_of, integers_differ, slice_cell
 from qdqtune.numerics.scores import independent_of
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.types import Accuracy
@@ -39,7 +40,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if tells_accuracy(summary):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):
-            rows.append(("output SQNR against float", "", _accuracy_text(summary)))
+            rows.append(("output SQNR against float", "", closeness_of(replace(judged, agreement=None, top1=None))))
         if part := slice_cell(judged):
             rows.append(("  of the worst slice", "", part))
         if judged.agreement is not None:
@@ -103,13 +104,6 @@ def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
     return [(name, *times), ("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
-
-
-def _accuracy_text(summary: Mapping[str, Any]) -> str:
-    accuracy = summary["output_accuracy"] or {}
-    lost = summary["output_sqnr_db"]
-    is_told = bool(accuracy) and lost is not None
-    return closeness_of(Accuracy(**{**accuracy, "agreement": None, "top1": None})) if is_told else decibels(lost)
 
 
 def tells_accuracy(summary: Mapping[str, Any]) -> bool:
