@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,10 +113,10 @@ def sample_source(
 def _labels_file(labels: object, folder: Path) -> str | None:
     if labels is None or isinstance(labels, str | Path):
         return None if labels is None else str(labels)
-    path = folder / f"{LABELS}.json"
+    path = folder / f"{LABELS}.npy"
     try:
-        path.write_text(json.dumps([np.asarray(label).tolist() for label in labels]))  # type: ignore[attr-defined]
-    except TypeError as error:
+        np.save(path, _array([np.asarray(label) for label in labels]))  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
         raise BadData(f"labels are an array or a list with one for each sample: {one_line(error)}") from error
     return str(path)
 

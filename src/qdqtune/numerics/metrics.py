@@ -35,7 +35,7 @@ from qdqtune.calibration.samples import LABELS, Samples, open_samples, read_arra
 from qdqtune.calibration.user_code import BudgetEnded, call_in_thread, import_callable, user_errors
 from qdqtune.engines.execution import CHECK_SECONDS, Execution
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line, parsed_json
+from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import check_finite
 from qdqtune.numerics.label_metrics import (
@@ -120,29 +120,28 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
     return number
 
 
-FORMS = ".npz, .npy, .json, .csv or .txt"
+FORMS = ".npz, .npy, .csv or .txt"
 
 COLUMNS = (LABELS, "label")
-"""Names of the array of labels in an .npz, of the list in a .json, and of the column in a .csv."""
+"""Names of the array of labels in an .npz, and of the column in a .csv."""
 
 
 def read_labels(path: Path) -> Array:
     """The labels in a file, along the first axis: numbers, [labels], or vectors, [labels, size].
 
-    A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .json holds a
-    list, or an object with one under `labels`. A .csv or .txt has a number a line: in the column `label`, or else in
-    the last one."""
+    A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .csv or .txt
+    has a number a line: in the column `label`, or else in the last one."""
     if not path.is_file():
         raise BadData(f"labels {path} not found")
     ending = path.suffix.lower()
     if ending in (".npz", ".npy"):
         content: Any = _of_arrays(path)
-    elif ending in (".json", ".csv", ".txt"):
+    elif ending in (".csv", ".txt"):
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise BadData(f"cannot read labels {path}: {one_line(error)}") from error
-        content = _of_json(text, path) if ending == ".json" else _of_lines(text, path)
+        content = _of_lines(text, path)
     else:
         raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
     try:
@@ -184,18 +183,6 @@ def _of_arrays(path: Path) -> Array:
     if name is None:
         raise BadData(f"{path} has no array '{LABELS}'; it holds {', '.join(map(repr, arrays))}")
     return arrays[name]
-
-
-def _of_json(text: str, path: Path) -> Sequence[Any]:
-    try:
-        found = parsed_json(text)
-    except ValueError as error:
-        raise BadData(f"cannot read labels {path} as JSON: {one_line(error)}") from error
-    if isinstance(found, dict):
-        found = next((found[name] for name in COLUMNS if name in found), None)
-    if not isinstance(found, list):
-        raise BadData(f"{path} holds no list: give a JSON list with a label for each sample")
-    return found
 
 
 def _of_lines(text: str, path: Path) -> Sequence[Any]:
