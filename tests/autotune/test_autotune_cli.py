@@ -17,6 +17,7 @@ import qdqtune
 from models import INT8, build, normal, ranges
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.autotune import region_inspect
+from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
 from qdqtune.autotune.workflows import AutotuneOptions, RegionLogs
 from qdqtune.cli import tune
 from qdqtune.errors import BadOption
@@ -275,6 +276,7 @@ def test_tensorrt_has_a_timing_cache_where_modelopt_has_it(run: Run, asked: list
     run("-m", model, "--use-trtexec", engine=())
     run("-m", model, "--use-trtexec", "--timing-cache", "own.cache", engine=())
     assert [given["engine_options"]["timing_cache"] for given in asked] == [autotune.TIMING_CACHE, "own.cache"]
+    assert get_parser().parse_args(["-m", "model.onnx"]).timing_cache == autotune.TIMING_CACHE
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,13 @@ def test_a_dry_run_checks_the_files_that_it_is_given(
     code, _, errors = run("-m", model, f"--{name}", "given.yaml", "--dry-run")
     assert code == 2
     assert words in errors.splitlines()[-1]
+
+
+def test_presets_fill_what_was_not_given() -> None:
+    args = get_parser().parse_args(["--onnx_path", "m.onnx", "--mode", "quick", "-s", "7", "--plugins", "a", "b"])
+    apply_mode_presets(args)
+    assert (args.num_schemes, args.warmup_runs, args.timing_runs) == (7, 10, 50)
+    assert (args.plugin_libraries, args.output_dir) == (["a", "b"], "./autotuner_output")
 
 
 def test_ctrl_c_while_it_is_imported_is_quiet(tmp_path: Path) -> None:

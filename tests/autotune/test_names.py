@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import yaml
@@ -303,6 +304,33 @@ def test_borders_of_a_region_are_computed_on_request() -> None:
     assert ("x" in part.inputs, part.outputs) == (True, ["r"])
     search.print_tree(part, file=(out := io.StringIO()))
     assert "Total nodes: 2" in out.getvalue()
+
+
+def test_a_leaf_has_no_points_of_children() -> None:
+    for point in (ChildRegionInputInsertionPoint(0, 0), ChildRegionOutputInsertionPoint(0, None, 0)):
+        assert point.resolve(region(0, 1), small()) == set()
+
+
+def test_nodes_of_graphsurgeon_are_judged_by_what_they_say() -> None:
+    def tensor(name: str, *shape: int, dtype: Any = np.float32) -> Any:
+        return SimpleNamespace(name=name, dtype=dtype, shape=shape, inputs=[])
+
+    def node(op: str, inputs: list[Any], *outputs: Any, name: str = "") -> Any:
+        return SimpleNamespace(op=op, name=name, inputs=inputs, outputs=list(outputs))
+
+    x, w, c, scale, n, y = (tensor(name, 2, 4, 4, 4) for name in ("x", "w", "c", "scale", "n", "y"))
+    nodes = [node("Conv", [x, w], c), node("BatchNormalization", [c, scale], n), node("Relu", [n], y)]
+    graph = SimpleNamespace(nodes=nodes, inputs=[x], outputs=[y], toposort=lambda: None)
+    skipped = [skip_invalid_insertion_points(graph, t.name, user) for user in nodes for t in user.inputs]
+    assert skipped == [False, True, True, True, True]  # of all only the input, with which the weight comes
+    point = NodeInputInsertionPoint(0, 0)
+    assert {r.tensor_name for r in point.resolve(region(0, 1, 2), graph)} == {"x", "w"}
+    for op, given, is_skipped in (
+        ("MatMul", tensor("t", 1, 64), False), ("Shape", tensor("t", 1, 64), True), ("Equal", tensor("t", 9), True),
+        ("Add", tensor("t", 2, 2), True), ("Add", tensor("t", 64, dtype=np.int32), True),
+    ):  # fmt: skip
+        assert skip_invalid_insertion_points(graph, "t", node(op, [given])) is is_skipped
+    assert has_quantizable_operations(Region(1, 1, RegionType.COMPOSITE), graph)
 
 
 def test_regions_of_a_pytorch_program() -> None:

@@ -14,11 +14,14 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qdqtune.autotune.__main__ import MODE_PRESETS as MODE_PRESETS
+    from qdqtune.autotune.__main__ import get_node_filter_list as get_node_filter_list
     from qdqtune.autotune.autotuner import *  # noqa: F403
     from qdqtune.autotune.insertion_points import *  # noqa: F403
     from qdqtune.autotune.region_search import *  # noqa: F403
 
 _NAMES = {
+    "__main__": "MODE_PRESETS get_node_filter_list",
     "autotuner": "QDQAutotuner QDQAutotunerBase TensorRTPyBenchmark TrtExecBenchmark",
     "insertion_points": "ChildRegionInputInsertionPoint ChildRegionOutputInsertionPoint Config InsertionScheme "
     "NodeInputInsertionPoint PatternCache PatternSchemes RegionOutputInsertionPoint RegionPattern "
@@ -39,6 +42,7 @@ PATHS = {
     "subgraph_workflow": "workflows",
     "tensorrt_utils": "autotuner",
     "torch_region_builder": "region_search",
+    "utils": "__main__",
 }
 """ModelOpt's modules whose names stand in another module here."""
 

@@ -11,6 +11,7 @@ import signal
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while the rest is being imported
 
+import argparse
 import json
 import logging
 import sys
@@ -31,6 +32,7 @@ from qdqtune.cli.command import Command
 from qdqtune.cli.tune import TuneArguments
 from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.tensorrt.options import usual_shapes
+from qdqtune.errors import reading
 from qdqtune.options import (
     OF_RUN,
     REQUIRED,
@@ -202,6 +204,62 @@ def run_autotune() -> int:
         main()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+
+
+# ModelOpt's parser, for programs that take it as a part of their own
+
+DEFAULT_NUM_SCHEMES, DEFAULT_WARMUP_RUNS, DEFAULT_TIMING_RUNS = 50, 50, 100
+MODE_PRESETS = {
+    "quick": {"schemes_per_region": 30, "warmup_runs": 10, "timing_runs": 50},
+    "default": {"schemes_per_region": 50, "warmup_runs": 50, "timing_runs": 100},
+    "extensive": {"schemes_per_region": 200, "warmup_runs": 50, "timing_runs": 200},
+}
+"""What the modes mean to `apply_mode_presets`. `python -m qdqtune.autotune` limits builds besides (`EFFORTS`)."""
+
+
+def add_flag(parser: argparse.ArgumentParser, flags: str, **how: Any) -> None:
+    """Add a flag by its names, each spelled with underscores and with dashes; its value has that of the first long
+    one."""
+    spelled = (form for name in flags.split() for form in (name, name[:2] + name[2:].replace("_", "-")))
+    parser.add_argument(*dict.fromkeys(spelled), **how)
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """ModelOpt's flags; what a mode presets is None until `apply_mode_presets`."""
+    parser = argparse.ArgumentParser("python -m qdqtune.autotune", description="--help of the program tells more.")
+    add_flag(parser, "-m --onnx_path --model", required=True)
+    add_flag(parser, "-o --output_dir --output", default="./autotuner_output")
+    add_flag(parser, "--mode", choices=["region", "subgraph", *EFFORTS], default="default")
+    add_flag(parser, "--quant_type", default="int8")
+    add_flag(parser, "--default_dq_dtype", default="float32")
+    add_flag(parser, "--timing_cache", default=TIMING_CACHE)
+    for name in ("pattern_cache", "qdq_baseline", "state_file", "node_filter_list"):
+        add_flag(parser, f"--{name}")
+    add_flag(parser, "--plugin_libraries --plugins", nargs="+")
+    add_flag(parser, "--trtexec_benchmark_args --trtexec_args")
+    add_flag(parser, "--use_trtexec", action="store_true")
+    add_flag(parser, "-v --verbose", action="store_true")
+    add_flag(parser, "-s --schemes_per_region", type=int, dest="num_schemes")
+    add_flag(parser, "--warmup_runs", type=int)
+    add_flag(parser, "--timing_runs", type=int)
+    return parser
+
+
+def apply_mode_presets(args: argparse.Namespace) -> None:
+    """Put the presets of `args.mode`, or of the default one, where their own option was not given."""
+    for name, number in MODE_PRESETS.get(args.mode, MODE_PRESETS["default"]).items():
+        target = "num_schemes" if name == "schemes_per_region" else name
+        if getattr(args, target) is None:
+            setattr(args, target, number)
+
+
+def get_node_filter_list(node_filter_list_path: str | Path | None) -> list[str] | None:
+    """The wildcards of a file, one a line; lines that begin with # are comments. None without a file."""
+    if node_filter_list_path is None:
+        return None
+    with reading(node_filter_list_path):
+        lines = Path(node_filter_list_path).read_text(encoding="utf-8").splitlines()
+    return [name for line in lines if (name := line.strip()) and not name.startswith("#")]
 
 
 if __name__ == "__main__":

@@ -6,18 +6,20 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
 
+import onnx
+
 from qdqtune.autotune.region_search import AutotunerError as AutotunerError
 from qdqtune.autotune.region_search import AutotunerNotInitializedError as AutotunerNotInitializedError
-from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region, as_model, pattern_of
+from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region, as_model, model_with, pattern_of
 from qdqtune.autotune.region_search import get_tensor_consumer_node_indices as get_tensor_consumer_node_indices
 from qdqtune.autotune.region_search import has_quantizable_operations as has_quantizable_operations
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import GRAPH, Model, Use
-from qdqtune.graph.operators import COMPUTE
+from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
 from qdqtune.placement.files import parsed_yaml, write_yaml, wrong_part
 from qdqtune.placement.possible import can_carry
 from qdqtune.search import region as search
@@ -112,12 +114,21 @@ class InsertionPoint(_Fields):
         return cls(*owners, point.number)  # type: ignore[call-arg]
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
-        """The uses that the point means in a region.
+        """The uses that the point means in a region; none if it is about a child and there are no children.
 
         Raises:
             InvalidSchemeError: the region has no such point.
         """
-        return resolved(as_model(graph), region, frozenset((self.core,)))
+        if getattr(self, "region_index", None) is not None and not region.children:
+            return set()
+        model, point = as_model(graph), self.core
+        if point.kind == "node_output":
+            pattern = pattern_of(model, region)
+            nodes = pattern.listings[pattern.instances[0]].nodes
+            if point.owner < len(nodes):  # one that only the region uses as well
+                tensor = model.nodes[nodes[point.owner]].outputs[point.number]
+                return resolve_region_io_insertion_points(None, model, tensor)
+        return resolved(model, region, frozenset((point,)))
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
@@ -246,26 +257,28 @@ def with_weights(model: Model, edges: Iterable[Edge]) -> frozenset[Edge]:
     return edges | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
 
 
-def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: Any) -> bool:
-    """Whether no pair can stand between a tensor and a region, or a node, that reads it."""
-    model = as_model(graph)
+def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
+    """Whether no pair is worth trying between a tensor and a region, or a node, that reads it.
+
+    A node may lie outside of the graph: then it is judged by itself.
+    """
     if isinstance(region_or_node, Region):
-        users = region_or_node.get_region_nodes_and_descendants()
+        model, users = as_model(graph), region_or_node.get_region_nodes_and_descendants()
     else:
-        outputs = getattr(region_or_node, "output", None) or region_or_node.outputs
-        users = {model.producers.get(getattr(outputs[0], "name", outputs[0]), GRAPH)}
-    return not any(can_carry(model, tensor_name, *use) for use in _uses(model, tensor_name, users))
+        model, index = model_with(graph, region_or_node)
+        users = {index}
+    return not any(_is_worthwhile(model, tensor_name, use) for use in _uses(model, tensor_name, users))
 
 
 def resolve_region_io_insertion_points(
     region: Region | None, graph: GraphLike, tensor_name: str
 ) -> set[ResolvedInsertionPoint]:
-    """The uses of a tensor where a pair can stand: in a region, or anywhere if nothing in the region reads it."""
+    """The uses of a tensor where a pair is worth trying: in a region, or anywhere if nothing in the region reads it."""
     model = as_model(graph)
     everywhere = set(range(len(model.nodes)))
     inside = everywhere if region is None else region.get_region_nodes_and_descendants()
     uses = _uses(model, tensor_name, inside) or _uses(model, tensor_name, everywhere)
-    return {ResolvedInsertionPoint(tensor_name, u.node, u.slot) for u in uses if can_carry(model, tensor_name, *u)}
+    return {ResolvedInsertionPoint(tensor_name, u.node, u.slot) for u in uses if _is_worthwhile(model, tensor_name, u)}
 
 
 def merge_resolved_insertion_points(
@@ -287,6 +300,28 @@ def get_autotuner_quantizable_ops() -> set[str]:
 
 def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:
     return [use for use in model.uses(tensor) if use.node in users and use.node != GRAPH]
+
+
+FEW = 8
+"""Tensors with fewer elements carry no pair in ModelOpt's autotuner."""
+
+
+def _is_worthwhile(model: Model, tensor: str, use: Use) -> bool:
+    """Whether a pair can stand on a use, and ModelOpt's autotuner would try it there.
+
+    It does not on weights, which have a pair where the activation has one; between a convolution, a normalization and
+    an activation, which run as one kernel; on tensors of few elements; and in front of what gives no floats.
+    """
+    node, info, maker = model.nodes[use.node], model.tensors.get(tensor), model.maker(tensor)
+    if maker is not None and maker.op == "BatchNormalization" and node.op != maker.op:
+        maker = model.maker(maker.inputs[0])
+    is_inner = maker is not None and maker.op in CONVOLUTIONS and node.op in {"BatchNormalization", "Relu", "Softmax"}
+    is_weight = use.slot > 0 and node.op in COMPUTE | {"BatchNormalization", "Resize"}
+    shape = info.shape if info is not None else None
+    is_few = bool(shape) and prod(n if isinstance(n, int) else FEW for n in shape or ()) < FEW
+    outputs = onnx.defs.get_schema(node.op).outputs if onnx.defs.has(node.op) else ()
+    gives_floats = not outputs or "tensor(float)" in outputs[0].types
+    return gives_floats and not (is_inner or is_weight or is_few) and can_carry(model, tensor, *use)
 
 
 # Patterns

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from qdqtune.autotune.__main__ import add_flag
 from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
 from qdqtune.cli.output import print_lines
 from qdqtune.commands.inspect import InspectOptions, inspect
@@ -39,10 +40,10 @@ def inspect_region_search(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program shows the regions that a run tunes. Gives 0, or 1 where it fails."""
     parser = argparse.ArgumentParser("python -m qdqtune.autotune.region_inspect", description=main.__doc__)
-    parser.add_argument("-m", "--model", "--onnx_path", dest="onnx_path", required=True)
-    parser.add_argument("--max-sequence-size", "--max_sequence_size", type=int, default=10)
-    parser.add_argument("--include-all-regions", "--include_all_regions", action="store_true")
-    parser.add_argument("-v", "--verbose", action="store_true")
+    add_flag(parser, "-m --onnx_path --model", required=True)
+    add_flag(parser, "--max_sequence_size", type=int, default=10)
+    add_flag(parser, "--include_all_regions", action="store_true")
+    add_flag(parser, "-v --verbose", action="store_true")
     given = vars(parser.parse_args(arguments))
     try:
         inspect_region_search(**given, rewrites="auto")

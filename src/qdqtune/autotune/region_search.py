@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Self, TextIO
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
 from qdqtune.errors import InputError
 from qdqtune.graph.loading import load_proto
@@ -44,11 +46,15 @@ def as_proto(graph: GraphLike) -> onnx.ModelProto:
     """An ONNX model; a GraphSurgeon graph is exported by the library that it comes from."""
     if isinstance(graph, onnx.ModelProto):
         return graph
-    library: Any = sys.modules.get(type(graph).__module__.partition(".")[0])
-    if not hasattr(library, "export_onnx"):
+    if not (library := _library(graph)):
         raise AutotunerError(f"a graph is an onnx.ModelProto or a GraphSurgeon graph, not {type(graph).__name__}")
     proto: onnx.ModelProto = library.export_onnx(graph)
     return proto
+
+
+def _library(graph: GraphLike) -> Any:
+    library = sys.modules.get(type(graph).__module__.partition(".")[0])
+    return library if hasattr(graph, "toposort") and hasattr(library, "export_onnx") else None
 
 
 def as_model(graph: GraphLike) -> Model:
@@ -60,6 +66,8 @@ def as_model(graph: GraphLike) -> Model:
     """
     if isinstance(graph, Model):
         return graph
+    if hasattr(graph, "toposort") and not _library(graph):
+        return _sketch(graph.nodes, getattr(graph, "inputs", ()), getattr(graph, "outputs", ()))
     proto = as_proto(graph)
     model = _loaded(proto.SerializeToString(deterministic=True))
     if [list(node.output) for node in proto.graph.node] != [list(node.outputs) for node in model.nodes]:
@@ -74,6 +82,34 @@ def as_model(graph: GraphLike) -> Model:
 def _loaded(content: bytes) -> Model:
     """Kept, because scripts ask about one region of a graph after the other."""
     return load_proto(onnx.ModelProto.FromString(content))
+
+
+def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
+    """The model of a graph and the index of one of its nodes; of a node that is not in it, a model of that alone."""
+    model = as_model(graph)
+    outputs = getattr(node, "outputs", None) or getattr(node, "output", None) or [""]
+    index = model.producers.get(getattr(outputs[0], "name", outputs[0]), model.index_of.get(str(node)))
+    return (_sketch([node], node.inputs, ()), 0) if index is None else (model, index)
+
+
+def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
+    """A model of nodes in GraphSurgeon's form that no library exports: operators and tensors, without attributes.
+    Tensors that no node makes are `inputs` or weights."""
+    tensors = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.dtype is not None}
+    infos = {
+        name: helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(t.dtype)), t.shape)
+        for name, t in tensors.items()
+    }
+    computed = {t.name for node in nodes for t in node.outputs} | {t.name for t in inputs}
+    weights = [
+        numpy_helper.from_array(np.zeros(t.shape, t.dtype), name) for name, t in tensors.items() if name not in computed
+    ]
+    protos = [
+        helper.make_node(n.op, [t.name for t in n.inputs], [t.name for t in n.outputs], n.name or f"{n.op}_{index}")
+        for index, n in enumerate(nodes)
+    ]
+    first, last = ([infos[t.name] for t in side if t.name in infos] for side in (inputs, outputs))
+    return Model(helper.make_model(helper.make_graph(protos, "", first, last, weights, value_info=[*infos.values()])))
 
 
 def get_tensor_consumer_node_indices(graph: GraphLike) -> dict[str, list[int]]:
@@ -229,7 +265,9 @@ def _structure(model: Model) -> Structure:
 
 
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
-    """Whether a region holds an operator that engines quantize, working on floats."""
+    """Whether a region holds an operator that engines quantize, working on floats, or regions that may."""
+    if region.type is not RegionType.LEAF and not region.get_region_nodes_and_descendants():
+        return True
     model = as_model(graph)
     return is_quantizable(model, pattern_of(model, region).instances[0])
 
