@@ -116,6 +116,11 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
+
+
+@pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A file with a model on which pairs pay in parts, and samples beside it."""
     return write(mixed(), tmp_path)

@@ -107,19 +107,20 @@ EMBEDDING = """net (int64[N,5] ids, float[N,5] mask) => (float[N,5,8] y) {
 }"""
 
 
+def model(text: str, opset: int = 17, ir: int = 8, constants: Mapping[str, Array] | None = None) -> onnx.ModelProto:
+    """A model in ONNX text syntax, with `constants` as initializers."""
+    proto = parser.parse_model(f'<ir_version: {ir}, opset_import: ["": {opset}, "custom": 1]>\n{text}')
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in (constants or {}).items())
+    return proto
+
+
 def build(text: str, constants: Mapping[str, Array] | None = None, opset: int = 19, half: bool = False) -> Model:
     """A model in ONNX text syntax, with `constants`; all in float16 if `half`."""
     text = text.replace("float[", "float16[") if half else text
-    proto = parser.parse_model(
-        f'<ir_version: {9 if opset >= 19 else 8}, opset_import: ["": {opset}, "custom": 1]>\n{text}'
-    )
-    for name, array in (constants or {}).items():
-        array = np.asarray(array)
-        proto.graph.initializer.append(
-            onnx.numpy_helper.from_array(
-                array.astype(np.float16) if half and array.dtype == np.float32 else array, name
-            )
-        )
+    arrays = {name: np.asarray(array) for name, array in (constants or {}).items()}
+    if half:
+        arrays |= {name: a.astype(np.float16) for name, a in arrays.items() if a.dtype == np.float32}
+    proto = model(text, opset, 9 if opset >= 19 else 8, arrays)
     large: dict[str, Constant] = {}
     settle(proto.graph, large)
     return Model(infer(proto, large), large)
@@ -204,7 +205,7 @@ def feeds(model: Model, count: int = 4, seed: int = 0) -> list[Arrays]:
     return result
 
 
-def run(model: Model | onnx.ModelProto, samples: Iterable[Arrays], fused: bool = False) -> list[Arrays]:
+def run(model: Model | onnx.ModelProto | Path, samples: Iterable[Arrays], fused: bool = False) -> list[Arrays]:
     """Outputs of ONNX Runtime, operator by operator unless `fused`."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -212,7 +213,8 @@ def run(model: Model | onnx.ModelProto, samples: Iterable[Arrays], fused: bool =
     if not fused:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = model.to_proto() if isinstance(model, Model) else model
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    content = str(proto) if isinstance(proto, Path) else proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [o.name for o in session.get_outputs()]
     return [dict(zip(names, session.run(names, sample), strict=True)) for sample in samples]
 
@@ -318,22 +320,13 @@ def placements(possible: Iterable[Edge]) -> st.SearchStrategy[Placement]:
     )
 
 
-def valid(model: Model) -> bool:
-    """Also as to element types, which the checker alone does not compare."""
-    onnx.shape_inference.infer_shapes(model.to_proto(), strict_mode=True, check_type=True)
-    return True
-
-
 def check(model: Model) -> None:
+    """Also the element types, by inference."""
     onnx.checker.check_model(model.to_proto(), full_check=True)
 
 
 def of_type(model: Model, op: str) -> list[Node]:
     return [n for n in model.nodes if n.op == op]
-
-
-def everything(given: Case) -> Placement:
-    return Placement(given.possible)
 
 
 def constant(model: Model, tensor: str) -> Any:
@@ -352,3 +345,21 @@ def scale_of(model: Model, tensor: str, node: str) -> tuple[Any, Any]:
     """Scale and zero point of the pair on an edge."""
     dq = dq_of(model, tensor, node)
     return constant(model, dq.inputs[1]), constant(model, dq.inputs[2])
+
+
+def loaded_from(file: Path, proto: onnx.ModelProto, **options: Any) -> Model:
+    """The model that is read from a file with `proto`."""
+    file.write_bytes(proto.SerializeToString())
+    return load(file, **options)
+
+
+def outputs(model: onnx.ModelProto | Path, sample: Arrays) -> list[Array]:
+    return list(run(model, [sample])[0].values())
+
+
+def same_when_loaded(file: Path, sample: Arrays, **options: Any) -> None:
+    """The loaded model passes the checker, and answers as the file does."""
+    loaded = load(file, **options).to_proto()
+    onnx.checker.check_model(loaded)
+    for expected, got in zip(outputs(file, sample), outputs(loaded, sample), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

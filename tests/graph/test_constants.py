@@ -7,10 +7,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from loaded_models import model, run, same
-from models import normal
+from models import loaded_from, model, normal, outputs, same_when_loaded
 from qdqtune.errors import BadModel
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import bodies, rebuild
 
 
@@ -41,10 +40,9 @@ def test_every_form_of_constant_becomes_an_initializer(file: Path) -> None:
         u = Mul(x, a)  v = Add(u, b)  w = Gather(v, d)  y = Add(w, t)
     }""".replace("  ", "\n")
     )
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file)
+    loaded = loaded_from(file, proto)
     assert {n.op for n in loaded.nodes} == {"Mul", "Add", "Gather"}
-    (y, s, i), x = run(loaded.to_proto(), {"x": normal(2, 2)}), normal(2, 2)
+    (y, s, i), x = outputs(loaded.to_proto(), {"x": normal(2, 2)}), normal(2, 2)
     np.testing.assert_allclose(y, (x * 2 + [1, 3])[1] + [[1, 2], [3, 4]], rtol=1e-6)
     assert (s.tolist(), i.tolist()) == (["p", "q"], [7])
 
@@ -55,8 +53,7 @@ def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path) -> N
         "g (float[N,8] x) => (float[N,300] y, float[3] z) { t = MatMul(x, w)\n y = Add(t, b)\n z = Relu(small) }",
         constants=constants,
     )
-    file.write_bytes(proto.SerializeToString())
-    inline = load(file)
+    inline = loaded_from(file, proto)
     external(proto, file)
     before = (file.read_bytes(), (file.parent / "weights.bin").read_bytes())
     loaded = load(file)
@@ -66,7 +63,7 @@ def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path) -> N
     assert {n: c.key for n, c in loaded.large.items()} == {n: c.key for n, c in inline.large.items()}
     assert loaded.fingerprint == inline.fingerprint
     assert loaded.tensors["t"].shape == (None, 300), "shapes flow through constants that are not there"
-    same(file, {"x": normal(4, 8)})
+    same_when_loaded(file, {"x": normal(4, 8)})
     assert before == (file.read_bytes(), (file.parent / "weights.bin").read_bytes())
 
 
@@ -94,12 +91,11 @@ def test_element_types_keep_their_bytes(file: Path, dtype: str, place: str) -> N
 def test_constants_listed_as_inputs_are_no_inputs(file: Path) -> None:
     w = normal(300)
     proto = model("g (float[300] x, float[300] w) => (float[300] y) { y = Add(x, w) }", 7, 3, {"w": w})
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file)
+    loaded = loaded_from(file, proto)
     assert loaded.inputs == ("x",)
     assert [i.name for i in loaded.proto.graph.input] == ["x"]
     assert loaded.proto.ir_version >= 4
-    same(file, {"x": w})
+    same_when_loaded(file, {"x": w})
 
 
 @pytest.mark.parametrize("opset", [11, 17])
@@ -123,8 +119,8 @@ def test_what_callers_may_override_stays_in_the_interface_and_is_no_constant(
     assert loaded.proto.graph.input == proto.graph.input
     assert loaded.inputs == ("x",)
     assert not loaded.constants
-    same(file, {"x": w})
-    same(file, {"x": w, "v": w, "w": v})
+    same_when_loaded(file, {"x": w})
+    same_when_loaded(file, {"x": w, "v": w, "w": v})
     assert rebuild(loaded, loaded.proto.graph.node, {}).overridable == {"w", "v", "idle"}
     fixed = load(file, fix_inputs={"v": 2})
     assert fixed.constants["v"].array()[0] == 2
@@ -141,28 +137,26 @@ def test_external_constants_in_bodies_stay_there_embedded(file: Path) -> None:
     w = then.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[300], data_location=TensorProto.EXTERNAL)
     w.external_data.add(key="location", value="w.bin")
     (file.parent / "w.bin").write_bytes(normal(300).tobytes())
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file)
+    loaded = loaded_from(file, proto)
     (inner,) = [t for body in bodies(loaded.proto.graph.node[0]) for t in body.initializer]
     assert inner.raw_data == normal(300).tobytes()
     np.testing.assert_allclose(
-        run(loaded.to_proto(), {"c": np.array(True), "x": normal(300)})[0], 2 * normal(300), rtol=1e-6
+        outputs(loaded.to_proto(), {"c": np.array(True), "x": normal(300)})[0], 2 * normal(300), rtol=1e-6
     )
 
 
 GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constants={"w": normal(300)})
 
 
-def test_constants_whose_bytes_do_not_fit(file: Path) -> None:
+def test_constants_whose_bytes_do_not_fit() -> None:
     for change in ({"dims": [301]}, {"data_type": 99}, {"data_type": 0}):
         proto = onnx.ModelProto()
         proto.CopyFrom(GOOD)
         tensor = proto.graph.initializer[0]
         del tensor.dims[:]
         tensor.MergeFrom(TensorProto(dims=change.get("dims", [300]), data_type=change.get("data_type", 1)))
-        file.write_bytes(proto.SerializeToString())
         with pytest.raises(BadModel, match="'w'"):
-            load(file)
+            load_proto(proto)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Reading ONNX files: what comes out runs like the original, and what cannot be read is refused in one line."""
+"""Reading ONNX files: what comes out runs like the original, what cannot be read is refused in one line."""
 
-from collections.abc import Callable
+import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from conftest import Call
-from loaded_models import Arrays, model, run, same
-from models import feeds, normal
+from engine_contract import quantized_conv_model, static
+from models import INT8, UINT8, Arrays, feeds, loaded_from, model, normal, outputs, same_when_loaded
 from qdqtune.errors import BadModel
-from qdqtune.graph.loading import load, load_proto
+from qdqtune.graph.loading import load, load_proto, node_names
+from qdqtune.graph.model_folder import companions, first_beside, graphs_in, model_in
+from qdqtune.tuning.subgraphs import groups
+from trtexec_stand_in import stand_in
 
 
 def test_node_names_become_unique_and_stay_the_same_from_load_to_load(file: Path) -> None:
@@ -25,28 +29,22 @@ def test_node_names_become_unique_and_stay_the_same_from_load_to_load(file: Path
         [mine_2] e = Relu(d)
         [mine] y = Relu(e)
     }""")
-    file.write_bytes(proto.SerializeToString())
-    names = [n.name for n in load(file).nodes]
+    names = [n.name for n in loaded_from(file, proto).nodes]
     assert names == ["mine", "Relu_2_2", "mine_3", "Relu_2", "mine_2", "mine_4"]
     assert names == [n.name for n in load(file).nodes]
 
 
 def test_nodes_out_of_order_are_sorted(file: Path) -> None:
-    file.write_bytes(
-        model(
-            "g (float[2] x) => (float[2] y) { [c] y = Add(q, x)\n [b] q = Relu(p)\n [a] p = Neg(x) }"
-        ).SerializeToString()
-    )
-    loaded = load(file)
+    proto = model("g (float[2] x) => (float[2] y) { [c] y = Add(q, x)\n [b] q = Relu(p)\n [a] p = Neg(x) }")
+    loaded = loaded_from(file, proto)
     assert [n.name for n in loaded.nodes] == ["a", "b", "c"]
-    np.testing.assert_allclose(run(loaded.to_proto(), {"x": normal(2)})[0], normal(2) + np.maximum(-normal(2), 0))
+    np.testing.assert_allclose(outputs(loaded.to_proto(), {"x": normal(2)})[0], normal(2) + np.maximum(-normal(2), 0))
 
 
 def test_custom_operators_pass(file: Path) -> None:
-    proto = model("g (float[2] x) => (float[2] y) { [k] t = my.Thing<size=3>(x)\n y = Relu(t) }", opset=11)
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file)
-    assert (loaded.nodes[0].domain, loaded.nodes[0].name, loaded.nodes[0].attributes["size"]) == ("my", "k", 3)
+    proto = model("g (float[2] x) => (float[2] y) { [k] t = custom.Thing<size=3>(x)\n y = Relu(t) }", opset=11)
+    loaded = loaded_from(file, proto)
+    assert (loaded.nodes[0].domain, loaded.nodes[0].name, loaded.nodes[0].attributes["size"]) == ("custom", "k", 3)
     assert loaded.opset == 13
 
 
@@ -59,12 +57,11 @@ def test_functions_are_inlined(file: Path) -> None:
             r = Add(t, k) }""")
     big = numpy_helper.from_array(normal(300))
     proto.functions[0].node.insert(0, helper.make_node("Constant", [], ["k"], value=big))
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file)
+    loaded = loaded_from(file, proto)
     assert [n.op for n in loaded.nodes] == ["LeakyRelu", "Add", "LeakyRelu", "Add"]
     assert len({n.name for n in loaded.nodes}) == 4
     assert len({c.key for c in loaded.large.values()}) == 1
-    same(file, {"x": normal(300)})
+    same_when_loaded(file, {"x": normal(300)})
 
 
 UP = np.array([1, 1, 1.7, 2.3], np.float32)
@@ -89,9 +86,8 @@ CONVERTED = [
 @pytest.mark.parametrize("target", [13, 19])
 def test_older_opsets_are_converted(file: Path, opset: int, nodes: str, constants: Arrays, target: int) -> None:
     proto = model(f"g (float[2,3,4,4] x) => (float[a,b,c,d] y) {{ {nodes} }}", opset, 4, constants)
-    file.write_bytes(proto.SerializeToString())
-    assert load(file, min_opset=target).opset == target
-    same(file, {"x": normal(2, 3, 4, 4)}, min_opset=target)
+    assert loaded_from(file, proto, min_opset=target).opset == target
+    same_when_loaded(file, {"x": normal(2, 3, 4, 4)}, min_opset=target)
 
 
 def test_conversion_keeps_names_metadata_and_order(file: Path) -> None:
@@ -104,29 +100,27 @@ def test_conversion_keeps_names_metadata_and_order(file: Path) -> None:
     proto.metadata_props.add(key="author", value="somebody")
     proto.graph.node[0].metadata_props.add(key="module", value="net.layer")
     proto.graph.initializer.append(numpy_helper.from_array(normal(300), "unused"))
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file)
+    loaded = loaded_from(file, proto)
     assert (loaded.inputs, loaded.outputs) == (("b", "a"), ("q", "p"))
     assert {"first", "second"} <= loaded.index_of.keys()
     assert loaded.proto.metadata_props[0].value == "somebody"
     assert loaded.proto.graph.node[0].metadata_props[0].value == "net.layer"
-    same(file, {"a": normal(8, 8), "b": normal(8, 8)})
+    same_when_loaded(file, {"a": normal(8, 8), "b": normal(8, 8)})
 
 
 @pytest.mark.parametrize(
     ("opset", "node", "message"),
     [(6, "Relu(x)", "opset 6 is older than 7; export"), (9, "Hardmax(x)", "from opset 9 to 13: Hardmax .*; export")],
 )
-def test_opsets_that_cannot_be_raised(file: Path, opset: int, node: str, message: str) -> None:
-    file.write_bytes(model(f"g (float[2,2] x) => (float[2,2] y) {{ y = {node} }}", opset, 4).SerializeToString())
+def test_opsets_that_cannot_be_raised(opset: int, node: str, message: str) -> None:
     with pytest.raises(BadModel, match=message):
-        load(file)
+        load_proto(model(f"g (float[2,2] x) => (float[2,2] y) {{ y = {node} }}", opset, 4))
 
 
-def test_shape_inference_that_fails_is_not_fatal(file: Path) -> None:
-    file.write_bytes(model("g (float[2,3] x) => (float[2,2] y) { t = Reshape(x, s)\n y = MatMul(t, x) }", constants={
-        "s": np.array([5, 5])}).SerializeToString())  # fmt: skip
-    assert [n.op for n in load(file).nodes] == ["Reshape", "MatMul"]
+def test_shape_inference_that_fails_is_not_fatal() -> None:
+    text = "g (float[2,3] x) => (float[2,2] y) { t = Reshape(x, s)\n y = MatMul(t, x) }"
+    proto = model(text, constants={"s": np.array([5, 5])})
+    assert [n.op for n in load_proto(proto).nodes] == ["Reshape", "MatMul"]
 
 
 GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constants={"w": normal(300)})
@@ -166,48 +160,24 @@ def test_files_that_are_no_models(file: Path, content: bytes | None, message: st
     ],
 )
 def test_invalid_graphs(file: Path, nodes: str, message: str) -> None:
-    file.write_bytes(model(f"g (float[2] x) => (float[2] y) {{ {nodes} }}").SerializeToString())
     with pytest.raises(BadModel, match=message) as caught:
-        load(file)
+        loaded_from(file, model(f"g (float[2] x) => (float[2] y) {{ {nodes} }}"))
     assert "\n" not in str(caught.value)
 
 
-TEXT = """<ir_version: 8, opset_import: ["": 17, "own": 1]>
-net (float[2,8] x) => (float[2,8] y) {
-    [first] a = MatMul(x, w)
-    [second] y = Softmax(a)
-}"""
-
-
 def small() -> onnx.ModelProto:
-    proto: onnx.ModelProto = onnx.parser.parse_model(TEXT)
-    proto.graph.initializer.append(numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"))
-    return proto
+    text = "net (float[2,8] x) => (float[2,8] y) { [first] a = MatMul(x, w)\n [second] y = Softmax(a) }"
+    return model(text, constants={"w": np.eye(8, dtype=np.float32)})
 
 
-def with_output(proto: onnx.ModelProto, node: onnx.NodeProto, kind: onnx.TypeProto) -> onnx.ModelProto:
-    proto.graph.node.append(node)
-    proto.graph.output.append(helper.make_value_info(node.output[0], kind))
-    return proto
-
-
-FLOATS = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
-MADE_OF: dict[str, Callable[[], onnx.ModelProto]] = {
-    "sequence": lambda: with_output(
-        small(), helper.make_node("SequenceConstruct", ["y", "a"], ["s"]), helper.make_sequence_type_proto(FLOATS)
-    ),
-    "optional": lambda: with_output(
-        small(), helper.make_node("Optional", ["y"], ["s"]), helper.make_optional_type_proto(FLOATS)
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", MADE_OF)
-def test_an_output_that_is_no_tensor_is_refused(call: Call, tmp_path: Path, kind: str) -> None:
-    onnx.save(MADE_OF[kind](), tmp_path / "m.onnx")
+def test_an_output_that_is_no_tensor_is_refused(call: Call, tmp_path: Path) -> None:
+    proto = small()
+    proto.graph.node.append(helper.make_node("SequenceConstruct", ["y", "a"], ["s"]))
+    proto.graph.output.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None))
+    onnx.save(proto, tmp_path / "m.onnx")
     code, out, err = call("quantize", tmp_path / "m.onnx", "-o", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert f"output 's' is no tensor but of type {kind}" in err
+    assert "output 's' is no tensor but of type sequence" in err
     assert not list(tmp_path.glob("out/*.onnx"))
     assert load(tmp_path / "m.onnx").outputs == ("y", "s")  # it can be inspected all the same
 
@@ -223,12 +193,21 @@ def test_an_unknown_element_type_is_refused(place: str, code: int) -> None:
         load_proto(proto)
 
 
-def test_an_input_without_an_element_type_is_refused(call: Call, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("element", "rows", "message"),
+    [(TensorProto.UNDEFINED, 2, "input 'x' has no element type"),
+     (TensorProto.FLOAT, 2**60, "inputs are too large to make up")],
+)  # fmt: skip
+def test_inputs_that_cannot_be_made_up_are_refused(
+    call: Call, tmp_path: Path, element: int, rows: int, message: str
+) -> None:
     proto = small()
-    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.UNDEFINED
+    kind = proto.graph.input[0].type.tensor_type
+    kind.elem_type, kind.shape.dim[0].dim_value = element, rows
     onnx.save(proto, tmp_path / "m.onnx")
-    code, _, err = call("quantize", tmp_path / "m.onnx")
-    assert (code, "input 'x' has no element type" in err) == (2, True)
+    code, out, err = call("quantize", tmp_path / "m.onnx")
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 @pytest.mark.parametrize("place", ["initializer", "Constant"])
@@ -256,15 +235,6 @@ def test_a_negative_size_in_a_body_is_an_open_one() -> None:
     assert body.output[0].type.tensor_type.shape.dim[0].dim_value == 2  # by inference
 
 
-def test_sizes_beyond_the_memory_are_refused(call: Call, tmp_path: Path) -> None:
-    proto = small()
-    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2**60
-    onnx.save(proto, tmp_path / "m.onnx")
-    code, out, err = call("quantize", tmp_path / "m.onnx")
-    assert (code, out) == (2, "")
-    assert "inputs are too large to make up" in err
-
-
 def test_outputs_whose_shape_depends_on_values_are_compared(call: Call, tmp_path: Path) -> None:
     """As those of detectors, which give as many boxes as they see."""
     proto = small()
@@ -283,3 +253,101 @@ def test_outputs_whose_shape_depends_on_values_are_compared(call: Call, tmp_path
     code, out, err = call("quantize", tmp_path / "m.onnx", "-o", tmp_path / "q.onnx", *data)
     assert code == 0, err
     assert "output SQNR" in out
+
+
+# Nodes without a name have that of `load` everywhere, whatever an engine calls them
+
+
+ENGINES = ["fake", "onnxruntime", "openvino", "trtexec"]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """Options for an engine; TensorRT is a stand-in that names nodes as its parser does."""
+    name = str(request.param)
+    if name == "openvino" and importlib.util.find_spec(name) is None:
+        pytest.skip("needs OpenVINO")
+    more = ["--engine-option", f"trtexec={stand_in(tmp_path, '10.16')}"] if name == "trtexec" else []
+    return ["--engine", name, *more]
+
+
+@pytest.fixture
+def unnamed(tmp_path: Path, engine: list[str]) -> Path:
+    """A convolution behind pairs, with a float result."""
+    proto = static(quantized_conv_model(UINT8 if engine[1] == "onnxruntime" else INT8))
+    last, _ = proto.graph.node.pop(), proto.graph.node.pop()
+    proto.graph.node[-1].output[0] = last.output[0]
+    for node in proto.graph.node:
+        node.name = ""
+    onnx.save(proto, tmp_path / "unnamed.onnx")
+    return tmp_path / "unnamed.onnx"
+
+
+def test_layers_have_the_names_of_loading(call: Call, unnamed: Path, engine: list[str]) -> None:
+    code, out, _ = call("check", "--layers", unnamed, *engine, "--json")
+    assert code == 0
+    told = [name for layer in json.loads(out)["layers"] for name in layer["nodes"]]
+    assert sorted(told) == sorted(node_names(onnx.load(unnamed).graph))
+    assert set(told) >= {node.name for node in load(unnamed).nodes}
+
+
+def test_a_report_of_tensorrt_gives_groups_of_the_loaded_model(tmp_path: Path) -> None:
+    """For subgraph mode with a graph.json that was exported from the user's own file."""
+    text = "g (float[1,2,4,4] x) => (float[1,2,4,4] y) { c = Conv(x, w) r = Relu(c) y = Softmax(r) }"
+    onnx.save(model(text, constants={"w": normal(2, 2, 1, 1)}), tmp_path / "m.onnx")
+    (tmp_path / "graph.json").write_text(json.dumps({"Layers": ["w + node_of_c + node_of_r", "node_of_y"]}))
+    found = groups.from_file(load(tmp_path / "m.onnx"), tmp_path / "graph.json")
+    assert found.groups == (("Conv_0", "Relu_1"), ("Softmax_2",))
+    assert not found.nameless
+
+
+# Folders
+
+
+def with_files(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model.onnx", "config.json"], ["model.onnx"]),
+        (["model.onnx", "model_quantized.onnx", "model.qdq.onnx", "model_q4f16.onnx", "model_uint8.onnx"],
+         ["model.onnx"]),
+        (["onnx/model.onnx", "onnx/model_fp16.onnx", "config.json"], ["onnx/model.onnx"]),
+        (["model_quantized.onnx"], ["model_quantized.onnx"]),
+        (["decoder_model.onnx", "decoder_with_past_model.onnx", "encoder_model.onnx"],
+         ["decoder_model.onnx", "decoder_with_past_model.onnx", "encoder_model.onnx"]),
+    ],
+)  # fmt: skip
+def test_versions_of_a_graph_are_passed_over(tmp_path: Path, names: list[str], expected: list[str]) -> None:
+    folder = with_files(tmp_path, *names)
+    assert [path.relative_to(folder).as_posix() for path in graphs_in(folder)] == expected
+    if len(expected) == 1:
+        assert model_in(folder) == folder / expected[0]
+
+
+def test_a_folder_without_one_model_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match=r"holds no \.onnx file: name an ONNX file, or a folder that holds some"):
+        model_in(tmp_path)
+    with pytest.raises(BadModel, match="optimum-cli export onnx --model"):
+        model_in(with_files(tmp_path, "config.json"))
+    with_files(tmp_path, "encoder_model.onnx", "decoder_model.onnx")
+    with pytest.raises(BadModel, match=r"2 models \(decoder_model.onnx, encoder_model.onnx\): name one"):
+        model_in(tmp_path)
+    assert model_in(tmp_path / "gone.onnx") == tmp_path / "gone.onnx"
+
+
+def test_companions_lie_beside_a_model_or_above_its_subfolder(tmp_path: Path) -> None:
+    plain = with_files(tmp_path / "plain", "model.onnx", "tokenizer.json")
+    assert companions(plain / "model.onnx") == []
+    flat = with_files(tmp_path / "flat", "model.onnx", "config.json", "tokenizer.json", "notes.md", "model.safetensors")
+    assert [path.name for path in companions(flat / "model.onnx")] == ["config.json", "tokenizer.json"]
+    nested = with_files(tmp_path / "nested", "onnx/model.onnx", "config.json", "preprocessor_config.json")
+    assert companions(nested / "onnx" / "model.onnx") == [nested / "config.json", nested / "preprocessor_config.json"]
+    assert first_beside(["gone", "config.json"], [plain, nested / "onnx"]) == nested / "config.json"
+    assert first_beside(["tokenizer.json"], [plain, flat]) == plain / "tokenizer.json"
+    assert first_beside(["gone"], [plain, flat]) is None

@@ -5,11 +5,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, parser
 
-from models import Array, build, normal
+from models import Array, build, normal, outputs
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import OutputError
 from qdqtune.graph.model import Constant, Model, captured
@@ -25,6 +24,7 @@ g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, floa
             p = Add(k, b) },
         else_branch = d () => (float[N,40] q) { q = Add(x, x) }>
 }"""
+FEEDS = {"x": np.ones((2, 40), np.float32), "c": np.array(True)}
 
 
 def weights(value: float = 1.0) -> Array:
@@ -38,19 +38,13 @@ def model(w: Array | None = None, v: Array | None = None) -> Model:
     return Model(parser.parse_model(TEXT), large)
 
 
-def run(path: Path) -> list[Array]:
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    results: list[Array] = session.run(None, {"x": np.ones((2, 40), np.float32), "c": np.array(True)})
-    return results
-
-
 def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(tmp_path, monkeypatch):
     monkeypatch.setattr("qdqtune.graph.saving.ONE_FILE_LIMIT", 6000)
     (tmp_path / "m.onnx.data").write_bytes(bytes(100_000))
     save(model(), tmp_path / "m.onnx")
     assert (tmp_path / "m.onnx.data").stat().st_size == 40 * 40 * 4
     assert (tmp_path / "m.onnx").stat().st_size < 2000
-    np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
+    np.testing.assert_array_equal(outputs(tmp_path / "m.onnx", FEEDS)[0], np.full((2, 40), 3))
     onnx.checker.check_model(str(tmp_path / "m.onnx"))
 
 
@@ -101,12 +95,12 @@ def test_a_constant_may_be_computed_by_running_a_model_that_is_written_to_the_sa
     given = model()
 
     def computed() -> Array:
-        return weights() * run(constants.write(given, "observed"))[0][0, 0]
+        return weights() * outputs(constants.write(given, "observed"), FEEDS)[0][0, 0]
 
     with ConstantFile(tmp_path / "w.bin") as constants:
         late = {"v": Constant("late", TensorProto.FLOAT, (40, 40), computed)}
         constants.save(Model(given.proto, given.large | late), tmp_path / "m.onnx")
-    assert run(tmp_path / "m.onnx")[0][0, 0] == 9
+    assert outputs(tmp_path / "m.onnx", FEEDS)[0][0, 0] == 9
 
 
 def test_a_new_file_does_not_truncate_an_older_mapped_one(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from loaded_models import model, run, same
-from models import normal
+from models import loaded_from, model, normal, outputs, same_when_loaded
 from qdqtune.errors import BadOption
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load_proto
 
 
 def test_identities_and_unused_nodes_are_removed_and_outputs_keep_their_names(file: Path) -> None:
@@ -29,13 +28,12 @@ def test_identities_and_unused_nodes_are_removed_and_outputs_keep_their_names(fi
         }""",
         constants={"w": np.array([-1, 2], np.float32), "unused": normal(2)},
     )
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file)
+    loaded = loaded_from(file, proto)
     assert [n.op for n in loaded.nodes] == ["Identity", "Identity", "Add", "If"]
     assert loaded.nodes[2].inputs == ("x", "w")
     assert set(loaded.constants) == {"w"}
     for condition in (True, False):
-        same(file, {"x": normal(2), "c": np.array(condition)})
+        same_when_loaded(file, {"x": normal(2), "c": np.array(condition)})
 
 
 CHOICE = """g (float[2] x, int64 rate) => (float[2] y) {
@@ -63,21 +61,19 @@ def test_a_fixed_input_decides_ifs(file: Path, rate: int, nodes: int) -> None:
     proto = model(CHOICE)
     branches = {a.name: a.g for a in proto.graph.node[3].attribute}
     branches["then_branch"].initializer.append(numpy_helper.from_array(np.array([3, 4], np.float32), "w"))
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file, fix_inputs={"rate": rate})
+    loaded = loaded_from(file, proto, fix_inputs={"rate": rate})
     assert loaded.inputs == ("x",)
     assert "If" not in {n.op for n in loaded.nodes}
     assert len(loaded.nodes) == nodes
     onnx.checker.check_model(loaded.to_proto())
     x = normal(2)
     hidden = -np.maximum(x, 0) + [3, 4] + x if rate == 16000 else 2 * np.maximum(x, 0)
-    np.testing.assert_allclose(run(loaded.to_proto(), {"x": x})[0], np.maximum(hidden, 0) + x, rtol=1e-6)
+    np.testing.assert_allclose(outputs(loaded.to_proto(), {"x": x})[0], np.maximum(hidden, 0) + x, rtol=1e-6)
 
 
-def test_without_fixed_inputs_ifs_stay(file: Path) -> None:
+def test_without_fixed_inputs_ifs_stay() -> None:
     text = CHOICE.replace("Equal(rate, k)", "Constant<value=bool {1}>()").replace(", w)", ", x)")
-    file.write_bytes(model(text).SerializeToString())
-    assert [n.op for n in load(file).nodes].count("If") == 1
+    assert [n.op for n in load_proto(model(text)).nodes].count("If") == 1
 
 
 def test_a_branch_may_return_a_constant_and_one_tensor_twice(file: Path) -> None:
@@ -90,8 +86,7 @@ def test_a_branch_may_return_a_constant_and_one_tensor_twice(file: Path) -> None
     }""")
     then = next(a.g for a in proto.graph.node[0].attribute if a.name == "then_branch")
     then.initializer.append(numpy_helper.from_array(np.array([1, 2], np.float32), "i"))
-    file.write_bytes(proto.SerializeToString())
-    y, z, u = run(load(file, fix_inputs={"c": "true"}).to_proto(), {"x": normal(2)})
+    y, z, u = outputs(loaded_from(file, proto, fix_inputs={"c": "true"}).to_proto(), {"x": normal(2)})
     np.testing.assert_array_equal(y, -normal(2))
     np.testing.assert_array_equal(z, -normal(2))
     assert u.tolist() == [1, 2]
@@ -103,8 +98,7 @@ def test_only_small_results_are_folded(file: Path) -> None:
         e = Expand(x, n)
         y = Relu(e)
     }""")
-    file.write_bytes(proto.SerializeToString())
-    loaded = load(file, fix_inputs={"n": 1_000_000, "x": 0.5})
+    loaded = loaded_from(file, proto, fix_inputs={"n": 1_000_000, "x": 0.5})
     assert [n.op for n in loaded.nodes] == ["Expand", "Relu"]
     assert loaded.constants["a"].array().tolist() == [2_000_000, 2_000_000]
 
@@ -115,8 +109,7 @@ def test_only_small_results_are_folded(file: Path) -> None:
 )
 def test_fixed_values_take_the_type_and_shape_of_the_input(file: Path, kind: str, value: Any, expected: Any) -> None:
     proto = model(f"g ({kind} v, float[2] x) => ({kind} o, float[2] y) {{ o = Identity(v)\n y = Relu(x) }}")
-    file.write_bytes(proto.SerializeToString())
-    assert load(file, fix_inputs={"v": value}).constants["o"].array().tolist() == expected
+    assert loaded_from(file, proto, fix_inputs={"v": value}).constants["o"].array().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -133,6 +126,5 @@ def test_fixed_values_take_the_type_and_shape_of_the_input(file: Path, kind: str
 )
 def test_values_that_do_not_fit_are_refused(file: Path, kind: str, name: str, value: Any, message: str) -> None:
     proto = model(f"g ({kind} v, float[2] x) => ({kind} o, float[2] y) {{ o = Identity(v)\n y = Relu(x) }}")
-    file.write_bytes(proto.SerializeToString())
     with pytest.raises(BadOption, match=message):
-        load(file, fix_inputs={name: value})
+        loaded_from(file, proto, fix_inputs={name: value})

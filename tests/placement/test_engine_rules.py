@@ -16,7 +16,7 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COPIES
-from qdqtune.placement.engine_rules import RULES, PlacedByRules, place, rules_of
+from qdqtune.placement.engine_rules import PlacedByRules, place
 from qdqtune.placement.graph_queries import MOST_COPIES, GraphQueries
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
@@ -73,14 +73,6 @@ def test_rules_take_any_graph(network) -> None:  # type: ignore[no-untyped-def]
         assert placement.edges <= possible
         assert consistent(model, placement) == placement
         insert(model, placement, known(model), FORMATS[numbers])
-
-
-def test_each_rule_is_named_once_and_applies_once() -> None:
-    assert len({rule.name for rule in RULES}) == len(RULES)
-    cases = [(rule.find, e, t) for rule in RULES for e in rule.engines for t in rule.quant_types]
-    assert len(set(cases)) == len(cases)
-    assert all(rules_of(engine, quant_type) for engine, quant_type in TYPES)
-    assert {r.name for r in rules_of("onnxruntime")} < {r.name for r in rules_of()}
 
 
 def test_on_onnxruntime_only_a_convolution_writes_8_bits_to_an_output() -> None:
@@ -171,7 +163,7 @@ def test_silu_and_hardswish_join_their_convolution(gate: str) -> None:
     found = placed(build(text, constants))
     assert count(found, "swish") >= 3
     assert users(found) == {"first", "a", "add", "last"}
-    assert edges("s add 1") <= found.placement.edges
+    assert {e for e in found.placement if e.node == "add"} == edges("s add 1")
     integer = placed(build(text, constants), "onnxruntime").placement
     assert any(e.tensor == "g" for e in integer) == ("= Sigmoid" in gate)  # which has an integer kernel there
 
@@ -373,12 +365,6 @@ def test_a_constant_that_many_nodes_read_is_not_followed_to_all_of_them_from_eac
 # Rules that place pairs
 
 
-def test_the_residual_input_is_the_skip() -> None:
-    found = placed(conv_net(), "openvino").placement.edges
-    assert edges("p0 add 1") <= found
-    assert not edges("c2 add 0") & found
-
-
 @pytest.mark.parametrize(("inputs", "skip"), [("p, q", 0), ("q, p", 1)])
 def test_of_two_fresh_branches_the_earlier_one_is_the_skip(inputs: str, skip: int) -> None:
     text = f"""net (float[4,32] x) => (float[4,32] y) {{
@@ -430,6 +416,7 @@ def test_not_every_layernorm_follows_a_convolution() -> None:
     for between in ("[f] f = Softmax(p)", "[f] f = GlobalAveragePool(p)", "[f] f = Mul(p, x)"):
         assert "norm" not in users(placed(build(block(between, "f"), NORM)))
     assert "norm" not in users(placed(build(block("", "x"), NORM)))
+    assert not {"norm", "norm2"} & users(placed(attention()))
 
 
 @pytest.mark.parametrize("length", [MOST_COPIES, MOST_COPIES + 1])
@@ -441,6 +428,7 @@ def test_the_walk_through_copies_is_bounded(length: int) -> None:
 
 
 STAGES = """net (float[1,32,8,8] x) => (float[1,32,4,4] y) {
+    [stem] x0 = Conv <pads=[0,0,1,1]> (x, w)
     [depthwise] d = Conv <group=32, pads=[1,1,1,1]> (x, wd)
     [turn] t = Transpose <perm=[0,2,3,1]> (d)
     [norm] n = LayerNormalization(t, g, b)
@@ -458,23 +446,15 @@ STAGES = """net (float[1,32,8,8] x) => (float[1,32,4,4] y) {
     [turn3] t3 = Transpose <perm=[0,2,3,1]> (k)
     [norm3] n3 = LayerNormalization(t3, g, b)
     [end] y = Exp(n3)
-    [stem] x0 = Conv <pads=[1,1,1,1]> (x, w)
 }"""
 
 
 def test_the_layernorms_of_a_convnext() -> None:
     """One behind a convolution, one behind a residual Add whose branch ends in a matrix product, one behind a pool."""
-    order = STAGES.splitlines()
-    text = "\n".join([order[0], order[-2], *order[1:-2], order[-1]])
     constants = weights(w=(32, 32, 2, 2), wd=(32, 1, 3, 3), wu=(32, 64), wm=(64, 32), g=(32,), b=(32,))
-    text = text.replace("[stem] x0 = Conv <pads=[1,1,1,1]>", "[stem] x0 = Conv <pads=[0,0,1,1]>")
-    found = placed(build(text, constants))
+    found = placed(build(STAGES, constants))
     assert {e.node for e in found.placement if e.node.startswith("norm")} == {"norm", "norm2"}
     assert edges("x0 add 0", "t norm 0", "t2 norm2 0") <= found.placement.edges
-
-
-def test_the_layernorms_of_a_transformer_stay_in_float() -> None:
-    assert not {"norm", "norm2"} & users(placed(attention()))
 
 
 # What passes 8 bits on
@@ -509,14 +489,14 @@ def test_what_hands_values_on_takes_8_bits_between_quantized_neighbours(
     assert not edges(expected) & placed(beside).placement.edges
 
 
-def test_a_cubic_resize_overshoots_and_stays_in_float() -> None:
-    operator = '[m] m = Resize <mode="cubic"> (s, , scales)'
-    assert "m" not in users(placed(build(PASSING.format(operator, "w", "Exp(q)"), PASSES)))
-
-
-def test_an_average_pool_whose_input_something_reads_in_float_stays_in_float() -> None:
-    operator = "[m] m = AveragePool <kernel_shape=[1,1]> (s)"
-    assert "m" not in users(placed(build(PASSING.format(operator, "w", "Mul(q, s)"), PASSES)))
+@pytest.mark.parametrize(
+    ("operator", "weight", "end"),
+    [('Resize <mode="cubic"> (s, , scales)', "w", "Exp(q)"), ("AveragePool <kernel_shape=[1,1]> (s)", "w", "Mul(q, s)"),
+     ("Concat <axis=1> (l, s)", "wide", "Exp(m)")],
+    ids=["overshoots", "its input is read in float", "its result is read in float"],
+)  # fmt: skip
+def test_what_hands_values_on_stays_in_float(operator: str, weight: str, end: str) -> None:
+    assert "m" not in users(placed(build(PASSING.format(f"[m] m = {operator}", weight, end), PASSES)))
 
 
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])
@@ -530,11 +510,6 @@ def test_inputs_and_output_of_a_concat_share_one_scale(quant_type: QuantType) ->
     done = insert(model, found.placement, ranges, numeric_format("tensorrt", quant_type))
     scales = {float(done.constants[f"{t}_scale"].array()) for t in ("l", "s", "m")}
     assert scales == {float(np.float32(6 / (127 if quant_type == "int8" else 448)))}  # the best for all of its values
-
-
-def test_a_concat_that_something_reads_in_float_stays_in_float() -> None:
-    model = build(PASSING.format("[m] m = Concat <axis=1> (l, s)", "wide", "Exp(m)"), PASSES)
-    assert "m" not in users(placed(model))
 
 
 # ONNX Runtime

@@ -27,7 +27,6 @@ from models import (
     conv_net,
     dq_of,
     evaluate,
-    everything,
     feeds,
     normal,
     of_type,
@@ -71,9 +70,8 @@ def test_the_empty_placement_is_the_model_itself(name: str, fmt: NumericFormat) 
 @settings(derandomize=True, max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_placement_gives_a_valid_model_that_computes_the_same(name: str, data: st.DataObject) -> None:
-    given_case = case(name)
-    model, samples, found, _, outputs = given_case
-    placement = data.draw(placements(case(name).possible))
+    model, samples, found, possible, outputs = case(name)
+    placement = data.draw(placements(possible))
     fmt = data.draw(st.sampled_from(list(FORMATS.values())))
     quantized = insert(model, placement, found, fmt)
     check(quantized)
@@ -98,14 +96,13 @@ def test_any_placement_runs_in_integer_kernels(name: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_insertion_changes_nothing_and_repeats_itself(name: str) -> None:
-    given_case = case(name)
-    model, _, found, possible, _ = given_case
+    model, _, found, possible, _ = case(name)
     before, content = model.fingerprint, model.proto.SerializeToString(deterministic=True)
     inserter = Inserter(model, found, UINT8)
-    some = Placement.of(sorted(possible)[::3])
-    first = inserter.insert(everything(given_case))
+    some, whole = Placement.of(sorted(possible)[::3]), Placement(possible)
+    first = inserter.insert(whole)
     inserter.insert(some)
-    for other in (inserter.insert(everything(given_case)), insert(model, everything(given_case), found, UINT8)):
+    for other in (inserter.insert(whole), insert(model, whole, found, UINT8)):
         assert other.fingerprint == first.fingerprint
         assert other.to_proto().SerializeToString() == first.to_proto().SerializeToString()
     assert inserter.insert(some).fingerprint == insert(model, some, found, UINT8).fingerprint != first.fingerprint
@@ -204,7 +201,6 @@ def test_fp8_pairs_hold_e4m3_with_zero_point_zero() -> None:
 WEIGHTS = [
     ("Conv(x, w)", (1, 4, 5, 5), (6, 4, 2, 2), 0),
     ("Conv<group=2>(x, w)", (1, 4, 5, 5), (6, 2, 2, 2), 0),
-    ("Conv<group=4>(x, w)", (1, 4, 5, 5), (4, 1, 2, 2), 0),
     ("ConvTranspose(x, w)", (1, 4, 5, 5), (4, 6, 2, 2), 1),
     ("ConvTranspose<group=2>(x, w)", (1, 4, 5, 5), (4, 3, 2, 2), None),
     ("Gemm(x, w)", (3, 4), (4, 6), 1),
@@ -387,7 +383,6 @@ def test_candidates_are_the_same_whatever_was_written_before() -> None:
     found = ranges(model)
     possible = sorted(possible_edges(model, found))
     placements = [Placement.of(possible[k::2]) | Placement.of(possible[:k]) for k in range(len(possible))]
-    used, numbers = Inserter(model, found, PLAIN), PLAIN
+    used = Inserter(model, found, PLAIN)
     for placement in [consistent(model, p) for p in (*placements, *placements[::-1])]:
-        fresh = Inserter(model, found, numbers).insert(placement)
-        assert used.insert(placement).proto == fresh.proto
+        assert used.insert(placement).proto == insert(model, placement, found, PLAIN).proto

@@ -50,10 +50,6 @@ def test_compute_has_both_inputs_of_compute_operators_alone() -> None:
     assert edges("q scores 0", "kt scores 1") <= placed("compute", attention)
 
 
-def test_residual_adds_the_skip_input_only() -> None:
-    assert placed("residual", conv_net()) == edges(*COMPUTE, "p0 add 1")
-
-
 ADDS = """net (float[N,4] x) => (float[N,4] y) {{
     [relu] r = Relu(x)
     [a] p = MatMul(r, w)
@@ -71,7 +67,7 @@ ADDS = """net (float[N,4] x) => (float[N,4] y) {{
 def test_which_input_of_an_add_is_the_skip(inputs: str, skip: str | None) -> None:
     """Both fresh: the second. A graph input stays float, since nothing would be saved; a constant is a bias."""
     model = build(ADDS.format(inputs), {"w": normal(4, 4), "c": normal(4)})
-    assert placed("residual", model) - placed("compute", model) == (edges(skip) if skip else set())
+    assert placed("residual", model) == placed("compute", model) | (edges(skip) if skip else set())
 
 
 def test_islands_join_compute_operators_through_what_hands_integers_on() -> None:
