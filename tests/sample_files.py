@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from models import build
 from qdqtune.calibration.samples import Samples
 from qdqtune.errors import InputError
 from qdqtune.graph.model import Model
-
-Array = npt.NDArray[Any]
+from qdqtune.types import Array
 
 
 def model(inputs: str = "float[1,3] x") -> Model:

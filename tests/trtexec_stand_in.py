@@ -132,9 +132,6 @@ def main(command):
     verdict("PASSED")
 
 
-# building
-
-
 def build(flags):
     import onnx
 
@@ -214,9 +211,6 @@ def read_plan(path):
     if not good:
         fail(f"Error opening engine file: {path}", "Engine set up failed")
     return header, body
-
-
-# layers
 
 
 def layers(model):
@@ -317,9 +311,6 @@ def entry(name, kind, parameter, layer, origin):
 
 def layer_ms(layer):
     return (0.05 if layer["op"] in COMPUTE else 0.01) * (0.4 if layer["in"] == "Int8" else 1.0)
-
-
-# inference
 
 
 def infer(flags, plan, model):

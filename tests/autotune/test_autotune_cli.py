@@ -251,17 +251,18 @@ def test_patterns_that_are_shown_are_those_that_a_run_tunes(
     assert "BatchNormalization" in capfd.readouterr().out
 
 
-def test_the_program_that_shows_regions_runs_as_a_module(model: Path) -> None:
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "qdqtune.autotune.region_search", "--model"]
-    done = subprocess.run([*command, str(model)], capture_output=True, text=True, check=True, env=environment())
-    assert "├─ Region " in done.stdout
-
-
-def test_as_a_program(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qdqtune.autotune", "--onnx_path", str(model), "--engine", "fake", "--dry-run"]
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("qdqtune.autotune --engine fake --dry-run", "builds: at most"),
+        ("qdqtune.autotune.region_search", "├─ Region "),
+    ],
+)
+def test_as_programs(model: Path, tmp_path: Path, program: str, words: str) -> None:
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", *program.split(), "--model", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "builds: at most" in done.stdout
+    assert words in done.stdout
 
 
 def test_only_tensorrt_cares_what_lies_where_its_timing_cache_goes(

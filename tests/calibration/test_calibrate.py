@@ -1,4 +1,4 @@
-"""Ranges of all tensors in one pass: exact for min-max, to a bin for percentiles, in memory that does not grow."""
+"""Values of tensors on samples, and the ranges that every method takes from them, in memory that does not grow."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -6,15 +6,36 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from models import FP8, INT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
+from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
+from qdqtune.calibration import observe as observe_module
 from qdqtune.calibration.calibrate import Histogram, calibrate, candidate_tensors
+from qdqtune.calibration.observe import observe, outputs_on, running, values_on
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import Calibration
+from qdqtune.calibration.scales import Calibration, Range, dequantize, of_range, quantize
+from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import Model
-from range_errors import close
+from qdqtune.types import Array, NumericFormat
+from refusals import refusal
 
 pytestmark = pytest.mark.usefixtures("workers")
+
+
+def close(found: Range, values: Array, percentile: float, bin_width: float) -> None:
+    """Both ends lie between the two values that numpy would interpolate, give or take a bin."""
+    tails = [(100 - percentile) / 2, (100 + percentile) / 2]
+    least, most = (np.percentile(values, tails, method=m) for m in ("lower", "higher"))
+    ends = np.array([found.low, found.high])
+    assert (least - 1.001 * bin_width <= ends).all()
+    assert (ends <= most + 1.001 * bin_width).all()
+
+
+def error(values: Array, tried: Range, numbers: NumericFormat) -> float:
+    """Mean squared error of a range, by the definition."""
+    how = of_range(tried, numbers)
+    return float(np.square(values - dequantize(quantize(values, how), how)).mean())
 
 
 def without_mark() -> Model:
@@ -111,3 +132,180 @@ def test_ranges_fit_the_numbers_they_are_for() -> None:
     for method in ("entropy", "mse"):
         fp8, int8 = (calibrate(net, samples, Calibration(method), numbers=n).activations["x"] for n in (FP8, INT8))
         assert fp8.magnitude > int8.magnitude  # whose steps are the same size everywhere
+
+
+def filled(*parts: Array) -> Histogram:
+    histogram = Histogram()
+    for part in parts:
+        histogram.add(part)
+    return histogram
+
+
+@pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0])
+@pytest.mark.parametrize("kind", ["normal", "one sided", "shifted"])
+def test_percentiles_are_within_a_bin_of_those_of_numpy(percentile: float, kind: str) -> None:
+    values = normal(50_000).astype(np.float64)
+    values = {"normal": values, "one sided": np.abs(values), "shifted": values + 20}[kind]
+    found = filled(*np.split(values, 10)).range(percentile)
+    assert found is not None
+    bin_width = 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS
+    close(found, values, percentile, bin_width)
+    if percentile == 100:
+        assert found == Range(values.min(), values.max())
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), min_size=1, max_size=6))
+def test_counts_are_those_of_one_histogram_with_the_final_bins(parts: list[list[float]]) -> None:
+    """Widening merges bins exactly: the order of the samples does not matter, nor that they came in parts."""
+    arrays = [np.array(part, np.float64) for part in parts]
+    forward, backward = filled(*arrays), filled(*arrays[::-1])
+    assert forward._width == backward._width or not forward._width
+    np.testing.assert_array_equal(forward._counts, backward._counts)
+    whole = np.concatenate(arrays)
+    assert forward._counts.sum() == whole.size
+    if forward._width:
+        edges = np.arange(-Histogram.BINS, Histogram.BINS + 1) * forward._width
+        np.testing.assert_array_equal(forward._counts, np.histogram(whole, edges)[0])
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([np.zeros(5)], Range(0, 0)),
+        ([np.zeros(5), np.ones(5)], Range(0, 1)),
+        ([np.full(3, 7.0)], Range(7, 7)),
+        ([np.full(3, -7.0)], Range(-7, -7)),
+        ([np.full(3, 2.0**-149), np.full(3, 2.0**127)], Range(2.0**-149, 2.0**127)),
+        ([np.zeros(0)], None),
+        ([np.ones(3), np.float64([1, np.nan])], None),
+        ([np.float64([1, -np.inf]), np.ones(3)], None),
+    ],
+)
+def test_odd_histograms(parts: list[Array], expected: Range | None) -> None:
+    histogram = filled(*parts)
+    assert histogram.range(100.0) == expected
+    if len(parts) == 1 or expected is None:
+        assert histogram.least_error(INT8) == histogram.least_divergence(INT8) == expected
+
+
+NUMBERS = {"uint8": UINT8, "int8": INT8, "fp8": FP8}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("kind", ["normal", "relu", "heavy", "shifted"])
+def test_mse_comes_close_to_the_best_range_that_a_fine_search_finds(kind: str, numbers: str) -> None:
+    values = normal(20_000).astype(np.float64)
+    values = {"normal": values, "relu": np.maximum(values, 0), "heavy": values**3, "shifted": values - 2}[kind]
+    found = filled(*np.split(values, 4)).least_error(NUMBERS[numbers])
+    assert found is not None
+    top = np.abs(values).max()
+    shrunk = [Range(max(-t, values.min()), min(t, values.max())) for t in np.linspace(top / 200, top, 200)]
+    assert error(values, found, NUMBERS[numbers]) <= 1.05 * min(error(values, r, NUMBERS[numbers]) for r in shrunk)
+
+
+def test_mse_moves_the_ends_of_an_asymmetric_range_by_themselves() -> None:
+    values = np.concatenate([normal(200_000), [6.0]])
+    found = filled(values).least_error(UINT8)
+    assert found is not None
+    assert found.high < 5  # one value, where all others gain
+    assert error(values, found, UINT8) < min(error(values, Range(-t, t), UINT8) for t in (found.high, 4.0, 5.0, 6.0))
+
+
+def migacz(magnitudes: Array, bin_width: float) -> dict[float, float]:
+    """Divergence by threshold, as the original method has it: every number of bins from 128 on, one after the other."""
+    counts = np.histogram(magnitudes, np.arange(2049) * bin_width)[0].astype(float)
+    counts[0] = counts[1]
+    found = {}
+    for i in range(128, int(np.flatnonzero(counts)[-1]) + 2):
+        p, held = counts[:i].copy(), counts[:i] > 0
+        p[-1] += counts[i:].sum()
+        level = np.arange(i) * 128 // i
+        means = np.bincount(level, counts[:i]) / np.maximum(np.bincount(level, held), 1)
+        q = np.where(held, means[level], 0.0)
+        q[-1] = q[-1] or 0.0001
+        p, q = p / p.sum(), q / q.sum()
+        found[(i + 0.5) * bin_width] = float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["normal", "relu", "heavy", "outliers"])
+def test_entropy_finds_a_threshold_as_good_as_the_original_method_does(kind: str) -> None:
+    values = normal(50_000).astype(np.float64)
+    made = {"normal": values, "relu": np.maximum(values, 0), "heavy": values**3}
+    values = made.get(kind, np.append(values, [15.0, -14.0]))
+    found = filled(values).least_divergence(INT8)
+    assert found is not None
+    top = np.abs(values).max()
+    bin_width = 2.0 ** np.ceil(np.log2(top / Histogram.BINS))
+    divergences = migacz(np.abs(values), bin_width)
+    best = min(divergences.values())
+    threshold = min(divergences, key=lambda t: abs(t - found.magnitude))
+    assert abs(found.magnitude - min(threshold, top)) <= bin_width
+    assert divergences[threshold] <= 1.15 * best
+    assert divergences[threshold] < 0.9 * np.median([*divergences.values()])
+
+
+KEPT: dict[str, tuple[Array, float]] = {
+    "an even distribution": (np.linspace(-1, 1, 50_000), 0.05),
+    # Where a range holds fewer bins than codes nothing is merged, so that a tiny one would seem to lose nothing.
+    "large values beside many small ones": (np.append(normal(50_000) * 0.02, np.linspace(-4, 4, 20_000)), 0.05),
+    # As a spectrum in decibels has them: in a range that ends at the smallest one, one bin would hold all.
+    "values far from zero": (8 + normal(50_000), 0.05),
+    # A pair keeps zeros exactly, however many they are.
+    "what a Relu lets pass": (np.append(np.abs(normal(20_000)), np.zeros(200_000)), 0.001),
+}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("name", KEPT)
+def test_entropy_keeps_what_counts(name: str, numbers: str) -> None:
+    values, share = KEPT[name]
+    found = filled(values).least_divergence(NUMBERS[numbers])
+    assert found is not None
+    assert np.mean(np.abs(values) > found.magnitude) < share
+
+
+@pytest.mark.parametrize("memory", [2**29, 1])
+@pytest.mark.parametrize("half", [False, True])
+def test_values_are_those_of_the_model_batch_by_batch(monkeypatch: pytest.MonkeyPatch, half: bool, memory: int) -> None:
+    monkeypatch.setattr(observe_module, "BATCH_BYTES", memory)
+    net = conv_net(half=half)
+    samples = feeds(net, 2)
+    exact = activations(net, samples)
+    wanted = [t for t in ("image", "c0", "a") if t in exact[0]]
+    order = [(n, t) for n in range(2) for t in wanted]
+    if memory == 1:
+        order.sort(key=lambda place: wanted.index(place[1]))
+    for (number, name), (tensor, values) in zip(order, observe(net, wanted, samples), strict=True):
+        assert tensor == name
+        assert values.dtype == np.float32
+        np.testing.assert_allclose(values, exact[number][tensor], rtol=2e-3, atol=1e-3)
+
+
+def test_sizes_that_are_not_static_are_those_of_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = build("net (float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Neg(a) }")
+    samples = [{"x": np.full((8, 4), i, np.float32)} for i in range(2)]
+    for tensors_at_once, order in (1, ["a", "a", "y", "y"]), (2, ["a", "y", "a", "y"]):
+        monkeypatch.setattr(observe_module, "BATCH_BYTES", tensors_at_once * 8 * 4 * 4)
+        assert [tensor for tensor, _ in observe(net, ["a", "y"], samples)] == order
+    assert not list(observe(net, [], samples))
+
+
+def test_values_on_one_sample_keep_their_types_and_inputs_may_be_asked_for() -> None:
+    net = build("net (float16[2] x, int64[2] n) => (float16[2] y) { m = Neg(n) k = Cast <to = 10> (m) y = Add(x, k) }")
+    sample = {"x": np.float16([1, 2]), "n": np.int64([3, 4])}
+    found = values_on(net, ["x", "m", "y"], sample)
+    assert {name: array.dtype.name for name, array in found.items()} == {"x": "float16", "m": "int64", "y": "float16"}
+    assert found["m"].tolist() == [-3, -4]
+    assert {values.dtype.name for _, values in observe(net, ["x", "y"], [sample])} == {"float32"}
+
+
+def test_no_sample_and_a_model_that_does_not_run() -> None:
+    net = conv_net()
+    with pytest.raises(BadData, match="no sample"):
+        list(outputs_on(net, []))
+    with pytest.raises(BadModel, match=r"cannot run the model on .* \dx\d"):
+        list(outputs_on(branching(), feeds(branching(), 1)))
+    with running(branching()) as run:
+        refusal(lambda: run(feeds(branching(), 1)))

@@ -104,11 +104,9 @@ def test_settings_beside_the_pictures_come_before_those_of_the_model(tmp_path: P
     [
         (None, PIXELS, 'Put a preprocessor_config.json beside the model or the pictures, like {"size"'),
         ({}, PIXELS, 'lacks image_mean or image_std: give both, or "do_normalize": false'),
-        ({"image_mean": 0.5}, PIXELS, "lacks image_mean or image_std"),
         (PLAIN | {"size": 8}, PIXELS, 'write {"height": 8, "width": 8} or {"shortest_edge": 8}'),
         (PLAIN | {"size": {"edge": 8}}, PIXELS, "is neither height and width nor shortest_edge"),
         (PLAIN | {"do_thumbnail": True}, PIXELS, "asks for do_thumbnail, which is not done here"),
-        (PLAIN | {"crop_pct": 0.875}, PIXELS, "asks for crop_pct"),
         (PLAIN | {"resample": "best"}, PIXELS, "Expected 'int', got 'str'"),
         ({"image_mean": [0.5, 0.5], "image_std": [1, 1]}, PIXELS, "do not fit 3 channels"),
         (PLAIN, "float[N,3] x", "holds pictures, which fit an input of rank 4"),
@@ -136,9 +134,6 @@ def test_damaged_pictures_are_told(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(BadData, match="is no JSON"):
         first(tmp_path)
-
-
-# Texts
 
 
 def tokenizer(folder: Path, **config: Any) -> Path:

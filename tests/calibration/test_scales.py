@@ -4,7 +4,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
@@ -15,19 +14,15 @@ from onnx.reference import ReferenceEvaluator
 
 from models import FP8, INT8, PLAIN, REDUCED, normal
 from qdqtune.calibration import scales
+from qdqtune.calibration.rounding import integer_ends, rounded_weight
 from qdqtune.calibration.scales import Quantization, Range, dequantize, of_range, of_weight, quantize, quantize_bias
-from qdqtune.types import NumericFormat, QType
-
-Array = npt.NDArray[Any]
+from qdqtune.types import Array, NumericFormat, QType, WeightFormat
 
 SIGNED = NumericFormat(QType.INT8, QType.INT8, symmetric=False)
 HALVES = (np.float16, ml_dtypes.bfloat16)
 
 ends = st.floats(-1e30, 1e30).filter(lambda v: v == 0 or abs(v) > 1e-30)
 intervals = st.tuples(ends, ends).map(lambda pair: Range(min(pair), max(pair)))
-
-
-# Activations
 
 
 @settings(derandomize=True, deadline=None)
@@ -59,14 +54,6 @@ def test_zero_is_exact_and_the_range_is_represented_to_half_a_step(values: Range
     assert abs(high - values.high) <= step
 
 
-@pytest.mark.parametrize("fmt", [PLAIN, SIGNED, INT8, FP8])
-def test_an_all_zero_tensor_has_the_scale_of_values_up_to_one(fmt: NumericFormat) -> None:
-    how = of_range(Range(0.0, 0.0), fmt)
-    assert how.scale == of_range(Range(0.0, 1.0), fmt).scale
-    assert how.zero_point == max(fmt.activation.low, -128 if fmt is SIGNED else 0)
-    assert (quantize(np.zeros(3, np.float32), how).astype(int) == how.zero_point).all()
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @settings(derandomize=True, deadline=None)
 @given(values=st.tuples(*[st.floats(-6e4, 6e4)] * 2).map(lambda pair: Range(min(pair), max(pair))))
@@ -86,9 +73,6 @@ def test_a_small_range_in_float16_keeps_its_values(fmt: NumericFormat) -> None:
     values = np.full((2, 2), 0.004, np.float16)
     for each in (how, of_weight(values, 0, fmt)):
         np.testing.assert_allclose(dequantize(quantize(values, each), each), 0.004, rtol=0.07)
-
-
-# Weights
 
 
 def test_weights_per_tensor_where_there_is_no_channel_or_the_format_says_so() -> None:
@@ -123,9 +107,6 @@ def test_given_scales_are_kept_and_a_floor_raises_them() -> None:
     np.testing.assert_array_equal(raised.scale, [0.5, 1.0, 0.125])
     for how in (of_weight(values, None, PLAIN, given_scales), of_weight(values, 1, PLAIN, given_scales)):
         assert (how.scale, how.axis) == (0.5, None)
-
-
-# The operators
 
 
 def operators(values: Array, how: Quantization) -> list[Array]:
@@ -180,9 +161,6 @@ def test_biases_are_rounded_in_units_of_their_scale_or_refused() -> None:
     assert quantize_bias(np.float32([3.0]), np.float32([1e-9])) is None
 
 
-# Values
-
-
 def test_clamping_covers_exactly_what_saturation_does() -> None:
     relu = (0.0, float(np.finfo(np.float64).max))
     assert of_range(Range(0, 5), PLAIN).covers(*relu)
@@ -199,3 +177,53 @@ def test_ranges_join_and_reject_what_is_none() -> None:
     for low, high in ((1, 0), (float("nan"), 1), (0, float("inf"))):
         with pytest.raises(ValueError, match="not a range"):
             Range(low, high)
+
+
+WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
+
+
+def error(name: str, weight: np.ndarray = WEIGHT) -> float:
+    return float(np.square(rounded_weight(weight, WeightFormat.named(name)).values() - weight).mean())
+
+
+@pytest.mark.parametrize("name", ["w8", "w8b32", "w8a", "w8b32a", "w4b16", "w4b32", "w4b32a"])
+def test_integers_and_scales_stand_for_the_weights(name: str) -> None:
+    weight_format = WeightFormat.named(name)
+    assert weight_format.name == name
+    found = rounded_weight(WEIGHT, weight_format)
+    low, high = integer_ends(weight_format)
+    integers = found.integers.astype(int)
+    assert integers.min() >= low
+    assert integers.max() <= high
+    assert found.scale.shape == ((64 // weight_format.block, 24) if weight_format.block else (24,))
+    assert (found.zero_point is None) == weight_format.symmetric
+    largest = np.abs(WEIGHT).max() * (1 if weight_format.bits == 4 else 0.01)
+    assert np.abs(found.values() - WEIGHT).max() < largest
+
+
+def test_searched_steps_lose_less_than_those_of_the_largest_values() -> None:
+    blocks = WEIGHT.reshape(2, 32, 24)
+    step = np.abs(blocks).max(axis=1, keepdims=True) / 7
+    usual = np.square(np.clip(np.rint(blocks / step), -8, 7) * step - blocks).mean()
+    assert error("w4b32") < 0.85 * usual
+    assert error("w8b32") < error("w8") < error("w4b16") < error("w4b32")
+
+
+def test_a_zero_point_pays_for_weights_of_one_sign() -> None:
+    assert error("w4b32a", np.abs(WEIGHT)) < 0.5 * error("w4b32", np.abs(WEIGHT))
+
+
+def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() -> None:
+    weight = np.zeros((32, 4), np.float16)
+    weight[:, 0] = 1e-7
+    for name in ("w4b32", "w4b32a", "w8"):
+        found = rounded_weight(weight, WeightFormat.named(name))
+        assert found.scale.dtype == np.float16
+        assert (found.scale > 0).all()
+        assert np.array_equal(found.values()[:, 1:], weight[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["w4", "w5b32", "w8b24", "w4b8", "int8", ""])
+def test_what_is_no_weight_format_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"weight format|blocks"):
+        WeightFormat.named(name)

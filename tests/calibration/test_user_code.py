@@ -134,8 +134,6 @@ def test_functions_end_in_any_thread(small: Path) -> None:
     thread.start()
     thread.join()
     assert "calibration_data" in str(caught[0])
-    with pytest.raises(TooSlow, match="`time_budget` has ended"):
-        qdqtune.tune(small, output_dir=small.parent / "o", calibration_data=never, engine="fake", time_budget=0.2)
 
 
 @pytest.mark.usefixtures("workers")

@@ -1,20 +1,22 @@
-"""With corrected biases the means of all layers are those of the float model, in any placement."""
+"""Numbers and biases are chosen by their effect on the outputs; the means of layers stay those of the float model."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fitted_nets import inputs_of, prepared
 from models import FP8, INT8, PLAIN, UINT8, Arrays, attention, build, conv_net, normal, ranges, run
 from models import feeds as feeds_of
+from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.calibration.samples import Samples
+from qdqtune.calibration.scales import Calibration, Method, Range, Ranges
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
-from qdqtune.numerics.accuracy import accuracy
+from qdqtune.numerics.accuracy import accuracy, sqnr_db
 from qdqtune.numerics.fitting import BiasedPlacement, bias_session, compared_values, fitted, shifts_by_others
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
@@ -23,6 +25,30 @@ from qdqtune.types import Deaf, Edge, NumericFormat, Placement
 from workers import Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
+
+
+def prepared(net: Model, feeds: list[Arrays]) -> Prepared:
+    samples = Samples("test", "", False, lambda: iter(feeds))
+    return Prepared(net, net, samples, samples, samples)
+
+
+def inputs_of(net: Model, *nodes: str) -> Callable[[Ranges], Placement]:
+    """Pairs on the inputs of some nodes."""
+    return lambda known: Placement.of(e for e in possible_edges(net, known) if e.node in nodes)
+
+
+class Heard(Deaf):
+    """How far each stage was, as it was told."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, list[tuple[int, int | None]]]] = []
+
+    def stage(self, text: str) -> None:
+        self.stages.append((text, []))
+
+    def progress(self, done: int, total: int | None) -> None:
+        self.stages[-1][1].append((done, total))
+
 
 TWO_LAYERS = """net (float[N,4,6,6] x) => (float[N,4,4,4] y, float[N,4,6,6] a) {
     [first] a = Conv(x, w0)
@@ -176,3 +202,62 @@ def test_what_does_not_run_keeps_its_biases_but_a_failure_of_the_machine_is_one(
             fitted(data, how, INT8, inputs_of(net, "first"))
     else:
         assert not fitted(data, how, INT8, inputs_of(net, "first")).shifts
+
+
+@pytest.mark.parametrize("method", ["mse", "percentile", "minmax"])
+def test_probabilities_have_the_range_that_they_can_have(method: Method) -> None:
+    net = build("net (float[1,64] x) => (float[1,64] y) { [soft] p = Softmax(x) [last] y = Relu(p) }", {})
+    feeds = [{"x": 12 * normal(1, 64, seed=i)} for i in range(6)]  # nearly all is next to zero, and what counts is not
+    found = fitted(prepared(net, feeds), Calibration(method), UINT8, inputs_of(net, "last"))
+    assert found.activations["p"] == Range(0.0, 1.0)
+    flat = fitted(prepared(net, [{"x": normal(1, 64)}]), Calibration(method), UINT8, inputs_of(net, "last"))
+    assert flat.activations["p"].high < 0.5
+    assert fitted(prepared(net, feeds), Calibration(method), INT8, inputs_of(net, "last")).activations["p"].high < 1.01
+
+
+def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -> None:
+    feeds = [{"x": 3 + normal(1, 4, 5, 5, seed=i) / 4} for i in range(6)]
+    text = "net (float[1,4,5,5] x) => (float[1,2,5,5] y) { [only] y = Conv(x, w) }"
+    net = build(text, {"w": lopsided(2, 4, 1, 1)})
+    place = inputs_of(net, "only")
+    corrected = fitted(prepared(net, feeds), Calibration(bias_correction=True), INT8, place)
+    assert corrected.shifts.keys() == {"only"}
+    assert not fitted(prepared(net, feeds), Calibration(), INT8, place).shifts
+    exact = run(net, feeds)
+    gained, lost = (sqnr_db(exact, run(insert(net, place(r), r, INT8), feeds)) or 0.0
+                    for r in (corrected, Ranges(corrected.activations)))  # fmt: skip
+    assert gained > lost + 3
+    zero_mean = [{"x": normal(1, 4, 5, 5, seed=i)} for i in range(6)]
+    even = build(text, {"w": np.full((2, 4, 1, 1), 0.4 / 127, np.float32)})
+    assert not fitted(
+        prepared(even, zero_mean), Calibration(bias_correction=True), INT8, inputs_of(even, "only")
+    ).shifts
+
+
+def test_nothing_is_run_for_an_empty_placement() -> None:
+    net = conv_net()
+    found = fitted(prepared(net, feeds_of(net)), Calibration("mse", bias_correction=True), UINT8, lambda _: Placement())
+    assert not found.shifts
+    assert found.activations.keys() == set(candidate_tensors(net))
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_takes_long_tells_how_far_it_is(bias_correction: bool, count: int) -> None:
+    net, heard = conv_net(), Heard()
+    how = Calibration("mse", bias_correction=bias_correction)
+    fitted(
+        prepared(net, feeds_of(net, count)),
+        how,
+        UINT8,
+        lambda ranges: Placement(possible_edges(net, ranges)),
+        listener=heard,
+    )
+    told = {text: steps for text, steps in heard.stages if not text.startswith("calibrating on")}
+    assert ("correcting biases" in told) is bias_correction
+    for steps in told.values():
+        assert len(steps) > 1
+        totals = {total for _, total in steps}
+        assert len(totals) == 1
+        assert steps == sorted(steps)
+        assert max(totals) >= steps[-1][0] > 0

@@ -161,9 +161,7 @@ def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.M
     prepared = prepare(conv_net(), Data())
     left, half, notes = in_half_precision(prepared, None, "fp16")
     assert (left, half) == (prepared, None)
-    assert notes == (
-        "float16 alone leaves an output SQNR of 12.0 dB, below 20 dB: what carries no pair stays in float32",
-    )
+    assert ["12.0 dB, below 20 dB: what carries no pair stays in float32" in note for note in notes] == [True]
     with pytest.raises(ConstraintUnmet, match="give `precision` fp32, or bf16"):
         in_half_precision(prepared, "fp16", "fp32")
     assert in_half_precision(prepared, "fp16", "fp32", None)[1] is not None
@@ -172,11 +170,7 @@ def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("more", "dtype", "note"),
     [
-        (
-            [],
-            TensorProto.FLOAT16,
-            "note: float16 where no pair stands (--precision fp32 keeps float32); alone it leaves",
-        ),
+        ([], TensorProto.FLOAT16, "note: float16 where no pair stands (--precision fp32 keeps float32)"),
         (["--precision", "fp32"], TensorProto.FLOAT, ""),
         (["--precision", "bf16"], TensorProto.BFLOAT16, "bfloat16 where no pair stands"),
     ],

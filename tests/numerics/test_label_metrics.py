@@ -1,10 +1,27 @@
-"""The metrics of common heads, against values by hand and by brute force, and what fits which outputs."""
+"""Labels, the metrics of common heads, and how far a metric may have fallen, against values by brute force."""
+
+from math import inf, log, sqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qdqtune.errors import BadOption
-from qdqtune.numerics.label_metrics import Name, Score, answer, check_classes, chosen, fits, row_scores
+from qdqtune.errors import BadData, BadOption
+from qdqtune.numerics.label_metrics import (
+    LEAST_CHANGED,
+    Z2,
+    Name,
+    Score,
+    answer,
+    can_tell,
+    check_classes,
+    chosen,
+    fits,
+    loss_high,
+    row_scores,
+    samples_to_tell,
+)
+from qdqtune.numerics.metrics import paired, read_labels
 
 RANDOM = np.random.default_rng(0)
 SCORES = RANDOM.normal(size=(60, 4)).astype(np.float32)
@@ -82,3 +99,155 @@ def test_what_does_not_fit_is_told_with_the_shapes() -> None:
         chosen("cosine", outputs, np.zeros((1, 9)))
     with pytest.raises(BadOption, match="label 10 is no class of output out, which has 10: count classes from 0"):
         check_classes("top1", "out", outputs["out"], np.array([10]))
+
+
+def hits(*, lost: int, won: int, count: int, name: str = "top1") -> tuple[Score, Score]:
+    """Float and quantized model with so many answers that only one of them has right; both are right elsewhere."""
+    before = [1.0] * lost + [0.0] * won + [1.0] * (count - lost - won)
+    after = [0.0] * lost + [1.0] * won + [1.0] * (count - lost - won)
+    return tuple(Score(float(np.mean(s)), tuple(s), name) for s in (before, after))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("lost", "won", "count"), [(3, 1, 50), (9, 2, 50), (1, 0, 30), (0, 2, 40), (12, 12, 400)])
+def test_the_score_interval_ends_where_the_score_is_z(lost: int, won: int, count: int) -> None:
+    """The nuisance share is found by maximizing the likelihood, not by the closed formula."""
+    from scipy.optimize import minimize_scalar  # slow to import
+
+    high = loss_high(*hits(lost=lost, won=won, count=count))
+    assert high is not None
+
+    def unlikely(share_won: float) -> float:
+        cells = (lost, share_won + high), (won, share_won), (count - lost - won, 1 - 2 * share_won - high)
+        return -sum(n * log(max(share, 1e-300)) for n, share in cells if n)
+
+    bounds = max(0.0, -high), (1 - high) / 2
+    q = minimize_scalar(unlikely, bounds=bounds, method="bounded", options={"xatol": 1e-10}).x
+    z = (lost - won - count * high) / sqrt(count * (2 * q + high * (1 - high)))
+    assert z == pytest.approx(-sqrt(Z2), rel=1e-3)
+
+
+def test_without_any_change_the_interval_ends_by_the_number_of_samples() -> None:
+    assert loss_high(*hits(lost=0, won=0, count=100)) == pytest.approx(Z2 / (100 + Z2))
+    assert loss_high(*hits(lost=10, won=0, count=10)) == 1.0
+    fewer = [loss_high(*hits(lost=n, won=3, count=60)) or 0.0 for n in range(6)]
+    assert fewer == sorted(fewer)
+
+
+def test_the_interval_holds_the_loss_as_often_as_it_says() -> None:
+    random, held, share_lost, share_won = np.random.default_rng(0), 0, 0.04, 0.02
+    for _ in range(400):
+        lost, won, _ = random.multinomial(200, [share_lost, share_won, 1 - share_lost - share_won])
+        high = loss_high(*hits(lost=int(lost), won=int(won), count=200))
+        assert high is not None
+        held += high >= share_lost - share_won
+    assert 0.92 <= held / 400 <= 0.985
+
+
+def test_the_samples_that_it_takes() -> None:
+    few, _ = hits(lost=0, won=0, count=100)
+    assert samples_to_tell(few, 0.01) == 268
+    assert not can_tell(few, 0.01)
+    for count, enough in ((267, False), (268, True)):
+        before, after = hits(lost=0, won=0, count=count)
+        assert can_tell(before, 0.01) is enough
+        assert ((loss_high(before, after) or 0) <= 0.01) is enough
+    assert not can_tell(few, 0.0)
+    assert samples_to_tell(few, 0.0) == inf
+    assert not can_tell(Score(0.9), 0.01)
+
+
+def test_other_scores_take_students_t_of_the_differences() -> None:
+    random = np.random.default_rng(1)
+    before = random.normal(0.9, 0.2, 40)
+    after = before - random.normal(0.01, 0.005, 40)
+    high = loss_high(*(Score(float(s.mean()), tuple(s), "cosine") for s in (before, after)))
+    lost = before - after
+    assert high == pytest.approx(lost.mean() + 1.684875 * lost.std(ddof=1) / sqrt(40), rel=1e-5)
+
+
+def test_too_few_changes_tell_nothing_of_other_scores() -> None:
+    before = Score(0.5, (0.5,) * 30, "cosine")
+    changed = [0.4] * (LEAST_CHANGED - 1) + [0.5] * (31 - LEAST_CHANGED)
+    assert loss_high(before, Score(0.48, tuple(changed), "cosine")) is None
+    assert loss_high(before, before) is None
+    assert loss_high(Score(0.5), Score(0.4)) is None
+    assert samples_to_tell(before, 0.01) == LEAST_CHANGED
+
+
+SAMPLE = {"x": np.zeros((1, 3), np.float32)}
+PAIR = {"x": np.zeros((2, 3), np.float32)}
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("l.txt", "3\n1\n4\n"),
+        ("l.csv", "3\n1\n4\n"),
+        ("l.csv", "file,label\na.png,3\nb.png,1\nc.png,4\n"),
+        ("l.csv", "Label,file\n3,a.png\n1,b.png\n\n4,c.png\n"),
+        ("l.csv", "a.png,3\nb.png,1\nc.png,4\n"),
+    ],
+)
+def test_class_numbers_in_text(tmp_path: Path, name: str, text: str) -> None:
+    found = read_labels(written(tmp_path, name, text))
+    assert (found.tolist(), found.dtype) == ([3, 1, 4], np.int64)
+
+
+@pytest.mark.parametrize("values", [np.array([3, 1, 4], np.uint8), np.array([[3.0], [1.0], [4.0]], np.float32)])
+def test_class_numbers_in_arrays(tmp_path: Path, values: np.ndarray) -> None:
+    np.save(tmp_path / "l.npy", values)
+    np.savez(tmp_path / "one.npz", anything=values)
+    np.savez(tmp_path / "both.npz", x=np.zeros((3, 3)), labels=values)
+    for name in ("l.npy", "one.npz", "both.npz"):
+        assert read_labels(tmp_path / name).tolist() == [3, 1, 4]
+
+
+def test_vectors(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", np.full((2, 4), 0.5, np.float32))
+    assert read_labels(tmp_path / "v.npy").shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("l.txt", "cat\ndog\n", "labels are numbers from 0 or vectors of one size, not names: .*'cat'"),
+        ("l.txt", "0.5\nnan\n", "l.txt: a label holds NaN or infinite values"),
+        ("l.txt", "", "holds no label"),
+        ("l.csv", "x,label\n1,2\n3\n", "the row '3' has no label"),
+        ("l.json", "[1, 2]", "give .npz, .npy, .csv or .txt"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = written(tmp_path, name, text)
+    with pytest.raises(BadData, match=message) as error:
+        read_labels(path)
+    assert "\n" not in str(error.value)
+
+
+def test_arrays_without_labels_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "l.npz", x=np.zeros(3), y=np.zeros(3))
+    with pytest.raises(BadData, match="has no array 'labels'; it holds 'x', 'y'"):
+        read_labels(tmp_path / "l.npz")
+    for array, message in (np.array(3), "holds no label"), (np.array([1j]), "not names"):
+        np.save(tmp_path / "l.npy", array)
+        with pytest.raises(BadData, match=message):
+            read_labels(tmp_path / "l.npy")
+    with pytest.raises(BadData, match="not found"):
+        read_labels(tmp_path / "nowhere.npy")
+
+
+def test_labels_are_paired_with_samples_and_their_rows() -> None:
+    labels = np.arange(4)
+    assert paired(labels, 4, SAMPLE, "d").tolist() == [[0], [1], [2], [3]]
+    assert paired(labels, 2, PAIR, "d").tolist() == [[0, 1], [2, 3]]
+    rows = np.stack([labels, labels], 1)
+    assert paired(rows, 4, PAIR, "d").tolist() == rows.tolist()
+    with pytest.raises(BadData, match="4 labels for 3 samples of d: `labels` has one for each sample, in the same"):
+        paired(labels, 3, SAMPLE, "d")
+    with pytest.raises(BadData, match=r"4 labels for more than 4 samples of d: .* or for each of its 2 rows"):
+        paired(labels, 5, PAIR, "d")

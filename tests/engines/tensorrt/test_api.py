@@ -70,12 +70,14 @@ def expected(model: onnx.ModelProto, inputs: dict[str, Any]) -> Any:
 
 
 def test_a_model_is_built_and_computed(rig: Rig) -> None:
-    built = rig.build(static(conv_model()))
+    built = rig.build(static(conv_model()), workspace_mb=3, builder_level=5)
     outputs = built.run({"x": IMAGE["x"].astype(np.float64)})  # the engine's own type is made of it
     assert list(outputs) == ["y"]
     np.testing.assert_allclose(outputs["y"], expected(conv_model(), IMAGE), rtol=1e-6)
     assert rig.trt.seen.flags == FLAGS[rig.version]
     assert rig.trt.seen.config.profiling_verbosity.name == "DETAILED"
+    assert rig.trt.seen.config._limits == {"WORKSPACE": 3 << 20}
+    assert rig.trt.seen.config.builder_optimization_level == 5
     assert "Detected 1 inputs" in rig.log
     assert "chatter" not in rig.log
 
@@ -148,12 +150,6 @@ def test_shapes_of_unknown_inputs_are_ignored(rig: Rig) -> None:
     """Of the inputs of a whole model a part has some."""
     built = rig.build(conv_model(), opt_shapes={"x": [2, 4, 8, 8], "z": [1]})
     assert built.run({"x": np.zeros((2, 4, 8, 8), np.float32)})["y"].shape == (2, 8, 8, 8)
-
-
-def test_limits_reach_the_builder(rig: Rig) -> None:
-    rig.build(static(conv_model()), workspace_mb=3, builder_level=5)
-    assert rig.trt.seen.config._limits == {"WORKSPACE": 3 << 20}
-    assert rig.trt.seen.config.builder_optimization_level == 5
 
 
 def test_a_refused_node_is_named_in_one_line(rig: Rig) -> None:

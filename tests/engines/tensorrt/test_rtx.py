@@ -202,14 +202,6 @@ def test_builds_of_one_process_have_their_own_logs_and_layers(tmp_path: Path) ->
     assert "[ONNX Layer: conv]" not in (tmp_path / "matmul.log").read_text()
 
 
-def test_plugin_libraries_that_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="there is no file"):
-        engine(plugin_libraries=[str(tmp_path / "none.so")])
-    (tmp_path / "empty.so").touch()
-    with pytest.raises(EngineUnavailable, match=r"empty\.so cannot be loaded"):
-        engine(plugin_libraries=[str(tmp_path / "empty.so")])
-
-
 def test_the_layer_list_is_read_whole() -> None:
     from qdqtune.engines.tensorrt.report import layers_from_log
 

@@ -1,5 +1,8 @@
+"""TensorRT's program, on a stand-in for four versions, and the ranges of input shapes that its arguments give."""
+
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,15 +23,18 @@ from engine_contract import (
     quantized_conv_model,
     static,
 )
+from models import build
 from processes import family, until
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import Engine, EngineSpec, open_engine
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt import trtexec
+from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, Span, check_inputs, spans, with_spans
 from qdqtune.engines.tensorrt.trtexec import _outputs
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
+from qdqtune.graph.model import Model
 from qdqtune.tuning.loop import tune
 from qdqtune.types import NumericFormat, QType
 from refusals import refusal
@@ -44,10 +50,8 @@ pytestmark = pytest.mark.usefixtures("temporary")
 
 
 def create(*given: Any, **options: Any) -> trtexec.Trtexec:
+    """The engine, with the stand-in in this process."""
     return trtexec.create(trtexec.TrtexecOptions(*given, **options), launch=launch)
-
-
-"""The engine, with the stand-in in this process."""
 
 
 @pytest.fixture
@@ -409,3 +413,51 @@ def test_outputs_whose_size_depends_on_data(sizes: str, values: str) -> None:
 def test_unknown_sizes_are_refused() -> None:
     with pytest.raises(EngineFailure, match="2 values for sizes -1x-1"):
         dict(_outputs('[ { "name" : "y", "dimensions" : "-1x-1", "values" : [ 1, 2 ] } ]'))
+
+
+def test_shapes_in_options_and_in_trtexec_arguments() -> None:
+    options = {"min_shapes": {"x": [1, 8]}, "max_shapes": {"x": [9, 8]}, "opt_shapes": {"x": [4, 8], "z": [3]}}
+    found = {"x": ((1, 8), (4, 8), (9, 8)), "z": ((3,), (3,), (3,))}
+    assert spans(EngineSpec("tensorrt", options)) == found
+    text = "--stronglyTyped --minShapes=x:1x8 --optShapes=x:4x8,z:3 --maxShapes=x:9x8"
+    spec = EngineSpec("trtexec", {"trtexec_args": text, "builder_level": 1})
+    assert spans(spec) == found
+    assert spans(EngineSpec("trtexec", {"trtexec_args": "--shapes=x:2x8"})) == {"x": ((2, 8),) * 3}
+    assert spans(EngineSpec("onnxruntime", options)) == {}
+    other = with_spans(spec, {"t": Span((1,), (2,), (3,))})
+    assert other.options["trtexec_args"] == "--stronglyTyped"
+    assert other.options["builder_level"] == 1
+    assert spans(other) == {"t": ((1,), (2,), (3,))}
+    assert not set(with_spans(spec, {}).options) & set(SHAPE_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--optShapes=x:4x8,n:3", None),
+        ("--minShapes=x:1x8 --optShapes=x:4x8 --maxShapes=x:9x8", None),
+        ("--optShapes=z:4", "shapes given for 'z': the model's inputs are x, n"),
+        ("--optShapes=x:4", "input 'x' has 2 dimensions, and cannot have sizes 4"),
+        ("--optShapes=x:4x9", "input 'x': dimension 1 is 8, and cannot have sizes 4x9"),
+        ("--minShapes=x:4x8 --optShapes=x:2x8", "must rise, not 4x8, 2x8"),
+        ("--optShapes=x", "trtexec_args"),
+        ("--minShapes=x:1xN", "trtexec_args"),
+        ("--optShapes='x:1", "trtexec_args"),
+    ],
+)
+def test_shapes_that_no_input_can_have_are_refused(text: str, words: str | None) -> None:
+    model = build("net (float[N,8] x, int64[2] n) => (float[A,B] y) {y = Reshape(x, n)}")
+    spec = EngineSpec("trtexec", {"trtexec_args": text})
+    with nullcontext() if words is None else pytest.raises(BadOption, match=re.escape(words)):
+        check_inputs(spec, model)
+
+
+@pytest.mark.parametrize(("engine", "taken"), [("trtexec", False), ("tensorrt", True)])
+def test_input_names_that_trtexec_cannot_take_are_refused(engine: str, taken: bool) -> None:
+    model = build("net (float[2,8] x) => (float[2,8] y) { y = Relu(x) }", {})
+    renamed = onnx.compose.add_prefix(model.to_proto(), "a,'")
+    if taken:
+        check_inputs(EngineSpec(engine), Model(renamed))
+    else:
+        with pytest.raises(BadOption, match="rename the input"):
+            check_inputs(EngineSpec(engine), Model(renamed))
