@@ -1,5 +1,8 @@
-"""Modules of which scripts for ModelOpt import one function each."""
+"""What users import by name, and the modules of which scripts for ModelOpt import one function each."""
 
+import pytest
+
+import qdqtune
 from models import PLAIN, build, edges, normal, ranges
 from qdqtune.graph_utils import get_tensor_consumer_node_indices
 from qdqtune.op_types import get_symmetric_ops
@@ -22,3 +25,9 @@ def test_readers_symmetric_operators_and_tensors_with_pairs() -> None:
     assert len(carriers) == 2
     assert carriers - {"x"} <= {t.name for t in quantized.graph.initializer}
     assert not get_quantized_tensors(product.to_proto())
+
+
+def test_each_public_name_can_be_imported() -> None:
+    assert all(getattr(qdqtune, name) for name in qdqtune.__all__)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = qdqtune.no_such

@@ -1,4 +1,4 @@
-"""Values of options: what is refused, and that Python and text mean the same."""
+"""Values of options: what is refused, that Python and text mean the same, and how errors name them."""
 
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qdqtune.commands.tune import TuneOptions
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, one_line, with_flags
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,14 @@ def test_values_of_python_mean_what_text_means() -> None:
     assert (held.min_sqnr, held.time_budget, held.threads) == (None, 90.0, (1, 4))
     with pytest.raises(FrozenInstanceError):
         held.builds = 3
+
+
+def test_one_line_joins_and_shortens() -> None:
+    assert one_line(ValueError("a\n  b")) == "a b"
+    assert one_line(ValueError()) == "ValueError"
+    assert len(one_line("x" * 999, limit=50)) == 50
+
+
+def test_only_options_are_spelled_as_flags() -> None:
+    text = "`time_budget` of `object` and `null`"
+    assert with_flags(text, {"time_budget": "--time-budget"}) == "--time-budget of `object` and `null`"

@@ -13,7 +13,7 @@ def test_weight_formats_have_one_name(name: str) -> None:
     assert WeightFormat.named(name).name == name
 
 
-@pytest.mark.parametrize("name", ["w4", "w2b32", "w8b24", "w4b8", "int8", "d4", "d8b32", "d8a"])
+@pytest.mark.parametrize("name", ["", "w4", "w2b32", "w8b24", "w4b8", "int8", "d4", "d8b32", "d8a"])
 def test_what_is_no_weight_format_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"no weight format|blocks|dynamic"):
         WeightFormat.named(name)

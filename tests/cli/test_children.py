@@ -1,4 +1,5 @@
-"""Several models at a time, and what is left when any of the processes is ended."""
+"""Several models at a time, what is left when any of the processes is ended, and what none of them executes: a module
+that happens to lie in the current folder, and that the user does not name."""
 
 import json
 import os
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from command_lines import UNCHECKED
-from processes import family, on_all_cores, until
+from processes import family, on_all_cores, poison, until
 from qdqtune.cli import fleet
 from qdqtune.engines import devices
 from qdqtune.engines.devices import Device
@@ -120,3 +122,46 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     assert {len(cores) for _, cores in met} == {3}
     code, _, err = call("run", jobs, "--workers", 4)
     assert (code, "--workers 4 of 3 cores each want 12 cores" in err) == (2, True)
+
+
+# The current folder
+
+COMMANDS = {
+    "functions of the user": ["tune", "a.onnx", "-o", "out", "--builds", "2", *QUICK,
+                              "--calibration-data", "user:samples", "--evaluate", "user:score"],
+    "models side by side": ["run", "jobs.yaml", "--workers", "2"],
+}  # fmt: skip
+"""Engines, functions of the user and whole runs. Actors of Ray are looked at in `test_cluster.py`."""
+USER = """
+import numpy as np
+import beside
+
+def samples():
+    import later
+    yield {"x": np.full((8, 8, 64), later.VALUE, np.float32)}
+
+def score(predict):
+    import later
+    return float(np.mean(predict({"x": np.full((8, 8, 64), later.VALUE, np.float32)})["y"]))
+"""
+
+
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=[NEEDS_TWO, on_all_cores] if "run" in words else ()) for way, words in COMMANDS.items()
+])  # fmt: skip
+def test_no_process_executes_what_lies_in_the_current_folder(way: str, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    write(mixed(), folder, "a")
+    write(hopeless(), folder, "b")
+    quick = {"engine": "fake", "builds": 2, "report": False, "calibration-method": "minmax", "bias-correction": False}
+    jobs = {"defaults": quick, "jobs": [{"model": model} for model in ("a.onnx", "b.onnx")]}
+    (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
+    poison(folder)
+    for name, text in (("user", USER), ("beside", ""), ("later", "VALUE = 0.5")):
+        (folder / f"{name}.py").write_text(text)
+    # as it is installed: without the current folder on the search path, which `python -m` has unless -P is given
+    words = [sys.executable, "-P", "-m", "qdqtune", *COMMANDS[way]]
+    done = subprocess.run(words, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
+    assert (tmp_path / "executed").read_text() == ""
+    assert done.returncode in (0, 3), done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from command_lines import UNCHECKED
+from command_lines import UNCHECKED, is_refused
 from conftest import Call
 from models import normal
 from processes import ran
@@ -40,17 +40,13 @@ def test_each_model_gets_what_was_typed(call: Call, tmp_path: Path, monkeypatch:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"), [(["--pick", "x"], "--pick is for one model"), ([], "empty holds no .onnx file")]
-)
-def test_what_makes_no_sense_is_refused(typed: list[str], said: str, call: Call, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "a.onnx").write_text("")
-    second = tmp_path / ("empty" if not typed else "b.onnx")
-    code, out, err = call("tune", tmp_path / "a.onnx", *typed, second)
-    assert (code, out) == (2, "")
-    assert said in err
-    assert "empty holds no .onnx file" in call("tune", tmp_path / "empty")[2]
+def test_what_makes_no_sense_is_refused(call: Call, tmp_path: Path) -> None:
+    model, empty = tmp_path / "a.onnx", tmp_path / "empty"
+    model.write_text("")
+    empty.mkdir()
+    is_refused(call, tmp_path, "--pick is for one model", "tune", model, "--pick", "x", tmp_path / "b.onnx")
+    for models in ([model, empty], [empty]):
+        is_refused(call, tmp_path, "empty holds no .onnx file", "tune", *models)
 
 
 def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path):
@@ -90,7 +86,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize(("codes", "worst"), [([0, 0], 0), ([0, 3], 3), ([4, 3], 4), ([2, 0], 2), ([3, 5], 5)])
+@pytest.mark.parametrize(("codes", "worst"), [([0, 0], 0), ([4, 3], 4), ([2, 0], 2), ([3, 5], 5)])
 def test_every_job_runs_and_the_worst_decides(
     codes: list[int], worst: int, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,9 +105,7 @@ def test_every_job_runs_and_the_worst_decides(
 def test_a_table_ends_it(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "jobs.yaml"
     file.write_text(yaml.safe_dump(JOBS))
-    asked = ran(monkeypatch, [0, 0, 0, 2])
-    code, out, _ = call("run", file)
-    assert (code, len(asked), out.count(" tuned ")) == (0, 2, 2)
+    ran(monkeypatch, [0, 2])
     code, out, _ = call("run", file)
     assert code == 2
     first, second, *_, summary = out.strip().splitlines()[-4:]
@@ -134,8 +128,7 @@ def test_a_folder_of_one_model_is_that_model_and_what_ships_is_loadable(call: Ca
     (home / "tokenizer.json").write_text('{"new": 1}')
     assert call("tune", home, "-o", out, *QUICK, *UNCHECKED, "--restart")[0] == 0
     assert (out / "tokenizer.json").read_text() == '{"new": 1}'
-    code, _, err = call("tune", home, "-o", taken, *QUICK, *UNCHECKED)
-    assert code == 2
-    assert "config.json was there before, and is not of qdqtune's making" in err
+    words = "config.json was there before, and is not of qdqtune's making"
+    is_refused(call, taken, words, "tune", home, "-o", taken, *QUICK, *UNCHECKED)
     assert call("tune", home, "-o", home, *QUICK, *UNCHECKED)[0] == 0
     assert (home / "config.json").read_text() == '{"of": "net"}'

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +33,7 @@ def test_the_summary_of_a_command_is_the_beginning_of_its_help(width):
         assert later.name == COMMANDS[name].name
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["tuen"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["tuen"]])
 def test_what_runs_no_command_imports_none(arguments):
     code = f"""
 import sys
@@ -73,41 +74,20 @@ def without_input(path: Path) -> None:
     onnx.save(proto, path)
 
 
-def as_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def with_short_weights(path: Path) -> None:
-    onnx.save(onnx.load(path), path, save_as_external_data=True, size_threshold=0, location="weights.bin")
-    path.with_name("weights.bin").write_bytes(b"1234")
-
-
-def without_weights(path: Path) -> None:
-    with_short_weights(path)
-    path.with_name("weights.bin").unlink()
-
-
 BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, "cannot read the model: No such file or directory"),
-    "folder": (as_a_folder, "holds no .onnx file: name an ONNX file, or a folder that holds some"),
     "empty": (lambda p: p.write_bytes(b""), "not an ONNX file"),
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:999]), "not an ONNX file"),
     "invalid": (without_input, "nowhere"),
-    "no weights": (without_weights, "weights.bin"),
-    "short weights": (with_short_weights, "weights.bin"),
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "kind"), [*(("inspect", kind) for kind in BAD_MODELS), ("tune", "invalid"), ("apply", "folder")]
-)
-def test_bad_models(kind, command, call, model, tuned, tmp_path):
+@pytest.mark.parametrize(("command", "kind"), [*product(["inspect"], BAD_MODELS), ("tune", "invalid")])
+def test_bad_models(kind, command, call, model, tmp_path):
     damage, words = BAD_MODELS[kind]
     damage(model)
-    more = {"tune": [*QUICK, "-o", tmp_path / "out"], "inspect": [],
-            "apply": ["--placement", tuned.parent / "out" / "placement.yaml"]}  # fmt: skip
-    code, error = errors(call(command, model, *more[command]))
+    more = (*QUICK, "-o", tmp_path / "out") if command == "tune" else ()
+    code, error = errors(call(command, model, *more))
     assert code == 2
     assert str(model) in error
     assert words in error
@@ -127,19 +107,16 @@ def test_compare_refuses_a_bad_file_in_second_place(call, tuned, model):
 @pytest.mark.parametrize(
     ("command", "source", "words"),
     [
-        ("tune", "gone", "gone not found: give an .npz, a folder of .npy/.npz or pictures, a .txt, or module:callable"),
-        ("tune", "user_samples:broken", "user_samples:broken"),
-        ("compare", "data.npz", "data.npz has no array 'x'"),
-        ("apply", "data.npz", "data.npz has no array 'x'"),
+        (("tune", *QUICK), "gone", "gone not found: give an .npz, a folder of .npy/.npz or pictures, a .txt, or "),
+        (("tune", *QUICK), "user_samples:broken", "user_samples:broken"),
+        (("compare", "model.onnx", "--engine", "fake"), "data.npz", "data.npz has no array 'x'"),
     ],
 )
-def test_bad_calibration_data(command, source, words, call, model, tuned, monkeypatch):
+def test_bad_calibration_data(command, source, words, call, model, monkeypatch):
     monkeypatch.chdir(model.parent)
     np.savez("data.npz", y=np.zeros((8, 8, 64), np.float32))
     Path("user_samples.py").write_text("def broken():\n    raise RuntimeError('line one\\nline two')\n")
-    more = {"tune": QUICK, "compare": [model, "--engine", "fake"],
-            "apply": ["--placement", tuned.parent / "out" / "placement.yaml"]}  # fmt: skip
-    code, error = errors(call(command, model, *more[command], "--calibration-data", source))
+    code, error = errors(call(*command, model, "--calibration-data", source))
     assert code == 2
     assert words in error
 
@@ -195,11 +172,6 @@ def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
     assert code == 0
     told = {"regions", "patterns", "builds", "latency", "seconds", "notes", "rewrite_builds"}
     assert json.loads(printed).keys() == told
-    code, printed, _ = call("compare", tuned, out / "optimized_final.onnx", "--engine", "fake", *data, "--json")
-    assert code == 0
-    (row,) = json.loads(printed)["others"]
-    assert row["verdict"] == "faster"
-    assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"] < 1
     target = tmp_path / "made.onnx"
     code, printed, _ = call("apply", tuned, "--placement", out / "placement.yaml", *data, "-o", target, "--json")
     assert code == 0
@@ -208,9 +180,6 @@ def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
     assert applied.pop("scores_told").startswith("no output is taken for scores of classes: y has ")
     edges = json.loads((out / "summary.json").read_text())["edges"]
     assert applied == {"output": str(target), "edges": edges, "lost": [], "scores": []}
-    code, printed, _ = call("inspect", tuned, "--json")
-    assert code == 0
-    assert json.loads(printed)["nodes"] == 8
 
 
 def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):

@@ -1,16 +1,23 @@
-"""Closed, full and ASCII streams, pipes that nobody reads, Ctrl-C at any time: no traceback, the promised exit code."""
+"""Closed, full and ASCII streams, pipes that nobody reads, Ctrl-C at any time: no traceback, the promised exit code.
+Text of models commands no terminal."""
 
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
+import onnx
 import pytest
+from rich.table import Table
+from rich.text import Text
 
-from qdqtune.cli import streams
+from conftest import Call
+from qdqtune.cli import output, streams
 from runs import environment
 
 COMMAND = f"{sys.executable} -m qdqtune"
@@ -56,26 +63,17 @@ def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-class Lost(io.StringIO):
-    """A stream that fails after its first words."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__()
-        self._error = error
-
-    def write(self, text: str) -> int:
-        if self.getvalue():
-            raise self._error
-        return super().write(text)
-
-
-@pytest.mark.parametrize(("error", "is_told"), [(BrokenPipeError(), False), (OSError(28, "full"), True)])
-def test_what_cannot_be_written_is_dropped(error: OSError, is_told: bool) -> None:
-    stream = streams.SafeStream(Lost(error))
-    for text in ("one", "two", "three"):
-        stream.write(text)
-    stream.flush()
-    assert (stream.lost is not None) == is_told
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_cannot_be_written_is_dropped(is_full: bool) -> None:
+    """To a pipe that nobody reads, which is no error, or to a full disk."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe, open("/dev/full", "w") as full:
+        stream = streams.SafeStream(full if is_full else pipe)
+        for text in ("one", "two", "three"):
+            stream.write(text)
+            stream.flush()
+    assert (stream.lost is not None) == is_full
 
 
 def greedy(*_: object, **__: object) -> None:
@@ -156,3 +154,61 @@ def test_results_of_a_run_on_a_cluster_reach_standard_output(tmp_path: Path) -> 
     told = "from qdqtune.cli import fleet, streams; fleet.command_line = lambda: ['qdqtune', '--version']"
     code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): fleet.run_on_ray()"', tmp_path)
     assert (code, out.startswith("qdqtune"), err) == (0, True, "")
+
+
+# Text of models
+
+HOSTILE = "\x1b]0;owned\x07[red]\x9b31m:smile:\u202e"
+BROKEN = HOSTILE + "\nbroken"
+SPELT = "\\x1b]0;ow"
+
+
+def hostile(model: Path) -> Path:
+    """The model with names that are commands to a terminal, markup, emoji and a line break."""
+    proto = onnx.load(model)
+    for node in proto.graph.node:
+        node.name = BROKEN + node.name
+        for names in (node.input, node.output):
+            names[:] = [BROKEN + name if name in "abcdefg" else name for name in names]
+    onnx.save(proto, model)
+    return model
+
+
+@pytest.mark.parametrize("command", ["inspect", "check --layers", "check", "tune"])
+def test_names_cannot_command_a_terminal(call: Call, model: Path, tmp_path: Path, command: str) -> None:
+    data = ["--calibration-data", hostile(model).with_suffix(".npz")]
+    quick = ["--calibration-method", "minmax", "--no-bias-correction"]
+    if command == "check":
+        assert call("quantize", model, *data, *quick, "-o", tmp_path / "q.onnx")[0] == 0
+    told = {
+        "inspect": [model, "-v"],
+        "check --layers": [model, *data],
+        "check": [tmp_path / "q.onnx", *data],
+        "tune": [model, *data, *quick, "--engine", "fake", "--builds", "4", "-v", "-o", tmp_path / "out"],
+    }[command]
+    code, out, err = call(*command.split(), *told)
+    assert code in (0, 3, 4), err
+    assert {c for c in out + err if not c.isprintable()} <= {"\n"}
+    assert not [line for line in (out + err).splitlines() if line.strip().startswith("broken")]
+    assert SPELT in out or command == "tune"  # which shows names of nodes where units have prices only
+
+
+def test_a_console_takes_text_as_text() -> None:
+    written = io.StringIO()
+    table = Table(title=HOSTILE)
+    table.add_column(HOSTILE)
+    table.add_row(Text(HOSTILE))
+    table.add_row("[bold]plain[/bold]")
+    with redirect_stdout(streams.SafeStream(written)):
+        shown = output.console(width=200)
+        shown.print(table)
+        shown.print(HOSTILE)
+    assert written.getvalue().count(SPELT) == 4
+    assert "[bold]plain[/bold]" in written.getvalue()
+    assert {c for c in written.getvalue() if not c.isprintable()} <= {"\n"}
+
+
+def test_json_is_as_it_was(call: Call, model: Path) -> None:
+    code, out, _ = call("inspect", hostile(model), "--json")
+    assert code == 0
+    assert BROKEN in json.loads(out)["regions"][-1]["nodes"][0]

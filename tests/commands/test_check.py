@@ -1,23 +1,29 @@
-"""`check`: what it finds in pairs that a run has measured, on engines, and in reports of TensorRT."""
+"""`check`: what it finds in pairs, also in those that a run has measured, and the layers that an engine runs."""
 
 import gzip
 import json
 import re
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 
+from command_lines import errors
 from conftest import Call
 from engine_contract import quantized_conv_model
-from models import UINT8, build, normal
+from models import INT8, UINT8, build, normal
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands import check
+from qdqtune.commands.check import Layers
+from qdqtune.commands.shown import MOST_ROWS
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
-from qdqtune.types import Edge, Placement
+from qdqtune.types import Edge, Layer, Placement
 from runs import write
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
@@ -26,6 +32,96 @@ RESIDUE = """net (float[64,64] x) => (float[64,64] y) {
     [softmax] b = Softmax(a)
     [second] y = MatMul(b, w1)
 }"""
+
+
+@pytest.fixture
+def fused(tmp_path: Path) -> Path:
+    """A model that engines with symmetric numbers fuse."""
+    onnx.save(quantized_conv_model(INT8), tmp_path / "fused.onnx")
+    return tmp_path / "fused.onnx"
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path) -> Path:
+    """The same without the pair on its result."""
+    model = quantized_conv_model(INT8)
+    last, _ = model.graph.node.pop(), model.graph.node.pop()
+    model.graph.node[-1].output[0] = last.output[0]
+    onnx.save(model, tmp_path / "spoiled.onnx")
+    return tmp_path / "spoiled.onnx"
+
+
+def test_a_fused_model_passes(call, fused):
+    code, out, err = call("check", fused, "--engine", "fake")
+    assert (code, err) == (0, "")
+    *notes, last = out.splitlines()
+    for words in ("first Q behind a float input of the model", "last DQ in front of a float output of the model"):
+        assert [line.split()[:2] for line in notes if words in line] == [["boundary", "note"]]
+    assert last.startswith(f"{fused} on fake: 3 tensors with a Q/DQ pair, 1 of 3 layers in 8 bits; 0 findings, 2 notes")
+
+
+def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoiled):
+    code, out, _ = call("check", spoiled, "--engine", "fake")
+    assert code == 4
+    *table, last, advice = out.splitlines()
+    lines = [line.split() for line in table if "failure" in line]
+    assert [" ".join(line[:2]) for line in lines] == ["float compute", "standalone pair", "standalone pair"]
+    assert [line[4] for line in lines] == ["conv", "QuantizeLinear_0", "DequantizeLinear_1"]
+    reason = "conv (Conv) runs in float: its output carries no pair on the way to the model's output"
+    assert " ".join(lines[0][5:]) == reason
+    assert {" ".join(line[5:]) for line in lines[1:]} == {"as above"}
+    assert "3 findings, 0." in last
+    assert " ms, 0 notes" in last
+    accepted = re.match(r"what is meant to be so is accepted with --allow-boundary (\S+), all of it with", advice)
+    assert accepted is not None
+    assert call("check", spoiled, "--engine", "fake", "--allow-boundary", accepted[1])[0] == 0
+
+
+def test_check_as_json(call, spoiled):
+    code, out, _ = call("check", spoiled, "--engine", "fake", "--json", "--runs", 1)
+    found: dict[str, Any] = json.loads(out)
+    assert code == 4
+    assert list(found) == ["model", "engine", "pairs", "layers", "layers_in_8_bits", "time_ms", "failing", "findings",
+                           "passes", "measured"]  # fmt: skip
+    assert not found["measured"]
+    assert (found["engine"], found["pairs"], found["layers"], found["failing"]) == ("fake", 2, 3, 3)
+    assert found["time_ms"] == pytest.approx(sum(f["time_ms"] for f in found["findings"]))
+    assert found["findings"][0] == {
+        "kind": "standalone pair", "layer": "QuantizeLinear_0", "nodes": ["QuantizeLinear_0"],
+        "time_ms": found["findings"][0]["time_ms"], "cause": "conv", "fails": True,
+        "reason": "conv (Conv) runs in float: its output carries no pair on the way to the model's output",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)])
+def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file, workers):
+    code, out, err = call("check", float_file, *json_flag)
+    assert (code, err) == (0, "")
+    if json_flag:
+        assert (json.loads(out)["pairs"], json.loads(out)["findings"]) == (0, [])
+    else:
+        assert out == f"{float_file}: no pairs, nothing to check\n"
+    assert workers.started == 0
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), [
+    (["missing.onnx"], 2, "missing.onnx: cannot read the model: No such file or directory"),
+    (["float.onnx", "--profile-json", "p.json"], 2, "--profile-json goes with --graph-json"),
+    (["fused.onnx", "--engine", "nonsense"], 2, "unknown engine 'nonsense'; there are"),
+    (["fused.onnx", "--engine", "trtexec", "--engine-option", "trtexec=no-such-program"], 5,
+     "there is no program 'no-such-program'"),
+    (["fused.onnx", "--graph-json", "none.json"], 2, "cannot read the layer information none.json: No such file"),
+    (["fused.onnx", "--engine", "fake", "--engine-option", 'faults={"refuse": "*"}'], 5,
+     "fake has no layers of fused.onnx: fake engine: no implementation for a quantized node"),
+])  # fmt: skip
+def test_what_goes_wrong_is_one_line(arguments, code, words, call, fused, float_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found, error = errors(call("check", *arguments))
+    assert found == code
+    assert error.startswith(words)
+
+
+# Pairs that a run has measured
 
 
 @pytest.fixture
@@ -107,13 +203,6 @@ def test_a_tensorrt_report(call, tmp_path):
     assert re.search(r"^ boundary +note +xd_Q ", out, re.MULTILINE)
 
 
-def test_an_fp8_report(call, tmp_path):
-    model = DATA / "fp8_attention.onnx"
-    code, out, _ = call("check", model, "--graph-json", exported(tmp_path, model.stem), "--json")
-    assert code == 0
-    assert {tuple(f["nodes"]) for f in json.loads(out)["findings"]} >= {("qd_Q",), ("vd_Q",)}
-
-
 def test_of_a_provider_without_a_table_nobody_looks(call, model, monkeypatch, tmp_path):
     code, _, err = call("check", model, "--engine-option", "provider=ROCMExecutionProvider")
     assert code == 0
@@ -158,3 +247,71 @@ def test_weights_that_overflow_on_this_processor_are_told(
     _, out, err = call("check", tmp_path / "q.onnx", "--engine", "onnxruntime", "--allow-boundary", "*")
     told = "1 weight of 8 bits: sums of products overflow here"
     assert (told in " ".join((out + err).split())) is is_told
+
+
+# Layers
+
+
+@pytest.fixture
+def exports(tmp_path: Path) -> list[str | Path]:
+    found: list[str | Path] = [tmp_path / "m.onnx"]
+    for kind in ("graph", "profile"):
+        path = tmp_path / f"{kind}.json"
+        path.write_bytes(gzip.decompress((DATA / f"resnet18_torch_A100_qat.{kind}.json.gz").read_bytes()))
+        found += [f"--{kind}-json", path]
+    names = [name for layer in read_report(tmp_path / "graph.json", None, None) for name in layer.nodes]
+    tensors = ["x", *names]
+    nodes = [onnx.helper.make_node("Identity", [a], [b], b) for a, b in pairwise(tensors)]
+    floats = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", names[-1])]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", floats[:1], floats[1:])), found[0])
+    return found
+
+
+def test_files_of_an_export(call: Call, exports: list[str | Path]) -> None:
+    code, out, _ = call("check", "--layers", *exports)
+    assert code == 0
+    assert any("quantize" in line and "0.06144" in line for line in out.splitlines())
+    assert "37 layers" in out.splitlines()[-1]
+    assert "1.096 ms" in out.splitlines()[-1]
+    found: dict[str, Any] = json.loads(call("check", "--layers", *exports, "--json")[1])
+    assert list(found) == ["engine", "layers"]
+    assert found["engine"] == "tensorrt"
+    assert len(found["layers"]) == 37
+    assert all(list(x) == ["name", "nodes", "precision", "time_ms", "kind", "elsewhere"] for x in found["layers"])
+    assert found["layers"][0] == {"name": "QuantizeLinear_2", "nodes": ["QuantizeLinear_2"], "precision": "INT8",
+                                  "time_ms": 0.06144, "kind": "quantize", "elsewhere": ""}  # fmt: skip
+
+
+def test_the_table_tells_what_runs_elsewhere() -> None:
+    here = Layer("a", ("a",), "INT8", 1.0, "compute")
+    there = Layer("b", ("b",), "FP32", 2.0, "compute", elsewhere="on the CPU: no such kernel")
+    assert "runs elsewhere" not in Layers("qnn", (here,)).table().columns
+    told = Layers("qnn", (here, there)).table()
+    at = list(told.columns).index("runs elsewhere")
+    assert [row[at] for row in told.rows] == ["on the CPU: no such kernel", ""]
+
+
+def test_an_engine_runs_the_model_and_has_no_times_where_these_mean_nothing(
+    call: Call, float_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.commands.check.is_simulated", lambda name, _: name == "fake")
+    code, out, _ = call("check", "--layers", float_file, "--engine", "fake", "--json")
+    found = json.loads(out)
+    assert (code, found["engine"]) == (0, "fake")
+    assert {layer["time_ms"] for layer in found["layers"]} == {None}
+    assert [(x["nodes"], x["kind"]) for x in found["layers"]] == [(["conv", "relu"], "compute")]
+
+
+def test_the_model_names_the_nodes_of_a_file(call: Call, float_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "g.json").write_text(json.dumps({"Layers": ["w + conv"], "Bindings": []}))
+    code, out, _ = call("check", "--layers", float_file, "--graph-json", tmp_path / "g.json", "--json")
+    assert (code, json.loads(out)["layers"][0]["nodes"]) == (0, ["conv", "relu"])
+
+
+def test_names_from_models_are_escaped_and_long_tables_end() -> None:
+    hostile = Layer("<script>alert(1)</script>", ("a&b",), "FP32", 1.0, "compute")
+    html = Layers("fake", (hostile,) * (MOST_ROWS + 5))._repr_html_()
+    assert "<script>" not in html
+    assert "a&amp;b" in html
+    assert html.count("<tr>") == MOST_ROWS + 1
+    assert "and 5 more" in html

@@ -59,8 +59,9 @@ def test_compare_tells_each_number_of_threads(call, tuned):
     assert code == 0
     assert re.search(rf"{final}, 1 thread .*faster", out)
     assert re.search(rf"{final}, 4 threads .*faster", out)
-    code, out, _ = call("compare", tuned, final, *at, "--json")
-    assert [row["threads"] for row in json.loads(out)["others"]] == [1, 4]
+    rows = json.loads(call("compare", tuned, final, *at, "--json")[1])["others"]
+    assert [(row["threads"], row["verdict"]) for row in rows] == [(1, "faster"), (4, "faster")]
+    assert all(row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"] < 1 for row in rows)
     assert call("compare", tuned, final, "--engine", "fake", "--threads", "1;4")[0] == 2
 
 

@@ -1,5 +1,6 @@
 """`explain`: what is no finished run is refused; decisions are told one by one and together."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -49,3 +50,32 @@ def test_what_a_provider_leaves_is_told_by_tune_explain_and_the_report(
     explained = explain_run(out)
     assert explained.headline.endswith(left.in_words())
     assert any(fact.name == "nodes that run elsewhere" for fact in report_of_run(out).facts)
+
+
+def test_the_table_of_reasons_shortens_names(tuned: Path) -> None:
+    explained = explain_run(tuned.parent / "out")
+    long = replace(explained.rows[0], nodes=("model/" + "relu;" * 40 + "conv",))
+    rows = replace(explained, rows=(long,)).table().rows
+    assert [row[-1] for row in rows] == ["…" + long.nodes[0][-35:], ""]
+
+
+def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tuned.parent / "out"
+    code, out, _ = call("explain", folder)
+    assert code == 0
+    assert "conversions cost more than it saves" in out
+    assert "no kernel for this operator" in out
+    code, out, _ = call("explain", folder, "s*")
+    nodes = [line.split(" (")[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert nodes == ["second", "skip", "softmax"]
+    assert re.search(r"in float it would take \S+ ms more \((measured|estimated)\)", out)
+    code, out, _ = call("explain", folder, "third", "--json")
+    told = json.loads(out)
+    assert [row["nodes"] for row in told["units"]] == [["third"]]
+    assert told["units"][0]["more_ms"] > 0
+    code, _, err = call("explain", folder, "th")
+    assert code == 2
+    assert "near are third" in err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, call("explain", folder, "s*")[1].splitlines())) <= 60

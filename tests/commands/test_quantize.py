@@ -12,16 +12,14 @@ import onnx
 import pytest
 
 from models import attention, build, conv_net, embedding, feeds, joined, normal, run
-from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.quantize import HELD_OUT, QuantizeOptions, quantize
 from qdqtune.engines.formats import numeric_format
-from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
+from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.numerics.fitting import with_known_ranges
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
@@ -212,19 +210,6 @@ def test_a_state_is_an_input_like_others_and_a_fixed_input_decides_an_if(tmp_pat
     assert done.sqnr_db > 20
 
 
-def test_what_a_softmax_makes_has_the_range_from_0_to_1_in_uint8_if_it_comes_half_way() -> None:
-    model = attention()
-    for high, expected in ((0.6, Range(0, 1)), (0.4, Range(0.1, 0.4))):
-        found = Ranges({"p": Range(0.1, high), "q": Range(-1, 1)})
-        known = with_known_ranges(model, found, numeric_format("onnxruntime", "int8")).activations
-        assert known == {"p": expected, "q": Range(-1, 1)}
-        assert with_known_ranges(model, found, numeric_format("tensorrt", "int8")) == found
-
-
-def consumers(done: Any) -> set[str]:
-    return {e.node for e in done.placed.placement}
-
-
 @pytest.mark.parametrize(
     ("selection", "gone", "kept"),
     [({"nodes_to_exclude": ["side", "de*"]}, {"side", "depthwise"}, {"stem", "project"}),
@@ -236,22 +221,10 @@ def consumers(done: Any) -> set[str]:
 def test_nodes_and_operators_to_quantize_and_to_exclude(
     selection: dict[str, Any], gone: set[str], kept: set[str], tmp_path: Path
 ) -> None:
-    done = consumers(quantize(request(write(conv_net(), tmp_path, count=5), engine="openvino", **selection)))
-    assert not done & gone
-    assert kept <= done
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"op_types_to_exclude": ["LSTM"]}, "the model has no LSTM; it has Add, Clip"),
-     ({"per_channel": True, "quant_type": "fp8"}, "`per_channel` is for int8"),
-     ({"evaluate": "nothing:here"}, "evaluate")],
-)  # fmt: skip
-def test_what_cannot_be_asked_for(changes, words, tmp_path, monkeypatch):
-    path = write(conv_net(), tmp_path, count=5)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadOption, match=words):
-        quantize(request(path, **changes))
+    done = quantize(request(write(conv_net(), tmp_path, count=5), engine="openvino", **selection))
+    nodes = {e.node for e in done.placed.placement}
+    assert not nodes & gone
+    assert kept <= nodes
 
 
 def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
@@ -263,8 +236,6 @@ def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
         quantize(request(path, op_types_to_quantize=["Flatten"]))
     with pytest.raises(BadModel, match=r"kept in float by .*tiny-convolutions \(\d+ edges?: [a-z]"):
         quantize(request(path, quant_type="fp8"))
-    with pytest.raises(OutputError, match="cannot write"):
-        quantize(request(path, output=tmp_path / "no" / "q.onnx"))
 
 
 def test_a_model_that_computes_in_integers_already(tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models import build, feeds, normal
+from models import build, normal
 from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.apply import ApplyOptions, apply
-from qdqtune.commands.debug import DebugOptions, debug
+from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.graph.saving import save
 from qdqtune.placement.files import PlacementFile, read_placement_file, write_placement
+from runs import write
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -45,11 +45,9 @@ def normalized(seed: int = 0) -> Model:
 
 
 def written(model: Model, folder: Path, name: str = "model") -> QuantizeOptions:
-    path, data = folder / f"{name}.onnx", folder / "samples.npz"
-    save(model, path)
-    (name_of_input,) = model.inputs
-    np.savez(data, **{name_of_input: np.stack([s[name_of_input] for s in feeds(model, 5)])})
-    return QuantizeOptions(path, output=folder / f"{name}.q.onnx", calibration_data=str(data), **PLAIN)
+    path = write(model, folder, name, count=5)
+    data = str(path.with_suffix(".npz"))
+    return QuantizeOptions(path, output=folder / f"{name}.q.onnx", calibration_data=data, **PLAIN)
 
 
 def asked(retrained: QuantizeOptions, target: Path) -> ApplyOptions:
@@ -58,10 +56,10 @@ def asked(retrained: QuantizeOptions, target: Path) -> ApplyOptions:
     return ApplyOptions(retrained.model, output=target, calibration_data=data, placement=placement)
 
 
-def looking(request: QuantizeOptions, min_sqnr: float) -> DebugOptions:
-    """What `quantize` has written, examined."""
+def looking(request: QuantizeOptions) -> Diagnosis:
+    """What `debug` says of what `quantize` has written, none of which is good enough."""
     data, quantized = request.calibration_data, request.output
-    return DebugOptions(request.model, quantized=quantized, min_sqnr=min_sqnr, calibration_data=data)
+    return debug(DebugOptions(request.model, quantized=quantized, min_sqnr=60.0, calibration_data=data))
 
 
 def ops(path: Path) -> Counter[str]:
@@ -69,12 +67,14 @@ def ops(path: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("said", "left"), [("auto", 0), ("off", 2)])
-def test_quantize_folds_unless_told_otherwise(said: str, left: int, tmp_path: Path) -> None:
+def test_quantize_folds_unless_told_otherwise_and_debug_finds_it(said: str, left: int, tmp_path: Path) -> None:
     request = replace(written(normalized(), tmp_path), rewrites=said)
     done = quantize(request)
     assert ops(request.output)["BatchNormalization"] == left
     assert done.sqnr_db is not None
     assert done.sqnr_db > 25
+    looked = looking(request)
+    assert looked.by_numbers == pytest.approx(looked.noise, rel=0.5)
 
 
 def test_apply_folds_retrained_weights_as_the_placement_says(tmp_path: Path) -> None:
@@ -115,15 +115,5 @@ def test_named_rewrites_are_made_again_by_apply_and_found_by_debug(tmp_path: Pat
     again = apply(asked(retrained, target))
     assert not again.lost
     assert ops(target)["HardSwish"] == 1
-    looked = debug(looking(request, 60.0))
+    looked = looking(request)
     assert looked.by_numbers == pytest.approx(looked.noise, rel=0.5)
-
-
-@pytest.mark.parametrize("said", ["auto", "off"])
-def test_debug_takes_the_float_model_as_the_quantizer_has_rewritten_it(said: str, tmp_path: Path) -> None:
-    request = replace(written(normalized(), tmp_path), rewrites=said)
-    quantize(request)
-    broken = looking(request, 60.0)
-    done = debug(broken)
-    assert done.by_numbers is not None
-    assert done.by_numbers == pytest.approx(done.noise, rel=0.5)

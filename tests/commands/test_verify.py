@@ -15,7 +15,7 @@ from command_lines import QUICK, errors
 from conftest import Call
 from models import build, normal
 from runs import hopeless, mixed, write
-from workers import Build, Workers
+from workers import Workers
 
 
 @pytest.fixture
@@ -110,10 +110,7 @@ def test_another_engine_is_told_and_a_smaller_gain_too(call: Call, target: Path)
 
 
 def test_what_is_slower_here_does_not_hold(call: Call, target: Path, workers: Workers) -> None:
-    def slower(build: Build) -> float:
-        return 9.0 if "optimized" in build.path.name else 1.0
-
-    workers.slower = slower
+    workers.slower = lambda build: 9.0 if "optimized" in build.path.name else 1.0
     code, out, _ = call("verify", target)
     assert code == 4
     assert out.splitlines()[-1].startswith("does not hold: ")

@@ -65,8 +65,6 @@ FITS = Damage("t", "activation", ("a", "b"), 0.5, (-1.0, 1.0), (-1.0, 1.0), (0.0
             "a Concat gives one scale to parts of unlike size: p up to 9",
         ),
         ({"joined": {"p": (-1.0, 1.0), "s": (0.0, 0.1)}}, SENSITIVE),
-        ({"quantized_range": (-0.5, 0.5)}, "its pair cuts off 25 % of the range"),
-        ({"quantized_range": (-8.0, 8.0)}, "its pair spends its steps on a range 8 times as wide"),
         ({"kind": "constant", "quantized_range": (-1.0, 0.5)}, "its constant has other values than the float one"),
     ],
 )

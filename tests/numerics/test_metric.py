@@ -61,6 +61,7 @@ def test_another_text_is_another_metric(metric: Metric) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [("raise KeyError('label\\n7')", "failed: KeyError: 'label"), ("return 'good'", "returned str, not a number"),
+     ("raise SystemExit(0)", "failed: SystemExit"),
      ("return open(predict)", r"failed: TypeError: .* \(it is called with `predict`, which takes"),
      ("return np.ones(2)", "returned ndarray"), ("return None", "returned NoneType")],
 )  # fmt: skip
