@@ -161,7 +161,8 @@ def on_option() -> Any:
     return option(
         Kind(_machine),
         None,
-        "Build, run and time on this machine, over SSH; PYTHON, by default python3, is the one there that has qdqtune.",
+        "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
+        "default python3, is the one there that has qdqtune.",
         "Engine",
         metavar="USER@HOST[:PYTHON]",
     )

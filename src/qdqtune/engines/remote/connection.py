@@ -76,8 +76,8 @@ NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|
 
 @dataclass(frozen=True)
 class Destination:
-    """What to connect to, as `ssh` takes it, the Python there, and the socket over which workers share one connection;
-    without it each has its own."""
+    """What to connect to, as `ssh` takes it or `adb:` with a serial number, if one is given, the Python there, and the
+    socket over which workers share one connection of SSH; without it each has its own."""
 
     host: str
     python: str = USUAL_PYTHON
@@ -85,11 +85,16 @@ class Destination:
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
-        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`.
+        """Of `[user@]host[:python]`, `ssh://[user@]host[:port][/path/of/python]` or `adb:[serial][:/path/of/python]`.
 
         Raises:
             BadOption: it is none of them.
         """
+        if text.startswith("adb:"):
+            device = re.fullmatch(r"(adb:[^:/\s]*(?::\d+)?)(?::(/\S+))?", text)
+            if device is None:
+                raise BadOption(f"`on` {text!r} is no device: give adb:SERIAL or adb:SERIAL:/path/of/python")
+            return cls(device[1], device[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
             raise BadOption(
@@ -101,6 +106,9 @@ class Destination:
     def command(self, module: str) -> list[str]:
         """The command that runs a module there. The path of the Python is relative to the home folder there."""
         words = f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"
+        if self.host.startswith("adb:"):
+            serial = self.host.removeprefix("adb:")
+            return ["adb", *(("-s", serial) if serial else ()), "shell", "-T", words]
         sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", f"ControlPath={self.socket}"]
         return [*SSH, *(sharing if self.socket else ()), "--", self.host, words]
 
@@ -110,6 +118,8 @@ class Destination:
         Raises:
             OutputError: the folder cannot be made.
         """
+        if self.host.startswith("adb:"):
+            return self
         with writing(SOCKETS):
             scratch = Scratch(SOCKETS, TEMPORARY)
         destination = replace(self, socket=str(scratch.path / "ssh"))
