@@ -221,9 +221,3 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
         assert found.scale.dtype == np.float16
         assert (found.scale > 0).all()
         assert np.array_equal(found.values()[:, 1:], weight[:, 1:])
-
-
-@pytest.mark.parametrize("name", ["w4", "w5b32", "w8b24", "w4b8", "int8", ""])
-def test_what_is_no_weight_format_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"weight format|blocks"):
-        WeightFormat.named(name)
