@@ -27,6 +27,9 @@ WIDE_BITS = 16
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
 """Keys of pattern caches and state files of ModelOpt's autotuner, which files of qdqtune lack."""
 
+DEEPEST = 50
+"""Most levels of nested lists and mappings."""
+
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Slot = Annotated[int, msgspec.Meta(ge=0)]
@@ -194,6 +197,11 @@ def parsed_yaml(path: Path, what: str) -> Any:
         check_file(path)
         text = path.read_bytes()
     try:
+        depth = 0
+        for event in yaml.parse(text, Loader=LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:  # at some thousands the C code behind `load` overflows its stack
+                raise ValueError(f"more than {DEEPEST} lists and mappings within each other")
         return yaml.load(text, Loader=LOADER)
     except (RecursionError, ValueError, yaml.YAMLError) as error:
         raise BadOption(f"{path} is no {what} file, or damaged: {one_line(error)}") from error
