@@ -83,7 +83,7 @@ def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: s
 
 
 RESULTS = ["baseline.onnx", "optimized_final.onnx", "placement.yaml", "summary.json", "logs/baseline.log",
-           "optimized_final.onnx.data"]  # fmt: skip
+           "optimized_final.onnx.data", "deploy/run.py"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

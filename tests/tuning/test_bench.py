@@ -1,6 +1,6 @@
 """Candidates, bench and proof against an engine whose every build and round is scripted."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,8 @@ import pytest
 from models import feeds, ranges
 from qdqtune.engines import formats
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BaselineFailed, EngineFailure, EngineUnavailable, Failure, OutputError
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BaselineFailed, EngineFailure, EngineUnavailable, Failure
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
@@ -27,9 +27,8 @@ from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.bench import Bench, Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
-from qdqtune.types import Measurement, Placement, Proposal, Times, Trial
-from refusals import or_raise
-from runs import mixed, room_for
+from qdqtune.types import Measurement, Placement, Proposal, Trial
+from runs import mixed
 from scripted import Script
 
 FLOAT = Placement()
@@ -183,25 +182,6 @@ def test_a_float_model_that_fails_or_has_nan_outputs_ends_the_run(opened: Open) 
         assert setup.bench.floats
 
 
-def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> None:
-    setup = opened()
-    slower, close = setup.placements[:2]
-    setup = opened(speed=by_digest({slower.digest: 1.001}))
-    assert setup.bench.floats
-    setup.runner.rounds_taken = 0
-    setup.measure(1, slower)
-    assert setup.runner.rounds_taken == 12
-
-    def wavering(_: Sequence[Handle], numbers: range, **__: Any) -> Times:
-        setup.runner.rounds_taken += len(numbers)
-        return Times((((1.0,),) * len(numbers), tuple(((0.9, 1.05)[number % 2],) for number in numbers)))
-
-    setup.runner.rounds = wavering  # type: ignore[method-assign]
-    setup.runner.rounds_taken = 0
-    setup.measure(2, close)
-    assert setup.runner.rounds_taken == 48
-
-
 def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) -> None:
     setup = opened()
     slower, faster, refused = setup.placements[:3]
@@ -223,13 +203,7 @@ def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) 
 def test_where_a_race_fails_each_candidate_races_alone(opened: Open) -> None:
     setup = opened()
     good, bad = setup.placements[:2]
-    rounds = setup.runner.rounds
-
-    def failing(handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
-        or_raise(Failure("run", "bad") if bad.digest in {one.path.stem for one in handles} else None)
-        return rounds(handles, numbers)
-
-    setup.runner.rounds = failing  # type: ignore[method-assign]
+    setup = opened(broken=bad.digest)
     proposals = [Proposal("test", placement) for placement in (good, bad)]
     trials = [trial for trial, _ in setup.bench.measured(1, proposals, FLOAT)]
     assert [isinstance(trial.result, Failure) for trial in trials] == [False, True]
@@ -245,12 +219,6 @@ def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_on
         for number, _ in enumerate(trials, 1):
             assert len(setup.runner.present) == 1, "all but the float model are freed"
             assert len(setup.store.values("trial:", Trial)) == number
-
-
-def test_a_full_disk_is_an_output_error(opened: Open) -> None:
-    setup = opened()
-    with room_for(20_000), pytest.raises(OutputError, match="cannot write"):
-        setup.measure(1, setup.placements[-1])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from qdqtune.engines.options import EngineOptions
 from qdqtune.errors import BadOption, BadState
 from qdqtune.explanation.report import report_of_run
 from qdqtune.tuning import contexts
-from qdqtune.tuning.contexts import counts_of, tuned_for
+from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -193,19 +193,6 @@ def test_the_result_says_what_it_was_tuned_for(model: Path) -> None:
     assert result.summary["tuned_for"] == "1 and 4 threads; other numbers were not measured"
     assert "tuned for 1 and 4 threads; other numbers were not measured" in result_table(result).caption
     assert f"tuned for {result.summary['tuned_for']}" in report_of_run(model.parent / "out").notes
-
-
-@pytest.mark.parametrize(
-    ("counts", "is_default", "said"),
-    [
-        ((8,), True, "8 threads, the default here; other numbers were not measured"),
-        ((1,), False, "1 thread; other numbers were not measured"),
-        ((16, 1, 4), False, "16, 1 and 4 threads; other numbers were not measured"),
-        ((None,), True, None),
-    ],
-)
-def test_what_was_tuned_for_in_words(counts: tuple[int | None, ...], is_default: bool, said: str | None) -> None:
-    assert tuned_for(counts, is_default=is_default) == said
 
 
 @pytest.mark.parametrize(("at_four", "threads", "is_told"), [(8.0, None, True), (8.0, (4,), False), (1.0, None, False)])

@@ -77,15 +77,6 @@ def test_where_float_ships_the_settings_say_so(call: Call, tmp_path: Path) -> No
     assert "is the float model: nothing faster was proven" in settings.told
 
 
-def test_a_file_of_the_user_in_its_place_is_not_overwritten(call: Call, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "out" / "deploy").mkdir(parents=True)
-    (tmp_path / "out" / "deploy" / "run.py").write_text("mine")
-    code, _, err = call("tune", model, *QUICK, "-o", tmp_path / "out")
-    assert code == 2
-    assert "run.py was there before, and is not of qdqtune's making" in err
-    assert (tmp_path / "out" / "deploy" / "run.py").read_text() == "mine"
-
-
 def test_pick_renews_the_settings(call: Call, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     base = ("tune", model, "--engine", "fake", "--front", "--calibration-data", model.with_suffix(".npz"), "-o", out)

@@ -89,13 +89,3 @@ def test_budgets_may_change(done: tuple[Path, bytes], change: dict[str, Any]) ->
     model, state = done
     assert tune(settings(model, **{"builds": 4, **change})).history
     assert (model.parent / "out" / STATE).read_bytes().startswith(state)
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes], tmp_path: Path) -> None:
-    _, state = done
-    model = write(mixed(), tmp_path)
-    damaged = tmp_path / "state.yaml"
-    damaged.write_bytes(state.replace(b'"origin": "compute"', b'"origin": "other"'))
-    with pytest.raises(BadState, match=r"state\.yaml, line 8 is damaged"):
-        tune(settings(model, state_file=damaged))

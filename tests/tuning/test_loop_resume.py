@@ -1,18 +1,16 @@
 """Runs that are killed, interrupted or ended by their budget go on as if nothing had happened."""
 
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qdqtune.cli import main
 from qdqtune.errors import EngineFailure, Failure
 from qdqtune.tuning.loop import tune
-from runs import environment, mixed, settings, timeless, write
+from runs import environment, mixed, rows, settings, timeless, write
 from workers import Build, Workers, in_process
 
 STATE = "autotuner_state.yaml"
@@ -77,11 +75,6 @@ def test_a_run_that_is_killed_ends_with_the_same_files(unbroken, tmp_path, call)
     assert not (tmp_path / "candidates").exists()
 
 
-def parsed(state: bytes) -> list[Any]:
-    lines = [json.loads(line) for line in state.splitlines()]
-    return [{**line, "kind": line["key"].partition(":")[0]} for line in lines]
-
-
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("mode", "builds"), [("region", 16), ("cut", 8)])
 def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(
@@ -107,17 +100,17 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
         part = tune(settings(model, builds=builds, cut_seed=True))
         assert part.history[:-4] == whole.history[: len(part.history[:-4])]
     assert part.history == whole.history
-    states = (parsed((model.parent / name / STATE).read_bytes()) for name in ("out", "whole"))
+    states = (rows(model.parent / name / STATE) for name in ("out", "whole"))
     trials, expected = ([row["key"] for row in state if row["kind"] == "trial"] for state in states)
     assert trials == expected
 
 
 def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
     tune(settings(model, builds=32))
-    before = parsed((model.parent / "out" / STATE).read_bytes())
+    before = rows(model.parent / "out" / STATE)
     less = tune(settings(model, builds=12, time_limit=5.0, time_budget=1e6))
     assert less.summary["builds"] <= 12
-    after = parsed((model.parent / "out" / STATE).read_bytes())
+    after = rows(model.parent / "out" / STATE)
     assert after[: len(before)] == before
     assert all(r["kind"] != "trial" for r in after[len(before) :])
 

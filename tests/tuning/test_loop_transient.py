@@ -111,24 +111,6 @@ def test_transient_failures_are_not_stored(
     assert shipped(model.parent / "out") == expected.files
 
 
-def test_killed_workers_during_the_proof_drop_no_comparison(
-    model: Path, workers: Workers, whole: Callable[[str], Whole]
-) -> None:
-    expected = whole("cut")
-    left = [4]
-
-    def killed(build: Build) -> bool:
-        left[0] -= build.path == model
-        return build.path == model and left[0] >= 0
-
-    workers.refused = raising(EOFError(), killed)
-    found = run(model, "cut")
-    assert left[0] < 0
-    assert found.notes == expected.found.notes
-    assert found.ratio == expected.found.ratio
-    assert shipped(model.parent / "out") == expected.files
-
-
 @pytest.mark.parametrize("error", [SHORT[1], SHORT[2]])
 def test_a_proof_with_a_transient_failure_is_tried_again(
     model: Path, workers: Workers, error: BaseException, whole: Callable[[str], Whole]

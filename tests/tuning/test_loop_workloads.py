@@ -11,16 +11,12 @@ import pytest
 
 import qdqtune
 from decoders import CALLS, WEIGHTS, call_of, cost, decoder, mean, settings, written
-from models import build, normal
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.run import open_run, prepared
-from qdqtune.types import Workload
 from runs import rows
 from workers import Workers
 
@@ -128,29 +124,6 @@ def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(model, call, monkeypa
     (floats,) = (record["value"] for record in records if record["kind"] == "layers")
     assert any("up" in layer["nodes"] for layer in floats)
     assert load(out / "optimized_final.onnx").tensors["ids"].shape == (None, None)
-
-
-@pytest.mark.usefixtures("workers")
-def test_onnxruntime_times_batches_of_one_and_eight_together(tmp_path: Path) -> None:
-    net = build(
-        """net (float[N,3,8,8] x) => (float[N,8,8,8] y) {
-            [first] a = Conv<pads = [1, 1, 1, 1]>(x, w0)
-            [second] y = Conv<pads = [1, 1, 1, 1]>(a, w1)
-        }""",
-        {"w0": normal(8, 3, 3, 3), "w1": normal(8, 8, 3, 3)},
-    )
-    file = written(tmp_path, net, {})
-    with Runner(EngineSpec("onnxruntime"), log_dir=tmp_path / "logs") as runner:
-        runner.feed(
-            (Workload({"x": normal(1, 3, 8, 8)}, 3.0, "one"), Workload({"x": normal(8, 3, 8, 8)}, 1.0, "eight"))
-        )
-        built = runner.load(file)
-        assert isinstance(built, Handle)
-        measured = runner.timed(built, 2, warmup=1).pair(0, 0)
-        first, second = measured.parts
-        assert measured.a == pytest.approx([0.75 * x + 0.25 * y for x, y in zip(first.a, second.a, strict=True)])
-        layers = runner.layers(built, 4)
-        assert {"first", "second"} <= {node for layer in layers for node in layer.nodes}
 
 
 def test_compare_reports_each_workload(model: Path, call: Any) -> None:

@@ -1,4 +1,4 @@
-"""Values of search options: numbers of threads, and wildcards of node names."""
+"""Values of search options: numbers of threads, wildcards of node names, and formats that leave nothing to do."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines.options import EngineOptions
 from qdqtune.errors import BadOption
+from qdqtune.tuning.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,11 @@ def test_wildcards_are_a_sequence_or_the_lines_of_a_file(tmp_path: Path) -> None
     for wrong, words in ((file, "holds no wildcard"), (tmp_path / "gone", "No such file"), (tmp_path, "cannot read")):
         with pytest.raises(BadOption, match=words):
             TuneOptions("m.onnx", node_filter=wrong)
+
+
+def test_formats_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"no kernels for weights stored as 'w2'; it has w4, w8.*, and int8 for pairs"):
+        Settings(tmp_path / "m.onnx", formats=("int8", "w2"))
+    with pytest.raises(BadOption, match="names nothing"):
+        Settings(tmp_path / "m.onnx", formats=())
+    assert not Settings(tmp_path / "m.onnx", formats=("w4",)).has_pairs

@@ -1,5 +1,6 @@
-"""What a run gives back and writes."""
+"""What a run would take, tells, gives back and writes, and how its summary is read again."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,16 @@ import onnx
 import pytest
 
 from models import build, normal
+from observers import Log
+from qdqtune.errors import BadOption
 from qdqtune.placement.start_placements import STATIC
+from qdqtune.search.regions.cache import read_cache
 from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import best_undecided
+from qdqtune.tuning.store import plain
+from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import HOPELESS, MIXED, cost, mixed, out, settings, write
 
@@ -69,3 +76,65 @@ def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
     assert said.startswith("the best candidate, no 1, was 1.25x [0.83x, 1.25x] the speed of float; ")
     assert best_undecided([slower], PLAN) is None
     assert best_undecided([trial(1, [0.5] * 12, accepted=True), slower], PLAN) is None
+
+
+@pytest.mark.usefixtures("workers")
+def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(model: Path) -> None:
+    expected = estimate(settings(model))
+    assert expected.latency == pytest.approx(cost(model))
+    assert expected.builds <= 32
+    assert expected.patterns == 4
+    assert expected.seconds > 0
+    assert not out(model, "autotuner_state.yaml").exists()
+    assert tune(settings(model)).summary["patterns"] == expected.patterns
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_observer_gets_every_trial_in_order(model: Path) -> None:
+    log = Log()
+    result = tune(settings(model, builds=17), log)
+    assert [t.number for t, _, _ in log.trials] == list(range(1, len(result.history) + 1))
+    assert [t.placement for t, _, _ in log.trials] == [t.placement for t in result.history]
+    assert {verdict for _, verdict, _ in log.trials} == {"faster", "slower"}
+    spent = [state.builds for _, _, state in log.trials]
+    assert spent == sorted(spent)
+    assert spent[-1] == 1 + len(result.history) == result.summary["builds"]
+    assert log.trials[-1][2].best_ratio == pytest.approx(result.summary["ratio"])
+    assert not any(state.replayed for _, _, state in log.trials)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_pattern_cache_is_tried_first(model: Path) -> None:
+    first = tune(settings(model))
+    cache = out(model, "autotuner_state_pattern_cache.yaml")
+    assert set(read_cache(cache))
+    again = settings(model, pattern_cache=cache, output_dir=model.parent / "warm", builds=8, cut_seed=True)
+    warm = tune(again)
+    assert warm.history[0].proposal.origin == "pattern cache"
+    assert warm.history[0].accepted
+    assert warm.placement == first.placement
+    with pytest.raises(BadOption, match="no pattern cache"):
+        tune(settings(model, pattern_cache=out(model, "placement.yaml"), output_dir=model.parent / "w"))
+
+
+def test_a_summary_is_read_as_it_was_written(tuned: Path) -> None:
+    folder = tuned.parent / "out"
+    assert plain(read_summary(folder)) == json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ratio": 0.0}, {"builds": -1}, {"shipped": "mine"}, {"by_threads": None}],
+)  # fmt: skip
+def test_values_that_no_run_writes_are_refused(change: dict[str, object], tuned: Path, tmp_path: Path) -> None:
+    whole = json.loads((tuned.parent / "out" / "summary.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps(whole | change))
+    with pytest.raises(BadOption, match=r"summary\.json is not what a run has written"):
+        read_summary(tmp_path)
+
+
+def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="holds no finished run"):
+        read_summary(tmp_path)
+    with pytest.raises(BadOption, match="there is no folder"):
+        read_summary(tmp_path / "none")

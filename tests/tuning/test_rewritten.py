@@ -13,9 +13,7 @@ import pytest
 from models import build, normal
 from qdqtune.commands.explain import explain_run
 from qdqtune.commands.tune_tables import result_table
-from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
-from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel, EngineRefused, Failure
 from qdqtune.graph import rewrites
 from qdqtune.graph.inference import infer
@@ -29,7 +27,6 @@ from qdqtune.tuning import rewritten
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.subject import Subject, open_subject
 from runs import mixed, rows, settings, without_seconds, write
 from workers import Build, Workers
 
@@ -101,22 +98,6 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
         assert [r["kind"] for r in rows(state)][: len(keys) - 1] == keys[:-1]
 
 
-def test_a_model_is_read_again_only_for_a_rewrite_that_has_something_to_do(tmp_path, monkeypatch):
-    opened: list[Rewrites | None] = []
-
-    def counted(settings: Settings, runner: Runner, execution: Execution, rewrites: Rewrites | None = None) -> Subject:
-        opened.append(rewrites)
-        return open_subject(settings, runner, execution, rewrites)
-
-    monkeypatch.setattr(rewritten, "open_subject", counted)
-    monkeypatch.setattr(rewritten, "load_for", None)
-    assert tune(run(tmp_path, mixed())).summary["rewrites"] == {"folded": True, "names": []}
-    assert opened == []
-    (folder := tmp_path / "swishing").mkdir()
-    tune(run(folder, swishing()))
-    assert opened == [Rewrites(True, ("hardswish",))]
-
-
 def alter(patch: pytest.MonkeyPatch, name: str, apply: Callable[[Model], Model]) -> None:
     """Let a rewrite do something else."""
     changed = {**rewrites.REWRITES, name: replace(REWRITES[name], apply=apply)}
@@ -150,16 +131,10 @@ def slowed(model: Model) -> Model:
         return model
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
-    node = next(n for n in proto.graph.node if n.name == "relu")
-    extra = [
-        onnx.helper.make_node("Neg", [node.input[0]], ["s1"], "slow"),
-        onnx.helper.make_node("Neg", ["s1"], ["s2"], "slow2"),
-    ]
-    at = list(proto.graph.node).index(node)
-    node.input[0] = "s2"
-    nodes = [*proto.graph.node[:at], *extra, *proto.graph.node[at:]]
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
+    nodes, at = proto.graph.node, model.index_of["relu"]
+    read, nodes[at].input[0] = nodes[at].input[0], "s2"
+    nodes.insert(at, onnx.helper.make_node("Neg", ["s1"], ["s2"], "slow2"))
+    nodes.insert(at, onnx.helper.make_node("Neg", [read], ["s1"], "slow"))
     return Model(infer(proto, model.large), model.large)
 
 

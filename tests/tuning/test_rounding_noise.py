@@ -8,26 +8,16 @@ import pytest
 
 from models import feeds
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format
 from qdqtune.tuning import rounding_noise
-from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.rounding_noise import noise_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Caveat, Store
 from qdqtune.types import WeightFormat
-from runs import settings, write
+from runs import write
 from weight_only_nets import MODEL, SHARES, W8
-
-
-@pytest.mark.usefixtures("workers")
-def test_noise_is_not_measured_twice(model: Path) -> None:
-    noisy = settings(model, engine=EngineSpec("fake", {"noise": 0.02, "drift": 0.05}), builds=12)
-    first = tune(noisy)
-    assert tune(noisy).history == first.history
-    assert tune(noisy).ratio == first.ratio
 
 
 def run_of(tmp_path: Path, **more: Any) -> Run:

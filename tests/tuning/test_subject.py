@@ -9,7 +9,6 @@ from conftest import Call
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.tuning.subject import check_device
 
@@ -22,13 +21,9 @@ BRANCHING = """net (int64 rate, float[1,8] x) => (float[1,8] y) {
 }"""
 
 
-def branching() -> Model:
-    return build(BRANCHING, {"fast": np.asarray(16000), "w": normal(8, 8)})
-
-
 def write(folder: Path, rates: list[int]) -> Path:
     path = folder / "model.onnx"
-    save(branching(), path)
+    save(build(BRANCHING, {"fast": np.asarray(16000), "w": normal(8, 8)}), path)
     np.savez(path.with_suffix(".npz"), x=normal(len(rates), 1, 8), rate=np.asarray(rates))
     return path
 

@@ -21,7 +21,7 @@ from qdqtune.types import Layer
 
 pytestmark = pytest.mark.usefixtures("workers")
 
-RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
+RESHAPED = """net (float[N,4,6] x) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)
     [wanted] t = Concat <axis=0> (s, minus, six)
     [reshape] a = Reshape(x, t)
@@ -31,8 +31,7 @@ RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
 
 
 def reshaped() -> Model:
-    text = RESHAPED.replace(", float[2,3] z", "")
-    return build(text, {"w": normal(6, 2), "minus": np.array([-1]), "six": np.array([6])})
+    return build(RESHAPED, {"w": normal(6, 2), "minus": np.array([-1]), "six": np.array([6])})
 
 
 @pytest.mark.parametrize("make", [conv_net, attention, tapped])

@@ -108,12 +108,6 @@ def test_without_validation_all_groups_are_one_candidate(tmp_path: Path) -> None
     assert result.improved
 
 
-def test_the_time_budget_holds_for_groups_too(tmp_path: Path) -> None:
-    result = mixed_run(tmp_path, "subgraph", time_budget=1e-6)
-    assert {row.why for row in result.recorded.rows if row.kind} == {"no time was left"}
-    assert not result.improved
-
-
 def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
     names = ["first + relu", "second + skip", "softmax", "third", "PWN(tanh)", "head"]
