@@ -1,11 +1,16 @@
 """`Built.layers` of the engines that run here, for known fusions."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
+from conftest import Call
 from layer_reports import (
+    CHAIN,
     ENGINES,
     RESIDUAL,
     RESIDUAL_INPUT,
@@ -16,7 +21,19 @@ from layer_reports import (
     random_array,
     text_model,
 )
-from models import attention
+from loaded_modules import absent, forgotten
+from models import attention, build
+from qdqtune.commands import apply, quantize
+from qdqtune.engines.acceptance import check_loads, checked_output
+from qdqtune.engines.coverage import Claim, cover, never_run, read_model
+from qdqtune.engines.execution import EXECUTION
+from qdqtune.engines.fallback import fallback
+from qdqtune.errors import EngineFailure
+from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
+from qdqtune.types import Layer, LayerKind
+from runs import mixed
+from workers import Workers
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -90,3 +107,202 @@ def test_booleans_are_no_integers(engine: str, tmp_path: Path) -> None:
     }"""
     layers = layers_of(engine, text_model(text, {"zero": np.float32(0)}), {"x": random_array(64)}, tmp_path)
     assert {x.precision for x in layers if x.kind == "compute"} <= {"BOOL", "FP32"}
+
+
+# Which nodes of a model the layers of an engine cover, by what the layers claim
+def covered(text: str, claims: list[Claim], constants: Mapping[str, Any] | None = None) -> list[set[str]]:
+    """The nodes of each layer, and last those of none."""
+    found, rest = cover(text_model(text, constants).graph, claims)
+    return [*map(set, found), set(rest)]
+
+
+def claim(nodes: str = "", reads: str = "", writes: str = "") -> Claim:
+    return Claim(tuple(nodes.split()), frozenset(reads.split()), frozenset(writes.split()))
+
+
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ([claim("neg"), claim("exp"), claim("abs")], [{"neg", "relu"}, {"exp"}, {"abs"}, set()]),
+        # a border keeps a node out of a layer, and between two borders none is lost
+        ([claim("neg", writes="a"), claim("exp", reads="a"), claim("abs")], [{"neg"}, {"relu", "exp"}, {"abs"}, set()]),
+        ([claim("neg", writes="a"), claim("exp", reads="b"), claim("abs")], [{"neg", "relu"}, {"exp"}, {"abs"}, set()]),
+        ([claim("neg stranger"), claim("neg abs")], [{"neg", "relu", "exp"}, {"abs"}, set()]),
+        ([claim()], [set(), {"neg", "relu", "exp", "abs"}]),
+    ],
+)
+def test_a_node_joins_the_layer_that_makes_its_input(claims: list[Claim], expected: list[set[str]]) -> None:
+    assert covered(CHAIN, claims) == expected
+
+
+def test_a_fusion_begins_with_its_compute_operator() -> None:
+    text = """g (float[2,2] x) => (float[2,2] y) {
+        [tanh] a = Tanh(x)
+        [product] b = MatMul(a, a)
+        [relu] y = Relu(b)
+    }"""
+    assert covered(text, [claim("tanh"), claim("relu")]) == [{"tanh"}, {"product", "relu"}, set()]
+
+
+def test_an_add_joins_the_later_of_the_layers_in_front_of_it() -> None:
+    text = """g (float[4] x) => (float[4] y) {
+        [left] a = Exp(x)
+        [right] b = Tanh(x)
+        [add] c = Add(a, b)
+        [last] y = Abs(c)
+    }"""
+    claims = [claim("right"), claim("left"), claim("last")]
+    assert covered(text, claims) == [{"right"}, {"left", "add"}, {"last"}, set()]
+
+
+WEIGHTS = """g (float[2,4] x) => (float[2,3] y) {
+    [scale] two = Constant <value_float=2.0> ()
+    [quantize] wq = QuantizeLinear(w, s, z)
+    [dequantize] wd = DequantizeLinear(wq, s, z)
+    [product] a = MatMul(x, wd)
+    [double] y = Mul(a, two)
+}"""
+
+
+PAIR = {"w": random_array(4, 3), "s": np.float32(0.1), "z": np.int8(0)}
+
+
+@pytest.mark.parametrize(
+    ("reads", "inside"), [("x wq", {"dequantize"}), ("x wd", set()), ("x w", {"quantize", "dequantize"}), ("x", set())]
+)
+def test_constant_nodes_join_the_layer_that_reads_what_they_start_from(reads: str, inside: set[str]) -> None:
+    found = covered(WEIGHTS, [claim("product", reads), claim("double")], PAIR)
+    assert found == [{"product"} | inside, {"double"}, {"scale", "quantize", "dequantize"} - inside]
+
+
+def test_shapes_that_were_known_in_advance_are_folded() -> None:
+    text = """g (float[2,4] x) => (float[8] y) {
+        [shape] a = Shape(x)
+        [size] b = ReduceProd <keepdims=1> (a)
+        [flat] y = Reshape(x, b)
+    }"""
+    assert covered(text, [claim("flat", "x")]) == [{"flat"}, {"shape", "size"}]
+    assert covered(text, [claim("shape"), claim("flat")]) == [{"shape", "size"}, {"flat"}, set()]
+
+
+def test_nothing_left_over_makes_no_layer() -> None:
+    assert never_run(()) == ()
+    assert never_run(("a", "b")) == (Layer("folded", ("a", "b"), "", 0.0, "folded"),)
+
+
+def test_unnamed_nodes_have_the_names_that_loading_gives(tmp_path: Path) -> None:
+    model = text_model(CHAIN)
+    for node, name in zip(model.graph.node, ("", "Exp_2", "", "Exp_2"), strict=True):
+        node.name = name
+    onnx.save(model, tmp_path / "m.onnx")
+    assert [n.name for n in read_model(tmp_path / "m.onnx").graph.node] == ["Neg_0", "Exp_2", "Exp_2_2", "Exp_2_3"]
+
+
+# What a provider leaves to another, counted on a small graph
+def net(size: str = "1,256") -> Model:
+    return build(f"net (float[{size}] x) => (float[{size}] y) {{ [a] p = Relu(x) [b] q = Abs(p) [c] y = Relu(q) }}")
+
+
+def layer(*nodes: str, where: str = "", ms: float | None = None, kind: LayerKind = "compute") -> Layer:
+    return Layer("+".join(nodes), nodes, "FP32", ms, kind, elsewhere=where)
+
+
+def test_nodes_elsewhere_their_reasons_and_borders() -> None:
+    found = fallback(net(), (layer("a"), layer("b", where="on the CPU: no kernel"), layer("c")))
+    assert found.nodes == 3
+    assert [(left.node, left.op, left.reason) for left in found.left] == [("b", "Abs", "on the CPU: no kernel")]
+    assert [(border.tensor, border.nbytes) for border in found.borders] == [("p", 1024), ("q", 1024)]
+    assert found.in_words() == "1 of 3 nodes run elsewhere, 2 borders of 2 KiB: b on the CPU: no kernel"
+
+
+def test_the_time_of_nodes_elsewhere_and_of_copies() -> None:
+    copies = layer("copy", ms=0.25, kind="copy")
+    found = fallback(net("N,4"), (layer("a", ms=1.0), copies, layer("b", "c", where="on the CPU: x", ms=0.5)))
+    assert (found.nodes, found.ms) == (3, 0.75)
+    assert found.in_words() == (
+        "2 of 3 nodes run elsewhere, 1 border, 0.75 ms there and in copies: b and 1 more on the CPU: x"
+    )
+
+
+def test_a_node_without_layer_is_on_the_side_of_what_it_reads() -> None:
+    found = fallback(net(), (layer("a", where="on the CPU: x"), layer("c")))
+    assert [border.tensor for border in found.borders] == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((layer("a", "b", "c"),), "all 3 nodes run on the provider"),
+        ((), "where the nodes run is not known: the engine gave no layers"),
+        ([layer(f"n{i}", where=f"on the CPU: {i}") for i in range(5)],
+         "5 of 5 nodes run elsewhere, 0 borders: n0 on the CPU: 0; n1 on the CPU: 1; n2 on the CPU: 2; 2 more reasons"),
+    ],
+)  # fmt: skip
+def test_a_line_names_a_few_reasons(layers: Sequence[Layer], words: str) -> None:
+    assert fallback(net(), layers).in_words() == words
+
+
+# No written model keeps its name, or gets it, unless its engine loads it
+def refused(model: Model, path: Path) -> None:
+    """Write a model that the checker lets pass and ONNX Runtime refuses: a scale that is no float."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.to_proto())
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear":
+            node.attribute.append(onnx.helper.make_attribute("axis", 77))
+    save(Model(proto), path)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "fake", "tensorrt"])
+def test_a_file_that_the_engine_refuses_does_not_appear(tmp_path: Path, workers: Workers, engine: str) -> None:
+    target = tmp_path / "q.onnx"
+    target.write_bytes(b"as it was")
+    with pytest.raises(EngineFailure, match="so nothing was kept"), checked_output(target, engine, EXECUTION) as fresh:
+        fresh.write_bytes(b"no model")
+    assert target.read_bytes() == b"as it was"
+    assert workers.started == (engine != "tensorrt")  # a build of which takes minutes: the checker is asked
+    with checked_output(target, engine, EXECUTION) as fresh:
+        save(mixed(), fresh)
+    check_loads(target, engine)
+
+
+def test_without_the_engine_the_checker_decides(tmp_path, workers, monkeypatch):
+    absent(monkeypatch, "openvino")
+    forgotten(monkeypatch, "qdqtune.engines.openvino.engine")  # which may have it already
+    save(mixed(), tmp_path / "m.onnx")
+    check_loads(tmp_path / "m.onnx", "openvino")
+    (tmp_path / "m.onnx").write_bytes(b"no model")
+    with pytest.raises(EngineFailure, match="no sound model"):
+        check_loads(tmp_path / "m.onnx", "openvino")
+
+
+def test_a_file_that_was_run_is_not_loaded_again(tmp_path: Path, workers: Workers) -> None:
+    with checked_output(tmp_path / "m.onnx", "tensorrt", EXECUTION, is_run=True) as fresh:
+        save(mixed(), fresh)
+    assert workers.started == 0
+
+
+@pytest.mark.parametrize("command", ["quantize", "apply"])
+def test_a_command_that_writes_what_its_engine_refuses_writes_nothing(call, model, tmp_path, command, monkeypatch):
+    told = [model, "--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax"]
+    if command == "apply":
+        quick = ["--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "--min-sqnr", "none"]
+        assert call("tune", *told, *quick, "-o", tmp_path / "out")[0] == 0
+        told += ["--placement", tmp_path / "out" / "placement.yaml"]
+    monkeypatch.setattr({"quantize": quantize, "apply": apply}[command], "save", refused)
+    before = sorted(tmp_path.iterdir())
+    code, out, err = call(command, *told, "--no-bias-correction", "-o", tmp_path / "q.onnx")
+    assert (code, out) == (5, "")
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_metric_that_fails_leaves_nothing_behind(call: Call, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "ev.py").write_text("def score(predict):\n    raise ValueError('no labels')\n")
+    before = sorted(tmp_path.iterdir())
+    told = ["--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax", "--no-bias-correction"]
+    code, _, err = call(
+        "quantize", model, *told, "--evaluate", f"{tmp_path / 'ev.py'}:score", "-o", tmp_path / "q.onnx"
+    )
+    assert (code, "no labels" in err) == (2, True)
+    assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before

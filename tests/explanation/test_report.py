@@ -2,17 +2,39 @@
 
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import Call
+from models import INT8, build, conv_net, normal, ranges
+from qdqtune.commands.explain import explain_run
+from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
+from qdqtune.explanation.charts import MOST_DOTS, Axis, dots, longest, of_strips, scatter, spanning
+from qdqtune.explanation.formatting import builds, built, origin_in_words, title
+from qdqtune.explanation.model_map import MOST_CELLS, Ran, alike, blocks, draw
 from qdqtune.explanation.page import render
-from qdqtune.explanation.report import report_of_run
+from qdqtune.explanation.report import OWN, report_of_run
+from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode, Point, Speed, Strip
+from qdqtune.graph.loading import load, load_proto
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import closeness, closeness_cell, closeness_of
+from qdqtune.numerics.scores import equal_share
+from qdqtune.placement import start_placements
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.reading import count_pairs, placement_in
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
+from qdqtune.types import Accuracy, Placement
 from runs import hopeless, mixed, settings, write
-from workers import Workers
+from workers import Workers, in_process
 
 
 @pytest.fixture
@@ -120,3 +142,242 @@ def test_where_nothing_is_faster_the_fastest_candidate_is_shown_and_named_so(tmp
     assert report.map.tuned.startswith("candidate ")
     assert "does not ship" in report.bars_lead
     assert "Nothing faster" in render(report, {})
+
+
+# What `explain` and the page of a run tell of its nodes adds up to what was measured, in many runs
+def swishing(width: int = 128) -> Model:
+    """Two products with a HardSwish of four nodes between them, which a rewrite makes one."""
+    text = f"""net (float[8,8,{width}] x) => (float[8,8,8] y) {{
+        [first] a = MatMul(x, w0) [plus] p = Add(a, three) [clip] q = Clip(p, zero, six) [times] r = Mul(a, q)
+        [sixth] b = Div(r, six) [second] c = MatMul(b, w1) [relu] d = Relu(c) [head] y = MatMul(d, w2)
+    }}"""
+    numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
+    weights = {"w0": normal(width, width, scale=0.1), "w1": normal(width, width, scale=0.1), "w2": normal(width, 8)}
+    return build(text, weights | numbers)
+
+
+def reshaped() -> Model:
+    """Products behind a Reshape whose sizes a Shape tells, as exporters write them."""
+    text = """net (float[8,64] x) => (float[8,64] y) {
+        [first] a = MatMul(x, w0) [asks] s = Shape(a) [picks] n = Gather(s, zero) [listed] l = Unsqueeze(n, zeros)
+        [joined] t = Concat<axis = 0>(l, halves) [view] b = Reshape(a, t) [relu] c = Relu(b) [whole] d = Reshape(c, s)
+        [second] e = MatMul(d, w1) [tanh] y = Tanh(e) }"""
+    numbers = {"zero": np.int64(0), "zeros": np.array([0]), "halves": np.array([2, 32])}
+    return build(text, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)} | numbers)
+
+
+def scaled() -> Model:
+    """Products with a factor between them that is an input."""
+    text = """net (float[8,64] x, float[1] k) => (float[8,64] y) {
+        [first] a = MatMul(x, w0) [times] b = Mul(a, k) [second] y = MatMul(b, w1) }"""
+    return build(text, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
+
+
+def paired() -> Model:
+    """A Q/DQ model, with pairs wherever neighbours share them."""
+    model = mixed()
+    known = ranges(model)
+    placement = start_placements.integer_islands(model, possible_edges(model, known))
+    return load_proto(insert(model, placement, known, INT8).to_proto())
+
+
+SHORT = Plan((12,), turn_seconds=0.0)
+FEW: Mapping[str, Any] = {"builds": 8}
+ORT: Mapping[str, Any] = {"engine": EngineSpec("onnxruntime", {"threads": 1}), "plan": SHORT, "proof": (12,), **FEW}
+OWN_PAIRS: Mapping[str, Any] = {"mode": "cut", "from_qdq": True, "builds": 2}
+"""Only the model's own pairs are tried, so that nothing can be faster than its file."""
+RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
+    **{mode: (mixed, {"mode": mode, **FEW}) for mode in ("cut", "region", "subgraph")},
+    "nothing faster": (hopeless, {"mode": "cut", **FEW}),
+    "reshaped": (reshaped, {"mode": "subgraph", **FEW}),
+    "front": (mixed, {"mode": "cut", "front": True, "builds": 25}),
+    "rewrites": (swishing, {"mode": "cut", "rewrites": "auto", **FEW}),
+    "rewrites alone": (lambda: swishing(8), {"mode": "cut", "rewrites": "auto", **FEW}),
+    "dynamic": (lambda: mixed(batch=None), {"mode": "cut", "calibration_data": None, "seed": 3,
+                                            "input_shapes": {"x": (4, 64, 64)}, **FEW}),
+    "fixed": (scaled, {"mode": "cut", "fix_inputs": {"k": 2}, **FEW}),
+    "no times": (mixed, {"mode": "region", "engine": EngineSpec("fake", {"hide_times": True}), **FEW}),
+    "several threads": (mixed, {"mode": "cut", "engine": EngineSpec("fake", {"threads": 1}),
+                                "threads": (1, 2), **FEW}),
+    "nothing tried": (mixed, {"mode": "cut", "time_budget": 1e-3, **FEW}),
+    "no pair on most": (mixed, {"mode": "cut", "node_filter": ("first",), **FEW}),
+    "not exact enough": (mixed, {"mode": "cut", "min_sqnr": 45.0, **FEW}),
+    "onnxruntime": (mixed, {"mode": "cut", **ORT}),
+    "own pairs": (paired, OWN_PAIRS),
+    "own pairs on onnxruntime": (paired, {**ORT, **OWN_PAIRS}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in RUNS])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a finished run, which one worker of pytest-xdist makes for all tests of it."""
+    made, changes = RUNS[request.param]
+    model = write(made(), tmp_path_factory.mktemp("run"))
+    with in_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qdqtune.commands.tune.usual_threads", lambda _=None: 1)
+        tune(settings(model, **changes))
+    return model.parent / "out"
+
+
+def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Path) -> None:
+    explained, report, run = explain_run(folder), report_of_run(folder), read_run(folder)
+    rows, drawn = explained.rows, report.map
+    assert drawn is not None
+    assert {node.name: node.why for node in drawn.nodes} == {name: row.why for row in rows for name in row.nodes}
+    assert all(row.why for row in rows)
+    hidden = [group for group in drawn.groups if group.precision in ("folded", "shapes")]
+    boxes = [group for group in drawn.groups if group not in hidden]
+    assert drawn.groups == (*boxes, *hidden)
+    assert not any("Reshape" in box.label for box in boxes)
+    assert {"asks", "picks", "listed", "joined"}.isdisjoint(drawn.nodes[n].name for box in boxes for n in box.nodes)
+    if all(row.float_ms is None for row in rows):
+        assert all(group.float_ms is None for group in drawn.groups)
+        assert not report.bars
+        return
+    floats, ships = pytest.approx(run.float_ms), pytest.approx(run.here["final_ms"])
+    assert run.here["final_ms"] is not None
+    assert sum(row.float_ms or 0.0 for row in rows) == floats
+    assert sum(tally.float_ms or 0.0 for tally in explained.tallies) == floats
+    assert sum(group.float_ms or 0.0 for group in drawn.groups) == floats
+    assert sum(bar.float_ms for bar in report.bars) == floats
+    assert f"{run.float_ms:.4g} ms" in report.bars_lead
+    assert sum(row.ms or 0.0 for row in rows) == ships
+    assert sum(tally.ms or 0.0 for tally in explained.tallies) == ships
+    if run.placement:
+        assert drawn.tuned in ("tuned", OWN)
+        assert f"{run.here['final_ms']:.4g} ms" in report.bars_lead
+        assert sum((group.tuned_ms or 0.0) + group.conversion_ms for group in drawn.groups) == ships
+        assert sum((bar.tuned_ms or 0.0) + bar.conversion_ms for bar in report.bars) == ships
+    assert longest(report.bars) >= max(max(bar.float_ms, bar.tuned_ms or 0.0) for bar in report.bars)
+
+
+def test_the_summary_is_about_the_file_that_ships_and_a_row_says_which_candidate_that_is(folder: Path) -> None:
+    run, report, final = read_run(folder), report_of_run(folder), load(folder / "optimized_final.onnx")
+    placement = placement_in(load(folder / "baseline.onnx"), final)
+    summary, told = run.summary, {fact.name: fact.value for fact in report.facts}
+    assert (summary["pairs"], summary["edges"]) == (count_pairs(placement), len(placement))
+    assert summary["final_ms"] is not None
+    assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
+    assert told["tensors with a Q/DQ pair"] == str(summary["pairs"])
+    if run.keeps_own_pairs:
+        assert told["latency"] == f"{summary['final_ms']:.3f} ms"
+        assert told["output SQNR against float"].startswith(f"{summary['output_sqnr_db']:.1f} dB")
+        assert f"takes {summary['final_ms']:.4g} ms" in report.verdict.meaning
+    shipped = [candidate for candidate in report.candidates if candidate.ships]
+    assert len(shipped) == (0 if run.trial is None else 1)
+    assert all("optimized_final.onnx" in candidate.told for candidate in shipped)
+
+
+# The map: groups in the order in which values flow, and blocks where there are too many to see at once
+def divided(names: Sequence[str]) -> tuple[MapBlock, ...]:
+    return blocks([(name,) for name in names], dict.fromkeys(names, "Conv"))
+
+
+def leaves(found: Sequence[MapBlock]) -> list[tuple[int, int]]:
+    return [end for b in found for end in (leaves(b.blocks) if b.blocks else [(b.first, b.last)])]
+
+
+def test_few_groups_need_no_blocks() -> None:
+    assert divided([f"n{i}" for i in range(MOST_CELLS)]) == ()
+
+
+@pytest.mark.parametrize("count", [MOST_CELLS + 1, 3000, 25_000])
+@pytest.mark.parametrize("name", ["node_{n}", "/stage{s}/block{b}/Conv_{n}"])
+def test_blocks_hold_every_group_once_and_fit_a_screen(count: int, name: str) -> None:
+    found = divided([name.format(n=n, b=n // 12, s=n // 500) for n in range(count)])
+    assert 1 < len(found) <= MOST_CELLS
+    ends = leaves(found)
+    assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
+    assert ends[-1][1] == count
+    assert all(0 < b - a <= MOST_CELLS for a, b in ends)
+
+
+def test_blocks_are_the_modules_that_names_tell_of() -> None:
+    found = divided([f"/encoder/layer.{n // 25}/MatMul_{n}" for n in range(300)])
+    assert [block.label for block in found] == [f"encoder/layer.{n}" for n in range(12)]
+    assert [block.first for block in found] == list(range(0, 300, 25))
+
+
+def test_groups_stand_behind_those_that_they_read_from() -> None:
+    model = conv_net()
+    drawn = draw(model, [(node.name,) for node in reversed(model.nodes)], Ran(Placement()), None, {}, {})
+    assert drawn.flows
+    assert all(a < b for a, b in drawn.flows)
+    assert {node.name for node in drawn.nodes} == {node.name for node in model.nodes}
+
+
+def test_groups_of_repeated_modules_are_alike() -> None:
+    names = [f"/layers.{layer}/{part}/MatMul_{layer}" for layer in range(4) for part in ("first", "second")]
+    nodes = tuple(MapNode(name, "MatMul", False) for name in [*names, "Conv_1", "Conv_2", "Conv_3"])
+    groups = tuple(MapGroup((n,), node.op, "float", 1.0, None, 0.0, None) for n, node in enumerate(nodes))
+    assert alike(Map(nodes, groups, (), (), "")) == [[0, 2, 4, 6], [1, 3, 5, 7], [8], [9], [10]]
+
+
+# Counts and names as text: the same wherever people read of them
+@pytest.mark.parametrize("counts", list(product([1, 8], [0, 3], [0, 4])))
+def test_builds_for_rewrites_are_told_beside_those_of_the_search(counts: tuple[int, int, int]) -> None:
+    search, rewrites, proof = counts
+    summary = {"builds": search + rewrites, "proof_builds": proof, "rewrites": {"builds": rewrites}}
+    assert built(summary) == builds(*counts)
+    assert [int(number) for number in re.findall(r"\d+", built(summary))] == [n for n in counts if n]
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [("a/model.onnx", "a/model.onnx"), ("x/a/model.onnx", "a/model.onnx"), ("a/m.onnx", "m.onnx"),
+     ("/model.onnx", "model.onnx")],
+)  # fmt: skip
+def test_titles_name_the_folder_of_a_usual_name(path: str, told: str) -> None:
+    assert title(Path(path)) == told
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "told", "short", "cell"),
+    [
+        (Accuracy(24.06, 18.0, 31.0, samples=3), "24.1 dB (18.0 to 31.0 over 3 samples)", "24.1 dB", "24.1"),
+        (Accuracy(24.06, agreement=0.5), "24.1 dB, 50.0% of the integers equal", "24.1 dB", "24.1"),
+        (Accuracy(agreement=0.5), "50.0% of the integers equal", "50.0% of the integers equal", ""),
+        (Accuracy(agreement=1.0, samples=3), "exact, 100.0% of the integers equal", "exact", "exact"),
+        (Accuracy(top1=1.0), "exact, 100.0% of the best classes equal", "exact", "exact"),
+        (Accuracy(), "exact", "exact", "exact"),
+    ],
+)
+def test_how_close_outputs_are_is_told_alike_everywhere(accuracy: Accuracy, told: str, short: str, cell: str) -> None:
+    equal = equal_share(accuracy)
+    here = (closeness_of(accuracy), closeness(accuracy.sqnr_db, equal), closeness_cell(accuracy.sqnr_db, equal))
+    assert here == (told, short, cell)
+
+
+def test_every_origin_has_words() -> None:
+    assert origin_in_words("cut") == "the cut of the prices"
+    assert origin_in_words("compute") == "the rule 'compute'"
+    assert origin_in_words("mine") == "the candidate 'mine'"
+
+
+# Charts: where marks stand follows from values, and what lies outside of an axis stands at its end
+def test_values_have_their_place_on_an_axis_and_ticks_are_round() -> None:
+    axis = Axis(1.0, 3.0)
+    assert [axis.place(value) for value in (0.5, 1.0, 1.5, 3.0, 9.0)] == [0.0, 0.0, 25.0, 100.0, 100.0]
+    assert axis.ticks(4) == (1.0, 1.5, 2.0, 2.5, 3.0)
+    assert spanning([2.0, 4.0], pad=0.1) == Axis(1.8, 4.2)
+    assert spanning([5.0]).low < 5.0 < spanning([5.0]).high
+
+
+def test_strips_share_an_axis_that_few_outliers_do_not_stretch() -> None:
+    rounds = (*(1.5 + n / 1000 for n in range(199)), 50.0)
+    strip = Strip("a", rounds, Speed(1.6, 1.55, None))
+    axis = of_strips([strip])
+    assert axis.low < 1.0 < 1.7 < axis.high < 2.0
+    drawn = dots(strip, axis).split("M")[1:]
+    assert len(drawn) == MOST_DOTS
+    assert drawn[-1].startswith("1000 ")
+
+
+def test_equal_outputs_stand_at_the_top_of_the_chart_of_points() -> None:
+    points = [
+        Point(name, Speed(speed), db, False, True, True) for name, speed, db in (("a", 1.5, 20.0), ("b", 1.2, None))
+    ]
+    chart = scatter(points, floor_db=30.0, height=100)
+    assert chart.down(None) == 0.0
+    assert 0.0 < chart.down(30.0) < chart.down(20.0) < 100.0
+    assert 0.0 < chart.x.place(1.0) < chart.x.place(1.2) < chart.x.place(1.5) < 100.0

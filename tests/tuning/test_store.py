@@ -1,8 +1,13 @@
 """The state file: what is written is there after a kill, and what is damaged or foreign is refused."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from command_lines import is_refused
+from conftest import Call
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import (
     BadOption,
@@ -19,14 +26,34 @@ from qdqtune.errors import (
     EngineRefused,
     Failure,
     OutputError,
+    QdqtuneError,
     rewording,
 )
-from qdqtune.timing.ratios import Plan
+from qdqtune.numerics.label_metrics import Score
+from qdqtune.search.costs.profiles import SchemeResult
+from qdqtune.system.checks import LIST
+from qdqtune.timing.ratios import Plan, Ratio
+from qdqtune.tuning import records as kinds
+from qdqtune.tuning.folder import OutputFolder
+from qdqtune.tuning.loop import tune
 from qdqtune.tuning.records import RangesRecord
-from qdqtune.tuning.store import Caveat, Store, read_journal
-from qdqtune.types import Measurement
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Caveat, Line, Store, plain, read_journal
+from qdqtune.types import (
+    Accuracy,
+    CostsByRule,
+    Edge,
+    Layer,
+    Measurement,
+    Placement,
+    Proposal,
+    Times,
+    Trial,
+    WeightFormat,
+)
 from refusals import refusal
-from runs import room_for
+from runs import contents, mixed, room_for, settings, write
+from workers import in_process
 
 RUN = {"mode": "region", "quant_type": "int8", "input_shapes": {"x": [1, 3]}, "model": "0123abcd"}
 
@@ -284,3 +311,252 @@ def test_a_store_forgets_what_was_measured_and_keeps_what_the_run_is(path: Path)
         assert not store.journal.lines
         store.put("ranges", RECORDS["ranges"])
     assert found(path) == FIRST
+
+
+# Values of a state file: each comes back as it was, bit by bit, and another value anywhere is refused or serves
+def again(value: Any) -> Any:
+    """A value as it comes back from the file."""
+    return Line("key", json.loads(json.dumps(plain(value)))).read(type(value))
+
+
+MEASURED = Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),))
+LAYERS = (Layer("a", ("n", "m"), "int8", 0.5, "compute"), Layer("b", (), "", None, "unknown"))
+PLACEMENT = Placement.of((Edge("x", "a", 0), Edge("y")), ((Edge("w", "b", 1), WeightFormat.named("w4b32a")),))
+EVERY: tuple[Any, ...] = (
+    MEASURED,
+    Failure("run", "no", "log"),
+    Score(0.5, (1.0, 0.0), "top1"),
+    RangesRecord(ranges=Ranges({"x": Range(-1e-05, 0.1 + 0.2)}), hurried=("few",)),
+    Trial(
+        0, Proposal("cut", PLACEMENT, predicted=0.5), Placement(), MEASURED, layers=LAYERS,
+        accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
+    ),
+    Trial(0, Proposal("cut", PLACEMENT), Placement(), Failure("run", "no", "log")),
+    Trial(0, Proposal("cut", PLACEMENT), Placement(), CostsByRule(1.0, 2.0)),
+    kinds.FloatRecord(
+        seconds=0.1, turn_seconds=0.2, build_seconds=1.5, start_seconds=0.0, kinds=("f", "i"),
+        axis={"y": 1}, classes={"y": 10}, why_no_scores="none",
+    ),
+    kinds.RewriteRecord(results={"h": MEASURED}, builds=2),
+    kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",)),
+    Times((((1.0, 2.0),), ((2.0, 1.0),)), (0.5, 0.5)),
+    SchemeResult("full", PLACEMENT, MEASURED, LAYERS),
+    kinds.ConversationRecord(
+        baseline_ms=1.0, best=PLACEMENT, best_ms=None, measured={"p": None}, patterns=({"digest": "d", "schemes": []},)
+    ),
+)  # fmt: skip
+"""Values of every kind, with as much as they can hold."""
+
+
+def test_values_of_every_kind_come_back_as_they_were() -> None:
+    assert tuple(map(again, EVERY)) == EVERY
+
+
+VALUES: tuple[Any, ...] = (None, "x", -1, 2**70, 1.5, -1.5, 1e308, True, [], {}, [[1]], {"a": 1})
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """A JSON value with any one of the values in it replaced or, in a map or a list, left out."""
+    yield from VALUES
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for place, inner in items:
+        others = {k: v for k, v in value.items() if k != place} if isinstance(value, dict) else None
+        yield others if others is not None else [*value[:place], *value[place + 1 :]]
+        for new in changed(inner):
+            yield {**value, place: new} if isinstance(value, dict) else [*value[:place], new, *value[place + 1 :]]
+
+
+@pytest.mark.parametrize("value", EVERY, ids=lambda value: type(value).__name__)
+def test_a_record_with_another_value_anywhere_is_refused_or_serves(value: Any) -> None:
+    """What msgspec lets pass has its types."""
+    refused = 0
+    for values in changed(json.loads(json.dumps(plain(value)))):
+        try:
+            other = Line("key", values).read(type(value))
+        except BadState:
+            refused += 1
+            continue
+        assert again(other) == other
+    assert refused > 10
+
+
+# The folder of a run: it is locked, no name in it leads out of it, and what is not of our making stays
+Finished = Callable[[str], Path]
+LINKS: dict[str, Callable[[Path, Path], None]] = {
+    "symbolic": lambda victim, name: name.symlink_to(victim),
+    "to nothing": lambda victim, name: name.symlink_to(victim.with_name("nothing")),
+    "to itself": lambda _, name: name.symlink_to(name),
+    "relative": lambda victim, name: name.symlink_to(os.path.relpath(victim, name.parent)),
+    "hard": lambda victim, name: os.link(victim, name),
+}
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The folder of a finished run in a mode, its model beside it."""
+    made: dict[str, Path] = {}
+
+    def ran(mode: str) -> Path:
+        if mode not in made:
+            home = tmp_path_factory.mktemp(mode)
+            with in_process():
+                tune(asked(write(mixed(), home), mode))
+            made[mode] = home
+        return made[mode]
+
+    return ran
+
+
+def asked(model: Path, mode: str) -> Settings:
+    if mode == "front":
+        return settings(model, mode="cut", builds=14, front=True, min_sqnr=None)
+    return settings(model, mode=mode, builds=6)
+
+
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
+def test_no_name_of_a_run_leads_out_of_its_folder(mode, finished, tmp_path, request):
+    """Each kind of file and each folder that a run writes is a link to a file elsewhere, or lies behind one. Names of a
+    kind differ in numbers and digests, and the first stands for all: all are checked in one loop."""
+    home, count = shutil.copytree(finished(mode), tmp_path / "home"), 0
+    model, victims, aside = home / "model.onnx", tmp_path / "victims", tmp_path / "aside"
+    (victims / "folder").mkdir(parents=True)
+    names = [path.relative_to(home / "out") for path in sorted((home / "out").rglob("*"))]
+    kinds = {re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", str(name)): name for name in reversed(names)}
+    for name in kinds.values():
+        for kind, link in LINKS.items():
+            if kind == "hard" and not ((home / "out" / name).is_file() and is_appended(name)):
+                continue
+            place = home / "out" / name
+            (victims / "file").write_text("mine")
+            for inner in place.rglob("*"):
+                (victims / "folder" / inner.name).write_text("mine")
+            before = contents(victims)
+            target = victims / ("folder" if place.is_dir() else "file")
+            place.rename(aside)
+            link(target, place)
+            with pytest.raises(QdqtuneError) as error, OutputFolder(asked(model, mode)):
+                pass
+            assert error.value.exit_code == 2
+            assert "\n" not in str(error.value)
+            assert contents(victims) == before, (name, kind)
+            assert not (victims / "nothing").exists()
+            place.unlink()
+            aside.rename(place)
+            count += 1
+    request.node.add_report_section("call", "links", f"tune --mode {mode}: {count} links, all refused and untouched")
+
+
+def is_appended(name: Path) -> bool:
+    """Whether a run writes to a file as it lies there: others are replaced, and a second name keeps the old content."""
+    return name.parts[0] == "logs" or name.name in (LIST, "autotuner_state.yaml")
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
+def test_second_names_keep_their_content(mode: str, finished: Finished, tmp_path: Path) -> None:
+    """A run replaces files under their names: what else they are called keeps what it holds."""
+    shutil.copytree(finished(mode), tmp_path / "home")
+    model, out = tmp_path / "home" / "model.onnx", tmp_path / "home" / "out"
+    (tmp_path / "second").mkdir()
+    for number, path in enumerate(sorted(out.rglob("*"))):
+        if path.is_file() and not is_appended(path.relative_to(out)):
+            os.link(path, tmp_path / "second" / str(number))
+    before = contents(tmp_path / "second")
+    tune(replace(asked(model, mode), restart=True))
+    assert contents(tmp_path / "second") == before
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_list_from_elsewhere_deletes_nothing_elsewhere(finished: Finished, tmp_path: Path) -> None:
+    for mode, part in (("region", "region_models"), ("subgraph", "subgraphs"), ("front", "front")):
+        home, victim = tmp_path / mode, tmp_path / f"{mode} victim"
+        shutil.copytree(finished(mode), home)
+        victim.mkdir()
+        (victim / "x").write_text("mine")
+        with (home / "out" / LIST).open("a") as listed:
+            listed.write(f"{part}/x\n../{mode} victim/x\n{victim}/x\n")
+        shutil.rmtree(home / "out" / part, ignore_errors=True)
+        (home / "out" / part).symlink_to(victim)
+        with pytest.raises(QdqtuneError):
+            tune(asked(home / "model.onnx", mode))
+        assert contents(victim) == {"x": b"mine"}
+
+
+@pytest.mark.usefixtures("workers")
+def test_what_ends_a_run_does_not_write_through_links(finished: Finished, tmp_path: Path, call: Call) -> None:
+    """`report` and `tune --pick` in a folder that came from elsewhere."""
+    shutil.copytree(finished("front"), tmp_path / "home")
+    out, victim = tmp_path / "home" / "out", tmp_path / "victim"
+    point = next((out / "front").glob("*.onnx")).stem
+    for name in ("report.html", "summary.json", "placement.yaml", "optimized_final.onnx", "optimized_final.onnx.data"):
+        kept = (out / name).read_bytes() if (out / name).exists() else None
+        for kind in ("symbolic", "to nothing"):
+            victim.write_text("mine")
+            (out / name).unlink(missing_ok=True)
+            LINKS[kind](victim, out / name)
+            is_refused(call, tmp_path, "", "tune", tmp_path / "home" / "model.onnx", "--pick", point, "-o", out)
+            if name == "report.html":
+                is_refused(call, tmp_path, "", "report", out)
+            assert victim.read_text() == "mine"
+            (out / name).unlink()
+        if kept is not None:
+            (out / name).write_bytes(kept)
+    assert not [path for path in tmp_path.iterdir() if path.name == "nothing"]
+
+
+@pytest.mark.usefixtures("workers")
+def test_parts_of_an_earlier_run_go(model: Path) -> None:
+    tune(settings(model, builds=4, mode="subgraph"))
+    parts = model.parent / "out" / "subgraphs"
+    shutil.copy(parts / "group_001.onnx", parts / "group_009.onnx")
+    with (parts.parent / LIST).open("a") as listed:
+        listed.write("subgraphs/group_009.onnx\nsubgraphs/../../model.onnx\n")
+    tune(settings(model, builds=4, mode="subgraph"))
+    assert not (parts / "group_009.onnx").exists()
+    assert model.exists()
+
+
+def test_a_folder_has_one_run_at_a_time(model: Path) -> None:
+    with OutputFolder(settings(model)), pytest.raises(BadState, match="in use by another run"):
+        OutputFolder(settings(model, state_file=model.parent / "other.yaml"))
+    OutputFolder(settings(model)).__exit__()
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_list_that_is_not_ours_is_left_alone(model: Path) -> None:
+    out = model.parent / "out"
+    out.mkdir()
+    (out / LIST).write_text("mine\n")
+    with pytest.raises(Exception, match="is not of qdqtune's making"):
+        tune(settings(model))
+    assert (out / LIST).read_text() == "mine\n"
+
+
+def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for out in ("mine", "new/folder"):
+        with pytest.raises(BadState), OutputFolder(settings(model, output_dir=tmp_path / out)):
+            raise BadState("refused")
+    assert sorted(tmp_path.rglob("*")) == before
+    with OutputFolder(settings(model, output_dir=tmp_path / "new")):
+        (tmp_path / "new" / "logs" / "worker.log").write_text("what the engine has said")
+    assert (tmp_path / "new" / LIST).exists()
+
+
+@pytest.mark.parametrize("end", [10, -3])
+def test_a_list_whose_writer_was_killed_is_gone_on_with(model: Path, end: int) -> None:
+    told = settings(model)
+    with OutputFolder(told) as folder:
+        (folder.path / "baseline.onnx").touch()
+        expected = (folder.path / LIST).read_bytes()
+    (told.output_dir / LIST).write_bytes(expected[:end])
+    if end < 0:
+        with OutputFolder(told):
+            pass
+        assert (told.output_dir / LIST).read_bytes() == expected
+    else:
+        with pytest.raises(BadOption, match=r"baseline\.onnx was there before, and is not of"):
+            OutputFolder(told)

@@ -1,19 +1,46 @@
+"""None"""
+
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
-from engine_contract import EngineContract, model_of
-from layer_reports import RESIDUAL, RESIDUAL_INPUT, RESIDUAL_WEIGHTS, text_model
-from models import build, normal
-from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.formats import ONNXRUNTIME_SHARED
-from qdqtune.engines.onnxruntime.engine import Recording
+from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
+from layer_reports import (
+    CHAIN,
+    RESIDUAL,
+    RESIDUAL_INPUT,
+    RESIDUAL_WEIGHTS,
+    home,
+    layers_of,
+    quantized_mlp,
+    random_array,
+    text_model,
+)
+from models import build, feeds, normal, ranges
+from qdqtune.engines import CPU_PROVIDER, MERGED, EngineSpec, open_engine
+from qdqtune.engines.fallback import fallback
+from qdqtune.engines.formats import ONNXRUNTIME_SHARED, numeric_format
+from qdqtune.engines.library_settings import OnnxRuntimeOptions
+from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
+from qdqtune.engines.onnxruntime.engine import OnnxRuntime, Recording
+from qdqtune.engines.onnxruntime.layers import assigned_layers, elsewhere, own_words
+from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineFailure, EngineUnavailable
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
+from qdqtune.placement.insertion import insert
+from qdqtune.types import Layer, Placement
+from rewrite_nets import MERGED as NETS
+from rewrite_nets import net
 
 
 class TestOnnxRuntime(EngineContract):
@@ -88,3 +115,259 @@ def test_a_recorded_inference_takes_new_inputs_in_their_places(tmp_path: Path) -
         recording.take(inputs)
         for found, expected in zip(recording.run(), session.run(["y", "z"], inputs), strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+# Layers that ONNX Runtime ran, and the nodes that a provider leaves to it, with the reason
+def test_a_large_model_is_profiled_in_its_only_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = quantized_mlp()
+    onnx.save(model, tmp_path / "model.onnx")
+    built = open_engine(EngineSpec("onnxruntime")).build(tmp_path / "model.onnx", tmp_path / "log")
+    before, small = built.run(inputs), built.layers(inputs, 3)
+    monkeypatch.setattr("qdqtune.engines.onnxruntime.engine.LOADED_ONCE", 0)
+    large = built.layers(inputs, 3)
+    assert [(x.name, x.nodes, x.precision) for x in large] == [(x.name, x.nodes, x.precision) for x in small]
+    assert all(x.time_ms for x in large if x.kind == "compute")
+    after = built.run(inputs)
+    assert after.keys() == before.keys()
+    assert all(np.array_equal(after[name], before[name]) for name in after)
+
+
+def test_it_merges_a_gelu_in_float_but_not_behind_a_pair(tmp_path: Path) -> None:
+    """The reason for `engines.MERGED`: where the second assertion fails, ONNX Runtime has learned it."""
+    save(net(NETS["gelu"][0], opset=18), tmp_path / "net.onnx")
+    model = load(tmp_path / "net.onnx")  # nodes have names now
+    merged = allowed("auto", MERGED["onnxruntime"]).of(model)
+    node, sample = next(n.name for n in model.nodes if n.op == "Erf"), feeds(model, 1)[0]
+
+    def with_pair(graph: Model) -> onnx.ModelProto:
+        numbers = numeric_format("onnxruntime", "int8")
+        return insert(graph, Placement.of(graph.edges("x")), ranges(graph), numbers).to_proto()
+
+    assert home(layers_of("onnxruntime", model.to_proto(), sample, tmp_path), node).nodes != (node,)
+    assert home(layers_of("onnxruntime", with_pair(model), sample, tmp_path), node).nodes == (node,)
+    assert node not in {n for x in layers_of("onnxruntime", with_pair(merged), sample, tmp_path) for n in x.nodes}
+
+
+BRANCHES = """g (float[64,64] x, bool go) => (float[64,64] y) {
+    [before] a = Tanh(x)
+    [choice] b = If(go) <
+        then_branch = g1 () => (float[64,64] t) { [inner] t0 = MatMul(a, a) [outer] t = Sin(t0) },
+        else_branch = g2 () => (float[64,64] e) { [other] e = Cos(a) }
+    >
+    [after] y = Erf(b)
+}"""
+
+
+def test_time_in_a_body_counts_for_its_node(tmp_path: Path) -> None:
+    layers = layers_of("onnxruntime", text_model(BRANCHES), {"x": random_array(64, 64), "go": np.array(True)}, tmp_path)
+    assert [x.nodes for x in layers] == [("before",), ("choice",), ("after",)]
+    assert all(x.time_ms is not None for x in layers)
+
+
+def event(name: str, op: str, ts: int, dur: int) -> dict[str, Any]:
+    """A kernel event as ONNX Runtime writes it."""
+    types = [{"float": [4]}]
+    arguments = {"op_name": op, "input_type_shape": types, "output_type_shape": types}
+    return {"cat": "Node", "name": f"{name}_kernel_time", "ts": ts, "dur": dur, "args": arguments}
+
+
+def report(tmp_path: Path, events: list[dict[str, Any]], plain_ms: float = 1.0) -> tuple[Layer, ...]:
+    onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
+    (tmp_path / "profile.json").write_text(json.dumps(events))
+    graph, files = text_model(CHAIN).graph, (tmp_path / "m.onnx", tmp_path / "profile.json")
+    return onnxruntime_layers.report(graph, *files, 1, [plain_ms / 1e3])
+
+
+def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path: Path) -> None:
+    chain = (("neg", "Neg"), ("relu", "Relu"), ("exp", "Exp"), ("abs", "Abs"))
+    durations = (100, 10, 20, 23, 60)
+    events = [event(name, op, 1000 * run + 100 * i, durations[run])
+              for run in range(5) for i, (name, op) in enumerate(chain)]  # fmt: skip
+    session = {"cat": "Session", "name": "model_run", "ts": 0, "dur": 5000, "args": {}}
+    layers = report(tmp_path, [session, *reversed(events)])
+    assert [x.time_ms for x in layers] == [0.0215] * 4
+    with pytest.raises(EngineFailure, match="does not show every node"):
+        report(tmp_path, events[:-1])
+    with pytest.raises(EngineFailure, match="does not show every node"):
+        report(tmp_path, [])
+
+
+@pytest.mark.parametrize("name", ["m.onnx", "profile.json"])
+def test_files_that_a_full_disk_has_cut_short_are_a_failure(tmp_path: Path, name: str) -> None:
+    onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
+    (tmp_path / "profile.json").write_text("[]")
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[:-1])
+    with pytest.raises(EngineFailure, match="cut short, as with no space left on the disk"):
+        onnxruntime_layers.report(text_model(CHAIN).graph, tmp_path / "m.onnx", tmp_path / "profile.json", 1, [0.001])
+
+
+def test_overhead_of_the_profile_is_subtracted(tmp_path: Path) -> None:
+    chain = (("neg", "Neg", 12), ("relu", "Relu", 22), ("exp", "Exp", 32), ("abs", "Abs", 1))
+    events = [
+        event(name, op, 1000 * run + 100 * i, spent) for run in range(3) for i, (name, op, spent) in enumerate(chain)
+    ]
+    times = [x.time_ms for x in report(tmp_path, events, plain_ms=0.0601)]
+    assert times == pytest.approx([0.01, 0.02, 0.03, 0.0001])
+    assert [x.time_ms for x in report(tmp_path, events, plain_ms=0.1)] == [0.012, 0.022, 0.032, 0.001]
+    assert sum(x.time_ms or 0.0 for x in report(tmp_path, events, plain_ms=0.001)) == pytest.approx(0.0067)
+
+
+def test_kernels_in_the_body_of_a_node_do_not_count_twice(tmp_path: Path) -> None:
+    one = [event("neg", "Neg", 0, 5), event("relu", "Relu", 10, 50), event("exp", "Exp", 20, 9),
+           event("relu", "Relu", 30, 9), event("exp", "Exp", 70, 5), event("abs", "Abs", 80, 5)]  # fmt: skip
+    two = [{**e, "ts": e["ts"] + 1000} for e in one]
+    assert [x.time_ms for x in report(tmp_path, one + two)] == [0.005, 0.05, 0.005, 0.005]
+
+
+def test_onnxruntime_names_what_it_inserts(tmp_path: Path) -> None:
+    text = """g (float[2,6,16] x) => (float[2,6,8] y) {
+        [product] a = MatMul(x, w)
+        [bias] y = Add(a, b)
+    }"""
+    model = text_model(text, {"w": random_array(16, 8), "b": random_array(8)})
+    layers = layers_of("onnxruntime", model, {"x": random_array(2, 6, 16)}, tmp_path)
+    assert [(x.kind, x.nodes) for x in layers] == [
+        ("reformat", ()), ("compute", ("product", "bias")), ("reformat", ())
+    ]  # fmt: skip
+
+
+QNN = PROVIDERS["qnn"]
+
+LOG = """
+[W:onnxruntime:, x.cc:5 CreateQnnNode] QNN.backendValidateOpConfig() failed for node `gemm` of type `F` with 3\x1b[m
+[V:onnxruntime:, x.cc:1 LogNodeSupport] Validation PASSED for 1 nodes in OrtNodeUnit (Conv) :
+\tOperator type: Conv Node name: conv Node index: 1
+
+[V:onnxruntime:, x.cc:1 LogNodeSupport] Validation FAILED for 2 nodes in OrtNodeUnit (Gemm) :
+\tOperator type: DequantizeLinear Node name: dq/duplicated Node index: 2
+\tOperator type: Gemm Node name: gemm Node index: 3
+\tREASON : Failed to add node.
+
+"""
+
+
+def test_a_provider_is_quoted() -> None:
+    told = own_words(QNN, LOG)
+    assert told["dq"] == "Failed to add node"
+    assert told["gemm"] == "QNN.backendValidateOpConfig() failed for node `gemm` of type `F` with 3"
+    assert "conv" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "ep", "told", "words"),
+    [
+        ("qnn", "Gemm", CPU_PROVIDER, {"n": "failed"}, "on the CPU: failed"),
+        ("cuda", "Shape", CPU_PROVIDER, {}, "on the CPU: ONNX Runtime computes shapes there"),
+        (
+            "qnn",
+            "QLinearConv",
+            CPU_PROVIDER,
+            {},
+            "on the CPU: QLinearConv is an operator on integers of ONNX",
+        ),
+        ("cuda", "NonZero", CPU_PROVIDER, {}, "on the CPU: CUDAExecutionProvider says no reason; https://"),
+        ("qnn", "Add", "CUDAExecutionProvider", {}, "on CUDAExec"),
+    ],
+)
+def test_without_words_of_the_provider_the_rule_of_its_table_is_told(name, op, ep, told, words) -> None:
+    assert elsewhere("n", op, ep, PROVIDERS[name], told).startswith(words)
+
+
+def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:
+    graph = quantized_conv_model(QNN.numbers).graph
+    names = [(node.name, node.op_type) for node in graph.node]
+    first, *inside = names
+    found = assigned_layers(graph, [(CPU_PROVIDER, [first]), (QNN.ep, inside)], QNN, "")
+    ran = [(x.kind, bool(x.elsewhere)) for x in found if x.kind != "folded"]
+    assert ran == [("quantize", True), ("compute", False)]
+    assert {n for x in found for n in x.nodes} == {name for name, _ in names}
+    assert found[1].precision == "INT8"
+    assert all(x.time_ms is None for x in found if x.kind != "folded")
+
+
+def test_nodes_in_a_body_count_with_their_if() -> None:
+    branch = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["b"], name="inner")], "b",
+        [], [helper.make_tensor_value_info("b", TensorProto.FLOAT, None)],
+    )  # fmt: skip
+    node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=branch, else_branch=branch)
+    graph = helper.make_graph([node], "g", [], [])
+    found = assigned_layers(graph, [(CPU_PROVIDER, [("if", "If")]), (CPU_PROVIDER, [("inner", "Relu")])], QNN, "")
+    assert [x.nodes for x in found] == [("if",)]
+
+
+@pytest.mark.parametrize("ep", [CPU_PROVIDER, "SomeOtherProvider"])
+def test_the_assignment_is_read_back_from_a_session(ep, tmp_path) -> None:
+    """A table is put over the CPU's provider: all nodes run on it; or, if it has another name, elsewhere."""
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    engine = OnnxRuntime(OnnxRuntimeOptions())
+    engine.table = replace(QNN, name="cpu", ep=ep, options={}, simulated_on=())
+    found = engine.build(tmp_path / "m.onnx", tmp_path / "log").layers(IMAGE, 1)
+    ran = fallback(load(tmp_path / "m.onnx"), found)
+    assert (ran.nodes, len(ran.left), ran.borders) == (2, 0 if ep == CPU_PROVIDER else 2, ())
+    assert all(left.reason.startswith("on the CPU: ") for left in ran.left)
+
+
+@pytest.mark.parametrize("ep", [CPU_PROVIDER, "SomeOtherProvider"])
+def test_a_provider_that_compiles_nothing_has_times(ep, tmp_path) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    engine = OnnxRuntime(OnnxRuntimeOptions())
+    engine.table = replace(PROVIDERS["cuda"], ep=ep)
+    found = engine.build(tmp_path / "m.onnx", tmp_path / "log").layers(IMAGE, 4)
+    ran = fallback(load(tmp_path / "m.onnx"), found)
+    assert len(ran.left) == (0 if ep == CPU_PROVIDER else 2)
+    assert ran.ms is not None
+    assert (ran.ms > 0) is bool(ran.left)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_provider_that_is_here_runs_and_tells_where(name, tmp_path) -> None:
+    try:
+        engine = open_engine(EngineSpec(name))
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+    sample = {"x": IMAGE["x"][:1]}
+    model = quantized_conv_model(engine.numeric_format("int8"), relu=False)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, tmp_path / "m.onnx")
+    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    exact = open_engine(EngineSpec("onnxruntime", {"fuse": False})).build(tmp_path / "m.onnx", tmp_path / "cpu.log")
+    np.testing.assert_allclose(built.run(sample)["y"], exact.run(sample)["y"], atol=0.1)
+    ran = fallback(load(tmp_path / "m.onnx"), built.layers(sample, 4))
+    assert ran.nodes > len(ran.left)
+    assert all(left.reason.startswith("on ") for left in ran.left)
+    if PROVIDERS[name].words:
+        assert all("says no reason" not in left.reason for left in ran.left)
+
+
+def test_a_gpu_is_named_by_its_driver(monkeypatch) -> None:
+    engine = OnnxRuntime(OnnxRuntimeOptions())
+    assert "driver" not in engine.describe()
+    asked = list[tuple[str, ...]]()
+    monkeypatch.setattr("qdqtune.engines.devices.gpus_here", lambda: ("2", "3"))
+    monkeypatch.setattr("qdqtune.engines.devices.nvidia_smi", lambda *a: (asked.append(a) or [["H100", "550"]], ""))
+    engine.table = PROVIDERS["cuda"]
+    told = engine.describe()
+    assert (told["engine"], told["device"], told["driver"]) == ("cuda", "H100", "550")
+    assert asked == [("name,driver_version", "--id=2")]
+
+
+def test_a_simulator_is_named_as_one(monkeypatch) -> None:
+    monkeypatch.setattr("qdqtune.engines.onnxruntime.engine.is_simulated", lambda name: True)
+    monkeypatch.setattr("qdqtune.engines.onnxruntime.engine.metadata.version", lambda name: "2.7")
+    engine = OnnxRuntime(OnnxRuntimeOptions())
+    engine.table = QNN
+    assert engine.describe()["device"].startswith("simulator on ")
+    assert engine.describe()["plugin"] == "2.7"
+
+
+def test_an_onnxruntime_that_does_not_tell_is_refused(monkeypatch, tmp_path) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    engine = OnnxRuntime(OnnxRuntimeOptions())
+    engine.table = replace(QNN, ep=CPU_PROVIDER, options={})
+    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    name = "onnxruntime.capi.onnxruntime_inference_collection.Session.get_provider_graph_assignment_info"
+    monkeypatch.delattr(name)
+    with pytest.raises(EngineFailure, match=r"does not say where nodes run: install 1.24 or later"):
+        built.layers(IMAGE, 1)
