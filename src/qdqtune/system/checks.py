@@ -120,6 +120,12 @@ def check_inside(path: Path, folder: Path) -> None:
         check_file(path)
 
 
+def check_single(path: Path) -> None:
+    """Refuse a file with several hard links: a change in place would show under all of them."""
+    if path.is_file() and path.stat().st_nlink > 1:
+        raise OutputError(f"cannot write {path}: the file has another name (a hard link) as well; put a copy there")
+
+
 def listed(folder: Path) -> set[str] | None:
     """The lines of the list in a folder, without one whose writer was killed; None if a file of its name is no list."""
     path = folder / LIST

@@ -26,6 +26,7 @@ from qdqtune.system.checks import (
     below,
     check_inside,
     check_outputs,
+    check_single,
     in_list,
     listed,
     real,
@@ -185,6 +186,8 @@ def _present(folder: Path, parts: Collection[str]) -> Iterator[Output]:
         check_inside(folder / part, folder)
         for path in below(folder / part):
             check_inside(path, folder)
+            if part == LOGS:
+                check_single(path)
             if path.is_file():
                 is_named = path.parent == folder / part and any(path.match(pattern) for pattern in patterns)
                 must_be_ours = part in parts and is_named

@@ -31,7 +31,7 @@ from qdqtune.errors import (
     reading,
     writing,
 )
-from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside
+from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 
 VERSION = 4
@@ -126,12 +126,13 @@ class Store:
 
         Raises:
             BadState: the file is damaged, belongs to another run, or is in use.
-            OutputError: it cannot be written, or is a link out of its folder.
+            OutputError: it cannot be written, is a link out of its folder, or has other hard links.
         """
         self.path = path
         self._given, self._lock = given, RLock()
         self._own: dict[str, object] = {}  # of this session
         check_inside(path, path.parent)
+        check_single(path)
         with writing(path):
             path.touch()
             # Unbuffered: what could not be written to a full disk must not be written again on closing.
