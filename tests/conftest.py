@@ -1,6 +1,5 @@
 """Fixtures that several test files ask for by name."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -159,8 +158,3 @@ def float_file(tmp_path: Path) -> Path:
     """A convolution and a Relu in float."""
     onnx.save(conv_model(), tmp_path / "float.onnx")
     return tmp_path / "float.onnx"
-
-
-def pytest_collection_finish() -> None:
-    """Keep libraries and tests out of the collections that workers in this process make before each of their rounds."""
-    gc.freeze()

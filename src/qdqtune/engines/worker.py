@@ -236,7 +236,7 @@ def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
 def main() -> None:
     channel, session = parent(), Session()
     for name, arguments in received(channel):
-        channel.send(answer(session, name, arguments))
+        channel.send(answer_undisturbed(session, name, arguments))
     end_group(0)  # with what the engine has started
 
 
@@ -286,14 +286,19 @@ def answer(session: Session, name: str, arguments: tuple[Any, ...]) -> tuple[boo
     """True and the result of a request, or False and its error. Where it cannot write a file, as on a full disk, that
     is a failure of the engine."""
     try:
-        with _no_collection() if name == "rounds" else nullcontext():
-            return True, getattr(session, name)(*arguments)
+        return True, getattr(session, name)(*arguments)
     except QdqtuneError as error:
         return False, error
     except OSError as error:
         if error.errno is None:  # raised by a program, not by the system
             raise
         return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {error.strerror}")
+
+
+def answer_undisturbed(session: Session, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    """`answer` in a process of its own, whose garbage is not collected while rounds are timed."""
+    with _no_collection() if name == "rounds" else nullcontext():
+        return answer(session, name, arguments)
 
 
 @contextmanager

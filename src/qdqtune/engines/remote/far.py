@@ -24,7 +24,7 @@ import numpy as np
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import LEASE_SECONDS, Device, allot, leased, usable_cores
 from qdqtune.engines.machine import this_machine
-from qdqtune.engines.worker import Session, answer, parent, received
+from qdqtune.engines.worker import Session, answer, answer_undisturbed, parent, received
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, writing
 from qdqtune.system.interpreter import end_group
 from qdqtune.system.writing import temporary_folder
@@ -95,7 +95,7 @@ class FarSession(Session):
 
     def ask(self, request: bytes) -> tuple[bool, Any]:
         try:
-            reply = answer(self, *_Request(request, self.contents).load())
+            reply = answer_undisturbed(self, *_Request(request, self.contents).load())
         except OutputError as error:
             reply = False, error
         self.contents.forget({digest for digests in self._constants.values() for digest in digests})
