@@ -130,6 +130,9 @@ def test_a_wait_may_be_cancelled(ends: Ends) -> None:
         ends[0].recv(Deadline(60.0))
     with cancelled_by(cancel), pytest.raises(Cancelled):
         ends[0].send(np.zeros(10_000_000, np.uint8), Deadline(60.0))
+    os.write(ends[1]._writes, (1).to_bytes(8))  # an answer has begun
+    with cancelled_by(cancel), pytest.raises(Cancelled):
+        ends[0].recv(Deadline(60.0))
 
 
 def test_the_other_end_is_gone(ends: Ends) -> None:

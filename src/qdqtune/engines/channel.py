@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from qdqtune.engines.execution import Deadline
+from qdqtune.errors import QdqtuneError
 
 PIPE_BYTES = 2**20
 """Size of a pipe where the system lets us choose: few changes between the processes for large arrays."""
@@ -73,7 +74,7 @@ class Channel:
             sizes = struct.unpack(f">{count}Q", self._read(8 * count, deadline))
             data, *arrays = [self._read(size, deadline) for size in sizes]
             return self._unpickler(io.BytesIO(data), buffers=arrays).load()
-        except OSError:
+        except (OSError, QdqtuneError):  # the wait has ended, or is cancelled
             raise
         except Exception as error:  # bytes from elsewhere: to read them may raise anything
             raise EOFError(f"what came is no answer: {type(error).__name__}: {error}") from error

@@ -2,8 +2,8 @@
 
 It reads requests `(name of a Session method, arguments)` from its standard input, and answers each with
 `(True, result)` or `(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in
-its log. Engines may print to standard output. The
-process ends when its input closes, however its parent died. This needs POSIX.
+its log. Engines may print to standard output. The process ends when its input closes, however its parent died. This
+needs POSIX.
 """
 
 from __future__ import annotations

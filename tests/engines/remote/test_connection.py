@@ -136,6 +136,7 @@ def test_a_board_is_reached_by_adb() -> None:
     assert Destination.parsed("adb:").command("m") == ["adb", "shell", "-T", "exec python3 -P -m m"]
     with pytest.raises(BadOption, match="is no device: give adb:SERIAL or"):
         Destination.parsed("adb:a:python")
+    assert why_not(Destination("adb:a"), 255, ["error: closed"]) == "no worker starts with python3 on adb:a: error: closed"
 
 
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,13 +173,17 @@ def test_a_machine_is_named_as_for_ssh_and_may_have_a_python(text: str, host: st
     assert (dashes, found, command) == ("--", host, f"exec {python} -P -m x")
 
 
-def test_workers_share_a_connection_over_a_socket_that_goes_with_them(tmp_path: Path) -> None:
+def test_workers_share_a_connection_over_a_socket_that_goes_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = Destination("board").shared()
     socket, command = Path(shared.socket), shared.command("x")
     assert command[-9:-3] == ["-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", f"ControlPath={socket}"]
     assert socket.parent.stat().st_mode & 0o777 == 0o700
     del shared
     assert not socket.parent.exists()
+    monkeypatch.setattr("qdqtune.engines.remote.connection.SOCKETS", tmp_path / "none")
+    assert Destination("board").shared().socket == ""
 
 
 @pytest.mark.parametrize("text", ["", "-v", "a b", ":/python", "ssh://"])

@@ -77,6 +77,14 @@ class TestContract(EngineContract):
         assert not list(tmp_path.glob("trtexec-*"))
 
 
+def test_a_build_holds_no_weights(tmp_path: Path) -> None:
+    onnx.save(model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], [1, 99], {"w": np.ones((99, 99), np.float32)}),
+              tmp_path / "m.onnx")  # fmt: skip
+    built = create(stand_in(tmp_path, "10.16")).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    assert built._graph.proto.ByteSize() < 99 * 99
+    assert built.run({"x": np.ones((1, 99), np.float32)})["y"].shape == (1, 99)
+
+
 @pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -1,7 +1,7 @@
-"""Another machine over SSH, and a worker there as its runner sees it: model files and large arrays go there by content,
-each once. Each worker is a command that begins with `ssh`.
+"""Another machine over SSH or adb, and a worker there as its runner sees it: model files and large arrays go there by
+content, each once. Each worker is a command that begins with `ssh` or `adb`.
 
-The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold. It asks for nothing.
+The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold, or its `adb`. It asks for nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote.far import GREETING
-from qdqtune.errors import BadOption, EngineUnavailable, one_line, reading, writing
+from qdqtune.errors import BadOption, EngineUnavailable, one_line, reading
 from qdqtune.graph.constants import inner_tensors
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
 from qdqtune.types import Array
@@ -113,15 +113,14 @@ class Destination:
         return [*SSH, *(sharing if self.socket else ()), "--", self.host, words]
 
     def shared(self) -> Destination:
-        """The same with one connection for all workers. Its socket lies in a private folder with a short name.
-
-        Raises:
-            OutputError: the folder cannot be made.
-        """
+        """The same with one connection for all workers. Its socket lies in a private folder with a short name; where
+        that cannot be made, each worker has a connection of its own."""
         if self.host.startswith("adb:"):
             return self
-        with writing(SOCKETS):
+        try:
             scratch = Scratch(SOCKETS, TEMPORARY)
+        except OSError:
+            return self
         destination = replace(self, socket=str(scratch.path / "ssh"))
         weakref.finalize(destination, scratch.close)
         return destination
@@ -166,12 +165,12 @@ class Destination:
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
-    """Why no worker has started, and what to do, from the exit code of `ssh` and what it has printed."""
+    """Why no worker has started, and what to do, from the exit code of `ssh` or `adb` and what it has printed."""
     host, python = destination.host, destination.python
     named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"
     told = [line for line in printed if not NOISE.search(line)]
     last, text = one_line(told[-1] if told else f"exit code {code}"), "\n".join(told)
-    if code == 255:
+    if code == 255 and not host.startswith("adb:"):
         advice = next(todo for pattern, todo in SSH_ADVICE.items() if re.search(pattern, text))
         reason = re.sub(r"^ssh: |[.\s]+$", "", last)
         return f"ssh to {host} fails ({reason}): {advice.format(host=host)}"

@@ -1,4 +1,4 @@
-"""The worker process on another machine: `python -m qdqtune.engines.remote.far`, which SSH or Ray starts there.
+"""The worker process on another machine: `python -m qdqtune.engines.remote.far`, which SSH, adb or Ray starts there.
 
 It greets with what is known of the machine. Then it answers three kinds of messages: `missing` asks which of some
 contents it lacks, `put` brings one, and `ask` is a request as for `engines.worker`, whose large arrays and constants

@@ -234,6 +234,8 @@ class Trtexec:
         except BadModel as error:
             append(log, f"{error}\n")
             raise EngineFailure(f"trtexec: {error}") from error
+        for tensor in graph.proto.graph.initializer:
+            tensor.ClearField("raw_data")  # weights, which would take memory as long as the build is held
         flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed"]
         flags += self.plugins + self._precision_flags(graph)
         if self.options.timing_cache is not None:
