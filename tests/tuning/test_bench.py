@@ -136,6 +136,17 @@ def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
     assert [p.stem for p in setup.candidates.folder.glob("*.onnx")] == [FLOAT.digest]
 
 
+def test_a_file_that_another_worker_has_deleted_is_written_again(candidates: Candidates) -> None:
+    """A worker that was lost still holds builds when it goes on alone; its engine builds them again."""
+    lost, other = (TrialWorker(cast(Runner, Script()), candidates, Conditions(Plan(), SAMPLES, 7)) for _ in range(2))
+    held = lost.load(ALL, "metric")
+    other.load(ALL, "trial")
+    other.drop(ALL)
+    assert not held.path.exists()
+    assert lost.load(ALL, "metric") == held
+    assert held.path.exists()
+
+
 def second_build(stage: Any) -> dict[str, Any]:
     return {"refused": lambda _path, build: Failure(stage, "no", "log") if build == 1 else None}
 

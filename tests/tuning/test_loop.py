@@ -532,9 +532,18 @@ def test_half_precision_that_is_slower_or_not_timed_ships_for_nobody(tmp_path: P
     assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
 
 
-@pytest.mark.parametrize(("is_exact", "has_metric"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("make", "is_exact", "has_metric"),
+    [(hopeless, True, False), (hopeless, False, False), (hopeless, False, True), (mixed, False, False)],
+)
 def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_computes(
-    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_exact: bool, has_metric: bool
+    make: Callable[[], Model],
+    tmp_path: Path,
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_exact: bool,
+    has_metric: bool,
 ) -> None:
     class Inexact(WatchedModel):
         def run(self, inputs: Any) -> dict[str, Any]:
@@ -551,8 +560,9 @@ def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_compute
     workers.slower = lambda build: 0.1 if build.path.name == "baseline.onnx" else 1
     (tmp_path / "metric.py").write_text("def score(predict):\n    return 1.0\n")
     metric = {"evaluate": f"{tmp_path / 'metric.py'}:score", "max_drop": 0.1} if has_metric else {}
-    result = tune(settings(write(hopeless(), tmp_path), builds=12, **metric))
+    result = tune(settings(write(make(), tmp_path), builds=12, **metric))
     assert not result.placement
+    assert bool(best_of(result.history)) == (make is mixed)
     if is_exact:
         assert result.shipped == "tuned"
         assert 30 < result.summary["output_sqnr_db"] < 100

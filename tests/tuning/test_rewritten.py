@@ -1,5 +1,6 @@
 """Rewrites that pay are found before the search, kept, told and made again; what does not pay is left out."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from qdqtune.tuning import rewritten
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import line_of
 from runs import mixed, rows, settings, without_seconds, write
 from workers import Build, Workers
 
@@ -125,6 +127,19 @@ def test_rewrites_race_together_and_all_that_pay_are_kept(tmp_path: Path, monkey
     assert told["builds"] == 4 + 2
 
 
+def test_a_race_of_other_rewrites_with_pairs_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rounds in float had left open a rewrite that more rounds keep."""
+    alter(monkeypatch, "layernorm", slowed)
+    expected = tune(run(tmp_path, swishing())).summary["rewrites"]
+    state = tmp_path / "out" / "autotuner_state.yaml"
+    kept = [json.loads(line) for line in state.read_text().splitlines()][:3]
+    assert [row.pop("crc") and row["key"] for row in kept] == ["run", "rewrite:float", "rewrite:pairs"]
+    in_float, with_pairs = (row["value"]["results"] for row in kept[1:])
+    with_pairs["hardswish"] = in_float["hardswish"]
+    state.write_bytes(b"".join(map(line_of, kept)))
+    assert tune(run(tmp_path, swishing())).summary["rewrites"] == expected
+
+
 def slowed(model: Model) -> Model:
     """The same function with nodes more."""
     if "slow" in model.index_of:
@@ -136,6 +151,13 @@ def slowed(model: Model) -> Model:
     nodes.insert(at, onnx.helper.make_node("Neg", ["s1"], ["s2"], "slow2"))
     nodes.insert(at, onnx.helper.make_node("Neg", [read], ["s1"], "slow"))
     return Model(infer(proto, model.large), model.large)
+
+
+def test_what_half_precision_gains_is_no_gain_of_rewrites(tmp_path, workers, monkeypatch):
+    alter(monkeypatch, "hardswish", slowed)
+    asked = run(tmp_path, swishing(), precision="fp16")
+    workers.slower = lambda build: 9 if build.path == asked.model else 1
+    assert tune(asked).summary["rewrites"]["names"] == []
 
 
 def test_what_fails_in_the_converter_is_passed_over_with_a_note(tmp_path, monkeypatch):

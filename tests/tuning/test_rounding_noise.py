@@ -10,12 +10,14 @@ from models import feeds
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format
+from qdqtune.errors import Failure
 from qdqtune.tuning import rounding_noise
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.rounding_noise import noise_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Caveat, Store
-from qdqtune.types import WeightFormat
+from qdqtune.types import Edge, WeightFormat
+from refusals import or_raise
 from runs import write
 from weight_only_nets import MODEL, SHARES, W8
 
@@ -49,6 +51,16 @@ def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
     run, caveat = run_of(tmp_path, budget=SimpleNamespace(builds=1, deadline=deadline)), Caveat()
     assert rounding_noise._Alone(run, 0.0, 0.5).measured("storing weights", dict.fromkeys(SHARES, W8), caveat)
     assert caveat == Caveat(is_hurried=is_cut_short)
+
+
+def test_noise_that_cannot_be_measured_counts_the_same_for_all_and_is_not_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(rounding_noise, "each_value", lambda *_, **__: {})
+    monkeypatch.setattr(rounding_noise, "sensitivities", lambda *_, **__: or_raise(Failure("run", "no kernel")))
+    with Store(tmp_path / "state.yaml", {}) as store:
+        run = run_of(tmp_path, store=store)
+        vars(run.subject)["possible"] = frozenset({Edge("x", "n", 0)})
+        assert rounding_noise._Alone(run, 0.0, 0.5).tensors() == {"x": 1.0}
+        assert store.values("noise:", dict[str, float]) == {"0": {}}
 
 
 @pytest.mark.usefixtures("workers")

@@ -76,7 +76,7 @@ class Limits:
         if trial.accuracy is not None and (missed := self.missed(trial.accuracy)) is not None:
             return missed
         if trial.metric is None or self.before is None or self.max_drop is None:
-            return "the metric cannot be computed"
+            return f"{'its outputs' if trial.accuracy is None else 'the metric'} cannot be computed"
         by = " with the interval of its loss" if can_tell(self.before, self.max_drop) else ""
         return f"the metric is {trial.metric:g}, float has {self.before.value:g}, and may lose {self.max_drop:.2g}{by}"
 

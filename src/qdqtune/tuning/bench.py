@@ -145,8 +145,9 @@ class TrialWorker:
 
     def load(self, placement: Placement, log_name: str) -> Handle:
         """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
+        file = self._candidates.file(placement)  # written again if another worker has deleted it
         if placement not in self._builds:
-            self._builds[placement] = self.runner.load(self._candidates.file(placement), log_name)
+            self._builds[placement] = self.runner.load(file, log_name)
         return self._builds[placement]
 
     def drop(self, placement: Placement) -> None:

@@ -18,6 +18,7 @@ from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
+from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS
 from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
@@ -80,11 +81,12 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     has_products = any(node.op in COMPUTE for node in subject.shaped.nodes)
     trials = min(settings.search_builds, schemes + 5) if has_products else 0
     build, judged = handle.build_seconds, len(subject.accuracy)
-    plan, each_round = settings.plan, 2 * settings.plan.round_seconds(latency, launch)
+    plan, each_round = settings.plan, settings.plan.round_seconds(latency, launch)
     candidate = trial_seconds(plan, build, latency, latency, judged, launch, profiled_runs(latency))
-    proof = len(settings.thread_counts) * 2 * (2 * build + each_round * settings.proof[0])
+    copies = FEWEST_BUILDS if launch else USUAL_BUILDS
+    proof = len(settings.thread_counts) * 2 * copies * (build + each_round * settings.proof[0])
     rewrite_builds = most_builds(settings, subject)
-    rewriting = rewrite_builds * (build + each_round / 2 * plan.looks[0])
+    rewriting = rewrite_builds * (build + each_round * plan.looks[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
     seconds = calibrating + rewriting + (1 + trials) * candidate + proof
     if settings.time_budget is not None:

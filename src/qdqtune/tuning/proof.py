@@ -224,7 +224,13 @@ def race_finished(
         run.given.check()
         is_known = True
         builds, given_to_float = builds + raced.builds, raced.given_to_float or given_to_float
-        attempts += [_within_limits(attempt, history, run) for attempt in raced.attempts]
+        judged = [_within_limits(attempt, history, run) for attempt in raced.attempts]
+        missed = next((attempt.missed for attempt in judged if not attempt.placement), None)
+        if missed is not None:  # outputs with pairs were compared with those of this float model, not of the user's
+            told = f"without its pairs {missed}"
+            judged = [one if one.missed is not None else replace(one, missed=told) for one in judged]
+            queue = Finalists()
+        attempts += judged
 
 
 def _raced(placements: Sequence[Placement], field: Field, run: Run, file_of: Callable[[Placement], Path]) -> Raced:

@@ -13,10 +13,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.errors import Failure
 from qdqtune.numerics.scores import Scores
 from qdqtune.timing.ratios import Ratio
-from qdqtune.types import (
-    Measurement,
-    Placement,
-)
+from qdqtune.types import Measurement, Placement
 
 Shipped = Literal["tuned", "baseline", "given"]
 """The content of optimized_final.onnx: the tuned model, the float model, or a copy of the user's file."""
@@ -100,7 +97,7 @@ class TriedRewrites:
 
     @property
     def ratio(self) -> float:
-        """Time of the rewritten model over that of the user's file: the product of the ratios of the rewrites kept."""
+        """Time of the rewritten model over that without rewrites: the product of the ratios of the rewrites kept."""
         return prod(one.ratio.median for one in self.tried if one.kept and one.ratio)
 
 

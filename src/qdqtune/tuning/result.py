@@ -251,7 +251,8 @@ def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
     row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
     if found.tried:
         row |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
-    if found.names and proof.ratio is not None:
+    is_only_rewritten = run.subject.precision == "fp32" and not run.settings.fix_inputs  # else these gave a part
+    if found.names and proof.ratio is not None and is_only_rewritten:
         row |= {"gave": found.ratio, "placement_gave": proof.ratio.median / found.ratio}
     return row
 

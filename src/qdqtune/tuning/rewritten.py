@@ -137,7 +137,8 @@ class _Trying:
         left = [name for name in names if name in self.subjects]
         for form in FORMS if settings.has_pairs else FORMS[:1]:
             record = store.get(f"rewrite:{form}", RewriteRecord)
-            if left and (record is None or _is_open(record, settings)):
+            is_of_these = record is not None and record.results.keys() <= set(left)  # more rounds may have kept others
+            if left and (record is None or not is_of_these or _is_open(record, settings)):
                 if self.is_late(READINGS):
                     self.is_cut_short = True
                     notes += [f"rewrite {name} was not tried: no room for its builds" for name in left]
@@ -230,10 +231,12 @@ class _Trying:
         return time.monotonic() + readings * reading > self.begun + REWRITES_SHARE * budget
 
     def _file(self, form: Form, subject: Subject) -> Path | None:
-        """The file to build: in float without rewrites the user's own, else one written here; None without any pair."""
+        """The file to build: in float the user's own if nothing was changed there, else one written here; None without
+        any pair. What half precision or fixed inputs gain is no gain of rewrites."""
         settings, constants = self.ready.settings, self.ready.constants
         if form == "float":
-            return constants.write(subject.model, form) if subject.rewrites.names else settings.model
+            is_other = bool(subject.changes or settings.fix_inputs)
+            return constants.write(subject.model, form) if is_other else settings.model
         one = subject.prepared.calibration.first(1)
         ranges = calibrate(subject.shaped, one, Calibration("minmax"), execution=subject.prepared.execution)
         placement = placement_by_rules(subject, settings, ranges)

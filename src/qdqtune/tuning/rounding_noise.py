@@ -202,9 +202,10 @@ class _Alone:
             alone = self.measured(f"rounding each tensor{bits}", values, caveat)
             if narrow is not None:
                 return {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()} | (alone or {})
-            return dict.fromkeys((edge.tensor for edge in subject.possible), 1.0) if alone is None else alone
+            return alone or {}  # `explain` tells only what was measured
 
-        return self._stored(f"noise{bits}", dict[str, float], measured)
+        found = self._stored(f"noise{bits}", dict[str, float], measured)
+        return found or dict.fromkeys((edge.tensor for edge in subject.possible), 1.0)
 
     def weights(self, coarsest: Mapping[Edge, WeightFormat]) -> Mapping[tuple[str, str], float]:
         """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format

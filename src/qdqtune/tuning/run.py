@@ -432,7 +432,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             budget.copies,
         )
         yield Run(
-            **{**vars(ready), "settings": settings, "subject": subject, "notes": () if note is None else (note,)},
+            **{**vars(ready), "settings": settings, "subject": subject},
             candidates=candidates,
             bench=bench,
             simulation=simulation,
@@ -441,6 +441,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             racer=racer,
             width=width,
             learning_width=learning_width,
+            notes=() if note is None else (note,),
         )
 
 
@@ -460,8 +461,10 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
     runner.feed(at_each(ready.subject.mix, counts))
     try:
         handle = runner.load(file, "glance")
-        seconds = np.array(runner.timed(handle, GLANCE_ROUNDS, warmup=1).seconds[0])  # [round, call]
-        runner.unload(handle)
+        try:
+            seconds = np.array(runner.timed(handle, GLANCE_ROUNDS, warmup=1).seconds[0])  # [round, call]
+        finally:
+            runner.unload(handle)
     except EngineRefused:
         return None
     finally:

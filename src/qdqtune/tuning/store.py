@@ -11,7 +11,7 @@ import fcntl
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from threading import RLock
@@ -137,20 +137,19 @@ class Store:
             path.touch()
             # Unbuffered: what could not be written to a full disk must not be written again on closing.
             self._file: IO[bytes] = path.open("r+b", buffering=0)
-        try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as stack:
+            stack.enter_context(self._file)
+            try:
+                fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BadState(f"{path} is in use by another run: choose another `output_dir`") from error
             if restart:
                 start = self._file.read(len(LINE_START))
                 if not LINE_START.startswith(start):
                     raise _foreign(start, path)
                 self._file.truncate(0)
             self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
-        except BlockingIOError as error:
-            self._file.close()
-            raise BadState(f"{path} is in use by another run: choose another `output_dir`") from error
-        except BaseException:
-            self._file.close()
-            raise
+            stack.pop_all()  # `__exit__` closes it
 
     def __enter__(self) -> Self:
         return self
