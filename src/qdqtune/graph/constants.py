@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
-from qdqtune.graph.model import LARGE_BYTES, PACKED, Constant, bodies, content_key, size_of
+from qdqtune.graph.model import DEFAULT, LARGE_BYTES, PACKED, Constant, bodies, content_key, size_of
 from qdqtune.system.checks import Stamps
 from qdqtune.types import Array
 
@@ -92,7 +92,7 @@ def _is_large(tensor: TensorProto) -> bool:
 
 def _lifted(node: onnx.NodeProto) -> TensorProto | None:
     """The value of a Constant node as an initializer; None for other nodes."""
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+    if node.op_type != "Constant" or node.domain not in DEFAULT:
         return None
     if len(node.attribute) != 1 or len(node.output) != 1:
         raise BadModel(f"Constant node {node.name!r} must have one value and one output")

@@ -22,8 +22,8 @@ from onnx import ModelProto, TensorProto, inliner, numpy_helper, version_convert
 from qdqtune.errors import BadModel, check_file
 from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_external
 from qdqtune.graph.inference import INFERENCE_ERRORS, infer, with_large_inputs, without_large_inputs
-from qdqtune.graph.model import Constant, Model, bodies, captured, graphs
-from qdqtune.graph.simplifying import DEFAULT, UniqueNames, drop_identities, drop_unused
+from qdqtune.graph.model import DEFAULT, Constant, Model, bodies, captured, graphs
+from qdqtune.graph.simplifying import UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
 
 TYPES = frozenset(TensorProto.DataType.values())
@@ -63,7 +63,7 @@ def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int
     large = take_external(proto, folder)
     name_nodes(proto.graph)
     settle(proto.graph, large)
-    proto = deepcopy(proto)
+    proto = deepcopy(proto)  # what was taken out takes no memory in the copy
     _sort(proto.graph)
     _check(proto, large)
     proto = _inlined(proto, large)

@@ -26,6 +26,9 @@ LARGE_BYTES = 1024
 GRAPH = -1
 """The node index in the `Use` of a tensor as a graph output."""
 
+DEFAULT = ("", "ai.onnx")
+"""Names of the domain of ONNX's own operators."""
+
 BITS = {"INT2": 2, "UINT2": 2, "INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4}
 PACKED = {code: BITS[name] for name, code in onnx.TensorProto.DataType.items() if name in BITS}
 """Bits of the types that store several values in a byte. In memory each value takes a byte."""
@@ -264,7 +267,7 @@ class Model:
 
 def opset_of(proto: onnx.ModelProto) -> int:
     """Version of the default operator set; 1 if the file imports none."""
-    return next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 1)
+    return next((o.version for o in proto.opset_import if o.domain in DEFAULT), 1)
 
 
 def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:

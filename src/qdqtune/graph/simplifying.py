@@ -16,12 +16,9 @@ from onnx import numpy_helper
 
 from qdqtune.errors import BadOption
 from qdqtune.graph.constants import replace, settle
-from qdqtune.graph.model import LARGE_BYTES, Constant, TensorInfo, bodies, captured, defined
+from qdqtune.graph.model import DEFAULT, LARGE_BYTES, Constant, TensorInfo, bodies, captured, defined
 from qdqtune.graph.operators import RANDOM
 from qdqtune.types import Array
-
-DEFAULT = ("", "ai.onnx")
-"""Names of the domain of ONNX's own operators."""
 
 FAILURES = (
     onnx.shape_inference.InferenceError,
@@ -102,7 +99,7 @@ def names_in(graph: onnx.GraphProto) -> set[str]:
 class UniqueNames:
     """Makes new names that differ from those in use."""
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
+    def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
         self._suffixes: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(2))
 

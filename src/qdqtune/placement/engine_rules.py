@@ -507,14 +507,10 @@ class PlacedByRules:
     counts: tuple[tuple[str, int], ...]
 
 
-def rules_of(engine: str | None = None, quant_type: QuantType | None = None) -> tuple[PlacementRule, ...]:
-    """The rules of an engine and a type; of all where None. An execution provider has those of an engine like it."""
-    engine = PROVIDERS[engine].like if engine is not None and engine in PROVIDERS else engine
-    return tuple(
-        r
-        for r in RULES
-        if (engine is None or engine in r.engines) and (quant_type is None or quant_type in r.quant_types)
-    )
+def rules_of(engine: str, quant_type: QuantType) -> tuple[PlacementRule, ...]:
+    """The rules of an engine and a type. An execution provider has those of an engine like it."""
+    engine = PROVIDERS[engine].like if engine in PROVIDERS else engine
+    return tuple(rule for rule in RULES if engine in rule.engines and quant_type in rule.quant_types)
 
 
 def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> PlacedByRules:

@@ -32,6 +32,9 @@ DEEPEST = 50
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+SCALAR_ERRORS = (ArithmeticError, AttributeError, LookupError, ValueError)
+"""What PyYAML raises for scalars that are not what their tag or form says, beside its own errors."""
+
 Slot = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -203,7 +206,7 @@ def parsed_yaml(path: Path, what: str) -> Any:
             if depth > DEEPEST:  # at some thousands the C code behind `load` overflows its stack
                 raise ValueError(f"more than {DEEPEST} lists and mappings within each other")
         return yaml.load(text, Loader=LOADER)
-    except (RecursionError, ValueError, yaml.YAMLError) as error:
+    except (*SCALAR_ERRORS, RecursionError, yaml.YAMLError) as error:
         raise BadOption(f"{path} is no {what} file, or damaged: {one_line(error)}") from error
 
 

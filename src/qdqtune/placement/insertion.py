@@ -95,7 +95,7 @@ class Inserter:
 
     def _write(self, decision: Decision, placement: Placement) -> Model:
         model = self._model
-        builder = GraphBuilder(names=UniqueNames(self._names))
+        builder = GraphBuilder(UniqueNames(self._names))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
         shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
         paired = {e.tensor: e for e in shown if e in placement}

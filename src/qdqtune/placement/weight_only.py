@@ -31,12 +31,12 @@ BLOCK_OPSET = 21
 class GraphBuilder:
     """The nodes, constants and unique names of a graph that is being written."""
 
+    names: UniqueNames
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     """In topological order."""
     constants: dict[str, Constant] = field(default_factory=dict)
     made: dict[object, str] = field(default_factory=dict)
     """Names of the tensors that were written, each by a key of all that determines it."""
-    names: UniqueNames = field(default_factory=UniqueNames)
 
     def constant(self, wanted: str, values: Array) -> str:
         """Add a constant in memory; returns its name, `wanted` unless that is taken."""

@@ -89,7 +89,7 @@ class Tradeoff:
 
 
 def farthest(
-    candidates: Mapping[Placement, Tradeoff], taken: Sequence[Tradeoff], near: float = NEAREST
+    candidates: Mapping[Placement, Tradeoff], taken: Sequence[Tradeoff], near: float
 ) -> Placement | None:
     """The candidate that is farthest from all `taken` points; None if it is nearer than `near` to one of them."""
     distances = {p: min((point.apart(t) for t in taken), default=np.inf) for p, point in candidates.items()}

@@ -290,7 +290,7 @@ class RegionSearch:
 
     def _edges(self, pattern: Pattern, points: Iterable[Point]) -> frozenset[Edge]:
         chosen = frozenset(points)
-        parts = (e for edges in pattern.edges.values() for point, e in edges.items() if point in chosen)
+        parts = (edges[point] for edges in pattern.edges.values() for point in chosen & edges.keys())
         return frozenset().union(*parts) & self.possible
 
     def _domain(self, pattern: Pattern) -> frozenset[Edge]:

@@ -295,14 +295,14 @@ class Observations:
                 as_float = self._as_float[unit.kind]
                 for extra, ms in known[unit.kind].items() if as_float > 0 else ():
                     shares[name, extra].append(ms / as_float)
+        usual = {key: max(0.0, float(np.quantile(each, LOW_QUANTILE))) for key, each in shares.items()}
         corrections = self._format_corrections()
         prices = []
         for unit, name in zip(parts.units, operators, strict=True):
             as_float, solved = self._as_float[unit.kind], known[unit.kind]
             extras: dict[str, float] = {}
             for extra in ("disturbed", "behind_float", "handing"):
-                low = float(np.quantile(shares.get((name, extra), [0.0]), LOW_QUANTILE))
-                extras[extra] = solved.get(extra, as_float * max(0.0, low) + surplus)
+                extras[extra] = solved.get(extra, as_float * usual.get((name, extra), 0.0) + surplus)
             extras["handing"] /= max(1, len(parts.leaving(unit)))
             by_format = {}
             for weight_format in parts.weight_formats(unit):
