@@ -211,7 +211,9 @@ def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
     assert re.search(r"^ +1 .* pattern cache: .*faster than float", errors, re.MULTILINE)
 
 
-def test_regions_can_be_looked_at(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_regions_can_be_looked_at(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = ["--verbose", "--max-sequence-size", "20", "--include-all-regions"]
     assert region_inspect.main(["--model", str(model), *more]) == 0
     text = capfd.readouterr().out
@@ -222,6 +224,13 @@ def test_regions_can_be_looked_at(model: Path, capfd: pytest.CaptureFixture[str]
     assert "├─ Region " in capfd.readouterr().out
     assert region_inspect.main(["--model", "missing.onnx"]) == 1
     assert capfd.readouterr().err.startswith("error: missing.onnx: cannot read the model")
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(region_inspect, "inspect", interrupted)
+    assert region_inspect.main(["--model", str(model)]) == 1
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 def test_patterns_that_are_shown_are_those_that_a_run_tunes(

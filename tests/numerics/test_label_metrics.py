@@ -219,6 +219,7 @@ def test_vectors(tmp_path: Path) -> None:
         ("l.txt", "0.5\nnan\n", "l.txt: a label holds NaN or infinite values"),
         ("l.txt", "", "holds no label"),
         ("l.csv", "x,label\n1,2\n3\n", "the row '3' has no label"),
+        ("l.txt", "7" * 200_000, "cannot read labels .*l.txt: field larger than"),
         ("l.json", "[1, 2]", "give .npz, .npy, .csv or .txt"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import click
 
 from qdqtune.autotune.__main__ import add_flag
 from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
+from qdqtune.cli import main as cli
 from qdqtune.cli.output import print_lines
 from qdqtune.commands.inspect import InspectOptions, inspect
-from qdqtune.errors import QdqtuneError
 from qdqtune.tuning.subject import tuned_graph
 
 
@@ -45,12 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flag(parser, "--include_all_regions", action="store_true")
     add_flag(parser, "-v --verbose", action="store_true")
     given = vars(parser.parse_args(arguments))
+    command = click.Command("region_inspect", callback=partial(inspect_region_search, **given, rewrites="auto"))
     try:
-        inspect_region_search(**given, rewrites="auto")
-    except QdqtuneError as error:
-        click.echo(f"error: {error}", err=True)
-        return 1
-    return 0
+        cli.main([], command, parser.prog)
+    except SystemExit as end:
+        return 1 if end.code else 0
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ class AutotunerError(InputError):
     """The interface was used in a way that has no answer."""
 
 
+class NotInGraphError(AutotunerError, ValueError):
+    """There is no such tensor or node."""
+
+
 class AutotunerNotInitializedError(AutotunerError):
     """`initialize` comes first."""
 

@@ -18,7 +18,7 @@ from qdqtune.autotune.autotuner import Benchmark, QDQAutotuner, TrtExecBenchmark
 from qdqtune.autotune.autotuner import benchmark_onnx_model as benchmark_onnx_model
 from qdqtune.autotune.autotuner import init_benchmark_instance as init_benchmark_instance
 from qdqtune.autotune.insertion_points import Config, PatternCache
-from qdqtune.autotune.region_search import AutotunerError, GraphLike, as_model, as_proto
+from qdqtune.autotune.region_search import AutotunerError, GraphLike, NotInGraphError, as_model, as_proto
 from qdqtune.calibration.options import SamplesLike
 from qdqtune.cli import progress
 from qdqtune.commands.inputs import on_disk
@@ -351,24 +351,24 @@ def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output
     """What lies between some tensors, as the bytes of a model.
 
     Raises:
-        AutotunerError: the graph has no such tensor.
+        NotInGraphError: the graph has no such tensor, or none of a known type.
     """
     proto = graph.to_proto() if isinstance(graph, Model) else as_proto(graph)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto)
         return Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names]).SerializeToString()
     except (KeyError, ValueError) as error:
-        raise AutotunerError(f"a tensor is not found in the graph: {error}") from error
+        raise NotInGraphError(f"a tensor is not found in the graph: {error}") from error
 
 
 def extract_subgraph_by_nodes(graph: GraphLike, node_names: Sequence[str]) -> bytes:
     """Some nodes, by the tensors that they read from others and others from them, as the bytes of a model.
 
     Raises:
-        AutotunerError: the graph has none of them.
+        NotInGraphError: the graph has none of them.
     """
     model = as_model(graph)
     nodes = [model.index_of[name] for name in node_names if name in model.index_of]
     if not nodes:
-        raise AutotunerError("None of the specified nodes is in the graph")
+        raise NotInGraphError("None of the specified nodes is in the graph")
     return extract_subgraph(model, *borders(model, nodes))

@@ -158,14 +158,14 @@ def prepare(
     count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
     least = min(LEAST_JUDGED, most)
     calibration = samples
-    judging = tuple(samples.others(count + 1)) if most and samples.others is not None else ()
+    judging = tuple(samples.others(count)) if most and samples.others is not None else ()
     is_held_out = len(judging) >= max(1, least)
     if most and not is_held_out:
         parts = None if samples.is_random else samples.apart(least, max(count, usual))
         is_held_out = parts is not None
         calibration, unseen = parts or (samples, samples)
         judging = tuple(unseen.first(count))
-    return Prepared(model, shaped, samples, calibration, judging[:count], is_held_out, sizes, mix, execution)
+    return Prepared(model, shaped, samples, calibration, judging, is_held_out, sizes, mix, execution)
 
 
 def _affordable(model: Model, most: int, slower: float) -> int:

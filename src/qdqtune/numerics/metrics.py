@@ -138,10 +138,9 @@ def read_labels(path: Path) -> Array:
         content: Any = _of_arrays(path)
     elif ending in (".csv", ".txt"):
         try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, ValueError) as error:
+            content = _of_lines(path.read_text(encoding="utf-8-sig"), path)
+        except (OSError, ValueError, csv.Error) as error:
             raise BadData(f"cannot read labels {path}: {one_line(error)}") from error
-        content = _of_lines(text, path)
     else:
         raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
     try:
