@@ -46,11 +46,10 @@ def data(entry: Entry) -> tuple[str, ...]:
 
 
 def searched(folder: Path) -> tuple[int, float]:
-    """Builds of a search, and the seconds between its begin and that of the proof."""
-    told = json.loads((folder / "run.json").read_text())
-    begun = dict(reversed([(text.split()[0], seconds) for text, seconds in told["stages"]]))
-    summary = json.loads((folder / "summary.json").read_text())
-    return summary["builds"] - 1, begun["proving"] - begun["searching"]
+    """The candidates behind the first batch of a search, and the seconds that they took."""
+    trials = json.loads((folder / "run.json").read_text())["trials"]
+    ends = [trial["seconds"] for trial in trials if trial["seconds"] is not None]
+    return sum(end > ends[0] for end in ends), ends[-1] - ends[0]
 
 
 def by_workers(entry: Entry, counts: list[int], kept: Path, given: argparse.Namespace) -> None:

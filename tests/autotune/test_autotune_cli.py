@@ -87,7 +87,7 @@ def test_logs_and_models_have_the_numbers_of_the_regions_that_were_tuned(run: Ru
     half = np.full((1, 8, 1, 1), 0.5, np.float32)
     path = write(build(layer, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
     assert run("-m", path, "-o", "out", "--regions", "names", "-s", 2, "--no-cut-seed")[0] == 0
-    graph = tuned_graph(path, rewrites="auto")  # the products are folded into the layers
+    graph = tuned_graph(load(path), rewrites="auto")  # the products are folded into the layers
     tuned = {p.instances[0].id for p in tunable(graph, group(graph, discovery.find(graph, "names")))}
     assert {int(p.name.split("_")[1]) for p in Path("out/logs").glob("region_*_scheme_0.log")} == tuned != set()
     assert {int(p.name.split("_")[1]) for p in Path("out/region_models").glob("region_*.onnx")} == tuned

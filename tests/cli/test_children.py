@@ -124,6 +124,14 @@ def test_models_are_shared_out_and_told_in_their_order(call, models, tmp_path, m
     assert (code, "--workers 4 of 3 cores each want 12 cores" in err) == (2, True)
 
 
+def test_half_a_result_of_a_child_that_was_ended_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object, **how: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(["sh", "-c", "echo '{'; exit 2"], **how)
+
+    monkeypatch.setattr(fleet, "start", start)
+    assert fleet.ask({"options": {"model": "a.onnx", "quiet": False}}, devices.ANYWHERE, 0) == (2, {})
+
+
 # The current folder
 
 COMMANDS = {

@@ -311,6 +311,8 @@ def test_a_shell_that_asks_is_answered(monkeypatch, call):
     for name, value in {"COMP_WORDS": "qdqtune tune --dry", "COMP_CWORD": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("_QDQTUNE_COMPLETE", "bash_complete")
+    monkeypatch.delitem(sys.modules, "qdqtune.cli.tune")  # as in a fresh process
+    monkeypatch.setattr(main.importlib, "import_module", lambda _: tune)
     assert call() == (0, "plain,--dry-run\n", "")
 
 

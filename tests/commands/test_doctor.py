@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import subprocess
+import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,7 @@ from qdqtune.commands.doctor import (
 from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineUnavailable
+from runs import environment
 
 # Processors
 
@@ -169,6 +171,20 @@ def test_another_machine_is_asked_by_the_same_command(monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit) as end:
         main.main(["doctor", "--on", "board:/bin/python", "--json"])
     assert (end.value.code, commands[0][-2:]) == (5, ["board", "exec /bin/python -P -m qdqtune doctor --json"])
+
+
+@pytest.mark.parametrize(
+    ("there", "code", "error"), [("exit 5", 5, ""), ("exit 255", 5, "qdqtune doctor on board fails with exit code 255")]
+)
+def test_what_another_machine_prints_is_the_result(there: str, code: int, error: str) -> None:
+    words = f"""
+from qdqtune.cli.main import main
+from qdqtune.commands.doctor import Destination
+Destination.facts = lambda _: None
+Destination.command = lambda *_: ["sh", "-c", "echo told; {there}"]
+main(["doctor", "--on", "board"])"""
+    done = subprocess.run([sys.executable, "-c", words], env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, error in done.stderr) == (code, "told\n", True)
 
 
 def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):

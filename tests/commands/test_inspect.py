@@ -6,6 +6,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
+from models import build
 from qdqtune.commands import inspect
 from qdqtune.search.regions import discovery, patterns
 from region_models import Network
@@ -51,6 +52,17 @@ def test_the_overview_tells_what_a_model_holds_and_what_keeps_it_from_8_bits(tmp
         "notes": ["2 nodes in the bodies of If stay in float; if on decides, `fix_inputs` on=VALUE may bring them out"],
     }
     assert inspection.overview()[-2].startswith("8 bits   1 of 1 ")
+
+
+def test_an_input_of_one_value_may_decide_an_if():
+    model = build("""g (float[2] x, int64[1] steps, bool[1] cached) => (float[2] y) {
+        y = If (cached) <
+            then_branch = a () => (float[2] t) { t = Abs (x) },
+            else_branch = b () => (float[2] e) { e = Neg (x) }
+        >
+    }""")
+    (note,) = inspect.overview_of(model)["notes"]
+    assert note.endswith("if cached decides, `fix_inputs` cached=VALUE may bring them out")
 
 
 def test_the_text_has_the_phases_the_summary_and_the_most_frequent_patterns(found):

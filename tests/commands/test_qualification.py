@@ -230,11 +230,16 @@ def test_a_search_that_ships_what_it_may_not(result: Any, told: str, only: Any, 
 
 
 @pytest.mark.usefixtures("workers")
-def test_fp8_on_a_gpu_that_has_none(only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("capability", "state"), [("8.6", "not applicable"), ("[N/A]", "held")])
+def test_fp8_on_a_gpu_that_has_none(
+    capability: str, state: str, only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     only("builds", FP8)
-    monkeypatch.setattr(qualification, "find_gpus", lambda: ((Gpu("A10", "550", "8.6", "24 GB"),), ""))
+    monkeypatch.setattr(qualification, "find_gpus", lambda: ((Gpu("A10", "550", capability, "24 GB"),), ""))
     spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})
-    assert the_one(spec) == ("not applicable", "GPUs of compute capability 8.6 have no FP8")
+    found, told = the_one(spec)
+    assert found == state
+    assert (told == "GPUs of compute capability 8.6 have no FP8") is (state == "not applicable")
 
 
 # The command

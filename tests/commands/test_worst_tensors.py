@@ -47,6 +47,8 @@ def test_a_sample_without_a_signal_makes_none_of_the_error() -> None:
     outputs = [{"y": np.full(4, value, np.float32)} for value in (1e-3, 1.0, 1.5)]
     assert errors_by_sample(reference, outputs) == pytest.approx([2e-7, 0.0, 0.05], rel=0.01)
     assert errors_by_sample(reference, [{"y": np.full(4, np.nan, np.float32)}] * 3) == [UNKNOWN_NOISE] * 3
+    names = [{"y": np.array(["a", "b"])}]
+    assert errors_by_sample(names, [{"y": np.array(["a", "c"])}]) == [0.5]
     integers = [{"y": np.array([1, 2])}]
     assert errors_by_sample(integers, [{"y": np.array([1, 3])}]) == [0.5]
 

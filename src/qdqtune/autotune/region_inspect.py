@@ -16,6 +16,7 @@ from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_qua
 from qdqtune.cli import main as cli
 from qdqtune.cli.output import print_lines
 from qdqtune.commands.inspect import InspectOptions, inspect
+from qdqtune.graph.loading import load
 from qdqtune.tuning.subject import tuned_graph
 
 
@@ -33,7 +34,7 @@ def inspect_region_search(
     """
     how: dict[str, Any] = {"max_sequence_size": max_sequence_size, "include_all_regions": include_all_regions}
     print_lines(inspect(InspectOptions(onnx_path, rewrites=rewrites, **how)).lines(tree=True, verbose=verbose))
-    graph = tuned_graph(Path(onnx_path))
+    graph = tuned_graph(load(Path(onnx_path)), rewrites)
     tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
     return [top for top in tops if include_all_regions or has_quantizable_operations(top, graph)]
 

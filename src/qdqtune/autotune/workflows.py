@@ -138,7 +138,8 @@ class AutotuneOptions(TuneOptions):
         if (schemes := self.schemes_per_region) is not None:
             own["config"] = region.Config(schemes_per_region=schemes)
         if schemes is not None and self.builds is None and self.mode == "region":
-            graph = tuned_graph(Path(str(self.model)), self.fix_inputs, self.rewrites, self.engine_name)
+            model = load(Path(str(self.model)), fix_inputs=self.fix_inputs)
+            graph = tuned_graph(model, self.rewrites, self.engine_name)
             tuned = patterns.tunable(graph, patterns.group(graph, discovery.find(graph, self.regions)))
             own["builds"] = max(EFFORTS[self.effort].builds["region"], builds_for(schemes, len(tuned)))
         return super().settings(command, **own | more)

@@ -12,7 +12,6 @@ import numpy as np
 from onnx import TensorProto
 
 from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
@@ -204,14 +203,15 @@ def hidden_work(model: Model) -> str | None:
     flows = [node for node in model.nodes if node.op in CONTROL_FLOW]
     kinds = " and ".join(dict.fromkeys(node.op for node in flows))
     what = f"operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) are in bodies of {kinds}"
-    deciding = _deciding_inputs(model)
+    deciding = deciding_inputs(model)
     if not deciding:
         return f"{what}, where no pair can be: unroll it where the model is exported"
     flags = " ".join(f"`fix_inputs` {name}=VALUE" for name in deciding)
     return f"{what}, where no pair can be: give the value that you deploy with, {flags}, and it is folded"
 
 
-def _deciding_inputs(model: Model) -> list[str]:
+def deciding_inputs(model: Model) -> list[str]:
+    """The inputs from which conditions of If are computed."""
     waiting = [node.inputs[0] for node in model.nodes if node.op == "If"]
     seen: set[str] = set()
     while waiting:
@@ -220,4 +220,4 @@ def _deciding_inputs(model: Model) -> list[str]:
             seen.add(tensor)
             producer = model.maker(tensor)
             waiting += [] if producer is None else producer.inputs
-    return [spec.name for spec in input_specs(model) if spec.name in seen]
+    return [name for name in model.inputs if name in seen]

@@ -234,8 +234,7 @@ def _qualify(options: DoctorArguments) -> int:
         print_json(done.to_dict())
     else:
         show(done.table())
-        print_lines(done.notable())
-        print_lines([done.in_words(), f"to send with a report: {options.record}"])
+        print_lines([*done.notable(), done.in_words(), f"to send with a report: {options.record}"])
     return 0 if done.holds else ConstraintUnmet.exit_code
 
 

@@ -166,8 +166,10 @@ def _tune_all(jobs: Sequence[Job], devices: Sequence[Device], more: Mapping[str,
         def run(job: Job) -> None:
             values = {name: value for name, value in job.options.raw.items() if name not in of_fleet}
             device = free.get()
-            job.code, job.result = ask({"options": {**values, **more}, "command": command}, device, pipe)
-            free.put(device)
+            try:
+                job.code, job.result = ask({"options": {**values, **more}, "command": command}, device, pipe)
+            finally:
+                free.put(device)
             if job.code == INTERRUPTED:
                 raise KeyboardInterrupt
 
@@ -199,13 +201,14 @@ def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dic
             json.dump(request, child.stdin, default=str)
         for line in filter(str.strip, child.stderr):
             show(line)
-        code = child.wait()
+        code, result = child.wait(), dict[str, Any]()
         results.seek(0)
-        text = results.read()
+        with suppress(ValueError):  # it has printed none, or was ended while it did
+            result = json.load(results)
     if code == LOST and "ray" in options:
         show(f"error: {NODE_LOST}")
         return EngineUnavailable.exit_code, {}
-    return code, json.loads(text) if text else {}
+    return code, result
 
 
 def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:

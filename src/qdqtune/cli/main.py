@@ -117,8 +117,9 @@ class Later(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """A context of the command itself, so that click runs it. The module of `tune` takes a second to import: a word
-        appears before."""
-        if self.name == "tune" and self._module not in sys.modules and SILENT.isdisjoint(args):
+        appears before, but not while a shell completes a line."""
+        is_run = SILENT.isdisjoint(args) and not extra.get("resilient_parsing")
+        if self.name == "tune" and self._module not in sys.modules and is_run:
             print("starting", file=sys.stderr)
         return self.command.make_context(info_name, args, parent, **extra)
 

@@ -92,8 +92,7 @@ class Applied(Shown):
 def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     """Put the pairs of a placement file into a model, with scales calibrated anew, and write it.
 
-    Model and samples lie in files (see `on_disk`). Calibration and rewrites are those of the placement file, unless
-    options say otherwise.
+    Calibration and rewrites are those of the placement file, unless options say otherwise.
 
     Raises:
         InputError: model, placement, data or options cannot be used, or no edge of the placement is in the model.
@@ -147,7 +146,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     if not recorded.placement:
         notes.append("this placement holds no pair: with none was the model fastest, or within the limits")
     if lost:
-        scaled = "" if ready.matched is None else " or have no scale"
+        scaled = "" if ready.matched is None else " or without a scale"
         notes.append(f"{counted(len(lost), 'edge')} of the placement not in this model{scaled}, the first: {lost[0]}")
     if judged is not None and (warning := concern(judged)):
         notes.append(warning)

@@ -119,8 +119,6 @@ class Layers(Shown):
 def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
     """The layers that the engine runs for a model, in order, with their nodes and times.
 
-    Model and samples lie in files (see `on_disk`).
-
     Raises:
         BadOption: options exclude each other.
         QdqtuneError: the engine cannot run the model, or has no layers of it.
@@ -266,7 +264,7 @@ def time_of(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
 
 
 def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
-    """Find what the engine does not fuse in a Q/DQ model, and why. Model and samples lie in files (see `on_disk`).
+    """Find what the engine does not fuse in a Q/DQ model, and why.
 
     Raises:
         BadOption: options do not go together.

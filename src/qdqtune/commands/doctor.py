@@ -7,6 +7,7 @@ import importlib.util
 import json
 import platform
 import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -33,7 +34,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
-from qdqtune.errors import QdqtuneError, one_line
+from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.options import SWITCH, Flag, MaybeFile, MaybeText, Values, option, writes
 from qdqtune.system.checks import record
 
@@ -172,12 +173,16 @@ def doctor_elsewhere(on: str, *flags: str) -> int:
     """Run `doctor` on the machine that the option `on` names, which prints here. Gives its exit code.
 
     Raises:
-        EngineUnavailable: there is no way to it, or no qdqtune of this version.
+        EngineUnavailable: there is no way to it, no qdqtune of this version, or the command fails there.
     """
     destination = Destination.parsed(on)
     destination.facts()  # which says in one line what is missing
     words = destination.command(" ".join(("qdqtune doctor", *flags)))
-    return subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
+    streams = {"stdin": subprocess.DEVNULL, "stdout": sys.stdout.fileno()}
+    code = subprocess.run(words, **streams, check=False).returncode
+    if code not in (0, EngineUnavailable.exit_code):
+        raise EngineUnavailable(f"qdqtune doctor on {destination.host} fails with exit code {code}")
+    return code
 
 
 def engine_options() -> tuple[EngineOption, ...]:

@@ -13,6 +13,7 @@ import onnx
 
 from qdqtune.calibration.inputs import InputSpec, size_hints
 from qdqtune.calibration.options import FixOption, RewriteOption
+from qdqtune.calibration.prepare import deciding_inputs
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MODULES
@@ -68,7 +69,7 @@ class InspectOptions(RewriteOption, FixOption, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Shown):
-    """Regions and patterns of a model, as JSON values."""
+    """What a model holds, its regions and patterns, as JSON values."""
 
     values: Mapping[str, Any]
 
@@ -116,17 +117,17 @@ class Inspection(Shown):
 
 
 def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspection:
-    """Divide the graph that a run tunes in a model, in a file (see `on_disk`), into regions, and find which of them
-    share a pattern.
+    """Tell what a model holds, divide the graph that a run tunes in it into regions, and find which of them share a
+    pattern.
 
     Raises:
         QdqtuneError: the model cannot be read, or an option does not fit.
     """
     file = Path(str(options.model))
-    graph = tuned_graph(file, options.fix_inputs, options.rewrites, options.engine)
+    model = load(file, fix_inputs=options.fix_inputs)
+    graph = tuned_graph(model, options.rewrites, options.engine)
     division = discovery.find(graph, options.regions or "auto", max_sequence_size=options.max_sequence_size)
     inspection = inspected(graph, division, group(graph, division), include_all_regions=options.include_all_regions)
-    model = load(file, fix_inputs=options.fix_inputs)
     opset = opset_of(read(file))  # reading a model may raise it
     return Inspection({"model": {"opset": opset, **overview_of(model)}, **inspection.values})
 
@@ -147,10 +148,12 @@ def overview_of(model: Model) -> dict[str, Any]:
     inputs, outputs = [_tensors(model, names) for names in (model.inputs, model.outputs)]
     if hints := size_hints(inputs):
         notes.append(f"open sizes: give `calibration_data`, or sizes like {' '.join(hints)}")
-    switches = [spec.name for spec in inputs if spec.dtype.kind in "iub" and not spec.shape]
     if inside := sum(len(graph.node) for graph in graphs(model.proto.graph)) - len(model.nodes):
-        advice = f"; if {switches[0]} decides, `fix_inputs` {switches[0]}=VALUE may bring them out" if switches else ""
-        notes.append(f"{counted(inside, 'node')} in the bodies of {_bodied(model)} stay in float{advice}")
+        kinds = ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))
+        deciding = deciding_inputs(model)
+        first = next((s.name for s in inputs if s.name in deciding and all(size == 1 for size in s.shape)), "")
+        advice = f"; if {first} decides, `fix_inputs` {first}=VALUE may bring them out" if first else ""
+        notes.append(f"{counted(inside, 'node')} in the bodies of {kinds} stay in float{advice}")
     for reason, count in Counter(filter(None, refusals)).items():
         notes.append(f"{counted(count, 'product')} cannot: {reason}")
     return {
@@ -163,10 +166,6 @@ def overview_of(model: Model) -> dict[str, Any]:
         "all_products": len(products),
         "notes": notes,
     }
-
-
-def _bodied(model: Model) -> str:
-    return ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))
 
 
 def _tensors(model: Model, names: Sequence[str]) -> list[InputSpec]:

@@ -410,13 +410,15 @@ def qualify(options: DoctorOptions, observer: Observer) -> Qualification:
         told = simulated(spec.name)
         raise EngineUnavailable(f"{told}, and most claims are about times: leave `qualify` out, check and compare work")
     cpu, gpus = this_processor(), find_gpus()[0]
-    capability = float(gpus[0].compute_capability) if gpus and spec.name in TENSORRT_FAMILY else float("inf")
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         spec = with_timing_cache(spec, folder)
         sized = with_spans(spec, {OPEN: Span(*SIZES)}) if spec.name in TENSORRT_FAMILY else spec
         runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
         described = runner.describe()
+        told = gpus[0].compute_capability if gpus and spec.name in TENSORRT_FAMILY else ""
+        told = described.get("compute_capability", told)  # of the GPU that the engine runs on, if it says so
+        capability = float(told) if re.fullmatch(r"\d+\.\d+", told) else float("inf")
         exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
         simulation = stack.enter_context(exact)
         engine = EngineAtHand(spec, folder, runner, simulation, execution, observer, capability)

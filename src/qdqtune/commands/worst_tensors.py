@@ -131,7 +131,9 @@ def errors_by_sample(reference: Outputs, outputs: Outputs) -> list[float]:
     samples, so that one whose outputs are next to nothing counts for nothing. Of integers the share that differs."""
     errors = []
     signals = {
-        name: sum(float(np.sum(np.square(r[name], dtype=np.float64))) for r in reference) for name in reference[0]
+        name: sum(float(np.sum(np.square(r[name], dtype=np.float64))) for r in reference)
+        for name, array in reference[0].items()
+        if array.dtype.kind == "f"
     }
     for r, o in zip(reference, outputs, strict=True):
         if not is_finite([o]) or any(r[name].shape != o[name].shape for name in r):

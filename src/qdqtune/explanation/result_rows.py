@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qdqtune.explanation.formatting import samples, title
+from qdqtune.explanation.formatting import counted, samples, title
 from qdqtune.numerics.accuracy import closeness, closeness_of, integers_differ, slice_cell
 from qdqtune.numerics.scores import independent_of
 from qdqtune.timing.ratios import Ratio, speed
@@ -95,7 +95,7 @@ def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if len(by_threads) > 1:
         rows = []
         for row in by_threads:
-            rows += _comparison_rows(f"latency, {row['threads']} thread{'s' * (row['threads'] > 1)}", row)
+            rows += _comparison_rows(f"latency, {counted(row['threads'], 'thread')}", row)
     for row in summary.get("workloads", []):
         rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
     return rows

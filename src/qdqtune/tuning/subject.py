@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import onnx
 
@@ -407,21 +405,17 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
     return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
 
 
-def tuned_graph(
-    model: Path, fix_inputs: Mapping[str, Any] = MappingProxyType({}), rewrites: str = "off", engine: str = ""
-) -> Model:
-    """The graph that a run tunes in the model of a file: without pairs, and with what rewrites make of a float model,
-    if it is tuned in float32 and no rewrite is made that has to be faster first. What an engine merges by itself is
-    merged if `engine` names it.
+def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
+    """The graph that a run tunes in a model: without pairs, and with what rewrites make of a float model, if it is tuned
+    in float32 and no rewrite is made that has to be faster first. What an engine merges by itself is merged if `engine`
+    names it.
 
     Raises:
-        BadModel: the file cannot be used.
-        BadOption: there is no such rewrite, or a value of `fix_inputs` does not fit.
+        BadOption: there is no such rewrite.
     """
-    graph = load(model, fix_inputs=fix_inputs)
-    if is_quantized(graph):
-        return Rewrites().of(strip_pairs(graph))
-    return allowed(rewrites, MERGED.get(engine, ())).of(graph)
+    if is_quantized(model):
+        return Rewrites().of(strip_pairs(model))
+    return allowed(rewrites, MERGED.get(engine, ())).of(model)
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
