@@ -88,9 +88,7 @@ class Tradeoff:
         return self != other and self.ratio <= other.ratio and self.db >= other.db
 
 
-def farthest(
-    candidates: Mapping[Placement, Tradeoff], taken: Sequence[Tradeoff], near: float
-) -> Placement | None:
+def farthest(candidates: Mapping[Placement, Tradeoff], taken: Sequence[Tradeoff], near: float) -> Placement | None:
     """The candidate that is farthest from all `taken` points; None if it is nearer than `near` to one of them."""
     distances = {p: min((point.apart(t) for t in taken), default=np.inf) for p, point in candidates.items()}
     chosen = max(distances, key=distances.__getitem__, default=None)

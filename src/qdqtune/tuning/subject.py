@@ -406,9 +406,9 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
 
 
 def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
-    """The graph that a run tunes in a model: without pairs, and with what rewrites make of a float model, if it is tuned
-    in float32 and no rewrite is made that has to be faster first. What an engine merges by itself is merged if `engine`
-    names it.
+    """The graph that a run tunes in a model: without pairs, and with what rewrites make of a float model, if it is
+    tuned in float32 and no rewrite is made that has to be faster first. What an engine merges by itself is merged if
+    `engine` names it.
 
     Raises:
         BadOption: there is no such rewrite.

@@ -136,7 +136,8 @@ def test_a_board_is_reached_by_adb() -> None:
     assert Destination.parsed("adb:").command("m") == ["adb", "shell", "-T", "exec python3 -P -m m"]
     with pytest.raises(BadOption, match="is no device: give adb:SERIAL or"):
         Destination.parsed("adb:a:python")
-    assert why_not(Destination("adb:a"), 255, ["error: closed"]) == "no worker starts with python3 on adb:a: error: closed"
+    reason = why_not(Destination("adb:a"), 255, ["error: closed"])
+    assert reason == "no worker starts with python3 on adb:a: error: closed"
 
 
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
