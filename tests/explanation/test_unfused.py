@@ -14,7 +14,7 @@ from models import FP8, INT8, PLAIN, UINT8, build, normal, ranges
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.explanation.unfused import UNKNOWN, Finding, allow, check
-from qdqtune.explanation.units import Explanation, explanations, headline, tally
+from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.placement.files import PlacementFile, write_placement
@@ -94,9 +94,9 @@ BEHIND_CONV = "[cq] c1 = QuantizeLinear(c, s, z) [cd] c2 = DequantizeLinear(c1, 
      "relu (Relu) runs in float: a pair stands between conv (Conv) and it, which engines fuse: "
      "put the pair behind it instead"),
     ((FIRST, "[conv] d = Conv <pads=[1,1,1,1]>(b, wf)"), ["xq", "xd", "yq"], ["conv"],
-     "conv (Conv) runs in float: only its activation carries a pair, its weight wf does not"),
+     "conv (Conv) runs in float: its weight wf carries no pair"),
     ((FIRST, WEIGHT, CONV, BEHIND_CONV, "[add] d = Add(c2, x)"), ["cd", "yq"], [],
-     "add (Add) runs in float: only 1 of its 2 inputs carries a pair, x does not"),
+     "add (Add) runs in float: its input x carries no pair"),
 ])  # fmt: skip
 def test_what_runs_in_float_on_an_engine_that_fuses(tmp_path, parts, alone, in_float, reason):
     model = net(*parts, LAST)
@@ -143,7 +143,7 @@ def reformats(*given: str) -> list[tuple[str, bool, str]]:
 def test_a_change_of_layout_fails_beside_float():
     fused = "xd + wd + conv: INT8"
     assert reformats(fused, ": FP16", "tanh: FP16") == [
-        ("reformat", True, "the engine changes layout or type between layer 0 (INT8) and layer 2 (FP16)")
+        ("reformat", True, "the engine changes layout or type beside tanh (Tanh), which runs in float")
     ]
     assert [f[:2] for f in reformats(fused, ": INT8", "tanh: INT8")] == [("reformat", False)]
     assert [f[:2] for f in reformats(fused, ": INT8")] == [("boundary", False)]
@@ -167,7 +167,7 @@ def test_a_conversion_without_a_node():
     model = net(FIRST, WEIGHT, CONV.replace("c =", "y ="))
     (finding,) = check(model, [*layers("xd + wd + conv: INT8"), Layer("q", (), "INT8", 0.1, "quantize")])
     assert (finding.kind, finding.nodes) == ("standalone pair", ())
-    assert finding.reason == "the engine names no node for it, and may have added it: it runs behind layer 0 (INT8)"
+    assert finding.reason == "the engine names no node for it, and may have added it"
 
 
 def test_what_is_allowed_becomes_a_boundary():
@@ -184,7 +184,7 @@ def test_what_is_allowed_becomes_a_boundary():
         after = allow(found, [wildcard])
         assert [f.kind for f in after] == kinds
         assert [f.fails for f in after] == [f.kind != "boundary" for f in after]
-    assert allow(found, ["tanh"])[0].reason == "allowed: tanh (Tanh) runs in float: its input carries no pair"
+    assert allow(found, ["tanh"])[0].reason == "allowed: tanh (Tanh) runs in float: its input x carries no pair"
 
 
 def test_nodes_that_a_provider_leaves_to_another_fail_if_they_carry_pairs(tmp_path):
@@ -216,15 +216,15 @@ PAIR = "[{0}q] {0}1 = QuantizeLinear({0}, s, z) [{0}d] {0}2 = DequantizeLinear({
 BY_TANH = "tanh (Tanh) runs in float: no Tanh " + NO_KERNEL
 CASES: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, str], dict[str, Any]], ...] = (
     ((WEIGHT, "[conv] y = Conv <pads=[1,1,1,1]>(x, v)"), ("conv: FP32",),
-     {"conv": "conv (Conv) runs in float: only its weight carries a pair, its activation x does not"}, {}),
+     {"conv": "conv (Conv) runs in float: its activation x carries no pair"}, {}),
     (("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)", WEIGHT,
       CONV.replace("c =", "y =")), ("tanh: FP32", "aq: INT8", "ad + wd + conv: INT8"),
-     {"aq": "tanh (Tanh) runs in float: its input carries no pair"}, {}),
+     {"aq": "tanh (Tanh) runs in float: its input x carries no pair"}, {}),
     ((FIRST, "[shape] n = Shape(b) [tanh] t = Tanh(b) [keep] y = Reshape(t, n)"),
      ("xq: INT8", "xd: FP32", "shape: INT64", "tanh: FP32", "keep: FP32"),
      {"xq": BY_TANH, "xd": BY_TANH, "tanh": BY_TANH}, {}),
     ((FIRST, WEIGHT, CONV, "[tanh] y = Tanh(b)"), ("xq: INT8", "xd: FP32", "wd + conv: INT8", "tanh: FP32"),
-     {"xd": f"{BY_TANH}; 1 of 2 readers take 8 bits", "tanh": BY_TANH}, {"outputs": ("y", "c")}),
+     {"xd": BY_TANH, "tanh": BY_TANH}, {"outputs": ("y", "c")}),
     ((FIRST, WEIGHT, MADE, LAST, "[tanh] t = Tanh(d)"), ("xd + wd + conv: INT8", "yq: INT8", "tanh: FP32"),
      {"yq": "the result of conv (Conv) is read in float as well: tanh (Tanh)"}, {"outputs": ("y", "t")}),
     ((FIRST, WEIGHT, MADE, LAST, "[tanh] t = Tanh(d)"), ("wd + conv: FP32",),
@@ -281,16 +281,16 @@ FIVE, UNSIGNED = FIRST.replace(", z)", ", z5)"), FIRST.replace(", z)", ", zu)")
     ("[xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s2, z)", "", PLAIN,
      "xq and xd differ in scale or zero point"),
     ("[xq] a = QuantizeLinear <axis=1>(x, ws, wz) [xd] b = DequantizeLinear <axis=1>(a, ws, wz)", "", PLAIN,
-     "xd has a scale for each channel of an activation, and engines want one for all"),
-    (FIRST, "", FP8, "wd has a scale for each channel, and this engine wants one for all"),
+     "xd has a scale for each channel, and one for all is needed there"),
+    (FIRST, "", FP8, "wd has a scale for each channel, and one for all is needed there"),
     (FIVE, "", INT8, "the zero point of xd is not 0, and this engine takes symmetric pairs only"),
     (FIRST, "", PLAIN, "xd takes int8, and this engine wants uint8"),
     (UNSIGNED, "", INT8, "xd takes uint8, and this engine wants int8"),
     (FIVE, "", None, UNKNOWN),
     (FIRST, "", INT8, UNKNOWN),
     (FIRST, "[hd] h = DequantizeLinear <axis=0>(bias, ws)", INT8,
-     "its bias h comes out of a DQ, and this engine wants it in float"),
-    (UNSIGNED, "[hd] h = Abs(bf)", UINT8, "its bias h is in float, and this engine wants it in int32 behind a DQ"),
+     "this engine wants its bias h in float, with no DQ in front"),
+    (UNSIGNED, "[hd] h = Abs(bf)", UINT8, "this engine wants its bias h in int32 behind a DQ"),
     (UNSIGNED, "[hd] h = DequantizeLinear <axis=0>(bias, ss)", UINT8, UNKNOWN),
 ])  # fmt: skip
 def test_numbers_that_the_engine_does_not_take_and_no_reason_is_invented(first, bias, numbers, words):
@@ -361,7 +361,7 @@ def test_nothing_faster_is_told_of_the_float_model(tmp_path: Path) -> None:
     with in_process():
         tune(settings(write(hopeless(), tmp_path), mode="cut", builds=6))
     explained = explain_run(tmp_path / "out")
-    assert explained.headline.startswith("the float model ships")
+    assert explained.headline.startswith("Nothing faster was found")
     assert {row.state for row in explained.rows} == {"float"}
     assert {row.reason for row in explained.rows} <= {
         "conversions cost more than it saves",
@@ -375,15 +375,15 @@ def test_without_layer_times_no_unit_has_a_time(tmp_path: Path) -> None:
     assert all(row.ms is row.more_ms is None for row in explained.rows)
     assert "no layer times" in explained.table().caption
     assert rows["second"].state == "8 bits"
-    assert "x): faster than the float model" in rows["third"].detail
+    assert rows["third"].detail == "region search ran it in 8 bits, and was slower beyond noise"
     assert explained.tallies[0].ms is None
 
 
 def test_a_region_search_knows_the_layers_of_float_and_of_what_ships(tmp_path: Path) -> None:
     rows = by_name(run(tmp_path, mode="region"))
     assert (rows["second"].ms or 0.0) < (rows["second"].float_ms or 0.0)
-    assert rows["third"].reason == "not tried"
-    assert "with 5 more units" in rows["third"].detail
+    assert rows["third"].reason == "no gain beyond noise"
+    assert rows["third"].detail == "region search ran it in 8 bits, and was slower beyond noise"
 
 
 def test_what_the_user_excludes_is_not_tried(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
     run = FinishedRun(tmp_path, summary | {"final_ms": 2.5}, *[None] * 2)  # type: ignore[arg-type]
     vars(run).update(model=model, able=able, possible=able, placement=shipped, float_layers=floats, history=(trial,))
     vars(run).update(log=SimpleNamespace(plan=Plan()), limits=Limits(), noise=None, shipped_layers=layers)
-    assert "weights of products in 4 bits, and no pairs" in headline(run)
+    assert shipped_origin(run) == "weights of products in 4 bits, and no pairs"
     rows = explanations(run)
     assert (rows[0].state, rows[0].precision, rows[0].otherwise, rows[0].reason) == ("4-bit weights", "w4", "float", "")
     assert (rows[0].ms, rows[0].float_ms) == pytest.approx((0.25, 1.0))

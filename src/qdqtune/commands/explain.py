@@ -10,7 +10,8 @@ from typing import Any
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import tail
-from qdqtune.explanation.units import Explanation, Tally, explanations, headline, tally, total
+from qdqtune.explanation.report import verdict
+from qdqtune.explanation.units import Explanation, Tally, explanations, shipped_origin, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
 
@@ -82,12 +83,15 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
         BadState: its state file is damaged, or missing.
     """
     run = read_run(folder)
-    left = run.summary.get("fallback")
-    others = "" if left is None else f"; {left.in_words()}"
+    headline = verdict(run).headline
+    if run.placement:
+        headline += f"; what ships is {shipped_origin(run)}"
+    if (left := run.summary.get("fallback")) is not None:
+        headline += f"; {left.in_words()}"
     rows = explanations(run)
     if pattern is not None:
         rows = _matching(rows, pattern)
-    return Explained(folder, headline(run) + others, rows, pattern is not None)
+    return Explained(folder, headline, rows, pattern is not None)
 
 
 def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, Failure
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, tail, title
 from qdqtune.explanation.model_map import Ran, alike, draw
@@ -26,7 +26,7 @@ from qdqtune.explanation.report_values import (
     Strip,
 )
 from qdqtune.explanation.result_rows import is_judged, remarks, result_rows
-from qdqtune.explanation.units import became, explanations
+from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
@@ -37,7 +37,7 @@ from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.records import job_of
-from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, sqnr_of
+from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, Trial, sqnr_of
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""
@@ -248,7 +248,7 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
         came: Came = "accepted" if trial.accepted else outcome(trial, run.plan)
         if is_by_rule and not trial.accepted:
             came = "inaccurate" if trial.holds is False else "costlier"
-        text = became(trial, run)
+        text = _became(trial, run)
         if trial is run.trial:
             text = f"this is {FINAL}: proven on fresh builds against the float model"
             if is_by_rule:
@@ -265,6 +265,29 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
             seconds=seconds.get(job_of(trial.placement.digest, trial.against.digest)),
             ships=trial is run.trial,
         )
+
+
+def _became(trial: Trial, run: FinishedRun) -> str:
+    """What became of a candidate, in a sentence without its subject."""
+    other = "the best before it" if trial.against else "the float model"
+    is_by_rule = isinstance(trial.result, CostsByRule)
+    if isinstance(trial.result, Failure):
+        refused = "the engine refused it: " if trial.result.stage == "build" else ""
+        return f"{refused}{trial.result.reason}"
+    if trial.accepted and is_by_rule:
+        return "cheaper by rule than all before it"
+    if trial.accepted:
+        return f"faster than {other} beyond noise, and exact enough: the new best"
+    if trial.holds is False:
+        return f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
+    if is_by_rule:
+        return f"not cheaper by rule than {other}"
+    taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
+    return {
+        "faster": f"faster than {other}, {taken}",
+        "slower": f"slower than {other}, beyond noise",
+        "undecided": f"the interval holds 1: too close to {other} to tell",
+    }[outcome(trial, run.plan)]
 
 
 # ---- how the run was made

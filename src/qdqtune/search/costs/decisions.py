@@ -68,10 +68,8 @@ def margins(costs: Costs, decision: Decision) -> dict[str, float]:
 
 def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
     """The ms that flipping one unit between quantized and float would add, all else unchanged."""
-    parts, near = costs.partition, {unit.number}
-    near.update(user for t in parts.leaving(unit) for user in parts.users[t] if user is not None)
-    near.update(parts.producer[t] for t in unit.storable)
-    units = [parts.units[n] for n in near]
+    parts = costs.partition
+    units = [parts.units[n] for n in parts.near(unit)]
     tensors = {*parts.leaving(unit), *(e.tensor for e in unit.inputs)}
 
     def cost(decided: Decision) -> float:

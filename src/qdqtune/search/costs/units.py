@@ -147,6 +147,13 @@ class Partition:
         owner = self.owner.get
         return {t: tuple(dict.fromkeys([owner(e.node) for e in edges])) for t, edges in self.edges.items()}
 
+    def near(self, unit: Unit) -> set[int]:
+        """A unit, those that read what it writes, and those that write what it reads, where a pair can stand."""
+        numbers = {unit.number}
+        numbers.update(user for t in self.leaving(unit) for user in self.users[t] if user is not None)
+        numbers.update(self.producer[t] for t in unit.storable)
+        return numbers
+
     def placement(self, decision: Decision) -> Placement:
         """The placement of a decision: a stored tensor has pairs on all its edges, any other only where a quantized
         unit reads it; a float unit has its weights in its weight format."""
