@@ -12,9 +12,11 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +26,7 @@ from click import Argument, Command, Group
 
 from command_lines import COMMANDS, QUICK, UNCHECKED, errors, is_refused
 from qdqtune.cli import main, tune
+from qdqtune.tuning.settings import Settings
 from runs import environment, hopeless, room_for, write
 
 
@@ -192,6 +195,21 @@ def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
     assert (code, out) == (70, "")
     assert "ZeroDivisionError: unexpected" in err
     assert err.splitlines()[-1].startswith("error: this is a defect of qdqtune")
+
+
+def test_a_time_budget_counts_from_the_start_of_the_program(monkeypatch, call):
+    budgets = []
+
+    def stop(settings: Settings, _: object) -> NoReturn:
+        budgets.append(settings.time_budget)
+        raise KeyboardInterrupt
+
+    entered = time.monotonic() - 20.0
+    monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: entered))
+    monkeypatch.setattr(tune, "tune", stop)
+    for budget in ("60s", "10s"):
+        assert call("tune", "m.onnx", "--time-budget", budget)[0] == 130
+    assert budgets == [pytest.approx(40.0, abs=5.0), 1e-3]
 
 
 SLOW = ("--engine", "fake", "--builds", "12", "--engine-option", "build_seconds=0.1", "--calibration-method", "minmax",

@@ -179,11 +179,11 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert budget(None, 0.5).deadline is None
     ample = budget(3600, 0.001)
     assert ample.proof == Settings(Path("m")).proof
-    # Three builds of both files, of which one takes 0.8 of the other's time, after the share for writing the result.
-    assert ample.seconds_left == pytest.approx(0.97 * 3600 - 3 * (2 + 1.8 * (0.04 * 12 + 0.004)), abs=1)
+    # Three builds of both files, of which one takes 0.8 of the other's time, after the seconds for writing the result.
+    assert ample.seconds_left == pytest.approx(3597 - 3 * (2 + 1.8 * (0.04 * 12 + 0.004)), abs=1)
     tight = budget(120, 0.5)
     assert tight.proof == (12,)
-    assert tight.seconds_left == pytest.approx(0.97 * 120 - tight.copies * (2 + 1.8 * (0.5 * 12 + 2)), abs=1)
+    assert tight.seconds_left == pytest.approx(117 - tight.copies * (2 + 1.8 * (0.5 * 12 + 2)), abs=1)
     assert tight.room([]) >= 2
     assert tight.excuse is None
     spent = budget(30, 0.5)

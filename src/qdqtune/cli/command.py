@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
+from qdqtune.cli.main import BEGUN
 from qdqtune.cli.output import say_notes, with_flags
 from qdqtune.commands.inputs import check_options
 from qdqtune.errors import QdqtuneError
@@ -98,6 +100,13 @@ def command_line() -> tuple[str, ...]:
     context = click.get_current_context(silent=True)
     words: tuple[str, ...] = (context.find_root().obj or ()) if context is not None else ()
     return words
+
+
+def seconds_so_far() -> float:
+    """Seconds since the command line was entered; 0 if none is running."""
+    context = click.get_current_context(silent=True)
+    begun = None if context is None else context.meta.get(BEGUN)
+    return 0.0 if begun is None else time.monotonic() - begun
 
 
 class Command(click.Command):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +33,9 @@ EXIT_CODES = {
 }
 """What the exit codes of all commands mean."""
 
+BEGUN = "qdqtune.begun"
+"""Where click's context keeps when the command line was entered, by `time.monotonic`."""
+
 COMPLETING = "_QDQTUNE_COMPLETE"
 """The environment variable of click: `_QDQTUNE_COMPLETE=bash_source qdqtune` prints what makes bash complete options,
 and the shell asks for completions with it."""
@@ -50,13 +54,14 @@ def main(
     arguments: Sequence[str] | None = None, command: click.Command | None = None, name: str = "qdqtune"
 ) -> NoReturn:
     """Run the command line (or another `command`) and exit with one of `EXIT_CODES`."""
+    begun = time.monotonic()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if (asked := os.environ.get(COMPLETING)) and command is None:
         sys.exit(shell_complete(app, {}, name, COMPLETING, asked))
     end_with_parent()
     with guarded(), Interrupts() as interrupts:
         try:
-            code = _run(command or app, name, given, interrupts)
+            code = _run(command or app, name, given, interrupts, begun)
             if (lost := lost_output()) is not None:
                 code = _failed(f"cannot write to standard output: {lost.strerror or lost}", 2)
         except KeyboardInterrupt:  # while an error was being printed
@@ -64,9 +69,10 @@ def main(
     sys.exit(code)
 
 
-def _run(command: click.Command, name: str, given: Sequence[str], interrupts: Interrupts) -> int:
+def _run(command: click.Command, name: str, given: Sequence[str], interrupts: Interrupts, begun: float) -> int:
     try:
         with command.make_context(name, list(given), obj=(name, *given)) as context:
+            context.meta[BEGUN] = begun
             code = command.invoke(context)
         return code if isinstance(code, int) else 0
     except click.exceptions.Exit as done:  # --help and --version

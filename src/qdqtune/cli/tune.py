@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qdqtune.calibration.options import check_cache
 from qdqtune.cli import fleet, progress
-from qdqtune.cli.command import Terminal, command, command_line
+from qdqtune.cli.command import Terminal, command, command_line, seconds_so_far
 from qdqtune.cli.output import print_json, print_lines, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import Result, TuneOptions, tune
@@ -105,6 +105,8 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
     if options.pick is not None:
         return ship_point(options.output_dir, options.pick, as_machine=options.as_machine)
     settings = options.settings(command_line())
+    if settings.time_budget is not None and not options.dry_run:  # imports have taken a second of it
+        settings = replace(settings, time_budget=max(1e-3, settings.time_budget - seconds_so_far()))
     try:
         with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
             heard = observer if listener is None else Observers((observer, listener))

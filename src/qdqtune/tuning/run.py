@@ -55,8 +55,9 @@ PROOF_SHARE = 0.35
 FRONT_SHARE = 0.5
 """The same for the proof of a front. Chosen, not measured."""
 
-FINISH_SHARE = 0.03
-"""The share of a time budget that is kept for writing the result. Chosen, not measured."""
+FINISH_SHARE, MOST_FINISH_SECONDS = 0.08, 3.0
+"""The share of a time budget that is kept for writing the result and its report, up to so many seconds. Chosen, not
+measured."""
 
 LEAST_ROUNDS = least_rounds(Plan.error, 1)
 """Rounds that a comparison needs to decide anything, if it has one look."""
@@ -106,7 +107,7 @@ class Budget:
         budget = Budget(
             builds=settings.search_builds,
             proof=settings.proof,
-            ends=None if ends is None else ends - FINISH_SHARE * (total or 0.0),
+            ends=None if ends is None else ends - min(FINISH_SHARE * (total or 0.0), MOST_FINISH_SECONDS),
             candidate=bench.trial_seconds,
             opponents=0,
             points=0,
