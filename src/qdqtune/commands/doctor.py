@@ -178,8 +178,7 @@ def doctor_elsewhere(on: str, *flags: str) -> int:
     destination = Destination.parsed(on)
     destination.facts()  # which says in one line what is missing
     words = destination.command(" ".join(("qdqtune doctor", *flags)))
-    streams = {"stdin": subprocess.DEVNULL, "stdout": sys.stdout.fileno()}
-    code = subprocess.run(words, **streams, check=False).returncode
+    code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stdout.fileno(), check=False).returncode
     if code not in (0, EngineUnavailable.exit_code):
         raise EngineUnavailable(f"qdqtune doctor on {destination.host} fails with exit code {code}")
     return code
