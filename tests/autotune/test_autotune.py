@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -63,10 +62,8 @@ from qdqtune.placement.reading import read_placement
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.qdq_utils import get_quantized_tensors
 from qdqtune.search.regions.discovery import Point
-from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from runs import cost, hopeless, mixed, settings, write
+from runs import cost, hopeless, mixed, write
 from trtexec_stand_in import stand_in
 from workers import Workers
 
@@ -579,17 +576,6 @@ def test_models_that_were_timed_are_not_kept(tmp_path: Path) -> None:
     assert [*tmp_path.glob("qdqtune-*/*.onnx")] == [kept.with_name("model_4.onnx")]
 
 
-def test_a_whole_run_gives_what_was_proven(tmp_path: Path) -> None:
-    path = write(mixed(), tmp_path)
-    result = tune(settings(path))
-    assert result.improved
-    autotuner = QDQAutotuner(onnx.load(path))
-    autotuner.initialize()
-    slow = dataclasses.replace(result, summary={**result.summary, "final_ms": 0.99 * result.summary["baseline_ms"]})
-    autotuner.adopt(slow, Plan())  # every trial looks faster
-    assert pairs(autotuner.export_onnx(), autotuner.graph) == result.placement
-
-
 def test_a_whole_run_gives_an_autotuner_that_holds_it(tmp_path: Path) -> None:
     path = write(mixed(), tmp_path)
     init_benchmark_instance(timing_cache_file="trt_cache.cache", warmup_runs=5, timing_runs=20, engine="fake")
@@ -648,31 +634,23 @@ def test_quantize_by_its_keywords(tmp_path: Path) -> None:
     assert "first" not in quantized(tmp_path / "q.onnx")
 
 
-def test_quantize_takes_modelopts_keyword_from_the_package_as_well(tmp_path: Path) -> None:
-    path = write(mixed(batch=None), tmp_path)
-    samples = np.ones((3, 2, 64, 64), np.float32)
-    how: dict[str, Any] = {"high_precision_dtype": "fp32", "calibration_method": "max", "target_dla": False}
-    moq.quantize(onnx_path=str(path), calibration_data=samples, output_path=str(tmp_path / "q.onnx"), **how)
-    assert "first" in quantized(tmp_path / "q.onnx")
-    moq.quantize(onnx_path=path, calibration_shapes="x:2x64x64", **how)
-    assert "first" in quantized(tmp_path / "model.quant.onnx")
-    assert moq.quantize(path, output=tmp_path / "own.onnx", input_shapes={"x": (2, 64, 64)}).output.exists()
-
-
 def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_path: Path) -> None:
-    path, how = write(mixed(), tmp_path), {"calibration_method": "max"}
+    path, how = write(mixed(batch=None), tmp_path), {"calibration_method": "max"}
+    samples = np.ones((3, 2, 64, 64), np.float32)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((str(path),), {"quantize_mode": "int8"}),
-        ((path,), {"high_precision_dtype": "fp32"}),
-        ((path,), {"override_shapes": None}),
+        ((str(path),), {"quantize_mode": "int8", "calibration_data": samples}),
+        ((path,), {"high_precision_dtype": "fp32", "calibration_shapes": "x:2x64x64"}),
+        ((path,), {"override_shapes": "x:2x64x64", "target_dla": False}),
         ((path, "int8"), {"keep_intermediate_files": True}),
-        ((path, "int8"), {}),
         ((path, "int8", None, "max"), {}),
     ]
     for arguments, keywords in calls:
         moq.quantize(*arguments, **(how if len(arguments) < 4 else {}), **keywords)
         assert "first" in quantized(tmp_path / "model.quant.onnx")
         (tmp_path / "model.quant.onnx").unlink()
+    moq.quantize(onnx_path=path, output_path=str(tmp_path / "named.onnx"), **how)
+    assert "first" in quantized(tmp_path / "named.onnx")
+    assert moq.quantize(path, output=tmp_path / "own.onnx", input_shapes={"x": (2, 64, 64)}).output.exists()
     with pytest.raises(BadOption, match="no option 'quantize_mode'; did you mean 'quant_type'"):
         moq.quantize(path, output=tmp_path / "q.onnx", quantize_mode="int8")
     with pytest.raises(BadOption, match="quantize_mode is int8 or fp8, not 'int4'"):

@@ -339,28 +339,31 @@ OPTIONS: dict[str, tuple[object, Callable[[Settings], object], object]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_its_own_reaches_its_setting(option: str) -> None:
     value, look, expected = OPTIONS[option]
-    usual = {"mode": "region", "builds": 30}
-    assert look(AutotuneOptions("m.onnx", **usual).settings()) != expected
-    assert look(AutotuneOptions("m.onnx", **usual, **{option: value}).settings()) == expected
+
+    def settings(**more: Any) -> Settings:
+        return AutotuneOptions(model="m.onnx", engine="fake", builds=30, **more).settings()
+
+    assert look(settings()) != expected
+    assert look(settings(**{option: value})) == expected
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"pattern_cache": "c.yaml"}, "`pattern_cache` is for `mode` region"),
+        ({"pattern_cache": "c.yaml", "mode": "subgraph"}, "`pattern_cache` is for `mode` region"),
         ({"graph_json": "g.json"}, "`graph_json` is for `mode` subgraph"),
     ],
 )
 def test_options_that_do_not_go_together(given: Any, words: str) -> None:
     with pytest.raises(BadOption, match=words):
-        AutotuneOptions("m.onnx", **given).settings()
+        AutotuneOptions(model="m.onnx", engine="fake", **given).settings()
 
 
 def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: Path) -> None:
     path = write(mixed(), tmp_path)
 
     def builds(**more: Any) -> int:
-        return AutotuneOptions(path, mode="region", **more).settings().builds
+        return AutotuneOptions(model=path, engine="fake", **more).settings().builds
 
     assert builds(schemes_per_region=30) == builds_for(30, 4)
     assert builds(schemes_per_region=30, builds=20) == 20

@@ -15,108 +15,25 @@ import argparse
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from qdqtune.autotune.autotuner import TENSORRT, default_engine, spec_of
-from qdqtune.autotune.workflows import AutotuneOptions, RegionLogs
+from qdqtune.autotune.workflows import TIMING_CACHE, AutotuneOptions, RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import Command
-from qdqtune.cli.tune import TuneArguments
-from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import reading
-from qdqtune.options import (
-    OF_RUN,
-    REQUIRED,
-    SWITCH,
-    TEXT,
-    File,
-    Flag,
-    MaybeFile,
-    MaybeText,
-    Names,
-    choice,
-    option,
-    options_of,
-    reads,
-    several,
-)
 from qdqtune.tuning.folder import SUMMARY
-from qdqtune.tuning.options import MODEL
 from qdqtune.tuning.settings import EFFORTS
 
-TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
-"""Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
 
-
-def _changed(name: str, **attributes: Any) -> Any:
-    own = copy(options_of(AutotuneOptions)[name])
-    vars(own).update(attributes)
-    return own
-
-
-@dataclass(kw_only=True)
-class Arguments(AutotuneOptions, TuneArguments):
-    """ModelOpt's flags, and those of `tune`."""
-
-    model: Any = option(MODEL, REQUIRED, "ONNX file.", "Model", flags="-m --onnx-path --model", short="ONNX file")
-    output_dir: File = option(
-        OF_RUN,
-        Path("autotuner_output"),
-        "Where everything goes. The same folder again resumes.",
-        "Output",
-        short="folder of results and for resuming",
-        flags="-o --output-dir --output",
-    )
-    mode: Any = _changed(
-        "mode",
-        kind=choice("region", "subgraph"),
-        default="region",
-        help="How to search. With quick, default or extensive the same as --effort. Repeatable.",
-        short="how to search; also an effort",
-    )
-    engine: Any = _changed(
-        "engine",
-        default=None,
-        help="Engine to time on.",
-        default_in_words="tensorrt if it works here, or onnxruntime",
-    )
-    use_trtexec: Flag = option(SWITCH, False, "The same as --engine trtexec.", "Engine")
-    trtexec_args: MaybeText = option(
-        TEXT,
-        None,
-        "trtexec: more arguments, as one string.",
-        "Engine",
-        flags="--trtexec-benchmark-args --trtexec-args",
-    )
-    timing_cache: MaybeFile = option(
-        TIMING_CACHE_FILE,
-        None,
-        "TensorRT: file of kernel times that builds share.",
-        "Engine",
-        default_in_words=TIMING_CACHE,
-    )
-    plugin_libraries: Names = option(
-        several(reads(make=str)),
-        (),
-        "TensorRT: shared library with plug-ins. Repeatable.",
-        "Engine",
-        flags="--plugin-libraries --plugins",
-        is_repeated=True,
-    )
-    min_sqnr: Any = _changed("min_sqnr", default=None, default_in_words="none")
-    min_agreement: Any = _changed("min_agreement", default=None, default_in_words="none")
-
-
-def run(options: Arguments) -> int:
+def run(options: AutotuneOptions) -> int:
     """Find the fastest Q/DQ placement for a model, by the flags of ModelOpt's autotuner.
 
     The exit code is 0 also where nothing faster was found; the files are all there.
@@ -125,8 +42,6 @@ def run(options: Arguments) -> int:
     python -m qdqtune.autotune --onnx_path model.onnx --output_dir results
     python -m qdqtune.autotune --model model.onnx --mode subgraph --mode quick
     """
-    if options.pick is not None:
-        return tune.run(options)
     asked = "trtexec" if options.use_trtexec else options.engine
     engine, why = (asked, "as you asked") if asked else default_engine()
     _note(f"engine: {engine} ({why})")
@@ -159,7 +74,7 @@ def _tell_results(summary: Path, *, as_machine: bool) -> None:
         click.echo(f"Results: {before:.3f} ms -> {after:.3f} ms {speedup}", err=as_machine)
 
 
-def _for_engine(options: Arguments, engine: str) -> dict[str, Any]:
+def _for_engine(options: AutotuneOptions, engine: str) -> dict[str, Any]:
     """The engine and its options, among them flags that the engine knows as options of its own."""
     spec = spec_of(engine, str(options.timing_cache or TIMING_CACHE), options.plugin_libraries, options.trtexec_args)
     changed: dict[str, Any] = {"engine": engine, "engine_options": {**spec.options, **options.engine_options}}
@@ -176,7 +91,7 @@ def _note(text: str) -> None:
     click.echo(text, err=True)
 
 
-command = Command("autotune", Arguments, run, context_settings=cli.CONTEXT)
+command = Command("autotune", AutotuneOptions, run, context_settings=cli.CONTEXT)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from itertools import chain, combinations
+from itertools import chain
 from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,6 @@ from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
-from qdqtune.search import ratios_to_float
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.discovery import Scheme
@@ -78,7 +77,7 @@ from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import EFFORTS, looks_until
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import FLOAT_TYPES
-from qdqtune.types import Edge, NumericFormat, Placement, QuantType
+from qdqtune.types import Edge, Placement
 
 log = logging.getLogger("qdqtune.autotune")
 
@@ -150,14 +149,11 @@ class Benchmark:
         self.search_plan = replace(self.plan, looks=looks_until(rounds, EFFORTS["default"].looks))
         """The same rounds for a search, which may decide earlier."""
         self._folder = temporary_folder()
-        self._runner = Runner(self.spec, log_dir=self._folder.path)
+        self.runner = Runner(self.spec, log_dir=self._folder.path)
         self._inputs: list[bytes] = []
         self._first: Handle | None = None
         self._first_ms = 0.0
         self._number = 0
-
-    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        return self._runner.numeric_format(quant_type)
 
     def prepared(self, model: Model, data: str | None = None) -> Prepared:
         """A model at the shapes that the engine tunes for, and samples for it."""
@@ -201,7 +197,7 @@ class Benchmark:
     __call__ = run
 
     def _profile(self, model: Path, target: Path) -> None:
-        layers = self._runner.report(model, self.prepared(load(model)).samples.first(1)[0], 5, "profile")
+        layers = self.runner.report(model, self.prepared(load(model)).samples.first(1)[0], 5, "profile")
         times = [{"name": layer.name, "averageMs": layer.time_ms or 0.0} for layer in layers]
         with atomic_write(target) as fresh:
             fresh.write_text(json.dumps([{"count": 5}, *times], indent=2), encoding="utf-8")
@@ -211,17 +207,17 @@ class Benchmark:
             raise EngineUnavailable(simulated(self.spec.name))
         inputs = [v.SerializeToString() for v in read(path).graph.input]
         if self._first is not None and inputs != self._inputs:  # of another network
-            self._runner.unload(self._first)
+            self.runner.unload(self._first)
             self._first = None
         if self._first is None:
-            self._runner.feed(self.prepared(load(path)).samples.first(1)[0])
-        handle = self._runner.load(path, log_name, fresh=True)
+            self.runner.feed(self.prepared(load(path)).samples.first(1)[0])
+        handle = self.runner.load(path, log_name, fresh=True)
         first, rounds = self._first or handle, None
         try:
-            rounds = compare_builds(self._runner, first, handle, self.plan, 0, lambda _: False)
+            rounds = compare_builds(self.runner, first, handle, self.plan, 0, lambda _: False)
         finally:
             if rounds is None or self._first is not None:
-                self._runner.unload(handle)
+                self.runner.unload(handle)
         if self._first is not None:
             return ratio(rounds, self.plan).median * self._first_ms
         self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(rounds.a)) * 1e3
@@ -333,8 +329,6 @@ class QDQAutotunerBase:
             minimum_distance=config.pattern_cache_minimum_distance,
             max_entries_per_pattern=config.pattern_cache_max_entries_per_pattern,
         )
-        self._is_waiting = False
-        """Whether the current scheme waits for its latency."""
         self._best = Placement(), inf
         """What all done patterns leave behind, and its latency in ms."""
         self._measured: dict[str, float] = {}
@@ -352,7 +346,7 @@ class QDQAutotunerBase:
         self._check_initialized()
         if self._made is None:
             config, graph, benchmark = self.config, self.graph, instance(init_benchmark_instance)
-            numbers = benchmark.numeric_format(config.default_quant_type)
+            numbers = benchmark.runner.numeric_format(config.default_quant_type)
             try:
                 ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
             except BadModel as error:
@@ -390,7 +384,6 @@ class QDQAutotunerBase:
             self._best = self._standing()
             self.profiled_patterns += self._tried()
         self.current_profile_region = self.current_profile_pattern_schemes = self.current_insertion_scheme_index = None
-        self._is_waiting = False
         if region is None:
             return
         if region not in self._pattern_of:
@@ -423,10 +416,9 @@ class QDQAutotunerBase:
                 if scheme not in current.schemes:
                     current.schemes.append(scheme)
                 self.current_insertion_scheme_index = current.schemes.index(scheme)
-                self._is_waiting = True
                 return self.current_insertion_scheme_index
             self._record(scheme, latency)
-        self.current_insertion_scheme_index, self._is_waiting = None, False
+        self.current_insertion_scheme_index = None
         return -1
 
     def submit(self, latency_ms: float, success: bool = True) -> None:
@@ -448,15 +440,14 @@ class QDQAutotunerBase:
             self.baseline_latency_ms = self._measured[Placement().digest] = latency
             self._best = Placement(), latency
             return
-        if current is None or index is None or not self._is_waiting:
+        if current is None or index is None or current.schemes[index].is_profiled:
             raise InvalidSchemeError("no scheme waits for its latency: call generate() first")
-        scheme, self._is_waiting = current.schemes[index], False
+        scheme = current.schemes[index]
         self._measured[self._on_top(current, scheme).digest] = latency
         self._record(scheme, latency)
         current.schemes.sort(key=lambda s: s.latency_ms)
         self.current_insertion_scheme_index = next(n for n, s in enumerate(current.schemes) if s is scheme)
-        for tried in self._tried():
-            self.pattern_cache.add_pattern_schemes(tried)
+        self.pattern_cache.add_pattern_schemes(PatternSchemes(current.pattern, [scheme]))
         if self.config.verbose:
             print(f"{self.current_profile_region}: {latency:.3f} ms", file=sys.stderr)
 
@@ -527,20 +518,16 @@ class QDQAutotunerBase:
         if pattern_cache_of(path).exists():
             self.pattern_cache.merge(PatternCache.load(pattern_cache_of(path)))
 
-    def adopt(self, result: Result, plan: Plan) -> None:
-        """Take over a whole tuning run of this model: its latencies, its schemes, and the placement that it ships."""
+    def adopt(self, result: Result) -> None:
+        """Take over a whole tuning run of this model: its latencies, and the placement that it ships with the scheme
+        that each pattern has there."""
         before, after = result.summary["baseline_ms"], result.summary["final_ms"]
         self.baseline_latency_ms, self._best = before, (result.placement, after)
         self._measured = {Placement().digest: before, result.placement.digest: after}
-        ratios = ratios_to_float(result.history, plan)
         for pattern in self._patterns.values():
-            done = PatternSchemes(RegionPattern.of(pattern))
-            own = (t.placement for t in result.history if t.proposal.pattern == pattern.digest)
-            for placement, ms in [(result.placement, after), *((p, before * ratios.get(p, inf)) for p in own)]:
-                scheme = self._scheme(pattern, placement)
-                self._record(scheme, ms)
-                done.schemes.append(scheme)
-            self.profiled_patterns.append(done)
+            scheme = self._scheme(pattern, result.placement)
+            self._record(scheme, after)
+            self.profiled_patterns.append(PatternSchemes(RegionPattern.of(pattern), [scheme]))
 
     def _record(self, scheme: InsertionScheme, latency: float) -> None:
         scheme.latency_ms, scheme.error = latency, latency == inf
@@ -558,17 +545,13 @@ class QDQAutotunerBase:
         return [PatternSchemes(current.pattern, done)] if current and done else []
 
     def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
-        """New schemes: those of the rules, then random mutations of the fastest, and all small ones of the best."""
+        """New schemes: those of the rules, then mutations of the fastest."""
         pattern, base = self._patterns[current.pattern.digest], self._best[0]
         measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
         top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
         parents = [self._on_top(current, scheme) for scheme in measured[:top]] or [base]
         for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
             yield self._scheme(pattern, idea.placement)
-        best = measured[0].core if measured else frozenset()
-        for count in range(1, self.config.maximum_mutations + 1):
-            for flipped in combinations(pattern.points, count):
-                yield InsertionScheme.of(best.symmetric_difference(flipped))
 
     def _standing(self) -> tuple[Placement, float]:
         """The best placement, with the best scheme of the pattern at hand on top if that is faster; its latency in

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from math import inf, prod
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
 
+import msgspec
 import onnx
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from qdqtune.autotune.region_search import AutotunerError as AutotunerError
 from qdqtune.autotune.region_search import AutotunerNotInitializedError as AutotunerNotInitializedError
@@ -73,18 +76,19 @@ class Config:
 # Insertion points
 
 
-@dataclass(frozen=True)
-class _Fields:
+class Values:
+    """Structs as values of JSON: fields in which they differ from a new one."""
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**data)
+        return msgspec.convert(data, cls)
 
 
-@dataclass(frozen=True)
-class ResolvedInsertionPoint(_Fields):
+class ResolvedInsertionPoint(Values, Struct, frozen=True):
     """One use of a tensor: input `input_index` of node `node_index`; without a node, of the graph as its output."""
 
     tensor_name: str
@@ -92,7 +96,7 @@ class ResolvedInsertionPoint(_Fields):
     input_index: int | None = None
 
 
-class InsertionPoint(_Fields):
+class InsertionPoint(Values, Struct, frozen=True):
     """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names.
 
     `kinds` are those of the fields but the last, one of which is set.
@@ -102,16 +106,21 @@ class InsertionPoint(_Fields):
 
     @property
     def core(self) -> Point:
-        *owners, number = self.to_dict().values()
+        *owners, number = astuple(self)
         for kind, owner in zip(self.kinds, owners, strict=True):
             if owner is not None:
                 return Point(kind, owner, number)
         raise InvalidSchemeError("an output is that of a node or of a child region: give the number of one")
 
     @classmethod
-    def of(cls, point: Point) -> Self:
-        owners = (point.owner if kind == point.kind else None for kind in cls.kinds)
-        return cls(*owners, point.number)  # type: ignore[call-arg]
+    def among(cls, points: Iterable[Point]) -> list[Self]:
+        """Those of some points that are of this kind."""
+        own = []
+        for point in points:
+            if point.kind in cls.kinds:
+                owners = (point.owner if kind == point.kind else None for kind in cls.kinds)
+                own.append(cls(*owners, point.number))
+        return own
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
         """The uses that the point means in a region; none if it is about a child and there are no children.
@@ -133,12 +142,10 @@ class InsertionPoint(_Fields):
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
         """All points of this kind that a region has."""
-        points = pattern_of(as_model(graph), region).points
-        return [cls.of(point) for point in points if point.kind in cls.kinds]
+        return cls.among(pattern_of(as_model(graph), region).points)
 
 
-@dataclass(frozen=True)
-class NodeInputInsertionPoint(InsertionPoint):
+class NodeInputInsertionPoint(InsertionPoint, frozen=True):
     """An input of one of the pattern's nodes."""
 
     node_index: int
@@ -146,8 +153,7 @@ class NodeInputInsertionPoint(InsertionPoint):
     kinds: ClassVar[tuple[PointKind, ...]] = ("node_input",)
 
 
-@dataclass(frozen=True)
-class ChildRegionInputInsertionPoint(InsertionPoint):
+class ChildRegionInputInsertionPoint(InsertionPoint, frozen=True):
     """An input of one of the pattern's child regions."""
 
     region_index: int
@@ -155,8 +161,7 @@ class ChildRegionInputInsertionPoint(InsertionPoint):
     kinds: ClassVar[tuple[PointKind, ...]] = ("child_input",)
 
 
-@dataclass(frozen=True)
-class ChildRegionOutputInsertionPoint(InsertionPoint):
+class ChildRegionOutputInsertionPoint(InsertionPoint, frozen=True):
     """An output of a child region or of a node; the other one is None."""
 
     region_index: int | None
@@ -168,21 +173,13 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
 RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 """The name that earlier versions of ModelOpt give it."""
 
-LISTS: dict[str, type[InsertionPoint]] = {
-    "node_inputs": NodeInputInsertionPoint,
-    "child_region_inputs": ChildRegionInputInsertionPoint,
-    "region_outputs": ChildRegionOutputInsertionPoint,
-}
-"""The lists of points in a scheme. In files the first is called `nodes_insertion_points`."""
 
-
-@dataclass
-class InsertionScheme:
+class InsertionScheme(Values, Struct, omit_defaults=True, rename={"node_inputs": "nodes_insertion_points"}):
     """Insertion points of a pattern that carry a pair; the model's latency with them, and its ratio to that without."""
 
-    node_inputs: list[NodeInputInsertionPoint] = field(default_factory=list)
-    child_region_inputs: list[ChildRegionInputInsertionPoint] = field(default_factory=list)
-    region_outputs: list[ChildRegionOutputInsertionPoint] = field(default_factory=list)
+    node_inputs: list[NodeInputInsertionPoint] = []
+    child_region_inputs: list[ChildRegionInputInsertionPoint] = []
+    region_outputs: list[ChildRegionOutputInsertionPoint] = []
     latency_ms: float = inf
     error: bool = False
     profile_timestamp: str | None = None
@@ -191,12 +188,12 @@ class InsertionScheme:
     @classmethod
     def of(cls, scheme: Scheme) -> Self:
         """A scheme of the search."""
-        made = cls()
-        for point in sorted(scheme):
-            for name, kind in LISTS.items():
-                if point.kind in kind.kinds:
-                    getattr(made, name).append(kind.of(point))
-        return made
+        points = sorted(scheme)
+        return cls(
+            NodeInputInsertionPoint.among(points),
+            ChildRegionInputInsertionPoint.among(points),
+            ChildRegionOutputInsertionPoint.among(points),
+        )
 
     @property
     def core(self) -> Scheme:
@@ -219,21 +216,6 @@ class InsertionScheme:
 
     def distance(self, other: InsertionScheme) -> int:
         return len(self.core ^ other.core)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The scheme as values of JSON, a failure without a latency."""
-        values = asdict(self) | {"hash": self.hash}
-        values["nodes_insertion_points"] = values.pop("node_inputs")
-        values["latency_ms"] = None if self.latency_ms == inf else self.latency_ms
-        return values
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave; what is missing is as in a new scheme."""
-        rows = {**data, "node_inputs": data.get("nodes_insertion_points", ())}
-        values = {f.name: rows[f.name] for f in fields(cls) if rows.get(f.name) is not None}
-        values |= {name: [kind.from_dict(row) for row in rows.get(name, ())] for name, kind in LISTS.items()}
-        return cls(**values)
 
 
 def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:

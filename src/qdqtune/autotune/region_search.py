@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from typing import Any, Self, TextIO
 
 import numpy as np
@@ -17,7 +18,6 @@ from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery
-from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.discovery import RegionType as RegionType
 from qdqtune.search.regions.patterns import Pattern, alike, is_quantizable
 from qdqtune.search.regions.structure import Listing, Structure
@@ -191,8 +191,10 @@ class Region:
         """The nodes directly in this region, in graph order."""
         return sorted(self.nodes) if sort else list(self.nodes)
 
-    def get_region_nodes_and_descendants(self) -> set[int]:
+    def all_nodes(self) -> set[int]:
         return {n for region in self.walk() for n in region.nodes}
+
+    get_region_nodes_and_descendants = all_nodes
 
     def get_size_of_region_and_descendants(self) -> int:
         return len(self.get_region_nodes_and_descendants())
@@ -234,32 +236,20 @@ def patterns_of(model: Model, regions: Iterable[Region]) -> dict[Region, Pattern
         AutotunerError: a region has no nodes, or nodes that the model lacks.
     """
     structure = _structure(model)
-    listings: dict[discovery.Region, Listing] = {}
-    copies: dict[Region, discovery.Region] = {}
-
-    def copy(region: Region) -> discovery.Region:
-        nodes, below = region.get_nodes(), region.get_children()
-        if not (nodes or below) or any(not 0 <= n < len(model.nodes) for n in nodes):
+    listings: dict[Any, Listing] = {}
+    for region in dict.fromkeys(chain.from_iterable(top.walk() for top in regions)):
+        nodes = region.all_nodes()
+        if not nodes or not nodes.issubset(range(len(model.nodes))):
             raise AutotunerError(
                 f"{region} needs nodes between 0 and {len(model.nodes) - 1}: indices in the autotuner's graph.nodes, "
                 "where constants are no nodes"
             )
-        if below and nodes:  # nodes beside child regions are a leaf of their own
-            rest = Region(level=region.level + 1)
-            rest.nodes, nodes = region.nodes, []
-            below.append(rest)
-        children = tuple(map(copy, below))
-        kind = RegionType.COMPOSITE if children else RegionType.LEAF
-        copies[region] = own = discovery.Region(len(listings), region.level, kind, tuple(nodes), children)
-        listings[own] = structure.listing([c.all_nodes() for c in children] or [nodes])
-        return own
-
-    regions = tuple(regions)
-    below = {r for region in regions for child in region.children for r in child.walk()}
-    tops = tuple(copy(region) for region in regions if region not in below)
-    root = discovery.Region(-1, -1, RegionType.ROOT, (), tops)
-    pattern_by_copy = {c: p for p in alike(model, Regions(root, "topology", listings)) for c in p.instances}
-    return {region: pattern_by_copy[own] for region, own in copies.items()}
+        parts = [sorted(child.all_nodes()) for child in region.children]
+        listings[region] = structure.listing([*parts, region.get_nodes()])
+    pattern_by_region: dict[Any, Pattern] = {}
+    for pattern in alike(model, listings):
+        pattern_by_region |= dict.fromkeys(pattern.instances, pattern)
+    return pattern_by_region
 
 
 @lru_cache(maxsize=1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import glob
 import logging
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +23,11 @@ from qdqtune.autotune.insertion_points import Config, PatternCache
 from qdqtune.autotune.region_search import AutotunerError, GraphLike, NotInGraphError, as_model, as_proto
 from qdqtune.calibration.options import SamplesLike
 from qdqtune.cli import progress
+from qdqtune.cli.tune import TuneArguments
 from qdqtune.commands.inputs import on_disk
 from qdqtune.commands.inspect import REGIONS
-from qdqtune.commands.tune import TuneOptions, search_plan, tune
+from qdqtune.commands.tune import search_plan, tune
+from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
@@ -34,15 +38,23 @@ from qdqtune.options import (
     COUNT,
     FILE,
     OF_RUN,
+    REQUIRED,
     SWITCH,
+    TEXT,
+    File,
     Flag,
     Int,
     MaybeFile,
     MaybeInt,
+    MaybeText,
+    Names,
     Option,
-    PathLike,
+    anything,
     choice,
     option,
+    options_of,
+    reads,
+    several,
 )
 from qdqtune.search import region
 from qdqtune.search.regions import discovery, patterns
@@ -50,7 +62,7 @@ from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.options import MODEL, WILDCARDS, Division, FloatType, warmup_option
+from qdqtune.tuning.options import MODEL, Division, FloatType, warmup_option
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraphs.groups import borders
 from qdqtune.tuning.subject import tuned_graph
@@ -65,10 +77,69 @@ OF_SETTINGS = (
 """Options below that are fields of `Settings`."""
 
 
-@dataclass(kw_only=True)
-class AutotuneOptions(TuneOptions):
-    """The options of `python -m qdqtune.autotune`: those of `tune`, and what only ModelOpt's autotuner has."""
+TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
+"""Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
 
+
+def _changed(name: str, **attributes: Any) -> Any:
+    own = copy(options_of(TuneArguments)[name])
+    vars(own).update(attributes)
+    return own
+
+
+@dataclass(kw_only=True)
+class AutotuneOptions(TuneArguments):
+    """ModelOpt's flags, and those of `tune`."""
+
+    model: Any = option(
+        anything(MODEL), REQUIRED, "ONNX file.", "Model", flags="-m --onnx-path --model", short="ONNX file"
+    )
+    output_dir: File = option(
+        OF_RUN,
+        Path("autotuner_output"),
+        "Where everything goes. The same folder again resumes.",
+        "Output",
+        short="folder of results and for resuming",
+        flags="-o --output-dir --output",
+    )
+    mode: Any = _changed(
+        "mode",
+        kind=choice("region", "subgraph"),
+        default="region",
+        help="How to search. With quick, default or extensive the same as --effort. Repeatable.",
+        short="how to search; also an effort",
+    )
+    engine: Any = _changed(
+        "engine",
+        default=None,
+        help="Engine to time on.",
+        default_in_words="tensorrt if it works here, or onnxruntime",
+    )
+    use_trtexec: Flag = option(SWITCH, False, "The same as --engine trtexec.", "Engine")
+    trtexec_args: MaybeText = option(
+        TEXT,
+        None,
+        "trtexec: more arguments, as one string.",
+        "Engine",
+        flags="--trtexec-benchmark-args --trtexec-args",
+    )
+    timing_cache: MaybeFile = option(
+        TIMING_CACHE_FILE,
+        None,
+        "TensorRT: file of kernel times that builds share.",
+        "Engine",
+        default_in_words=TIMING_CACHE,
+    )
+    plugin_libraries: Names = option(
+        several(reads(make=str)),
+        (),
+        "TensorRT: shared library with plug-ins. Repeatable.",
+        "Engine",
+        flags="--plugin-libraries --plugins",
+        is_repeated=True,
+    )
+    min_sqnr: Any = _changed("min_sqnr", default=None, default_in_words="none")
+    min_agreement: Any = _changed("min_agreement", default=None, default_in_words="none")
     cut_seed: Flag = option(
         SWITCH, True, "region: begin with what the cut finds in the first dozen builds; or with rules alone.", "Search"
     )
@@ -101,14 +172,7 @@ class AutotuneOptions(TuneOptions):
     state_file: MaybeFile = option(
         OF_RUN, None, "State file of the run.", "Search", default_in_words="OUTPUT_DIR/autotuner_state.yaml"
     )
-    node_filter: Option[PathLike | Sequence[str], tuple[str, ...]] = option(
-        WILDCARDS,
-        (),
-        "File of node-name wildcards, one a line: other regions stay in float.",
-        "Search",
-        flags="--node-filter-list",
-        metavar="PATH",
-    )
+    node_filter: Any = _changed("node_filter", flags=("--node-filter-list",))
     schemes_per_region: MaybeInt = option(
         COUNT,
         None,
@@ -207,10 +271,9 @@ def region_pattern_autotuning_workflow(
         raise AutotunerError("give the model: a path, or an onnx.ModelProto")
     data = calibration_data or benchmark.calibration_data
     options = AutotuneOptions(
-        model,
-        output_dir=output_dir or "autotuner_output",
+        model=model,
+        output_dir=output_dir or Path("autotuner_output"),
         engine=benchmark.spec,
-        mode="region",
         precision="fp32",
         quant_type=quant_type,
         default_dq_dtype=default_dq_dtype,
@@ -218,8 +281,6 @@ def region_pattern_autotuning_workflow(
         calibration_data=data,
         rewrites="off",
         schemes_per_region=num_schemes_per_region or None,
-        min_sqnr=None,
-        min_agreement=None,
         pattern_cache=pattern_cache_file,
         state_file=state_file,
         qdq_baseline=qdq_baseline_model,
@@ -231,7 +292,7 @@ def region_pattern_autotuning_workflow(
         autotuner = QDQAutotuner(onnx.load(Path(str(here.model))))
     config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
     autotuner.initialize(config, PatternCache.load(pattern_cache_of(settings.state)))
-    autotuner.adopt(result, settings.plan)
+    autotuner.adopt(result)
     return autotuner
 
 
@@ -260,7 +321,7 @@ def subgraph_autotuning_workflow(
     """
     benchmark = instance(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
     options = AutotuneOptions(
-        Path(model_path),
+        model=Path(model_path),
         mode="subgraph",
         engine=benchmark.spec,
         output_dir=Path(output_dir),

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqtune.graph.model import GRAPH
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.discovery import Flow, Point, Region, Regions, RegionType, post_dominators
+from qdqtune.search.regions.discovery import Flow, Point, Region, RegionType, post_dominators
 from qdqtune.search.regions.structure import Structure
 from qdqtune.types import Edge
 from region_models import Network, networks, resnet, shuffled
@@ -34,8 +34,7 @@ def pattern_at(model, region):
     """The pattern of a region of one's own."""
     structure = Structure(model)
     listings = {r: structure.listing([c.all_nodes() for c in r.children] or [r.nodes]) for r in region.walk()}
-    root = Region(-1, -1, RegionType.ROOT, (), (region,))
-    return next(p for p in patterns.alike(model, Regions(root, "topology", listings)) if region in p.instances)
+    return next(p for p in patterns.alike(model, listings) if region in p.instances)
 
 
 def signature(op, *inputs, **attributes):

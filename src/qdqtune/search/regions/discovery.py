@@ -46,10 +46,6 @@ class Region:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.type is RegionType.LEAF and (self.children or not self.nodes):
-            raise ValueError(f"leaf region {self.id} must hold nodes and no regions")
-
     def walk(self) -> Iterator[Region]:
         """This region and everything under it, parents first."""
         yield self
@@ -465,10 +461,9 @@ class _Clusters:
         for unit in self._in_order():
             if unit in self._heavy:
                 continue
-            nodes = self._members[unit]
-            before = {b for n in nodes for b in flow.before[n] if unit_of.get(b) != unit}
+            before = {b for b in self._before(unit) if unit_of.get(b) != unit}
             data = before & flow.floats
-            if len(data) > 1 and len(nodes) == 1 and flow.op(unit) not in ELEMENTWISE:
+            if len(data) > 1 and len(self._members[unit]) == 1 and flow.op(unit) not in ELEMENTWISE:
                 continue
             sources = [
                 b
@@ -483,12 +478,9 @@ class _Clusters:
 
     def _best(self, sources: Sequence[int]) -> int:
         """The heaviest, deepest source; of equal ones a choice by structure, so that equal blocks choose alike."""
-        rank = {b: (self._cluster[b] in self._heavy, self._depth[b]) for b in sources}
-        highest = max(rank.values())
-        first = [b for b in sources if rank[b] == highest]
-        if len(first) == 1:
-            return first[0]
-        return max(first, key=lambda b: (self._structure.texts[b], self._structure.fingerprints[b], b))
+        cluster, depth = self._cluster, self._depth
+        texts, prints = self._structure.texts, self._structure.fingerprints
+        return max(sources, key=lambda b: (cluster[b] in self._heavy, depth[b], texts[b], prints[b], b))
 
     def _join_consumers(self) -> None:
         """Join each light cluster to its only consumer, unless it feeds activations to a heavy one, which starts a
@@ -506,13 +498,18 @@ class _Clusters:
         for cluster in self._in_order():
             if cluster in self._heavy or self._gives_floats(cluster):
                 continue
-            before = {b for n in self._members[cluster] for b in self._flow.before[n]}
-            sources = {self._cluster.get(b, GRAPH) for b in before} - {cluster}
-            if len(sources) == 1 and GRAPH not in sources and self._fits(source := sources.pop(), cluster):
+            sources = {self._cluster.get(b, GRAPH) for b in self._before(cluster)} - {cluster}
+            if len(sources) != 1 or GRAPH in sources:
+                continue
+            (source,) = sources
+            if self._fits(source, cluster):
                 self._join(cluster, source)
 
     def _in_order(self) -> list[int]:
         return sorted(self._members, key=lambda c: self._flow.position[self._members[c][-1]])
+
+    def _before(self, cluster: int) -> set[int]:
+        return set().union(*(self._flow.before[n] for n in self._members[cluster]))
 
     def _users(self, cluster: int, nodes: Iterable[int]) -> set[int]:
         """The other clusters (GRAPH for a graph output) that use the results of some nodes of a cluster."""

@@ -67,14 +67,14 @@ class Pattern:
 
 def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
     """The patterns of all leaves and composites that have insertion points, in graph order of their first instances."""
-    return tuple(p for p in alike(model, regions) if p.points)
+    listings = {region: regions.listings[region] for region in regions.walk()}
+    return tuple(p for p in alike(model, listings) if p.points)
 
 
-def alike(model: Model, regions: Regions) -> tuple[Pattern, ...]:
-    """The patterns of all leaves and composites, with insertion points or without."""
+def alike(model: Model, listings: Mapping[Region, Listing]) -> tuple[Pattern, ...]:
+    """The patterns of some regions, with insertion points or without."""
     alike_by_signature: dict[str, dict[Region, Listing]] = {}
-    for region in regions.walk():
-        listing = regions.listings[region]
+    for region, listing in listings.items():
         alike_by_signature.setdefault(_signature(listing, region), {})[region] = listing
     return tuple(
         Pattern(signature, tuple(listings), model, listings) for signature, listings in alike_by_signature.items()
@@ -116,8 +116,11 @@ def scheme_of(pattern: Pattern, region: Region, edges: Collection[Edge]) -> Sche
 
 
 def _children(region: Region, listing: Listing) -> dict[int, int]:
-    """Node index to the number of the child region that it is in; children are numbered as the listing meets them."""
+    """Node index to the number of the child region that it is in; children are numbered as the listing meets them.
+    Nodes beside child regions are a child of their own."""
     child_of = {n: k for k, c in enumerate(region.children) for n in c.all_nodes()}
+    if child_of:
+        child_of |= dict.fromkeys(region.nodes, len(region.children))
     number: dict[int, int] = {}
     return {n: number.setdefault(child_of[n], len(number)) for n in listing.nodes if child_of}
 
@@ -138,13 +141,14 @@ def _edges(model: Model, region: Region, listing: Listing) -> Mapping[Point, fro
     edges: dict[Point, set[Edge]] = {}
     entering: dict[int, dict[str, set[Edge]]] = {}
     for number, node in enumerate(listing.nodes):
-        inputs, into = listing.inputs[number], model.nodes[node].into
+        into = model.nodes[node].into
         for k, slot in enumerate(listing.orders[number]):
-            read, own = inputs.tensors[slot], {into[slot]} if inputs.carries[slot] else set[Edge]()
-            if not child or read.source != "activation":
+            read = listing.reads[number][slot]
+            own = {into[slot]} if read.carries else set[Edge]()
+            if not child or read.tensor.source != "activation":
                 edges[Point("node_input", number, k)] = own
-            elif child.get(read.producer) != child[node]:
-                entering.setdefault(child[node], {}).setdefault(read.name, set()).update(own)
+            elif child.get(read.tensor.producer) != child[node]:
+                entering.setdefault(child[node], {}).setdefault(read.tensor.name, set()).update(own)
     for c in sorted(entering):
         for k, own in enumerate(entering[c].values()):
             edges[Point("child_input", c, k)] = own

@@ -12,7 +12,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -40,8 +40,7 @@ class Tensor(NamedTuple):
     (-1).
 
     `position` is the tensor's number among the outputs of its producer or the inputs of the graph; `letter` stands for
-    its type, for constants with their rank. Outputs of nodes have `users` (GRAPH is the graph) and, among them,
-    `carriers`: where a Q/DQ pair can stand.
+    its type, for constants with their rank.
     """
 
     source: Literal["missing", "constant", "activation"]
@@ -49,24 +48,19 @@ class Tensor(NamedTuple):
     letter: str
     producer: int = -1
     position: int = 0
-    users: tuple[int, ...] = ()
-    carriers: tuple[int, ...] = ()
 
 
-MISSING = Tensor("missing", "", "")
+class Read(NamedTuple):
+    """An input of a node, or a tensor that its bodies capture. Where it `carries`, a Q/DQ pair can stand.
 
-
-class Inputs(NamedTuple):
-    """The inputs of one node in the order of the file, from number `captured` on the tensors that its bodies capture.
-
-    `roles` tell the inputs apart: the number of each, or FREE in a commutative operator and for captured tensors. Free
-    inputs come last. Where one `carries`, a Q/DQ pair can stand.
+    `role` tells the inputs of a node apart: the number of each, or FREE in a commutative operator and for captured
+    tensors.
     """
 
-    tensors: tuple[Tensor, ...]
-    roles: tuple[int, ...]
-    carries: tuple[bool, ...]
-    captured: int
+    tensor: Tensor
+    role: int
+    carries: bool
+    is_captured: bool
 
 
 def _digest(content: bytes) -> str:
@@ -77,8 +71,12 @@ def _written(node: Node, model: Model) -> str:
     attributes = {name: _attribute(value) for name, value in node.attributes.items()}
     if node.attributes.get("group", 1) != 1 and _is_depthwise(node, model):
         attributes["group"] = "depthwise"  # the number is the number of channels, a shape
+    return _call(f"{node.domain}.{node.op}" if node.domain else node.op, attributes)
+
+
+def _call(op: str, attributes: Mapping[str, str]) -> str:
     text = ",".join(f"{name}={value}" for name, value in sorted(attributes.items()))
-    return (f"{node.domain}." if node.domain else "") + node.op + (f"{{{text}}}" if text else "")
+    return f"{op}{{{text}}}" if text else op
 
 
 def _is_depthwise(node: Node, model: Model) -> bool:
@@ -100,7 +98,11 @@ def _attribute(value: object) -> str:
         array = numpy_helper.to_array(value)
         return f"{array.dtype}{list(array.shape)}:{_digest(array.tobytes())}"
     if isinstance(value, onnx.GraphProto):
-        return "[" + " ".join(_body_node(n) for n in value.node) + "]"
+        nodes = []
+        for node in value.node:
+            attributes = {a.name: _attribute(onnx.helper.get_attribute_value(a)) for a in node.attribute}
+            nodes.append(_call(node.op_type, attributes))
+        return f"[{' '.join(nodes)}]"
     if isinstance(value, Message):
         return _digest(value.SerializeToString(deterministic=True))
     if isinstance(value, Iterable):
@@ -109,25 +111,17 @@ def _attribute(value: object) -> str:
     return str(value)
 
 
-def _body_node(node: onnx.NodeProto) -> str:
-    attributes = [
-        f"{a.name}={_attribute(onnx.helper.get_attribute_value(a))}"
-        for a in sorted(node.attribute, key=lambda a: a.name)
-    ]
-    return node.op_type + (f"{{{','.join(attributes)}}}" if attributes else "")
-
-
 @dataclass(frozen=True, eq=False)
 class Listing:
     """A part of the graph in canonical order.
 
-    `nodes` are node indices; `inputs[k]` are the inputs of the k-th, `orders[k]` their canonical order. `borders` are
-    the activations that enter, `exits` the outputs that leave, as (canonical node number, output number). `lines`
-    describe all of it as text: if they are equal, equal numbers correspond.
+    `nodes` are node indices; `reads[k]` is what the k-th reads in the order of the file, `orders[k]` its canonical
+    order. `borders` are the activations that enter, `exits` the outputs that leave, as (canonical node number, output
+    number). `lines` describe all of it as text: if they are equal, equal numbers correspond.
     """
 
     nodes: tuple[int, ...]
-    inputs: tuple[Inputs, ...]
+    reads: tuple[tuple[Read, ...], ...]
     orders: tuple[Sequence[int], ...]
     borders: tuple[str, ...]
     exits: tuple[tuple[int, int], ...]
@@ -141,48 +135,42 @@ class Structure:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.texts = tuple(_written(n, model) for n in model.nodes)
-        self._hashes: dict[str, int] = {}
-        users, carriers = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
-        carries = []
-        for node in model.nodes:
-            at_inputs = [can_carry(model, t, node.index, slot) for slot, t in enumerate(node.inputs)]
-            carries.append((*at_inputs, *(False for _ in node.captures)))
-            for tensor, carrying in zip((*node.inputs, *node.captures), carries[-1], strict=True):
-                users[tensor].append(node.index)
-                if carrying:
-                    carriers[tensor].append(node.index)
-        for tensor in model.outputs:
-            users[tensor].append(GRAPH)
-            if can_carry(model, tensor, GRAPH, 0):
-                carriers[tensor].append(GRAPH)
+        self.hash = cache(lambda text: int(_digest(text.encode()), 16))
         letter = self.type_letter
         self.tensors = {t: Tensor("activation", t, letter(t), -1, i) for i, t in enumerate(model.inputs)}
-        """All tensors by name, and MISSING by the empty name."""
         for node in model.nodes:
-            for i, t in enumerate(node.outputs):
-                uses = tuple(users[t]), tuple(carriers[t])
-                self.tensors[t] = Tensor("activation", t, letter(t), node.index, i, *uses)
+            self.tensors |= {t: Tensor("activation", t, letter(t), node.index, i) for i, t in enumerate(node.outputs)}
         for t, constant in model.constants.items():
             self.tensors[t] = Tensor("constant", t, f"{letter(t)}{len(constant.shape)}")
-        self.tensors[""] = MISSING
-        self.inputs = tuple(map(self._inputs, model.nodes, carries))
+        self.tensors[""] = Tensor("missing", "", "")
+        self.users = defaultdict[str, list[int]](list)
+        self.carriers = defaultdict[str, list[int]](list)
+        """By tensor those of its users (GRAPH is the graph) where a Q/DQ pair can stand."""
+        self.reads = tuple(map(self._reads, model.nodes))
+        for tensor in model.outputs:
+            self._use(tensor, GRAPH, carries=can_carry(model, tensor, GRAPH, 0))
 
-    def _inputs(self, node: Node, carries: tuple[bool, ...]) -> Inputs:
-        free = node.op in COMMUTATIVE and not node.domain
-        names, count = (*node.inputs, *node.captures), len(node.inputs)
-        tensors = [self.tensors.get(t) or Tensor("activation", t, self.type_letter(t), -1, -1) for t in names]
-        roles = (FREE,) * len(names) if free else (*range(count), *(FREE for _ in node.captures))
-        return Inputs(tuple(tensors), roles, carries, count)
+    def _reads(self, node: Node) -> tuple[Read, ...]:
+        is_free = node.op in COMMUTATIVE and not node.domain
+        reads = []
+        for slot, name in enumerate((*node.inputs, *node.captures)):
+            is_captured = slot >= len(node.inputs)
+            tensor = self.tensors.get(name) or Tensor("activation", name, self.type_letter(name), -1, -1)
+            carries = not is_captured and can_carry(self.model, name, node.index, slot)
+            reads.append(Read(tensor, FREE if is_free or is_captured else slot, carries, is_captured))
+            if name:
+                self._use(name, node.index, carries=carries)
+        return tuple(reads)
+
+    def _use(self, tensor: str, user: int, *, carries: bool) -> None:
+        self.users[tensor].append(user)
+        if carries:
+            self.carriers[tensor].append(user)
 
     def type_letter(self, tensor: str) -> str:
         """The class of a tensor's type: `f` float that can be quantized, `d` double, `i`, `b`, `s`, or `?`."""
         info = self.model.tensors.get(tensor)
         return "?" if info is None else "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
-
-    def hash(self, text: str) -> int:
-        if text not in self._hashes:
-            self._hashes[text] = int(_digest(text.encode()), 16)
-        return self._hashes[text]
 
     @cached_property
     def fingerprints(self) -> Mapping[int, int]:
@@ -198,16 +186,13 @@ class Structure:
 _Rank = tuple[int, int, int, int, int]
 """The sort key of inputs that may change places: group, label, surroundings, producer, position."""
 
-_Producers = Sequence[tuple[int, Sequence[int]]]
-"""The producers inside a part that a node reads, by the role of the input (one for all commutative inputs)."""
-
 
 class _Part:
     """Some nodes of the model, which get labels, and from these numbers, level by level; what a node reads is numbered
     before the node."""
 
     def __init__(self, structure: Structure, parts: Sequence[Sequence[int]]) -> None:
-        self._structure, self._inputs = structure, structure.inputs
+        self._structure, self._reads = structure, structure.reads
         self._part_of = {n: p for p, nodes in enumerate(parts) for n in nodes}
         self._order = sorted(self._part_of)  # graph order is topological
         self._inside = set(self._part_of).issuperset
@@ -219,9 +204,10 @@ class _Part:
         """How the listing writes a node's outputs: type, and ! (a use outside can carry a pair) or ' (none can)."""
         texts = []
         for name in self._structure.model.nodes[node].outputs:
-            tensor = self._structure.tensors[name]
-            mark = "" if self._inside(tensor.users) else "'" if self._inside(tensor.carriers) else "!"
-            texts.append((tensor.letter or "_") + mark)
+            text = self._structure.tensors[name].letter or "_"
+            if not self._inside(self._structure.users[name]):
+                text += "'" if self._inside(self._structure.carriers[name]) else "!"
+            texts.append(text)
         return ",".join(texts)
 
     # ------------------------------------------------ labels, on demand: a chain has only one order, and needs none
@@ -231,41 +217,29 @@ class _Part:
         """Weisfeiler-Lehman labels of the nodes, equal where structure is equal, in three passes: what follows a node,
         what precedes it, what follows it again."""
         hashed, texts = self._structure.hash, self._structure.texts
-        producers = {n: self._producers_by_role(n) for n in self._order}
         labels = {n: _mix(hashed(texts[n]), hashed(self._results[n])) for n in self._order}
-        labels = self._with_producers(self._with_users(producers, labels))
-        return self._with_users(producers, labels)
+        return self._with_users(self._with_producers(self._with_users(labels)))
 
     @cached_property
     def _border_labels(self) -> Mapping[str, int]:
         return self._labels_of_borders(self.labels)
 
-    def _producers_by_role(self, node: int) -> _Producers:
-        producers_of: dict[tuple[int, int], list[int]] = {}
-        inputs = self._inputs[node]
-        for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-            home = self._part_of.get(tensor.producer)
-            if home is not None:
-                key = role, 2 * tensor.position + (home != self._part_of[node])
-                producers_of.setdefault(key, []).append(tensor.producer)
-        return [(_mix(*role), producers) for role, producers in producers_of.items()]
-
-    def _with_users(self, producers: Mapping[int, _Producers], labels: Mapping[int, int]) -> dict[int, int]:
+    def _with_users(self, labels: Mapping[int, int]) -> dict[int, int]:
         """New labels, from the last node to the first: each with the new labels of the node's users."""
         new, below = dict[int, int](), dict.fromkeys(labels, 0)
         for n in reversed(self._order):
             new[n] = _mix(labels[n], below[n])
-            for role, read in producers[n]:
-                label = _mix(new[n], role)
-                for producer in read:
-                    below[producer] += label
+            for tensor, role, _, _ in self._reads[n]:
+                if tensor.producer in below:
+                    crosses = self._part_of[tensor.producer] != self._part_of[n]
+                    below[tensor.producer] += _mix(new[n], _mix(role, 2 * tensor.position + crosses))
         return new
 
     def _labels_of_borders(self, labels: Mapping[int, int]) -> dict[str, int]:
         """Labels of the activations that enter the part: each with the labels of its uses inside."""
         borders: dict[str, int] = {}
         for n in self._order:
-            for tensor, role in zip(self._inputs[n].tensors, self._inputs[n].roles, strict=True):
+            for tensor, role, _, _ in self._reads[n]:
                 if tensor.source == "activation" and tensor.producer not in self._part_of:
                     borders[tensor.name] = borders.get(tensor.name, 0) + _mix(labels[n], role)
         return borders
@@ -275,7 +249,7 @@ class _Part:
         new, borders = dict[int, int](), self._labels_of_borders(labels)
         for n in self._order:
             above = 0
-            for tensor, role in zip(self._inputs[n].tensors, self._inputs[n].roles, strict=True):
+            for tensor, role, _, _ in self._reads[n]:
                 if tensor.producer in new:
                     label = _mix(new[tensor.producer], tensor.position)
                 else:
@@ -291,7 +265,7 @@ class _Part:
         levels: dict[int, list[int]] = {}
         depth: dict[int, int] = {}
         for n in self._order:
-            depth[n] = 1 + max([depth.get(t.producer, 0) for t in self._inputs[n].tensors], default=0)
+            depth[n] = 1 + max([depth.get(read.tensor.producer, 0) for read in self._reads[n]], default=0)
             levels.setdefault(depth[n], []).append(n)
         orders, lines = list[Sequence[int]](), list[str]()
         exits: list[tuple[int, int]] = []
@@ -304,8 +278,8 @@ class _Part:
                 texts = self._results[node].split(",")
                 exits += [(number, k) for k, text in enumerate(texts) if text.endswith(("!", "'"))]
         nodes = tuple(self._number)
-        inputs_of = tuple(self._inputs[n] for n in nodes)
-        return Listing(nodes, inputs_of, tuple(orders), tuple(self._border), tuple(exits), tuple(lines))
+        reads = tuple(self._reads[n] for n in nodes)
+        return Listing(nodes, reads, tuple(orders), tuple(self._border), tuple(exits), tuple(lines))
 
     def _sorted(self, level: Sequence[int]) -> Iterator[int]:
         if len(level) == 1:
@@ -319,14 +293,15 @@ class _Part:
             yield from nodes
 
     def _surroundings(self, node: int) -> list[tuple[int, ...]]:
-        tensors = self._inputs[node].tensors
-        return [self._rank(tensors[k])[:3] for k in self._order_of_inputs(node)]
+        return [self._rank(self._reads[node][k].tensor)[:3] for k in self._order_of_inputs(node)]
 
     def _order_of_inputs(self, node: int) -> Sequence[int]:
         """The numbers of a node's inputs, with those that may stand in any order in canonical order."""
-        tensors, roles, _, _ = self._inputs[node]
-        fixed, free = range(len(roles) - roles.count(FREE)), range(len(roles) - roles.count(FREE), len(roles))
-        return (*fixed, *sorted(free, key=lambda k: self._rank(tensors[k]))) if len(free) > 1 else range(len(roles))
+        reads = self._reads[node]
+        free = [k for k, read in enumerate(reads) if read.role == FREE]  # behind all others
+        if len(free) < 2:
+            return range(len(reads))
+        return (*range(free[0]), *sorted(free, key=lambda k: self._rank(reads[k].tensor)))
 
     def _rank(self, tensor: Tensor) -> _Rank:
         """Numbered nodes come first, then numbered borders, other borders by label and surroundings, constants."""
@@ -343,9 +318,9 @@ class _Part:
         return group, label, surroundings, producer, tensor.position
 
     def _texts_of_inputs(self, node: int, order: Iterable[int]) -> Iterator[str]:
-        (tensors, _, _, captured), number, border = self._inputs[node], self._number, self._border
+        number, border = self._number, self._border
         for k in order:
-            source, name, letter, producer, position, _, _ = tensors[k]
+            (source, name, letter, producer, position), _, _, is_captured = self._reads[node][k]
             if producer in number:
                 text = f"%{number[producer]}.{position}" if position else f"%{number[producer]}"
             elif source == "activation":
@@ -353,7 +328,7 @@ class _Part:
             else:
                 yield "_" if source == "missing" else f"const:{letter}"
                 continue
-            yield f"captured {text}" if k >= captured else text
+            yield f"captured {text}" if is_captured else text
 
 
 def _mix(a: int, b: int) -> int:
