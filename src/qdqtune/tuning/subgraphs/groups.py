@@ -7,7 +7,7 @@ Names are kept, so that edges, ranges and scales of the whole model apply to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,13 +153,18 @@ def _known(model: Model) -> dict[str, tuple[int, ...]]:
 def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Inputs and outputs of a group of nodes: tensors that it reads from other nodes (no constants), and tensors of it
     that other nodes read."""
-    made = {t for n in nodes for t in model.nodes[n].outputs if t}
-    read = dict.fromkeys(t for n in nodes for t in (*model.nodes[n].inputs, *model.nodes[n].captures) if t)
-    inside = set(nodes)
-    leaving = (
-        t for n in nodes for t in model.nodes[n].outputs if t and any(u.node not in inside for u in model.uses(t))
-    )
-    return tuple(t for t in read if t not in made and t not in model.constants), tuple(leaving)
+    made, inside = _made(model, nodes), set(nodes)
+    reads = tuple(t for t in _used(model, nodes) if t and t not in made and t not in model.constants)
+    writes = tuple(t for t in made if any(use.node not in inside for use in model.uses(t)))
+    return reads, writes
+
+
+def _made(model: Model, nodes: Sequence[int]) -> dict[str, None]:
+    return dict.fromkeys(t for n in nodes for t in model.nodes[n].outputs if t)
+
+
+def _used(model: Model, nodes: Sequence[int]) -> dict[str, None]:
+    return dict.fromkeys(t for n in nodes for t in (*model.nodes[n].inputs, *model.nodes[n].captures))
 
 
 def is_shape(model: Model, tensor: str, sizes: Sizes) -> bool:
@@ -179,8 +184,19 @@ def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mappi
         BadOption: the type of an input or output of the group is unknown.
     """
     reads, writes = borders(model, nodes)
-    inputs = tuple(t for t in reads if t not in baked)
-    used = {t for n in nodes for t in (*model.nodes[n].inputs, *model.nodes[n].captures)}
+    inputs = [t for t in reads if t not in baked]
+    made, used = _made(model, nodes), _used(model, nodes)
+    spans = {} if len(inputs) < len(reads) else resolved.spans
+
+    def values(tensors: Iterable[str]) -> Iterator[onnx.ValueInfoProto]:
+        for tensor in tensors:
+            if tensor not in model.tensors:
+                raise BadOption(f"the type of tensor {tensor!r} is unknown")
+            shape: Sequence[int | None] | None = resolved.sizes.get(tensor)
+            if span := spans.get(tensor):
+                shape = [low if low == high else None for low, high in zip(span.low, span.high, strict=True)]
+            yield helper.make_tensor_value_info(tensor, model.tensors[tensor].dtype, shape)
+
     proto = onnx.ModelProto(
         ir_version=model.proto.ir_version, opset_import=model.proto.opset_import, functions=model.proto.functions
     )
@@ -189,24 +205,7 @@ def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mappi
     graph.node.extend(model.proto.graph.node[n] for n in nodes)
     graph.initializer.extend(t for t in model.proto.graph.initializer if t.name in used)
     graph.initializer.extend(Constant.of(baked[t]).to_proto(t) for t in reads if t in baked)
-    spans = {} if len(inputs) < len(reads) else resolved.spans
-    graph.input.extend(_value(model, t, _open(resolved.sizes.get(t), spans.get(t))) for t in inputs)
-    graph.output.extend(_value(model, t, _open(resolved.sizes.get(t), spans.get(t))) for t in writes)
-    made = {t for n in nodes for t in model.nodes[n].outputs if t} - set(writes)
-    known = (t for t in sorted(made) if t in model.tensors)
-    graph.value_info.extend(_value(model, t, _open(resolved.sizes.get(t), spans.get(t))) for t in known)
-    large = {name: c for name, c in model.large.items() if name in used}
-    return Model(proto, large)
-
-
-def _open(size: tuple[int, ...] | None, span: Span | None) -> tuple[int | None, ...] | None:
-    if span is None:
-        return size
-    return tuple(low if low == high else None for low, high in zip(span.low, span.high, strict=True))
-
-
-def _value(model: Model, tensor: str, shape: Sequence[int | None] | None) -> onnx.ValueInfoProto:
-    info = model.tensors.get(tensor)
-    if info is None:
-        raise BadOption(f"the type of tensor {tensor!r} is unknown")
-    return helper.make_tensor_value_info(tensor, info.dtype, None if shape is None else list(shape))
+    graph.input.extend(values(inputs))
+    graph.output.extend(values(writes))
+    graph.value_info.extend(values(t for t in sorted(made.keys() - writes) if t in model.tensors))
+    return Model(proto, {name: c for name, c in model.large.items() if name in used})
