@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from qdqtune.errors import BadOption
-from qdqtune.placement.files import VERSION, read_yaml, wrong_part
-from qdqtune.search.regions.discovery import Point, PointKind, Scheme
+import msgspec
+
+from qdqtune.errors import BadOption, one_line
+from qdqtune.placement.files import VERSION, read_yaml
+from qdqtune.search.regions.discovery import Point, Scheme
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Placement, Trial
 
 
-def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str, object]:
+class _Row(msgspec.Struct, kw_only=True):
+    ratio: float = 1.0
+    points: list[Point]
+
+
+class _Entry(msgspec.Struct):
+    pattern: str
+    schemes: list[_Row]
+
+
+class _Content(msgspec.Struct):
+    version: int
+    patterns: list[_Entry]
+
+
+def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str, Any]:
     """The content of a pattern cache as a file: by digest of the pattern its schemes, best first, with their ratio to
     what they replaced."""
     entries = []
     for digest, schemes in caches.items():
-        rows = [
-            {"ratio": round(ratio, 4), "points": [list(astuple(point)) for point in sorted(scheme)]}
-            for scheme, ratio in schemes
-        ]
+        rows = [_Row(ratio=round(ratio, 4), points=sorted(scheme)) for scheme, ratio in schemes]
         if rows:
-            entries.append({"pattern": digest, "schemes": rows})
-    return {"version": VERSION, "patterns": entries}
+            entries.append(_Entry(digest, rows))
+    content: dict[str, Any] = msgspec.to_builtins(_Content(VERSION, entries))
+    return content
 
 
 def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
@@ -35,14 +49,11 @@ def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
     Raises:
         BadOption: the file is missing, or is no pattern cache of this version.
     """
-    content = read_yaml(path, "pattern cache")
     try:
-        return {
-            entry["pattern"]: tuple(frozenset(map(_point_of_row, row["points"])) for row in entry["schemes"])
-            for entry in content["patterns"]
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadOption(f"{path} is no pattern cache: {wrong_part(error)}") from error
+        content = msgspec.convert(read_yaml(path, "pattern cache"), _Content)
+    except ValueError as error:
+        raise BadOption(f"{path} is no pattern cache: {one_line(error)}") from error
+    return {entry.pattern: tuple(frozenset(row.points) for row in entry.schemes) for entry in content.patterns}
 
 
 def cache_of(
@@ -68,10 +79,3 @@ def cache_of(
                 entries.append((scheme, measured.median))
         schemes[pattern.digest] = entries[:maximum_entries]
     return schemes
-
-
-def _point_of_row(row: Sequence[Any]) -> Point:
-    kind, owner, number = row
-    if kind not in get_args(PointKind) or not (isinstance(owner, int) and isinstance(number, int)):
-        raise ValueError(f"{row} is not an insertion point")
-    return Point(kind, owner, number)

@@ -21,6 +21,8 @@ from itertools import accumulate, count
 from math import inf
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import ELEMENTWISE, HEAVY, LAST_AXIS_NORMALIZATIONS, REARRANGES, may_be_float
 from qdqtune.search.regions.structure import Listing, Structure
@@ -60,9 +62,9 @@ class Region:
 PointKind = Literal["node_input", "child_input", "node_output", "child_output"]
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Point:
-    """An insertion point: input or output `number` of a pattern's node, or of its child region, number `owner`."""
+class Point(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """An insertion point: input or output `number` of a pattern's node, or of its child region, number `owner`. In
+    files it is a list of the three."""
 
     kind: PointKind
     owner: int

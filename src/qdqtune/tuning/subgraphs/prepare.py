@@ -298,10 +298,10 @@ class ProgressFile(Silent):
     def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind], store: Store) -> None:
         self._path, self._store = folder / PROGRESS, store
         self._left = len(kinds)
-        names = {u.number: [parts.model.nodes[n].name for n in u.nodes] for kind in kinds for u in kind.units}
-        self._groups: dict[int, dict[str, Any]] = {
-            k.number: {"groups": [names[u.number] for u in k.units]} for k in kinds
-        }
+        self._groups: dict[int, dict[str, Any]] = {}
+        for kind in kinds:
+            groups = [[parts.model.nodes[n].name for n in unit.nodes] for unit in kind.units]
+            self._groups[kind.number] = {"groups": groups}
         self._validation: list[dict[str, Any]] = []
 
     def timed(self, kind: GroupKind, profile: Profile) -> None:
@@ -360,7 +360,10 @@ def profile(run: Run) -> Profiled:
     is_timed = any(layer.time_ms for layer in layers)
     grouped = _grouped(settings, subject, layers)
     parts = partition(subject.shaped, subject.possible, grouped.groups, run.format_shares)
-    times = _float_times(parts, layers)
+    model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
+    times = [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
+    if total:
+        times = parts.spent(attribute(model, Placement(), layers, total).nodes)
     varying, memory = spans(settings.engine), run.runner.memory
     resolved = resolve(subject.model, subject.shaped, subject.feed, varying, memory, run.execution)
     kinds, why = _kinds(parts, grouped, resolved, times)
@@ -377,10 +380,15 @@ def profile(run: Run) -> Profiled:
         settings.plan,
         settings.incremental_validation,
     )
-    notes = _notes(grouped, layers, is_timed)
+    notes = list[str]()
+    if grouped.nameless:
+        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{GROUP_LOG}")
+    if not is_timed:
+        what = "no layer times" if layers else "no layers"
+        notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
     with writing(log := settings.output_dir / LOGS / GROUP_LOG):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
-    return Profiled(search, progress, kinds, why, notes)
+    return Profiled(search, progress, kinds, why, tuple(notes))
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
@@ -400,13 +408,6 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
     return groups.by_rules(subject.shaped, subject.possible)
 
 
-def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
-    model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
-    if not total:
-        return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
-    return parts.spent(attribute(model, Placement(), layers, total).nodes)
-
-
 def _kinds(
     parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]
 ) -> tuple[tuple[GroupKind, ...], dict[int, str]]:
@@ -422,23 +423,14 @@ def _kinds(
         else:
             alike.setdefault(signature(parts, unit, resolved.sizes), []).append(unit)
     least = SMALL * sum(times)
-    ordered = sorted(
-        ((sum(times[u.number] for u in units), units) for units in alike.values()),
-        key=lambda item: (-item[0], item[1][0].number),
-    )
-    worth = [(ms, units) for ms, units in ordered if ms >= least]
-    why |= {u.number: "too small to matter" for ms, units in ordered if ms < least for u in units}
-    return tuple(GroupKind(i, tuple(units), ms) for i, (ms, units) in enumerate(worth, 1)), why
-
-
-def _notes(grouped: Grouping, layers: Sequence[Layer], is_timed: bool) -> tuple[str, ...]:
-    notes = []
-    if grouped.nameless:
-        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{GROUP_LOG}")
-    if not is_timed:
-        what = "no layer times" if layers else "no layers"
-        notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
-    return tuple(notes)
+    timed = [(sum(times[u.number] for u in units), units) for units in alike.values()]
+    kinds = list[GroupKind]()
+    for ms, units in sorted(timed, key=lambda item: (-item[0], item[1][0].number)):
+        if ms < least:
+            why |= dict.fromkeys((u.number for u in units), "too small to matter")
+        else:
+            kinds.append(GroupKind(len(kinds) + 1, tuple(units), ms))
+    return tuple(kinds), why
 
 
 # ---------------------------------------------------------------- the table at the end
@@ -477,17 +469,19 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
 
 
 def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool, is_tried: bool) -> str:
-    accepted = profiled.search.selection.option(number) is not None
+    accepted, best = profiled.search.selection.option(number) is not None, profile.best
+    is_slower_alone = best is None or best.ms >= profile.float_ms
+    if kept and not accepted:
+        return "kept: joins neighbours"
     if kept:
-        best = profile.best
-        is_slower_alone = best is None or best.ms >= profile.float_ms
-        return "kept: joins neighbours" if not accepted else "kept: saves conversions" if is_slower_alone else "kept"
+        return "kept: saves conversions" if is_slower_alone else "kept"
     if number in profiled.why and not accepted:
         return profiled.why[number]
     if not profile.options and profile.failures:
         scheme, reason = next(iter(profile.failures.items()))
         return f"scheme {scheme} fails: {reason}" if scheme else reason
-    if accepted:
-        return "slower in the model" if final else "model not faster" if is_tried else "not tried in the model"
-    best = profile.best
-    return "slower alone" if best is None or best.ms >= profile.float_ms else "conversions cost more"
+    if not accepted:
+        return "slower alone" if is_slower_alone else "conversions cost more"
+    if final:
+        return "slower in the model"
+    return "model not faster" if is_tried else "not tried in the model"
