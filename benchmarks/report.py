@@ -21,13 +21,12 @@ from axe_playwright_python.sync_playwright import Axe
 from onnx import TensorProto, helper
 from playwright.sync_api import Browser, sync_playwright
 
-from qdqtune.explanation.model_map import Ran, draw
+from qdqtune.explanation.model_map import draw
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import bars, report_of_run
 from qdqtune.explanation.report_values import Headline, Report
+from qdqtune.explanation.units import Explanation
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.attribution import node_times
-from qdqtune.types import Edge, Layer, Placement
 
 OPENED = """() => new Promise(done => {
   const paint = performance.getEntriesByName("first-contentful-paint")[0];
@@ -61,18 +60,13 @@ def network(count: int) -> Model:
 def made_up(count: int) -> Report:
     """A report on a network of so many nodes, three of four in 8 bits."""
     model = network(count)
-    names = [node.name for node in model.nodes]
-    layers = [Layer(n, (n,), "FP32", 0.01 * (1 + i % 7), "compute") for i, n in enumerate(names)]
-    after = [Layer(n, (n,), "INT8" if i % 4 else "FP32", 0.004, "compute") for i, n in enumerate(names)]
-    placement = Placement.of(Edge(node.inputs[0], node.name, 0) for node in model.nodes if node.index % 4)
-    rans = []
-    for told, pairs in ((layers, Placement()), (after, placement)):
-        rans.append(Ran(pairs, told, node_times(model, pairs, told, 400.0)))
-    whys = {
-        name: f"8 bits take 0.004 ms with the conversions around it, float would take {0.01 * (1 + i % 7):.3g} ms"
-        for i, name in enumerate(names)
-    }
-    drawn = draw(model, [(name,) for name in names], rans[0], rans[1], {}, whys)
+    rows = []
+    for node in model.nodes:
+        state, ms = ("8 bits", 0.004) if node.index % 4 else ("float", 0.006)
+        detail = "part of the cut of the prices, which was measured as a whole"
+        row = Explanation((node.name,), (node.op,), state, "", ms, 0.01 * (1 + node.index % 7), "float", detail=detail)
+        rows.append(row)
+    drawn = draw(model, rows, {}, "tuned")
     verdict = Headline(f"{count} nodes", "A made-up network.", True)
     return Report(f"{count} nodes", verdict, bars=bars(drawn), map=drawn)
 

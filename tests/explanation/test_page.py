@@ -55,12 +55,9 @@ def large(count: int) -> Report:
     """A chain of so many nodes, each a group."""
     names = {f"n{number}": ("Conv", "Relu", "Add")[number % 3] for number in range(count)}
     flows = tuple((n, n + 1) for n in range(count - 1))
-    nodes = tuple(MapNode(name, op, op == "Conv") for name, op in names.items())
-    groups = tuple(
-        MapGroup((n,), node.op, "8 bit" if node.quantized else "float", 1.0 + n % 7, 1.0, 0.1, 30.0)
-        for n, node in enumerate(nodes)
-    )
-    drawn = Map(nodes, groups, flows, blocks([(name,) for name in names], names), "tuned")
+    nodes = tuple(MapNode(name, op, "8 bits" if op == "Conv" else "float") for name, op in names.items())
+    groups = tuple(MapGroup((n,), node.op, node.state, 1.0 + n % 7, 1.0, 0.1, 30.0) for n, node in enumerate(nodes))
+    drawn = Map(nodes, groups, flows, blocks(list(names)), "tuned")
     return Report("large.onnx", Headline("large.onnx", "", True), map=drawn)
 
 

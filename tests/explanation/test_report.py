@@ -17,10 +17,11 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import MOST_DOTS, Axis, dots, longest, of_strips, scatter, spanning
 from qdqtune.explanation.formatting import builds, built, origin_in_words, title
-from qdqtune.explanation.model_map import MOST_CELLS, Ran, alike, blocks, draw
+from qdqtune.explanation.model_map import MOST_CELLS, alike, blocks, draw
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import OWN, report_of_run
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode, Point, Speed, Strip
+from qdqtune.explanation.units import Explanation
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import closeness, closeness_cell, closeness_of
@@ -32,7 +33,7 @@ from qdqtune.placement.reading import count_pairs, placement_in
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
-from qdqtune.types import Accuracy, Placement
+from qdqtune.types import Accuracy
 from runs import hopeless, mixed, settings, write
 from workers import Workers, in_process
 
@@ -63,7 +64,7 @@ def test_the_verdict_is_that_of_the_summary_and_candidates_are_told_in_order(fin
     assert report.map is not None
     assert sorted(n for g in report.map.groups for n in g.nodes) == list(range(len(report.map.nodes)))
     assert {n.name for n in report.map.nodes} == {node.name for node in mixed().nodes}
-    assert [n.name for n in report.map.nodes if n.quantized][:1] == ["first"]
+    assert [n.name for n in report.map.nodes if n.state == "8 bits"][:1] == ["first"]
     assert [c.number for c in report.candidates] == list(range(1, summary["trials"] + 1))
     assert any(c.outcome == "accepted" and c.strip is not None for c in report.candidates)
     assert len(report.proof) == 1
@@ -132,15 +133,15 @@ def test_a_run_that_tried_nothing_does_not_say_that_there_was_nothing_to_try(mod
     )
 
 
-def test_where_nothing_is_faster_the_fastest_candidate_is_shown_and_named_so(tmp_path: Path, workers: Workers) -> None:
+def test_where_nothing_is_faster_the_map_is_that_of_the_float_model(tmp_path: Path, workers: Workers) -> None:
     model = write(hopeless(), tmp_path)
     tune(settings(model, mode="cut", builds=8))
     report = report_of_run(tmp_path / "out")
     assert not report.verdict.good
     assert report.verdict.headline == f"Nothing faster was found for {model.parent.name}/model.onnx"
     assert report.map is not None
-    assert report.map.tuned.startswith("candidate ")
-    assert "does not ship" in report.bars_lead
+    assert {group.tuned_ms for group in report.map.groups} == {None}
+    assert {group.state for group in report.map.groups} <= {"float", "shapes", "in advance"}
     assert "Nothing faster" in render(report, {})
 
 
@@ -225,7 +226,7 @@ def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Pat
     assert drawn is not None
     assert {node.name: node.why for node in drawn.nodes} == {name: row.why for row in rows for name in row.nodes}
     assert all(row.why for row in rows)
-    hidden = [group for group in drawn.groups if group.precision in ("folded", "shapes")]
+    hidden = [group for group in drawn.groups if group.state in ("in advance", "shapes")]
     boxes = [group for group in drawn.groups if group not in hidden]
     assert drawn.groups == (*boxes, *hidden)
     assert not any("Reshape" in box.label for box in boxes)
@@ -244,7 +245,7 @@ def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Pat
     assert sum(row.ms or 0.0 for row in rows) == ships
     assert sum(tally.ms or 0.0 for tally in explained.tallies) == ships
     if run.placement:
-        assert drawn.tuned in ("tuned", OWN)
+        assert drawn.tuned == (OWN if run.keeps_own_pairs else "tuned")
         assert f"{run.here['final_ms']:.4g} ms" in report.bars_lead
         assert sum((group.tuned_ms or 0.0) + group.conversion_ms for group in drawn.groups) == ships
         assert sum((bar.tuned_ms or 0.0) + bar.conversion_ms for bar in report.bars) == ships
@@ -270,7 +271,7 @@ def test_the_summary_is_about_the_file_that_ships_and_a_row_says_which_candidate
 
 # The map: groups in the order in which values flow, and blocks where there are too many to see at once
 def divided(names: Sequence[str]) -> tuple[MapBlock, ...]:
-    return blocks([(name,) for name in names], dict.fromkeys(names, "Conv"))
+    return blocks(names)
 
 
 def leaves(found: Sequence[MapBlock]) -> list[tuple[int, int]]:
@@ -300,7 +301,8 @@ def test_blocks_are_the_modules_that_names_tell_of() -> None:
 
 def test_groups_stand_behind_those_that_they_read_from() -> None:
     model = conv_net()
-    drawn = draw(model, [(node.name,) for node in reversed(model.nodes)], Ran(Placement()), None, {}, {})
+    rows = [Explanation((node.name,), (node.op,), "float", "", None, None, "8 bits") for node in reversed(model.nodes)]
+    drawn = draw(model, rows, {})
     assert drawn.flows
     assert all(a < b for a, b in drawn.flows)
     assert {node.name for node in drawn.nodes} == {node.name for node in model.nodes}
@@ -308,7 +310,7 @@ def test_groups_stand_behind_those_that_they_read_from() -> None:
 
 def test_groups_of_repeated_modules_are_alike() -> None:
     names = [f"/layers.{layer}/{part}/MatMul_{layer}" for layer in range(4) for part in ("first", "second")]
-    nodes = tuple(MapNode(name, "MatMul", False) for name in [*names, "Conv_1", "Conv_2", "Conv_3"])
+    nodes = tuple(MapNode(name, "MatMul", "float") for name in [*names, "Conv_1", "Conv_2", "Conv_3"])
     groups = tuple(MapGroup((n,), node.op, "float", 1.0, None, 0.0, None) for n, node in enumerate(nodes))
     assert alike(Map(nodes, groups, (), (), "")) == [[0, 2, 4, 6], [1, 3, 5, 7], [8], [9], [10]]
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
-from typing import Literal
+from itertools import pairwise
+from posixpath import commonpath
 
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
-from qdqtune.explanation.unfused import is_float
+from qdqtune.explanation.units import Explanation, total
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
-from qdqtune.search.costs.attribution import NodeTime
-from qdqtune.types import Edge, Layer, Placement
 
 MOST_CELLS = 240
 """Most groups that are drawn without blocks: about what a screen shows. Chosen, not measured."""
@@ -39,64 +35,28 @@ LEAST_GROUPS = 8
 """Least number of groups in a block where names show no modules."""
 
 
-@dataclass(frozen=True)
-class Ran:
-    """A build: its placement, the layers that the engine ran, and the time of each node where it is known."""
-
-    placement: Placement
-    layers: Sequence[Layer] = ()
-    spent: Mapping[str, NodeTime] = field(default_factory=dict)
-
-
-def blocks(groups: Sequence[Sequence[str]], operators: Mapping[str, str]) -> tuple[MapBlock, ...]:
-    """Divide groups into blocks of consecutive ones, where modules begin as far as names show; none where all fit a
-    screen. `operators` are by node name."""
-    return _divided(groups, operators, [scope(group[0]) for group in groups], 0, len(groups))
-
-
-def _divided(
-    groups: Sequence[Sequence[str]],
-    operators: Mapping[str, str],
-    scopes: Sequence[tuple[str, ...]],
-    first: int,
-    last: int,
-) -> tuple[MapBlock, ...]:
-    if last - first <= MOST_CELLS:
+def blocks(names: Sequence[str], first: int = 0) -> tuple[MapBlock, ...]:
+    """Divide the groups from number `first` on, whose first nodes have these names, into blocks of consecutive ones:
+    where modules begin, at the deepest level that a screen can show, else into equal parts; none where all fit one."""
+    if len(names) <= MOST_CELLS:
         return ()
-    modules = _by_module(scopes, first, last)
-    size = max(math.ceil((last - first) / USUAL), LEAST_GROUPS)
+    scopes = [scope(name) for name in names]
+    starts: Sequence[int] = range(0, len(names), max(math.ceil(len(names) / USUAL), LEAST_GROUPS))
+    for depth in range(1, 1 + max(map(len, scopes))):
+        modules = [n for n in range(len(names)) if n == 0 or scopes[n - 1][:depth] != scopes[n][:depth]]
+        if LEAST_BLOCKS <= len(modules) <= min(USUAL, len(names) / LEAST_BLOCKS):
+            starts = modules
     parts = []
-    for a, b in pairwise([*(modules or range(first, last, size)), last]):
-        named = [operators[name] for group in groups[a:b] for name in group]
-        label = block_label(named, scopes[a:b], is_module=bool(modules))
-        parts.append(MapBlock(label, a, b, _divided(groups, operators, scopes, a, b)))
+    for a, b in pairwise([*starts, len(names)]):
+        module = commonpath("/".join(each) for each in scopes[a:b])
+        label = "/".join(module.split("/")[-2:]) or f"groups {first + a + 1} to {first + b}"
+        parts.append(MapBlock(label, first + a, first + b, blocks(names[a:b], first + a)))
     return tuple(parts)
-
-
-def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
-    """Numbers of the groups that begin a module, at the deepest level that a screen can show; empty if none fits."""
-    for depth in range(max(map(len, scopes[first:last])), 0, -1):
-        inner = [n for n in range(first + 1, last) if scopes[n - 1][:depth] != scopes[n][:depth]]
-        if LEAST_BLOCKS <= len(inner) + 1 <= min(USUAL, (last - first) / LEAST_BLOCKS):
-            return [first, *inner]
-    return []
 
 
 def scope(name: str) -> tuple[str, ...]:
     """The modules in a node's name: those of /encoder/layer.0/attention/MatMul are encoder, layer.0, attention."""
     return tuple(part for part in name.split("/") if part)[:-1]
-
-
-def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, is_module: bool) -> str:
-    """A name for a block: its first and last module unless `is_module`; else its module, else common operators."""
-    same = takewhile(lambda names: len(set(names)) == 1, zip(*scopes, strict=False))
-    common = [names[0] for names in same]
-    ends = [scope[len(common)] for scope in (scopes[0], scopes[-1]) if len(scope) > len(common)]
-    if len(set(ends)) == 2 and not is_module:
-        return " – ".join(ends)
-    if common:
-        return "/".join(common[-2:])
-    return " · ".join(op for op, _ in Counter(operators).most_common(2))
 
 
 def group_label(operators: Sequence[str]) -> str:
@@ -131,85 +91,64 @@ def alike(drawn: Map) -> list[list[int]]:
 
 
 def draw(
-    model: Model,
-    units: Sequence[Sequence[str]],
-    before: Ran,
-    after: Ran | None,
-    error_db: Mapping[str, float],
-    whys: Mapping[str, str],
-    tuned: str = "tuned",
-    floats: str = "float",
+    model: Model, rows: Sequence[Explanation], error_db: Mapping[str, float], tuned: str = "", floats: str = "float"
 ) -> Map:
-    """The map of a model whose nodes form `units`, with the builds `before` and `after`, which are called `floats` and
-    `tuned`. `error_db`: output SQNR by tensor, if only that one is rounded. `whys`: reasons by node name.
+    """The map of a model whose units have these `rows`. `tuned` is the name of what ships, empty if that is the float
+    model, which is called `floats`. `error_db`: output SQNR by tensor, if only that one is rounded.
 
     A unit that only changes a shape joins the group that makes its input. Nodes that the engine computes in advance
     form a group, and nodes that compute shapes.
     """
     of_shapes = _shape_nodes(model)
-    folded = {name for layer in before.layers if layer.kind == "folded" for name in layer.nodes}
-    groups, home = list[list[str]](), dict[str, int]()
-    hidden: dict[Literal["shapes", "folded"], list[str]] = {"shapes": [], "folded": []}
-    for unit in sorted(units, key=lambda unit: max(model.index_of[name] for name in unit)):
-        if folded.issuperset(unit) or of_shapes.issuperset(unit):
-            hidden["folded" if folded.issuperset(unit) else "shapes"] += unit
+    home = dict[str, int]()
+    groups = list[list[Explanation]]()
+    hidden: dict[str, list[Explanation]] = {"in advance": [], "shapes": []}
+    for row in sorted(rows, key=lambda row: max(map(model.index_of.__getitem__, row.nodes))):
+        if row.state == "in advance" or of_shapes.issuperset(row.nodes):
+            hidden["in advance" if row.state == "in advance" else "shapes"].append(row)
             continue
-        nodes = [model.node(name) for name in unit]
-        maker = model.maker(nodes[0].inputs[0]) if nodes[0].inputs else None
-        number = len(groups)
-        if maker is not None and maker.name in home and all(node.op in VIEWS for node in nodes):
-            number = home[maker.name]
-        else:
+        inputs = model.node(row.nodes[0]).inputs
+        maker = model.maker(inputs[0]) if inputs else None
+        source = maker.name if maker is not None and VIEWS.issuperset(row.operators) else ""
+        number = home.get(source, len(groups))
+        if number == len(groups):
             groups.append([])
-        groups[number] += unit
-        home.update(dict.fromkeys(unit, number))
+        groups[number].append(row)
+        home.update(dict.fromkeys(row.nodes, number))
     flows = set[tuple[int, int]]()
     for node in model.nodes:
         for tensor in (*node.inputs, *node.captures):
             maker = model.maker(tensor)
-            if maker is not None and maker.name in home and home.get(node.name, home[maker.name]) != home[maker.name]:
+            if maker is not None and maker.name in home and node.name in home:
                 flows.add((home[maker.name], home[node.name]))
-    parts = blocks(groups, {node.name: node.op for node in model.nodes})
-    quantized = _quantized(model, after)
-    precisions: dict[str, Literal["8 bit", "16 bit", "folded", "shapes"]] = dict.fromkeys(quantized, "8 bit")
-    wide = frozenset[Edge]() if after is None else after.placement.wide
-    precisions.update(dict.fromkeys({edge.node for edge in wide} & quantized, "16 bit"))
-    for kind, names in hidden.items():
-        precisions.update(dict.fromkeys(names, kind))
-    groups += [sorted(names, key=model.index_of.__getitem__) for names in hidden.values() if names]
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
-    boxes = []
-    for group in groups:
-        nodes = [model.node(name) for name in group]
-        ran = [precisions[name] for name in group if name in precisions]
-        errors = [error_db[tensor] for node in nodes for tensor in node.outputs if tensor in error_db]
-        own, conversions = _time(after, group)
+    parts = blocks([group[0].nodes[0] for group in groups])
+    states = [group[0].state for group in groups]
+    for state, members in hidden.items():
+        if members:
+            groups.append(members)
+            states.append(state)
+    nodes = list[MapNode]()
+    boxes = list[MapGroup]()
+    for group, state in zip(groups, states, strict=True):
+        first = len(nodes)
+        nodes += [
+            MapNode(name, op, row.state, row.why)
+            for row in group
+            for name, op in zip(row.nodes, row.operators, strict=True)
+        ]
+        written = [tensor for node in nodes[first:] for tensor in model.node(node.name).outputs]
+        conversions = sum(row.conversion_ms for row in group)
+        ms = total(row.ms for row in group) if tuned else None
         boxes.append(
             MapGroup(
-                nodes=tuple(numbers[name] for name in group),
-                label=group_label([node.op for node in nodes]),
-                precision="16 bit" if "16 bit" in ran else ran[0] if ran else "float",
-                float_ms=_time(before, group)[0],
-                tuned_ms=own,
-                conversion_ms=conversions,
-                error_db=min(errors, default=None),
+                nodes=tuple(range(first, len(nodes))),
+                label=group_label([node.op for node in nodes[first:]]),
+                state=state,
+                float_ms=total(row.float_ms for row in group),
+                tuned_ms=None if ms is None else ms - conversions,
+                conversion_ms=conversions if tuned else 0.0,
+                error_db=min((error_db[tensor] for tensor in written if tensor in error_db), default=None),
             )
         )
-    drawn = tuple(MapNode(name, model.node(name).op, name in quantized, whys.get(name, "")) for name in numbers)
-    return Map(drawn, tuple(boxes), tuple(sorted(flows)), parts, tuned, floats)
-
-
-def _time(ran: Ran | None, group: Sequence[str]) -> tuple[float | None, float]:
-    """The ms of a group in a build without its conversions, None if unknown, and those of its conversions."""
-    if ran is None or not ran.spent:
-        return None, 0.0
-    return sum(ran.spent[name].own for name in group), sum(ran.spent[name].conversions for name in group)
-
-
-def _quantized(model: Model, after: Ran | None) -> frozenset[str]:
-    """Nodes that run in 8 bits: they read tensors with pairs, and their layer, if known, is not in float."""
-    if after is None:
-        return frozenset()
-    fed = {e.node for e in after.placement if e.tensor not in model.constants}
-    precisions = {name: layer.precision for layer in after.layers for name in layer.nodes}
-    return frozenset(name for name in fed if not is_float(precisions.get(name, "")))
+    crossing = sorted((a, b) for a, b in flows if a != b)
+    return Map(tuple(nodes), tuple(boxes), tuple(crossing), parts, tuned, floats)

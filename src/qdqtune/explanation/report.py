@@ -12,7 +12,7 @@ import msgspec
 from qdqtune.errors import BadOption, Failure
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, tail, title
-from qdqtune.explanation.model_map import Ran, alike, draw
+from qdqtune.explanation.model_map import alike, draw
 from qdqtune.explanation.report_values import (
     Bar,
     Came,
@@ -30,14 +30,13 @@ from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import node_times
 from qdqtune.search.front import undominated
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.records import job_of
-from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Placement, Trial, sqnr_of
+from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Trial, sqnr_of
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""
@@ -138,22 +137,10 @@ def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
 
 
 def _map(run: FinishedRun) -> Map:
-    """The map with the build that ships beside that of the float model; or with that of the fastest candidate whose
-    layers are known."""
-    before, after, name = Ran(Placement(), run.float_layers, run.float_spent), None, ""
-    ratios = ratios_to_float(run.history, run.plan)
-    reported = [(trial, trial.layers) for trial in run.history if trial.layers and trial.placement in ratios]
-    if run.placement:
-        after, name = Ran(run.placement, run.shipped_layers, run.spent), OWN if run.keeps_own_pairs else "tuned"
-    elif reported:
-        best, layers = min(reported, key=lambda pair: (pair[0].holds is False, ratios[pair[0].placement]))
-        spent = node_times(run.model, best.placement, layers, ratios[best.placement] * (run.float_ms or 0.0))
-        after, name = Ran(best.placement, layers, spent), f"candidate {best.number}"
     error_db = {tensor: EQUAL_DB if (db := sqnr_of(noise)) is None else db for tensor, noise in run.alone.items()}
-    rows = explanations(run)
-    whys = {name: row.why for row in rows for name in row.nodes}
+    tuned = OWN if run.keeps_own_pairs else "tuned" if run.placement else ""
     floats = "rewritten float" if "gave" in run.summary["rewrites"] else "float"
-    return draw(run.model, [row.nodes for row in rows], before, after, error_db, whys, name, floats)
+    return draw(run.model, explanations(run), error_db, tuned, floats)
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
@@ -175,7 +162,7 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
     nodes = [drawn.nodes[number] for number in first.nodes]
     foremost = next((node for node in nodes if node.op not in QDQ), nodes[0])
     return Bar(
-        {"shapes": "computing shapes", "folded": "computed in advance"}.get(first.precision, first.label),
+        {"shapes": "computing shapes", "in advance": "computed in advance"}.get(first.state, first.label),
         many + tail(foremost.name),
         numbers[0],
         sum(g.float_ms or 0.0 for g in groups),
@@ -186,21 +173,17 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
 
 
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:
-    spent = sum(g.conversion_ms for g in drawn.groups)
     if run.float_ms is None:
         return ""
     text = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
-    if run.placement and run.here["final_ms"] is not None:
-        text += f", {OWN if run.keeps_own_pairs else 'tuned'} {run.here['final_ms']:.4g} ms"
+    if drawn.tuned and run.here["final_ms"] is not None:
+        text += f", {drawn.tuned} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
-    at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""
+    at = f" at {counted(int(threads), 'thread')}" if threads else ""
     text += f", as measured in rounds{at}, divided among the layers as the engine reports them of profiled inferences."
-    if not drawn.tuned:
-        return text
-    what = f"{drawn.tuned}, the fastest that was tried, which does not ship"
-    if run.placement:
-        what = OWN if run.keeps_own_pairs else "the tuned model"
-    return f"{text} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
+    spent = sum(group.conversion_ms for group in drawn.groups)
+    what = OWN if run.keeps_own_pairs else "the tuned model"
+    return f"{text} Conversions between 8 bits and float take {spent:.3g} ms of {what}." if drawn.tuned else text
 
 
 def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:

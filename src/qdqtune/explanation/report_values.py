@@ -39,26 +39,26 @@ class Fact:
 
 @dataclass(frozen=True)
 class MapNode:
-    """A node of the model: whether it reads 8-bit values, and why, where that is known."""
+    """A node of the model, with the state of its unit, and why (see `units.Explanation`)."""
 
     name: str
     op: str
-    quantized: bool
+    state: str
     why: str = ""
 
 
 @dataclass(frozen=True)
 class MapGroup:
     """Nodes, by number, that the engine runs together, with reshapes of their results; or all nodes that it computes
-    in advance ("folded"), or that compute shapes only ("shapes"). Times come from profiled inferences; None where the
-    engine gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
+    in advance, or that compute shapes only (state "shapes"). Times come from profiled inferences; None where the engine
+    gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
 
     `error_db` is the output SQNR if only the results of this group were rounded; None if it was not measured.
     """
 
     nodes: tuple[int, ...]
     label: str
-    precision: Literal["8 bit", "16 bit", "float", "folded", "shapes"]
+    state: str
     float_ms: float | None
     tuned_ms: float | None
     conversion_ms: float
@@ -84,7 +84,7 @@ class Map:
     flows: tuple[tuple[int, int], ...]
     blocks: tuple[MapBlock, ...]
     tuned: str
-    """The model that `tuned_ms` of groups is about: the tuned one, or a candidate that did not ship."""
+    """The name of what ships, which `tuned_ms` of groups is about; empty if that is the float model."""
     before: str = "float"
     """The model that `float_ms` of groups is about: float, or rewritten float."""
 

@@ -64,9 +64,10 @@ NOISE = 0.1
 class Explanation:
     """A row of the table: a unit, and why it runs as it does. Times are in ms, conversions at its borders included.
 
-    `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), or names the bits of its
-    weights where these alone are quantized. `precision` is what the engine reports, "" if it does not. `ms` is the time
-    in what ships, `float_ms` that in the float model: their sums over all units are the measured latencies.
+    `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "in advance" (the engine
+    computes it once), or names the bits of its weights where these alone are quantized. `precision` is what the engine
+    reports, "" if it does not. `ms` is the time in what ships, `conversion_ms` of it in conversions, `float_ms` that in
+    the float model: their sums over all units are the measured latencies.
     `more_ms` is what the model would take more with this unit in the state `otherwise`, below 0 if less, and `source`
     says where that comes from. A time is None where it is unknown.
     """
@@ -82,6 +83,7 @@ class Explanation:
     source: Literal["", "measured", "estimated"] = ""
     reason: Reason = ""
     detail: str = ""
+    conversion_ms: float = 0.0
 
     @property
     def why(self) -> str:
@@ -212,6 +214,7 @@ class _Table:
             ms=sum(sum(run.spent[name]) for name in names) if run.spent else None,
             float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
             otherwise="8 bits" if state == "float" else "float",
+            conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
         )
         part = f"part of {shipped_origin(run)}, which was measured as a whole"
         if run.is_by_rule:
@@ -228,7 +231,9 @@ class _Table:
             return replace(row, state=state, detail=f"its weights alone are {weight_format.name}, {part}")
         if state == "float":
             if ran and all(layer.kind == "folded" for layer in ran):
-                return replace(row, reason="no gain beyond noise", detail="the engine computes it in advance")
+                return replace(
+                    row, state="in advance", detail="the engine computes it once, before the first inference"
+                )
             if not run.possible.issuperset(unit.inputs + unit.weights):
                 return replace(row, reason="not tried", detail="the nodes that you have listed leave it in float")
             if without_kernel := self._without_kernel(unit):

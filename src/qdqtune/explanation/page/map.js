@@ -15,17 +15,17 @@
   if (!source) { done(); return; }
   const data = JSON.parse(source.textContent);
   const groups = data.groups.map((g) => ({
-    first: g.nodes[0], count: g.nodes.length, label: g.label, precision: g.precision,
+    first: g.nodes[0], count: g.nodes.length, label: g.label, state: g.state,
     before: g.float_ms, after: g.tuned_ms, conversion: g.conversion_ms, error: g.error_db,
   }));
-  const HIDDEN = { folded: "computed in advance", shapes: "shapes alone" };
-  const running = groups.filter((g) => !(g.precision in HIDDEN)).length;
+  const HIDDEN = { "in advance": "computed in advance", shapes: "shapes alone" };
+  const running = groups.filter((g) => !(g.state in HIDDEN)).length;
   const groupOf = new Int32Array(data.nodes.length);
   groups.forEach((g, n) => groupOf.fill(n, g.first, g.first + g.count));
   const timed = groups.some((g) => g.before !== null && g.before > 0);
   const paired = groups.some((g) => g.after !== null);
-  const low = (g) => g.precision === "8 bit" || g.precision === "16 bit";
-  const bits = groups.some((g) => g.precision === "16 bit") ? "8 or 16 bit" : "8 bit";
+  const low = (g) => /bit/.test(g.state);
+  const bits = [...new Set(groups.filter(low).map((g) => g.state))].join(" or ") || "8 bits";
   const precise = paired || groups.some(low);
   const rated = groups.some((g) => g.error !== null);
 
@@ -229,7 +229,7 @@
   const describe = (c) => {
     const lines = [c.block ? `${c.label}: ${c.groups} groups, ${c.nodes} nodes` : c.label];
     if (!c.block && c.nodes > 1) lines[0] += ` (${c.nodes} nodes)`;
-    if (precise) lines.push(c.block ? `${Math.round(c.eight * 100)} % of the groups in ${bits}` : c.precision);
+    if (precise) lines.push(c.block ? `${Math.round(c.eight * 100)} % of the groups in ${bits}` : c.state);
     if (c.before !== null) lines.push(paired ? `${data.before} ${ms(c.before)}, ${data.tuned} ${ms(total(c))}` : ms(c.before));
     if (c.error !== null) lines.push(`rounded alone: ${c.error >= 200 ? "no error" : c.error.toFixed(0) + " dB"}`);
     return lines;
@@ -308,7 +308,7 @@
     rows([
       ["nodes", String(all.nodes)], ["groups", String(shown.groups)],
       [`groups in ${bits}`, precise ? `${Math.round(shown.eight * shown.groups)} of ${shown.groups}` : null],
-      ...groups.slice(here === whole ? running : groups.length).map((g) => [HIDDEN[g.precision], `${g.count} nodes`]), ...times(all),
+      ...groups.slice(here === whole ? running : groups.length).map((g) => [HIDDEN[g.state], `${g.count} nodes`]), ...times(all),
     ]);
     panel.append(make("p", "soft", cells.some((c) => c.block) ? "Choose a block to open it." : "Choose a group to see its nodes."));
   };
@@ -331,17 +331,17 @@
   const detail = (n) => {
     const g = groups[n];
     title(g.label, true);
-    const tag = make("span", `tag${low(g) ? " q" : ""}`, HIDDEN[g.precision] || g.precision);
+    const tag = make("span", `tag${low(g) ? " q" : ""}`, HIDDEN[g.state] || g.state);
     const line = make("p");
     line.append(tag);
-    if (precise || g.precision in HIDDEN) panel.append(line);
+    if (precise || g.state in HIDDEN) panel.append(line);
     rows(times({ ...g }));
     panel.append(make("h4", "", g.count === 1 ? "Node" : `${g.count} nodes`));
     const list = make("ul");
     for (const node of data.nodes.slice(g.first, g.first + Math.min(g.count, 100))) {
       const item = make("li");
       item.append(make("bdi", "", node.name), make("span", "soft", ` ${node.op} `));
-      if (precise && g.count > 1) item.append(make("span", `tag${node.quantized ? " q" : ""}`, node.quantized ? g.precision : "float"));
+      if (precise && g.count > 1) item.append(make("span", `tag${low(node) ? " q" : ""}`, node.state));
       if (node.why) item.append(make("div", "soft", node.why));
       list.append(item);
     }
