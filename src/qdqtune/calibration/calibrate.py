@@ -1,6 +1,7 @@
 """Ranges of all candidate tensors, in memory that does not grow with the number of samples.
 
-Each tensor's values are counted in a histogram, from which its range is taken, so that no values are stored.
+Minimum and maximum are reduced inside the graph. The other methods count each tensor's values in a histogram, from
+which its range is taken, so that no values are stored.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import onnx
+from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.observe import observe
+from qdqtune.calibration.observe import observe, outputs_on, with_outputs
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
@@ -42,29 +45,26 @@ class Histogram:
         self._counts = np.zeros(2 * self.BINS, np.int64)
         self._width = 0.0
         self._low, self._high = np.inf, -np.inf
-        self._broken = False
-
-    def extend(self, values: Array) -> None:
-        """Take the range of some values, and count none of them."""
-        if not values.size or self._broken:
-            return
-        low, high = float(values.min()), float(values.max())
-        self._low, self._high = min(self._low, low), max(self._high, high)
-        self._broken = not (np.isfinite(low) and np.isfinite(high))
 
     def add(self, values: Array) -> None:
         """Count some values."""
         flat = values.reshape(-1)
         if flat.dtype != np.float32:
             flat = flat.astype(np.float64)
-        self.extend(flat)
-        if not flat.size or self._broken:
+        if not flat.size:
+            return
+        self._low = float(np.minimum(self._low, flat.min()))  # unlike min, these keep a NaN
+        self._high = float(np.maximum(self._high, flat.max()))
+        if self.whole is None:
             return
         top = max(-self._low, self._high)
         if self._width == 0.0 and top > 0:
             self._width = float(2.0 ** np.ceil(np.log2(top / self.BINS)))
         while top > self._width * self.BINS:
-            self._double()
+            merged = self._counts.reshape(-1, 2).sum(axis=1)
+            self._counts[:] = 0
+            self._counts[self.BINS // 2 : self.BINS // 2 + self.BINS] = merged
+            self._width *= 2
         if self._width == 0.0:
             self._counts[self.BINS] += flat.size
             return
@@ -75,16 +75,10 @@ class Histogram:
         found[-2] += found[-1]  # the upper end belongs to the last bin
         self._counts += found[:-1]
 
-    def _double(self) -> None:
-        merged = self._counts.reshape(-1, 2).sum(axis=1)
-        self._counts[:] = 0
-        self._counts[self.BINS // 2 : self.BINS // 2 + self.BINS] = merged
-        self._width *= 2
-
     @property
     def whole(self) -> Range | None:
         """The range of all values; None if one is not finite, or there is none."""
-        return None if self._broken or self._low > self._high else Range(self._low, self._high)
+        return Range(self._low, self._high) if np.isfinite(self._low) and np.isfinite(self._high) else None
 
     def range(self, percentile: float) -> Range | None:
         """The range without half of (100 - percentile) % of the values at each end; None if a value is not finite."""
@@ -235,20 +229,39 @@ def calibrate(
     tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:
         return Ranges({})
+    if how.method == "minmax":
+        return Ranges(_whole_ranges(model, tensors, samples, execution))
     histograms = {tensor: Histogram() for tensor in tensors}
     for tensor, values in observe(model, tensors, samples, execution=execution):
-        if how.method == "minmax":
-            histograms[tensor].extend(values)
-        else:
-            histograms[tensor].add(values)
+        histograms[tensor].add(values)
     ranges: dict[str, Range | None] = {}
     for tensor, histogram in histograms.items():
-        if how.method == "minmax":
-            ranges[tensor] = histogram.whole
-        elif how.method == "percentile":
+        if how.method == "percentile":
             ranges[tensor] = histogram.range(how.percentile)
         elif how.method == "entropy":
             ranges[tensor] = histogram.least_divergence(numbers)
         else:
             ranges[tensor] = histogram.least_error(numbers)
     return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})
+
+
+def _whole_ranges(
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
+) -> dict[str, Range]:
+    """The ranges of all values, which the engine reduces: to hand values over takes more time and memory."""
+    nodes: list[onnx.NodeProto] = []
+    ends: list[str] = []
+    for i, tensor in enumerate(tensors):
+        values, zeros = f"__float_{i}", f"__zeros_{i}"  # x - x keeps a NaN, which minimum and maximum may ignore
+        nodes.append(helper.make_node("Cast", [tensor], [values], values, to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Sub", [values, values], [zeros], zeros))
+        for op, operand in (("ReduceMin", values), ("ReduceMax", values), ("ReduceSum", zeros)):
+            ends.append(f"__{op}_{i}")
+            nodes.append(helper.make_node(op, [operand], ends[-1:], ends[-1], keepdims=0))
+    lows, highs = np.full(len(tensors), np.inf), np.full(len(tensors), -np.inf)
+    zeros_of_all = np.zeros(len(tensors))
+    for outputs in outputs_on(with_outputs(model, nodes, ends), samples, execution=execution):
+        low, high, zero = np.array([outputs[name] for name in ends], np.float64).reshape(-1, 3).T
+        lows, highs, zeros_of_all = np.fmin(lows, low), np.fmax(highs, high), zeros_of_all + zero
+    found = zip(tensors, lows.tolist(), highs.tolist(), zeros_of_all.tolist(), strict=True)
+    return {tensor: Range(low, high) for tensor, low, high, zero in found if zero == 0 and low <= high}
