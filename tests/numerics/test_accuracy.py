@@ -128,7 +128,7 @@ def in_8_bits(values: Array) -> Array:
 
 
 def judged(exact: Array, actual: Array) -> Slice | None:
-    return worst_slice("y", [(exact[i : i + 1], actual[i : i + 1]) for i in range(len(exact))])
+    return worst_slice({"y": [(exact[i : i + 1], actual[i : i + 1]) for i in range(len(exact))]})
 
 
 def sigmoid(logits: Array) -> Array:
@@ -230,12 +230,12 @@ def test_one_of_many_channels_of_the_same_size_may_be_lost() -> None:
 def test_axes_of_unlike_or_many_indices_have_no_slices() -> None:
     rng = np.random.default_rng(0)
     samples = [rng.normal(size=(1, length, 2)) for length in (20, 30)]
-    found = worst_slice("y", [(array, array + 0.01) for array in samples])
+    found = worst_slice({"y": [(array, array + 0.01) for array in samples]})
     assert found is not None
     assert found.name in ("y[:, :, 0]", "y[:, :, 1]")
     long = rng.normal(size=(16, MOST_SLICES + 1))
-    assert worst_slice("y", [(long, long + 0.01)]) is None
-    assert worst_slice("y", [(long, long.ravel())]) is None
+    assert worst_slice({"y": [(long, long + 0.01)]}) is None
+    assert worst_slice({"y": [(long, long.ravel())]}) is None
 
 
 def test_a_lost_part_misses_a_limit_on_the_outputs_and_no_limit_lets_it_pass() -> None:

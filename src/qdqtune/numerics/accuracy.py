@@ -77,26 +77,29 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     if 0 < (count := len(outputs)) < len(reference):
         first = accuracy(reference[:count], outputs, scores.first(count))
         return replace(first, at_most_db=sqnr_db(reference, [*outputs, *reference[count:]]))
-    pairs = _paired(reference, outputs)
-    agreements = []
-    for arrays in pairs.values():
-        if arrays[0][0].dtype.kind != "f":
-            total = sum(a.size for a, _ in arrays)
-            agreements.append(sum(int((a == b).sum()) for a, b in arrays) / total if total else 1.0)
-    worst = _worst(pairs)
-    single = [] if worst is None else worst.single
-    top1, choices, independent = _choices(outputs, scores)
-    slices = (worst_slice(name, arrays) for name, arrays in pairs.items() if arrays[0][0].dtype.kind == "f")
-    part = min(filter(None, slices), key=_gravest_first, default=None)
+    floats, agreements = _paired(reference, outputs), []
+    for name in [name for name, arrays in floats.items() if arrays[0][0].dtype.kind != "f"]:
+        arrays = floats.pop(name)
+        total = sum(exact.size for exact, _ in arrays)
+        agreements.append(sum(int((exact == other).sum()) for exact, other in arrays) / total if total else 1.0)
+    worst, part = _worst(floats), worst_slice(floats)
+    single: list[float] = []
+    if worst is not None:
+        # Outputs that are smaller than those of the other samples, as of silence, count as large as these are on
+        # average: against nearly nothing every error is large.
+        signal, noise = worst
+        signal = np.maximum(signal, signal.mean())
+        single = [_db(s, n) for s, n in zip(signal.tolist(), noise.tolist(), strict=True) if n > 0]
+    top1, choices, alike = _choices(outputs, scores)
     return Accuracy(
-        None if worst is None else worst.db,
+        None if worst is None else _db(worst[0].sum(), worst[1].sum()),
         min(single, default=None),
         max(single) if single and len(single) == len(reference) else None,
         min(agreements, default=None),
         top1,
         len(reference),
         choices,
-        independent,
+        alike,
         slice_name=None if part is None else part.name,
         slice_db=None if part is None else part.db,
         slice_is_lost=part is not None and part.is_lost,
@@ -106,15 +109,21 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
 def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
     """The `count` samples, in their order, with the largest errors in the worst output."""
     worst = _worst(_paired(reference, outputs))
-    noise = np.zeros(len(reference)) if worst is None else worst.noise
+    noise = np.zeros(len(reference)) if worst is None else worst[1]
     return sorted(np.argsort(-noise, kind="stable")[:count].tolist())
+
+
+def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
+    """The SQNR in dB of the worst output (see `accuracy`); None if no float output differs."""
+    worst = _worst(_paired(reference, outputs))
+    return None if worst is None else _db(worst[0].sum(), worst[1].sum())
 
 
 Pairs = Sequence[tuple[Array, Array]]
 """One output, as the float model and as another model gives it for each sample."""
 
 
-def _paired(reference: Outputs, outputs: Outputs) -> Mapping[str, Pairs]:
+def _paired(reference: Outputs, outputs: Outputs) -> dict[str, Pairs]:
     """Each output, its arrays padded with zeros to common shapes; flat where ranks differ."""
     pairs: dict[str, list[tuple[Array, Array]]] = {name: [] for name in reference[0]}
     for expected, actual in zip(reference, outputs, strict=True):
@@ -126,47 +135,24 @@ def _paired(reference: Outputs, outputs: Outputs) -> Mapping[str, Pairs]:
                 shape = np.maximum(exact.shape, other.shape)
                 exact, other = (np.pad(a, [(0, n) for n in shape - a.shape]) for a in (exact, other))
             pairs[name].append((exact, other))
-    return pairs
+    return dict(pairs)
 
 
-def _worst(pairs: Mapping[str, Pairs]) -> _Power | None:
-    """The float output with the least SQNR, if any differs."""
-    powers = (_Power.of(arrays) for arrays in pairs.values() if arrays[0][0].dtype.kind == "f")
-    return min((power for power in powers if power.noise.sum() > 0), key=lambda power: power.db, default=None)
+def _worst(pairs: Mapping[str, Pairs]) -> Array | None:
+    """Signal and noise power of each sample, [2, samples], of the float output with the least SQNR; None if no float
+    output differs."""
+    powers = [
+        np.array([(power(exact), power(exact, other)) for exact, other in arrays]).T
+        for arrays in pairs.values()
+        if arrays[0][0].dtype.kind == "f"
+    ]
+    return min((p for p in powers if p[1].sum() > 0), key=lambda p: _db(p[0].sum(), p[1].sum()), default=None)
 
 
-def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
-    """The SQNR in dB of the worst output (see `accuracy`); None if no float output differs."""
-    worst = _worst(_paired(reference, outputs))
-    return None if worst is None else worst.db
-
-
-@dataclass(frozen=True, eq=False)
-class _Power:
-    """Signal and noise power of one output, for each sample."""
-
-    signal: Array
-    noise: Array
-
-    @staticmethod
-    def of(pairs: Pairs) -> _Power:
-        rows = []
-        for expected, actual in pairs:
-            exact = expected.astype(np.float64)
-            rows.append((np.square(exact).sum(), np.square(exact - actual.astype(np.float64)).sum()))
-        signal, noise = np.array(rows).T
-        return _Power(signal, noise)
-
-    @property
-    def db(self) -> float:
-        return _db(float(self.signal.sum()), float(self.noise.sum()))
-
-    @property
-    def single(self) -> list[float]:
-        """The SQNR in dB of each sample that differs at all. Where its outputs are smaller than those of the others, as
-        of silence, it counts as large as these are on average: against nearly nothing every error is large."""
-        signal = np.maximum(self.signal, self.signal.mean())
-        return [_db(s, n) for s, n in zip(signal.tolist(), self.noise.tolist(), strict=True) if n > 0]
+def power(values: Array, others: Array | None = None) -> float:
+    """The sum of squares, or of squared differences, in float64."""
+    exact = values.astype(np.float64) if others is None else np.subtract(values, others, dtype=np.float64)
+    return float(np.square(exact).sum())
 
 
 def _db(signal: float, noise: float) -> float:
@@ -273,38 +259,28 @@ class Slice:
     is_lost: bool
 
 
-def worst_slice(name: str, pairs: Pairs) -> Slice | None:
-    """The slice of an output with the least SQNR, from its values in the float model and in another, sample by sample;
-    a lost one before all others. None where no slice tells anything, or the output has no parts.
+def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
+    """The slice of all outputs with the least SQNR, from their values in the float model and in another, sample by
+    sample; a lost one before all others. None where no slice tells anything, or outputs have no parts.
 
     A slice that is smaller than others of its quantity counts as large as these are on average: against nearly nothing
     every error is large. Of a slice that became constant the variation counts, not the values.
     """
-    first = pairs[0][0]
-    if any(array.ndim != first.ndim for pair in pairs for array in pair):
-        return None
-    axes = [axis for axis in range(1, first.ndim) if 1 <= first.shape[axis] <= MOST_SLICES]
-    axes = [axis for axis in axes if all(array.shape[axis] == first.shape[axis] for pair in pairs for array in pair)]
-    sums = [_Sums(first.shape[axis]) for axis in axes]
-    for exact, actual in pairs:
-        wide = exact.astype(np.float64)
-        error = wide - actual
-        for axis, along in zip(axes, sums, strict=True):
-            shape = prod(exact.shape[:axis]), exact.shape[axis], prod(exact.shape[axis + 1 :])
-            along.add(wide.reshape(shape), error.reshape(shape), exact.reshape(shape), actual.reshape(shape))
     slices = list[Slice]()
-    for axis, along in zip(axes, sums, strict=True):
-        if (span := along.worst()) is None:
+    for name, arrays in pairs.items():
+        rank = arrays[0][0].ndim
+        if any(array.ndim != rank for pair in arrays for array in pair):
             continue
-        start, stop, db, is_lost = span
-        index = [":"] * first.ndim
-        index[axis] = str(start) if stop == start + 1 else f"{start}:{stop}"
-        slices.append(Slice(f"{name}[{', '.join(index)}]", db, is_lost))
-    return min(slices, key=_gravest_first, default=None)
-
-
-def _gravest_first(part: Slice) -> tuple[bool, float]:
-    return not part.is_lost, part.db
+        for axis in range(1, rank):
+            lengths = {array.shape[axis] for pair in arrays for array in pair}
+            if len(lengths) > 1 or not 1 <= max(lengths) <= MOST_SLICES:
+                continue
+            if (span := _worst_slices(arrays, axis)) is not None:
+                start, stop, db, is_lost = span
+                index = [":"] * rank
+                index[axis] = str(start) if stop == start + 1 else f"{start}:{stop}"
+                slices.append(Slice(f"{name}[{', '.join(index)}]", db, is_lost))
+    return min(slices, key=lambda part: (not part.is_lost, part.db), default=None)
 
 
 def loss_of_slice(accuracy: Accuracy) -> str | None:
@@ -315,71 +291,61 @@ def loss_of_slice(accuracy: Accuracy) -> str | None:
     return f"{accuracy.slice_name} lost its values: {accuracy.slice_db:.1f} dB, {hidden}"
 
 
-class _Sums:
-    """What is known of the slices along one axis: an entry for each, whatever the size of the output."""
+def _worst_slices(pairs: Pairs, axis: int) -> tuple[int, int, float, bool] | None:
+    """Start and stop of the worst slices along an axis, the least SQNR of them in dB, and whether they are lost."""
+    powers: list[Array] = []
+    ends: list[Array] = []
+    for pair in pairs:
+        if not pair[0].size:
+            continue
+        exact, actual = (array.reshape(prod(array.shape[:axis]), array.shape[axis], -1) for array in pair)
+        wide = exact.astype(np.float64)
+        error = wide - actual
+        squares = (np.einsum("ijk,ijk->j", values, values) for values in (wide, error))
+        powers.append(np.array([*squares, wide.sum((0, 2))]))
+        ends.append(np.array([end for values in (exact, actual) for end in (values.min((0, 2)), -values.max((0, 2)))]))
+    count = sum(exact.size // exact.shape[axis] for exact, _ in pairs)
+    if count < LEAST_VALUES:
+        return None
+    signal, noise, total = sum(powers, np.zeros(1))
+    if not noise.any():
+        return None
+    least, negative_most, low, negative_high = np.min(ends, axis=0)
+    size = np.sqrt(signal / count)
+    judged = np.flatnonzero((size > RESOLVED * size.max()) & ~((least >= 0) & (-negative_most <= NEVER)))
+    if not judged.size:
+        return None
+    variation = np.maximum(signal - np.square(total) / count, 0)
+    is_constant = (low == -negative_high) & (variation > VARIES**2 * signal)
+    level = np.full(len(size), np.inf)
+    are_alike = least.min() >= 0 and negative_most.min() >= -1  # probabilities or pixels
+    for members in [judged] if are_alike else _by_size(judged, size):
+        level[members] = np.maximum(signal[members], signal[members].mean())
+        stuck = members[is_constant[members]]
+        level[stuck] = np.maximum(variation[stuck], variation[members].mean())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        db = 10 * (np.log10(level) - np.log10(noise))
+        whole_db = 10 * np.log10(signal.sum() / noise.sum())
+    is_hidden = (whole_db >= HIDING_DB) & (db <= whole_db - FAR_DB)
+    is_lost = (db < LOST_DB) & (is_constant | is_hidden)
+    worst = int(np.argmin(np.where(is_lost, db, np.inf) if is_lost.any() else db))
+    if not np.isfinite(db[worst]):  # only what is not judged differs
+        return None
+    if not is_lost[worst]:
+        return (worst, worst + 1, float(db[worst]), False) if len(size) > 1 else None
+    others = np.flatnonzero(~is_lost)
+    start, stop = others[others < worst].max(initial=-1) + 1, others[others > worst].min(initial=len(size))
+    return int(start), int(stop), float(db[worst]), True
 
-    def __init__(self, slices: int) -> None:
-        self.count = 0
-        self.signal, self.noise, self.total = np.zeros((3, slices))
-        self.least, self.most = np.full(slices, np.inf), np.full(slices, -np.inf)
-        """The extremes in the float model."""
-        self.low, self.high = np.full(slices, np.inf), np.full(slices, -np.inf)
-        """The extremes in the other one."""
 
-    def add(self, wide: Array, error: Array, exact: Array, actual: Array) -> None:
-        """Add a sample, each array with the shape [before, slices, behind]."""
-        if not wide.size:
-            return
-        self.count += wide.shape[0] * wide.shape[2]
-        self.signal += np.einsum("ijk,ijk->j", wide, wide)
-        self.noise += np.einsum("ijk,ijk->j", error, error)
-        self.total += wide.sum((0, 2))
-        self.least, self.most = np.minimum(self.least, exact.min((0, 2))), np.maximum(self.most, exact.max((0, 2)))
-        self.low, self.high = np.minimum(self.low, actual.min((0, 2))), np.maximum(self.high, actual.max((0, 2)))
-
-    def worst(self) -> tuple[int, int, float, bool] | None:
-        """Start and stop of the worst slices, the least SQNR of them in dB, and whether they are lost."""
-        if self.count < LEAST_VALUES or not self.noise.any():
-            return None
-        size = np.sqrt(self.signal / self.count)
-        is_absent = (self.least >= 0) & (self.most <= NEVER)
-        judged = np.flatnonzero((size > RESOLVED * size.max()) & ~is_absent)
-        if not judged.size:
-            return None
-        variation = np.maximum(self.signal - np.square(self.total) / self.count, 0)
-        is_constant = (self.low == self.high) & (variation > VARIES**2 * self.signal)
-        level = np.full(len(size), np.inf)
-        for members in self._quantities(judged, size):
-            level[members] = np.maximum(self.signal[members], self.signal[members].mean())
-            stuck = members[is_constant[members]]
-            level[stuck] = np.maximum(variation[stuck], variation[members].mean())
-        with np.errstate(divide="ignore", invalid="ignore"):
-            db = 10 * (np.log10(level) - np.log10(self.noise))
-            whole_db = 10 * np.log10(self.signal.sum() / self.noise.sum())
-        is_hidden = (whole_db >= HIDING_DB) & (db <= whole_db - FAR_DB)
-        is_lost = (db < LOST_DB) & (is_constant | is_hidden)
-        worst = int(np.argmin(np.where(is_lost, db, np.inf) if is_lost.any() else db))
-        if not np.isfinite(db[worst]):  # only what is not judged differs
-            return None
-        if not is_lost[worst]:
-            return (worst, worst + 1, float(db[worst]), False) if len(size) > 1 else None
-        start, stop = worst, worst + 1
-        while start > 0 and is_lost[start - 1]:
-            start -= 1
-        while stop < len(size) and is_lost[stop]:
-            stop += 1
-        return start, stop, float(db[worst]), True
-
-    def _quantities(self, judged: Array, size: Array) -> list[Array]:
-        """The slices by quantity, the largest one first."""
-        if self.least.min() >= 0 and self.most.max() <= 1:  # probabilities or pixels: one quantity
-            return [judged]
-        judged = judged[np.argsort(-size[judged], kind="stable")]
-        gaps = 1 + np.flatnonzero(size[judged[:-1]] > ANOTHER_SIZE * size[judged[1:]])
-        groups = list[Array]()
-        for group in np.split(judged, gaps):
-            if groups and len(group) < LEAST_SHARE * len(judged):
-                groups[-1] = np.concatenate([groups[-1], group])
-            else:
-                groups.append(group)
-        return groups
+def _by_size(slices: Array, size: Array) -> list[Array]:
+    """The slices by quantity, such as pixels and scores, the largest one first."""
+    slices = slices[np.argsort(-size[slices], kind="stable")]
+    gaps = 1 + np.flatnonzero(size[slices[:-1]] > ANOTHER_SIZE * size[slices[1:]])
+    groups = list[Array]()
+    for group in np.split(slices, gaps):
+        if groups and len(group) < LEAST_SHARE * len(slices):
+            groups[-1] = np.concatenate([groups[-1], group])
+        else:
+            groups.append(group)
+    return groups
