@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
 from qdqtune.calibration import observe as observe_module
 from qdqtune.calibration.calibrate import Histogram, calibrate, candidate_tensors
-from qdqtune.calibration.observe import observe, outputs_on, running, values_on
+from qdqtune.calibration.observe import observe, outputs_on, running
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Calibration, Range, dequantize, of_range, quantize
 from qdqtune.errors import BadData, BadModel
@@ -295,7 +295,7 @@ def test_sizes_that_are_not_static_are_those_of_the_first_sample(monkeypatch: py
 def test_values_on_one_sample_keep_their_types_and_inputs_may_be_asked_for() -> None:
     net = build("net (float16[2] x, int64[2] n) => (float16[2] y) { m = Neg(n) k = Cast <to = 10> (m) y = Add(x, k) }")
     sample = {"x": np.float16([1, 2]), "n": np.int64([3, 4])}
-    found = values_on(net, ["x", "m", "y"], sample)
+    found = dict(observe(net, ["x", "m", "y"], [sample], widen=False))
     assert {name: array.dtype.name for name, array in found.items()} == {"x": "float16", "m": "int64", "y": "float16"}
     assert found["m"].tolist() == [-3, -4]
     assert {values.dtype.name for _, values in observe(net, ["x", "y"], [sample])} == {"float32"}

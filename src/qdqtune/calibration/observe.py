@@ -29,8 +29,6 @@ from qdqtune.types import Array, Sample
 BATCH_BYTES = 2**29
 """Bytes of values that one inference returns, if no single tensor is larger. Chosen, not measured."""
 
-WIDENED = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
-
 MOST_OPTIMIZED = 4000
 """Models of more nodes are run without optimization: ONNX Runtime's time for it grows with the square of the nodes."""
 
@@ -106,35 +104,32 @@ def observe(
     tensors: Sequence[str],
     samples: Iterable[Sample],
     execution: Execution = EXECUTION,
+    budget: MemoryBudget | None = None,
+    *,
+    widen: bool = True,
 ) -> Iterator[tuple[str, Array]]:
     """Each of the tensors with its value on each sample, in memory that does not grow with their number.
 
     Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into
     `BATCH_BYTES` (by the first sample, where shapes are dynamic). Each batch takes a pass over the samples, so these
-    must not be an iterator. float16 and bfloat16 values are converted to float32."""
+    must not be an iterator. float16 and bfloat16 values are converted to float32 if `widen`. For `budget` see
+    `outputs_on`."""
     for batch in _batches(model, tensors, samples, execution):
-        shown = _showing(model, batch, widen=True)
-        for outputs in outputs_on(shown, samples, execution=execution):
-            for tensor, name in zip(batch, shown.outputs, strict=True):
-                yield tensor, outputs.pop(name)
+        nodes = []
+        for i, tensor in enumerate(batch):  # graph inputs cannot be outputs as they are
+            info, name = model.tensors.get(tensor), f"__value_{i}"
+            if widen and info is not None and info.dtype in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
+                nodes.append(helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT))
+            else:
+                nodes.append(helper.make_node("Identity", [tensor], [name], name))
+        for outputs in outputs_on(with_outputs(model, nodes), samples, budget, execution):
+            for tensor, node in zip(batch, nodes, strict=True):
+                yield tensor, outputs.pop(node.output[0])
 
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
     """How many passes over the samples `observe` takes for these tensors."""
     return sum(1 for _ in _batches(model, tensors, samples, execution))
-
-
-def values_on(
-    model: Model,
-    tensors: Sequence[str],
-    sample: Sample,
-    budget: MemoryBudget | None = None,
-    execution: Execution = EXECUTION,
-) -> dict[str, Array]:
-    """The values of some tensors on one sample, in their own types. For `budget` see `outputs_on`."""
-    shown = _showing(model, tensors, widen=False)
-    (outputs,) = outputs_on(shown, [sample], budget, execution)
-    return {tensor: outputs[name] for tensor, name in zip(tensors, shown.outputs, strict=True)}
 
 
 def outputs_on(
@@ -177,18 +172,6 @@ def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterabl
     return Model(proto, model.large)
 
 
-def _showing(model: Model, tensors: Sequence[str], *, widen: bool) -> Model:
-    """The model with the values of `tensors` as its outputs; float16 and bfloat16 as float32 if `widen`."""
-
-    def shown(i: int, tensor: str) -> onnx.NodeProto:  # graph inputs cannot be outputs as they are
-        info, name = model.tensors.get(tensor), f"__value_{i}"
-        if widen and info is not None and info.dtype in WIDENED:
-            return helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT)
-        return helper.make_node("Identity", [tensor], [name], name)
-
-    return with_outputs(model, [shown(i, tensor) for i, tensor in enumerate(tensors)])
-
-
 def _batches(
     model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
 ) -> Iterator[tuple[str, ...]]:
@@ -210,9 +193,8 @@ def _batches(
 
 def sizes_of(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution) -> dict[str, int]:
     """Bytes of each tensor by its static shape, or else on the first sample, at 4 bytes an element."""
-    infos = {tensor: model.tensors.get(tensor) for tensor in tensors}
-    shapes = {t: info.shape for t, info in infos.items() if info is not None and info.shape is not None}
-    sizes = {t: 4 * prod(d for d in shape if d is not None) for t, shape in shapes.items() if None not in shape}
+    shapes = {tensor: model.tensors[tensor].sizes for tensor in tensors if tensor in model.tensors}
+    sizes = {tensor: 4 * prod(shape) for tensor, shape in shapes.items() if shape is not None}
     if unknown := [tensor for tensor in tensors if tensor not in sizes]:
         nodes = [helper.make_node("Size", [t], [f"__size_{i}"], f"__size_{i}") for i, t in enumerate(unknown)]
         (counts,) = outputs_on(with_outputs(model, nodes), islice(samples, 1), execution=execution)

@@ -9,7 +9,6 @@ from typing import Any
 
 from qdqtune.explanation.formatting import counted, samples, title
 from qdqtune.numerics.accuracy import closeness, closeness_of, integers_differ, slice_cell
-from qdqtune.numerics.scores import independent_of
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.types import Accuracy
 
@@ -46,8 +45,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
-            independent = independent_of(judged)
-            few = "" if independent == judged.choices else f" (as good as {independent:.0f} independent ones)"
+            few = "" if judged.independent is None else f" (as good as {judged.independent:.0f} independent ones)"
             rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
     elif not is_judged(summary):
         rows.append(("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))

@@ -167,14 +167,16 @@ def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float
     share counts by the root of its positions. Samples whose shape differs do not count."""
     shares = list[tuple[float, int, float]]()
     for name, axis in scores.axis.items():
+        best = scores.best[name]
         told = [sample[name].argmax(axis) for sample in outputs]
-        equal = [(a == b).ravel() for a, b in zip(scores.best[name], told, strict=True) if a.shape == b.shape]
+        equal = [(a == b).ravel() for a, b in zip(best, told, strict=True) if a.shape == b.shape]
         same = np.concatenate(equal) if equal else np.ones(0, bool)
         if same.size:
+            are_rows = axis == 1 and best[0].size == len(best[0])  # [rows, classes]: each for itself
             alike = independent(np.array([e.sum() for e in equal]), np.array([e.size for e in equal]))
-            shares.append((float(same.mean()), same.size, same.size if name in scores.rows else alike))
-    found = min(shares, key=lambda one: (one[0] - MOST_EQUAL) * one[2] ** 0.5, default=None)
-    return (None, 0, None) if found is None else (*found[:2], None if found[1] == found[2] else found[2])
+            shares.append((float(same.mean()), same.size, same.size if are_rows else alike))
+    share, count, alike = min(shares, key=lambda one: (one[0] - MOST_EQUAL) * one[2] ** 0.5, default=(None, 0, 0))
+    return share, count, None if alike == count else alike
 
 
 def decibels(sqnr_db: float | None) -> str:
@@ -307,7 +309,8 @@ def _worst_slices(pairs: Pairs, axis: int) -> tuple[int, int, float, bool] | Non
     count = sum(exact.size // exact.shape[axis] for exact, _ in pairs)
     if count < LEAST_VALUES:
         return None
-    signal, noise, total = sum(powers, np.zeros(1))
+    sums: Array = sum(powers, np.zeros(1))
+    signal, noise, total = sums
     if not noise.any():
         return None
     least, negative_most, low, negative_high = np.min(ends, axis=0)
@@ -315,7 +318,7 @@ def _worst_slices(pairs: Pairs, axis: int) -> tuple[int, int, float, bool] | Non
     judged = np.flatnonzero((size > RESOLVED * size.max()) & ~((least >= 0) & (-negative_most <= NEVER)))
     if not judged.size:
         return None
-    variation = np.maximum(signal - np.square(total) / count, 0)
+    variation = np.asarray(np.maximum(signal - np.square(total) / count, 0))
     is_constant = (low == -negative_high) & (variation > VARIES**2 * signal)
     level = np.full(len(size), np.inf)
     are_alike = least.min() >= 0 and negative_most.min() >= -1  # probabilities or pixels

@@ -13,7 +13,7 @@ do the scores of classes that are out of the question. Both together are a stabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
@@ -26,7 +26,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.observe import MOST_OPTIMIZED, ModelRun, Session, onnxruntime_session
+from qdqtune.calibration.observe import MOST_OPTIMIZED, ModelRun, Outputs, Session, onnxruntime_session
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
@@ -35,6 +35,7 @@ from qdqtune.engines.runner import reused_workers
 from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import COPIES, is_float, work
+from qdqtune.numerics.accuracy import power
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import BiasedLayer, biased_layers
 from qdqtune.types import Array, Deaf, Edge, Listener, NumericFormat, Placement, Sample
@@ -104,16 +105,14 @@ def _with_biases(
     """`ranges` with corrected biases, if the outputs gain by them; judged on each sample with the biases that the
     others give."""
     model = prepared.shaped
+    if not biased_layers(model, placement) or not compared_values(model):
+        return ranges
     samples = prepared.calibration.spread(_affordable_samples(model, most))
     try:
         with bias_session(model, placement, prepared.execution) as session:
             biased = BiasedPlacement(session, model, placement, numbers, ranges, samples, listener)
-            if not biased.layers or not biased.shown:
-                return ranges
             offsets = biased.offsets()
-            if biased.db(offsets) <= biased.db():
-                return ranges
-            return replace(ranges, shifts=biased.shifts(offsets))
+            return replace(ranges, shifts=biased.shifts(offsets)) if biased.db(offsets) > biased.db() else ranges
     except EngineRefused as refused:
         if refused.is_transient:  # biases must not depend on a crash, a timeout or a lack of memory
             text = f"biases cannot be corrected: {refused}. Try again, or switch `bias_correction` off"
@@ -156,8 +155,8 @@ def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> R
 SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
 """Operators that turn scores into probabilities or decisions."""
 
-SHIFT, MOVE = "__shift_", "__move_"
-"""Prefixes of inputs and outputs, with a number for each channel of a layer; the number of the layer follows."""
+SHIFTS, MOVES = "__shifts", "__moves"
+"""An input and an output with a number for each channel of all layers, one layer after the other."""
 
 Mode = Literal["means", "centred", "shifted"]
 """What a model does to the channels of layers.
@@ -173,8 +172,8 @@ class BiasedPlacement:
     """A placement of one model with ranges, run on some samples with any biases.
 
     Offsets of biases are arrays [samples, channels]: a row for each sample, and in it the channels of all `layers` that
-    can have a bias, one after the other. `shown` are the values by which outputs are judged. The `listener` is told the
-    number of inferences after each run on all samples.
+    can have a bias, of which there is one at least. The `listener` is told the number of inferences after each run on
+    all samples.
 
     Raises:
         EngineRefused: from all methods that run the model.
@@ -187,63 +186,56 @@ class BiasedPlacement:
         self.layers = biased_layers(model, placement)
         self._session, self._samples, self._listener, self._inferences = session, samples, listener, 0
         self._model, self._quantized = model, Inserter(model, ranges, numbers).insert(placement)
-        groups = compared_values(model)
-        self.shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
-        self._exact = session.outputs(self._written("means"), "means", samples)
-        self._ran()
-        self._means = [[outputs.pop(f"{MOVE}{i}") for i in range(len(self.layers))] for outputs in self._exact]
+        self._groups = compared_values(model)
+        self._exact = self._ran(session.outputs(self._written("means"), "means", samples))
+        self._means = np.stack([outputs.pop(MOVES) for outputs in self._exact])
 
     def db(self, offsets: Array | None = None) -> float:
         """SQNR in dB over all samples: for each output the mean over its compared values, then the least of all
         outputs; infinite where nothing is lost. With `offsets`, the biases for each sample are corrected by the offsets
         of all others."""
-        if offsets is None:
-            offsets = np.zeros((len(self._samples), sum(layer.channels for layer in self.layers)))
-        actual = self._shifted(self._fed([self._by_layer(shift) for shift in shifts_by_others(offsets)]))
-        self._ran()
-        signal, noise = np.zeros((2, len(self.shown)))
+        shifts = np.zeros_like(self._means) if offsets is None else shifts_by_others(offsets)
+        actual = self._ran(self._shifted(self._fed(shifts)))
+        signal, noise = np.zeros((2, sum(map(len, self._groups))))
         with np.errstate(all="ignore"):
             for expected, outputs in zip(self._exact, actual, strict=True):
-                signal += [_power(values) for values in expected.values()]
-                noise += [_power(values, outputs[name]) for name, values in expected.items()]
+                signal += [power(values) for values in expected.values()]
+                noise += [power(values, outputs[name]) for name, values in expected.items()]
             noise = np.where(np.isfinite(noise), noise, np.inf)
             single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
-        return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self._parts)[:-1]))
+        ends = np.cumsum([len(group) for group in self._groups])
+        return min(float(np.mean(part)) for part in np.split(single, ends[:-1]))
 
     def offsets(self) -> Array:
         """By how much the means of channels are off, [samples, channels]."""
-        found = self._session.outputs(self._written("centred"), "centred", self._fed(self._means))
-        self._ran()
-        return np.stack([np.concatenate([out[f"{MOVE}{i}"] for i in range(len(self.layers))]) for out in found])
+        found = self._ran(self._session.outputs(self._written("centred"), "centred", self._fed(self._means)))
+        return np.stack([outputs[MOVES] for outputs in found])
 
     def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
         """The corrections that the offsets of all samples give, as `Ranges` hold them."""
-        parts = zip(self.layers, self._by_layer(shrunk_mean(offsets.astype(np.float64))), strict=True)
-        return {layer.node: tuple(part.tolist()) for layer, part in parts if np.isfinite(part).all()}
+        ends = np.cumsum([layer.channels for layer in self.layers])
+        parts = np.split(shrunk_mean(offsets.astype(np.float64)).astype(np.float32), ends[:-1])
+        by_layer = zip(self.layers, parts, strict=True)
+        return {layer.node: tuple(part.tolist()) for layer, part in by_layer if np.isfinite(part).all()}
 
     @cached_property
     def _shifted(self) -> ModelRun:
         return self._session.load(self._written("shifted"), "shifted")
 
-    def _ran(self) -> None:
-        self._inferences += len(self._samples)
+    def _ran(self, outputs: Outputs) -> Outputs:
+        self._inferences += len(outputs)
         self._listener.progress(self._inferences, BIAS_RUNS * len(self._samples))
+        return outputs
 
-    def _by_layer(self, channels: Array) -> list[Array]:
-        ends = np.cumsum([layer.channels for layer in self.layers])
-        return np.split(channels.astype(np.float32), ends[:-1]) if self.layers else []
-
-    def _fed(self, shifts: Sequence[Sequence[Array]]) -> list[Sample]:
-        return [
-            {**sample, **{f"{SHIFT}{i}": part for i, part in enumerate(parts)}}
-            for sample, parts in zip(self._samples, shifts, strict=True)
-        ]
+    def _fed(self, shifts: Iterable[Array]) -> list[Sample]:
+        fed = zip(self._samples, shifts, strict=True)
+        return [{**sample, SHIFTS: shift.astype(np.float32)} for sample, shift in fed]
 
     def _written(self, mode: Mode) -> Model:
         model = self._model if mode == "means" else self._quantized
         shown = [
             model.nodes[model.index_of[edge.node]].inputs[edge.index] if edge.node else edge.tensor
-            for edge in (self.shown if mode != "centred" else ())
+            for edge in (chain.from_iterable(self._groups) if mode != "centred" else ())
         ]
         dtypes = [self._model.tensors[layer.result].dtype for layer in self.layers]
         return _with_moves(model, self.layers, dtypes, mode, shown)
@@ -252,9 +244,10 @@ class BiasedPlacement:
 def _with_moves(
     model: Model, layers: Sequence[BiasedLayer], dtypes: Sequence[int], mode: Mode, shown: Sequence[str]
 ) -> Model:
-    """`model` with shifts as inputs, and the values of the tensors `shown` and then the moves as outputs, see `Mode`.
-    `dtypes` are the types of the layers' results."""
+    """`model` with the shifts as an input, and the values of the tensors `shown` and then the moves as outputs, see
+    `Mode`. `dtypes` are the types of the layers' results."""
     numbers = {layer.node: i for i, layer in enumerate(layers)}
+    ends = np.cumsum([layer.channels for layer in layers]).tolist()
     nodes: list[onnx.NodeProto] = []
     constants: dict[str, Constant] = {}
     moves: list[str] = []
@@ -288,11 +281,12 @@ def _with_moves(
         number, result = numbers[node.name], node.outputs[0]
         layer, dtype = layers[number], dtypes[number]
         if mode == "means":
-            moves.append(add("Identity", mean(layer, dtype, result), result=f"{MOVE}{number}"))
+            moves.append(mean(layer, dtype, result))
             continue
-        copy.output[0], move = f"__before_{number}", f"{SHIFT}{number}"
+        copy.output[0] = f"__before_{number}"
+        move = add("Slice", SHIFTS, integers([ends[number] - layer.channels]), integers([ends[number]]))
         if mode == "centred":
-            move = add("Sub", move, mean(layer, dtype, copy.output[0]), result=f"{MOVE}{number}")
+            move = add("Sub", move, mean(layer, dtype, copy.output[0]))
             moves.append(move)
         if layer.rank is not None:
             move = add("Reshape", move, integers([1, layer.channels] + [1] * (layer.rank - 2)))
@@ -300,25 +294,17 @@ def _with_moves(
             move = add("Cast", move, to=dtype)
         add("Add", copy.output[0], move, result=result)
     outputs = [add("Identity", tensor, result=f"__shown_{i}") for i, tensor in enumerate(shown)]
+    if moves:
+        outputs.append(add("Concat", *moves, result=MOVES, axis=0))
     written = rebuild(model, nodes, constants)
     graph = written.proto.graph
     if mode != "means":
-        graph.input.extend(
-            helper.make_tensor_value_info(f"{SHIFT}{i}", TensorProto.FLOAT, [layer.channels])
-            for i, layer in enumerate(layers)
-        )
+        graph.input.append(helper.make_tensor_value_info(SHIFTS, TensorProto.FLOAT, ends[-1:]))
     del graph.output[:]
-    for name in (*outputs, *moves):
+    for name in outputs:
         graph.output.add(name=name)  # ONNX Runtime infers the rest
     written.proto.ir_version = max(written.proto.ir_version, 7)
     return Model(written.proto, written.large)
-
-
-def _power(values: Array, others: Array | None = None) -> float:
-    """The sum of squares, or of squared differences, in float64 without copies in that type of both."""
-    exact = values.astype(np.float64) if others is None else np.subtract(values, others, dtype=np.float64)
-    flat = exact.reshape(-1)
-    return float(flat @ flat)
 
 
 def shifts_by_others(offsets: Array) -> list[Array]:

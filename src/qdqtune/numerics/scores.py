@@ -50,14 +50,13 @@ NONE = "none"
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The outputs that hold scores of classes: by name, the `axis` of the classes, how many `classes` there are, and
-    the `best` class at each position of each sample of the float model, an integer array without that axis. `rows` are
-    the outputs of shape [rows, classes], whose rows are independent of each other. Without any, `why_not` tells why.
+    the `best` class at each position of each sample of the float model, an integer array without that axis. Without
+    any, `why_not` tells why.
     """
 
     axis: Mapping[str, int]
     classes: Mapping[str, int]
     best: Mapping[str, Sequence[Array]]
-    rows: frozenset[str] = frozenset()
     why_not: str = ""
 
     @property
@@ -96,8 +95,7 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
         found = {name: _axis_of(name, axis, outputs) for name, axis in asked_outputs(asked, list(first)).items()}
     best = {name: [sample[name].argmax(axis).astype(np.int32) for sample in outputs] for name, axis in found.items()}
     classes = {name: first[name].shape[axis] for name, axis in found.items()}
-    rows = frozenset(n for n, axis in found.items() if axis == 1 and first[n].size == len(first[n]) * classes[n])
-    return Scores(found, classes, best, rows, "" if found else first_of(why, "; ") or "`scores` is none")
+    return Scores(found, classes, best, "" if found else first_of(why, "; ") or "`scores` is none")
 
 
 def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
@@ -158,13 +156,8 @@ def agrees(accuracy: Accuracy, least: float) -> bool:
     first choices, unless these are fewer beyond doubt."""
     if accuracy.agreement is not None and accuracy.agreement < least:
         return False
-    count = independent_of(accuracy)
+    count = accuracy.choices if accuracy.independent is None else accuracy.independent
     return accuracy.top1 is None or not count or not are_too_many((1 - accuracy.top1) * count, count, least)
-
-
-def independent_of(accuracy: Accuracy) -> float:
-    """As many independent first choices tell as much as those that were compared."""
-    return accuracy.choices if accuracy.independent is None else accuracy.independent
 
 
 def are_too_many(others: float, choices: float, least: float) -> bool:

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
-from qdqtune.calibration.observe import values_on
+from qdqtune.calibration.observe import observe
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
@@ -39,7 +39,8 @@ def test_a_part_computes_what_the_model_computes_there(make: Callable[[], Model]
     model = make()
     (sample,) = feeds(model, 1)
     resolved = resolve(model, model, sample, {})
-    values = values_on(model, [t for node in model.nodes for t in node.outputs if t], sample) | sample
+    tensors = [tensor for node in model.nodes for tensor in node.outputs if tensor]
+    values = dict(observe(model, tensors, [sample], widen=False)) | sample
     for group in by_rules(model, possible_edges(model, ranges(model))).groups:
         nodes = [model.index_of[name] for name in group]
         reads, writes = borders(model, nodes)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from onnx import helper
 
-from qdqtune.calibration.observe import values_on
+from qdqtune.calibration.observe import observe
 from qdqtune.engines.runner import Handle
 from qdqtune.engines.tensorrt.options import spans, with_spans
 from qdqtune.errors import BadOption, EngineRefused, Failure, InputError, writing
@@ -240,7 +240,7 @@ class Profiler:
         if not computed:
             return given
         memory, execution = self._run.runner.memory, self._run.execution
-        return given | values_on(self._subject.shaped, computed, feed, memory, execution)
+        return given | dict(observe(self._subject.shaped, computed, [feed], execution, memory, widen=False))
 
     def _scheme(
         self, part: _Part, scheme: str, float_form: Callable[[], Handle], floats: Sequence[Layer]
