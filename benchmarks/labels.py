@@ -39,7 +39,7 @@ from qdqtune.errors import EngineRefused, InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL, accuracy
-from qdqtune.numerics.label_metrics import Score, answer, chosen, loss_high, row_scores
+from qdqtune.numerics.metrics import Score, answer, chosen, loss_high, row_scores
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Array
 
@@ -168,8 +168,10 @@ def told(found: Outputs, labels: Array) -> tuple[Score, Array]:
     by_row, answers = list[float](), []
     for one, right in zip(found, labels, strict=True):
         said = answer(metric, one[of])
+        scores = row_scores(metric, said, right[None])
         assert said is not None  # `chosen` has found that the output fits
-        by_row += row_scores(metric, said, right[None])
+        assert scores is not None
+        by_row += scores
         answers.append(said)
     return Score.of_rows(metric, by_row), np.concatenate(answers)
 

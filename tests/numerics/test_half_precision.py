@@ -157,7 +157,7 @@ def test_bfloat16_is_everywhere_that_float16_would_be(make) -> None:  # type: ig
 
 
 def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.numerics.half_precision._accuracy_without", lambda *_: Accuracy(12.0))
+    monkeypatch.setattr("qdqtune.numerics.half_precision.accuracy", lambda *_: Accuracy(12.0))
     prepared = prepare(conv_net(), Data())
     left, half, notes = in_half_precision(prepared, None, "fp16")
     assert (left, half) == (prepared, None)

@@ -8,9 +8,9 @@ arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ from qdqtune.errors import BadData, BadOption, one_line, parsed_json, reading
 from qdqtune.graph.model_folder import first_beside
 from qdqtune.system.checks import below
 from qdqtune.types import Array
+
+T = TypeVar("T")
 
 TEXT_ENDING = ".txt"
 
@@ -64,16 +66,14 @@ def raw_samples(
     those of the model.
 
     A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left over at the
-    end is not used. With a `limit` on samples, see `spread_rows`; the function takes the number of `others`."""
+    end is not used. With a `limit` on samples, see `spread`; the function takes the number of `others`."""
     places = _places(source, folders)
     spec, make = texts_for(specs, places, source) if source.is_file() else pictures_for(specs, places, source)
     batch = spec.shape[0] or 1
 
     def produce(others: int | None) -> Iterator[dict[str, Array]]:
         items: Sequence[Any] = _lines(source) if source.is_file() else files
-        if limit is not None:
-            numbers = spread_rows(len(items), limit * batch, others and others * batch)
-            items = [item for number, item in enumerate(items) if number in numbers]
+        items = list(spread(items, len(items), limit and limit * batch, others and others * batch))
         for start in range(0, len(items) - batch + 1, batch):
             yield make(items[start : start + batch])
 
@@ -84,17 +84,17 @@ def _places(source: Path, folders: Sequence[Path]) -> list[Path]:
     return [source if source.is_dir() else source.parent, *folders]
 
 
-def spread_rows(total: int, count: int, others: int | None = None) -> frozenset[int]:
-    """The numbers of at most `count` of so many rows, at even distances, as data are often sorted by class; with
-    `others` those of at most so many of the rows that are left by these, at even distances as well."""
-    taken = frozenset(_spread(range(total), count))
-    return taken if others is None else frozenset(_spread([n for n in range(total) if n not in taken], others))
-
-
-def _spread(numbers: Sequence[int], count: int) -> Sequence[int]:
-    if len(numbers) <= count:
-        return numbers
-    return [numbers[len(numbers) * place // count] for place in range(count)]
+def spread(items: Iterable[T], total: int, count: int | None, others: int | None = None) -> Iterator[T]:
+    """At most `count` of so many items, or all, at even distances, as data are often sorted by class; with `others` at
+    most so many of the items that are left by these, at even distances as well."""
+    if count is None:
+        return iter(items)
+    numbers: Sequence[int] = range(total)
+    taken = {total * place // count for place in range(count)} if count < total else set(numbers)
+    if others is not None:
+        numbers = [number for number in numbers if number not in taken]
+        taken = {numbers[len(numbers) * place // others] for place in range(others)} if numbers else set()
+    return (item for number, item in enumerate(items) if number in taken)
 
 
 def _lines(path: Path) -> list[str]:

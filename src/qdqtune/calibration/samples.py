@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_samples
-from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files, spread_rows
+from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files, spread
 from qdqtune.calibration.user_code import checked_count, import_callable, read_in_thread, user_errors
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadData, first_of
@@ -65,8 +65,7 @@ class Samples:
 
     def spread(self, count: int) -> list[Sample]:
         """At most `count` samples at even distances, in two passes."""
-        numbers = spread_rows(sum(1 for _ in self), count)
-        return [sample for number, sample in enumerate(self) if number in numbers] or self.first(count)
+        return list(spread(self, sum(1 for _ in self), count)) or self.first(count)
 
     def first(self, count: int) -> list[Sample]:
         """The first `count` samples, or all if there are fewer."""
@@ -110,13 +109,9 @@ def open_samples(
         total = cache(lambda: sum(1 for _ in of_files(files)))
 
         def produce(others: int | None = None) -> Iterator[Sample]:
-            if limit is None:
-                return of_files(files)
-            if 1 < len(files) >= limit:  # then not all of them are read
-                chosen = spread_rows(len(files), limit, others)
-                return of_files((path for number, path in enumerate(files) if number in chosen), 1)
-            numbers = spread_rows(total(), limit, others)
-            return (sample for number, sample in enumerate(of_files(files)) if number in numbers)
+            if limit is not None and 1 < len(files) >= limit:  # then not all of them are read
+                return of_files(spread(files, len(files), limit, others), 1)
+            return spread(of_files(files), 0 if limit is None else total(), limit, others)
 
     elif files := raw_files(Path(source)):
         raw = raw_samples(Path(source), files, specs, folders, limit)
@@ -228,19 +223,17 @@ def _split(
     arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
 ) -> Iterator[Sample]:
     """The samples in one set of arrays, each of which stacks the values of all samples or is one for all."""
-    _check_names(arrays, specs, fixed, origin)
-    stacks = {spec.name: _stacked(arrays[spec.name], spec, origin) for spec in specs}
+    checked = _checked(arrays, specs, fixed, origin)
+    stacks = {spec.name: _stacked(checked[spec.name], spec, origin) for spec in specs}
     counts = {name: len(stack) for name, stack in stacks.items()}
     if len(set(counts.values()) - {1}) > 1:
         raise BadData(f"{origin}: arrays hold different numbers of samples: {counts}")
-    total = next((n for n in counts.values() if n != 1), 1)
-    for i in range(total):
+    for i in range(next((n for n in counts.values() if n != 1), 1)):
         yield {name: np.asarray(stack[i if len(stack) > 1 else 0]) for name, stack in stacks.items()}
 
 
 def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
     """The array with samples along a new first axis."""
-    array = _typed(array, spec, origin)
     if spec.fits(array.shape[1:]) and array.ndim:
         return array
     if not spec.shape and not array.ndim:
@@ -253,17 +246,18 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:
     """A sample from a dictionary, or from the array of the only input."""
-    given = item if isinstance(item, Mapping) else {specs[0].name: item}
-    _check_names(given, specs, fixed, origin)
-    sample = {spec.name: _typed(np.asarray(given[spec.name]), spec, origin) for spec in specs}
+    sample = _checked(item if isinstance(item, Mapping) else {specs[0].name: item}, specs, fixed, origin)
     for spec in specs:
-        array = sample[spec.name]
-        if not spec.fits(array.shape):
-            raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
+        shape = sample[spec.name].shape
+        if not spec.fits(shape):
+            raise BadData(f"{origin}: array '{spec.name}' has shape {shape}, the model wants {spec}")
     return sample
 
 
-def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> None:
+def _checked(
+    arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
+) -> dict[str, Array]:
+    """The arrays of the inputs, which must have exactly their names and types."""
     missing = [s.name for s in specs if s.name not in arrays]
     unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in (*fixed, LABELS)]
     if missing or unknown:
@@ -271,12 +265,12 @@ def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed:
         held = f"holds {first_of([*map(repr, arrays)])}" if arrays else "is empty"
         hint = f"; it {held}" if missing else ""
         raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{hint}")
-
-
-def _typed(array: Array, spec: InputSpec, origin: str) -> Array:
-    """The array, which must have exactly the type of the input."""
-    if array.dtype != spec.dtype:
-        raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants {spec.dtype}: convert it first")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise BadData(f"{origin}: array '{spec.name}' holds NaN or infinite values")
-    return array
+    checked = {spec.name: np.asarray(arrays[spec.name]) for spec in specs}
+    for spec in specs:
+        array = checked[spec.name]
+        what = f"{origin}: array '{spec.name}'"
+        if array.dtype != spec.dtype:
+            raise BadData(f"{what} is {array.dtype}, the model wants {spec.dtype}: convert it first")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise BadData(f"{what} holds NaN or infinite values")
+    return checked

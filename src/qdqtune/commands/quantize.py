@@ -43,12 +43,14 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, save
 from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is_finite, slice_cell
-from qdqtune.numerics.label_metrics import Score, doubt, loss_high
 from qdqtune.numerics.metrics import (
     LabelOptions,
     Metric,
+    Score,
     check_metric,
+    doubt,
     load_evaluation,
+    loss_high,
     measure,
     open_labelled,
     option_of,

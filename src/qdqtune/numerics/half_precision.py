@@ -8,7 +8,7 @@ float16 node rounded as an engine stores it. bfloat16 has the range of float32: 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -166,13 +166,19 @@ def keeping(
 ) -> Half:
     """`model` in half precision except for the nodes `kept`, and for nodes near them that are cheaper in float32."""
     whole = {**kept, **dict.fromkeys(cheaper_in_float32(shaped, kept), "casts around it would cost more")}
-    half = converted(model, precision, whole.keys())
+    half = Half(converted(model, precision, whole.keys()), precision, whole)
     if not samples:
-        return Half(half, precision, whole)
+        return half
+    # ONNX Runtime skips roundings between operators without kernels in half precision, so casts round.
+    low = rounded(shaped, precision, whole)
     try:
-        return Half(half, precision, whole, _accuracy_without(shaped, precision, whole, samples, execution))
+        with running(shaped, execution, fuse=False) as exact, running(low, execution, fuse=False) as halved:
+            reference, outputs = exact(samples), halved(samples)
+        if is_finite(reference):
+            check_finite(outputs)
     except EngineRefused as refused:
-        return Half(half, precision, whole, refusal=str(refused))
+        return replace(half, refusal=str(refused))
+    return replace(half, accuracy=accuracy(reference, outputs))
 
 
 # ---- which nodes
@@ -191,8 +197,7 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
             continue
         if _is_mask(model, tensor, values):
             continue
-        nodes = [model.producers.get(tensor, GRAPH), *(use.node for use in model.uses(tensor))]
-        kept |= {model.nodes[i].name: f"{tensor} {reason}" for i in nodes if i != GRAPH}
+        kept |= {model.nodes[i].name: f"{tensor} {reason}" for i in _around(model, tensor) if i != GRAPH}
     for node in model.nodes:
         reached = _inner_sum(model, node, ranges)
         if reached * HEADROOM > FLOAT16_MAX:
@@ -249,87 +254,75 @@ def cheaper_in_float32(model: Model, kept: Collection[str]) -> set[str]:
     bytes. Nodes move to float32 one by one as long as fewer bytes are written.
     """
     full = {n.index for n in model.nodes if n.name in kept or n.index in blocked(model)}
-    free = [n for n in model.nodes if n.op in FUSED_POINTWISE | COPIES and not n.domain and n.index not in full]
-    before, grows = set(full), bool(kept)
-    while grows:
-        grows = False
+    free = [n for n in model.nodes if n.op in FUSED_POINTWISE | COPIES and not n.domain]
+    before, moved = set(full), bool(kept)
+    while moved:
+        size = len(full)
         for node in free:
             if node.index not in full and _gain(model, node, full) > 0:
                 full.add(node.index)
-                grows = True
+        moved = len(full) > size
     return {model.nodes[i].name for i in full - before}
 
 
 def _gain(model: Model, node: Node, full: set[int]) -> float:
     """How many fewer values are written if a node moves to float32; `full` are the nodes in float32."""
-    around = [t for t in dict.fromkeys((*node.inputs, *node.outputs)) if t and t not in model.constants]
+
+    def cast_values(tensor: str, full: Collection[int]) -> float:
+        """Values that the cast of a tensor writes; 0 if its producer and readers have one type. Inputs and outputs of
+        the graph are float32."""
+        sides = {node == GRAPH or node in full for node in _around(model, tensor)}
+        return elements(model, tensor) if len(sides) == 2 else 0.0
+
+    around = [t for t in dict.fromkeys((*node.inputs, *node.outputs)) if t not in model.constants]
     around = [t for t in around if t in model.tensors and model.tensors[t].dtype == TensorProto.FLOAT]
-    now, then = (sum(_cast_values(model, t, side) for t in around) for side in (full, full | {node.index}))
+    now, then = (sum(cast_values(t, side) for t in around) for side in (full, full | {node.index}))
     return now - then - 0.5 * sum(elements(model, t) for t in node.outputs if t)
 
 
-def _cast_values(model: Model, tensor: str, full: Collection[int]) -> float:
-    """Values that the cast of a tensor writes; 0 if its producer and readers have one type. Inputs and outputs of the
-    graph are float32."""
-    made = model.producers.get(tensor, GRAPH)
-    sides = {made == GRAPH or made in full, *(use.node == GRAPH or use.node in full for use in model.uses(tensor))}
-    return elements(model, tensor) if len(sides) == 2 else 0.0
-
-
-# ---- what is lost
-
-
-def _accuracy_without(
-    model: Model, precision: HalfPrecision, kept: Collection[str], samples: Sequence[Sample], execution: Execution
-) -> Accuracy:
-    """How far the outputs are from the float32 model's if all nodes but `kept` are in half precision.
-
-    ONNX Runtime skips roundings between operators without kernels in half precision, so the float32 model gets casts
-    that round.
-    """
-    low = rounded(model, precision, kept)
-    with running(model, execution, fuse=False) as exact, running(low, execution, fuse=False) as halved:
-        reference, outputs = exact(samples), halved(samples)
-    if is_finite(reference):
-        check_finite(outputs)
-    return accuracy(reference, outputs)
+def _around(model: Model, tensor: str) -> list[int]:
+    """The indices of the nodes that make and read a tensor, or `GRAPH`."""
+    return [model.producers.get(tensor, GRAPH), *(use.node for use in model.uses(tensor))]
 
 
 def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Model:
     """The float32 model with every value that nodes outside `kept` read or write rounded to half precision."""
     full = blocked(model) | {n.index for n in model.nodes if n.name in kept or n.op in CONTROL_FLOW}
-    dtype = HALF_TYPES[precision]
-    floats = {t: c for t, c in model.constants.items() if c.dtype == TensorProto.FLOAT and _read_low(model, t, full)}
-    constants = {f"{t}__rounded": _rounded(c, precision) for t, c in floats.items()}
     nodes: list[onnx.NodeProto] = []
-    seen = {t for t in model.inputs if model.tensors[t].dtype == TensorProto.FLOAT and _read_low(model, t, full)}
-    for tensor in sorted(seen):
-        nodes += _casts(tensor, f"{tensor}__rounded", dtype)
+    constants: dict[str, Constant] = {}
+    read_low: dict[str, str] = {}
+    """What nodes in half precision read in place of tensors."""
+
+    def is_read_low(tensor: str, dtype: int) -> bool:
+        uses = model.uses(tensor)
+        return dtype == TensorProto.FLOAT and any(use.node != GRAPH and use.node not in full for use in uses)
+
+    def add_casts(source: str, target: str) -> None:
+        half, names = f"{target}__half", (f"{target}__to_half", f"{target}__to_float")
+        nodes.append(helper.make_node("Cast", [source], [half], names[0], to=HALF_TYPES[precision]))
+        nodes.append(helper.make_node("Cast", [half], [target], names[1], to=TensorProto.FLOAT))
+
+    for tensor, constant in model.constants.items():
+        if is_read_low(tensor, constant.dtype):
+            read_low[tensor] = f"{tensor}__rounded"
+            constants[read_low[tensor]] = _rounded(constant, precision)
+    for tensor in sorted(t for t in model.inputs if is_read_low(t, model.tensors[t].dtype)):
+        read_low[tensor] = f"{tensor}__rounded"
+        add_casts(tensor, read_low[tensor])
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         copy = deepcopy(proto)
         nodes.append(copy)
         for i, tensor in enumerate(node.inputs) if node.index not in full else ():
-            if tensor in seen or f"{tensor}__rounded" in constants:
-                copy.input[i] = f"{tensor}__rounded"
+            copy.input[i] = read_low.get(tensor, tensor)
         for i, tensor in enumerate(node.outputs):
-            if not tensor or tensor not in model.tensors or model.tensors[tensor].dtype != TensorProto.FLOAT:
-                continue
-            if node.index not in full:
+            dtype = model.tensors[tensor].dtype if tensor in model.tensors else TensorProto.UNDEFINED
+            if node.index not in full and dtype == TensorProto.FLOAT:
                 copy.output[i] = f"{tensor}__exact"
-                nodes += _casts(f"{tensor}__exact", tensor, dtype)
-            elif _read_low(model, tensor, full):
-                seen.add(tensor)
-                nodes += _casts(tensor, f"{tensor}__rounded", dtype)
+                add_casts(copy.output[i], tensor)
+            elif is_read_low(tensor, dtype):
+                read_low[tensor] = f"{tensor}__rounded"
+                add_casts(tensor, read_low[tensor])
     return rebuild(model, nodes, constants)
-
-
-def _casts(source: str, target: str, dtype: int) -> Iterator[onnx.NodeProto]:
-    yield helper.make_node("Cast", [source], [f"{target}__half"], f"{target}__to_half", to=dtype)
-    yield helper.make_node("Cast", [f"{target}__half"], [target], f"{target}__to_float", to=TensorProto.FLOAT)
-
-
-def _read_low(model: Model, tensor: str, full: Collection[int]) -> bool:
-    return any(use.node != GRAPH and use.node not in full for use in model.uses(tensor))
 
 
 def _rounded(constant: Constant, precision: HalfPrecision) -> Constant:
