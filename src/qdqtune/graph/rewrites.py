@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -36,38 +36,38 @@ FORMULA_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Match:
-    """Nodes that together compute `op` of the tensor `source`. `operands` are its further inputs: names of constants,
-    or new constants."""
+    """An operator that computes what a node and those in front of it make of the tensor `source` and of constants.
+    `operands` are its further inputs: names of constants, or new constants."""
 
     op: str
-    nodes: tuple[Node, ...]
     source: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
     operands: tuple[str | Array, ...] = ()
 
-    @property
-    def last(self) -> Node:
-        return max(self.nodes, key=lambda node: node.index)
-
 
 Matcher = Callable[[Model, Node], Match | None]
-"""Finds the match that a node characterizes (the Erf of a Gelu, say), if there is one."""
+"""Finds the operator that makes the result of a node, if there is one."""
 
 
-def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
-    """`model` with one node for each match, at least at `opset`; the same object if there is no match."""
-    if next(_closed(model, matcher), None) is None:
-        return model
-    model = with_opset(model, opset)
+def with_merged(model: Model, op: str, matcher: Matcher, opset: int) -> Model:
+    """`model` with one node `op` for the nodes of each match, at least at `opset`; the same object if there is none."""
     taken: set[int] = set()
     matches: dict[int, Match] = {}
-    for match in _closed(model, matcher):
-        own = {node.index for node in match.nodes}
-        if not own & taken:
+    for node in reversed(model.nodes):
+        match = None if node.domain or node.index in taken else matcher(model, node)
+        info = None if match is None or match.op != op else model.tensors.get(match.source)
+        if match is None or info is None or info.dtype != TensorProto.FLOAT or info.shape is None:
+            continue
+        own = _between(model, match.source, node)
+        inner = [t for index in own - {node.index} for t in model.nodes[index].outputs if t]
+        if own.isdisjoint(taken) and all(use.node in own and use.slot >= 0 for t in inner for use in model.uses(t)):
             taken |= own
-            matches[match.last.index] = match
+            matches[node.index] = match
+    if not matches:
+        return model
+    model = with_opset(model, opset)
     names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
-    nodes = []
+    written = []
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         found = matches.get(node.index)
         if found is not None:
@@ -77,149 +77,123 @@ def with_merged(model: Model, matcher: Matcher, opset: int) -> Model:
                     name = names.fresh(f"{node.name}.{len(inputs)}")
                     added[name], operand = Constant.of(operand), name
                 inputs.append(operand)
-            nodes.append(helper.make_node(found.op, inputs, [node.outputs[0]], node.name, **found.attributes))
+            written.append(helper.make_node(op, inputs, [node.outputs[0]], node.name, **found.attributes))
         elif node.index not in taken:
-            nodes.append(proto)
-    return rebuild(model, nodes, added)
+            written.append(proto)
+    return rebuild(model, written, added)
 
 
-def _closed(model: Model, matcher: Matcher) -> Iterator[Match]:
-    for node in model.nodes:
-        match = None if node.domain else matcher(model, node)
-        info = None if match is None else model.tensors.get(match.source)
-        if match is None or info is None or info.dtype != TensorProto.FLOAT or info.shape is None:
-            continue
-        own, result = {n.index for n in match.nodes}, match.last.outputs[0]
-        inner = [t for n in match.nodes for t in n.outputs if t and t != result]
-        if all(use.node in own and use.slot >= 0 for t in inner for use in model.uses(t)):
-            yield match
+def _between(model: Model, source: str, last: Node) -> set[int]:
+    """The indices of the nodes that compute the result of `last` from `source` and constants."""
+    nodes: set[int] = set()
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        nodes.add(node.index)
+        pending += [model.nodes[model.producers[t]] for t in node.inputs if t != source and t in model.producers]
+    return nodes
 
 
 # ---- the formulas
 
 
-def gelu(model: Model, node: Node) -> Match | None:
-    """Matches x (1 + erf(x / sqrt 2)) / 2 at its Erf, with the factors in any order."""
-    if node.op != "Erf" or (inner := maker(model, node.inputs[0])) is None or (one := reader(model, node)) is None:
-        return None
-    inside, outside = _with_number(model, inner), _with_number(model, one)
-    if inside is None or not _is_close(_factor(inner, inside), math.sqrt(0.5)) or not _is_plus(one, outside, 1.0):
-        return None
-    source = inside[0]
-    product = _product(model, one, source, 0.5)
-    return None if product is None else Match("Gelu", (inner, node, one, *product), source)
+FACTORS: Mapping[str, int] = {"Mul": 2, "Div": 1, "Reciprocal": 0}
+"""How many inputs of an operator are factors of its result; the others are divisors."""
 
 
-def hard_swish(model: Model, node: Node) -> Match | None:
-    """Matches x HardSigmoid(x) of slope 1/6 or x clip(x + 3, 0, 6) / 6, at the HardSigmoid or Clip."""
-    source, factor = node.inputs[0] if node.inputs else "", 1.0
-    nodes: tuple[Node, ...] = (node,)
-    if node.op == "HardSigmoid":
+@dataclass(frozen=True)
+class Product:
+    """A number times the tensors `factors`, divided by the tensors `divisors`."""
+
+    number: float
+    factors: tuple[str, ...]
+    divisors: tuple[str, ...]
+
+
+def product(model: Model, tensor: str) -> Product:
+    """The product that a tensor is, through all Mul, Div and Reciprocal nodes in front that nothing else reads."""
+    factors: list[str] = []
+    divisors: list[str] = []
+    value, pending = 1.0, [(tensor, True)]
+    while pending:
+        part, is_factor = pending.pop()
+        constant, node = number(model, part), maker(model, part)
+        if constant is not None:
+            value *= constant if is_factor or not constant else 1 / constant
+        elif node is None or node.op not in FACTORS or (part != tensor and len(model.uses(part)) > 1):
+            (factors if is_factor else divisors).append(part)
+        else:
+            pending += [(t, is_factor == (i < FACTORS[node.op])) for i, t in enumerate(node.inputs)]
+    return Product(value, tuple(factors), tuple(divisors))
+
+
+Gate = tuple[str, float]
+"""The tensor x that a gate(x) reads, and the number that x gate(x) is multiplied with."""
+
+
+def gelu_gate(model: Model, tensor: str) -> Gate | None:
+    """Matches 1 + erf(x / sqrt 2), which a Gelu multiplies with x / 2."""
+    one, other = _sum(model, tensor)
+    erf = maker(model, other)
+    if erf is None or erf.op != "Erf" or not _is_close(one, 1.0):
+        return None
+    inside = product(model, erf.inputs[0])
+    is_scaled = len(inside.factors) == 1 and not inside.divisors and _is_close(inside.number, math.sqrt(0.5))
+    return (inside.factors[0], 0.5) if is_scaled else None
+
+
+def hard_swish_gate(model: Model, tensor: str) -> Gate | None:
+    """Matches HardSigmoid(x) of slope 1/6, or clip(x + 3, 0, 6), which is six times that."""
+    node = maker(model, tensor)
+    if node is not None and node.op == "HardSigmoid":
         slope, shift = node.attributes.get("alpha", 0.2), node.attributes.get("beta", 0.5)
-        if not _is_close(slope, 1 / 6) or not _is_close(shift, 0.5):
-            return None
-    elif node.op == "Clip" and [number(model, bound) for bound in node.inputs[1:]] == [0.0, 6.0]:
-        inner = maker(model, source)
-        inside = None if inner is None else _with_number(model, inner)
-        if inner is None or inside is None or not _is_plus(inner, inside, 3.0):
-            return None
-        source, nodes, factor = inside[0], (inner, node), 1 / 6
+        return (node.inputs[0], 1.0) if _is_close(slope, 1 / 6) and _is_close(shift, 0.5) else None
+    if node is None or node.op != "Clip" or [number(model, bound) for bound in node.inputs[1:]] != [0.0, 6.0]:
+        return None
+    three, source = _sum(model, node.inputs[0])
+    return (source, 1 / 6) if _is_close(three, 3.0) else None
+
+
+def gated(model: Model, node: Node, op: str, gate: Callable[[Model, str], Gate | None]) -> Match | None:
+    """Matches x gate(x) times the number of the gate."""
+    whole = product(model, node.outputs[0])
+    for i, tensor in enumerate(whole.factors):
+        found = gate(model, tensor)
+        others = whole.factors[:i] + whole.factors[i + 1 :]
+        if found is not None and others == found[:1] and not whole.divisors and _is_close(whole.number, found[1]):
+            return Match(op, found[0])
+    return None
+
+
+def normalization(model: Model, node: Node) -> Match | None:
+    """Matches t / sqrt(mean t^2 + epsilon) over the last axis, with a scale vector or without, as RMSNormalization; if
+    t is x - mean x as LayerNormalization of x, with a bias vector or without."""
+    biases = [t for t in node.inputs if t in model.constants] if node.op == "Add" else []
+    whole = product(model, next((t for t in node.inputs if t not in biases), "") if biases else node.outputs[0])
+    scales = [t for t in whole.factors if t in model.constants]
+    numerators = [t for t in whole.factors if t not in model.constants]
+    if whole.number != 1 or len(whole.divisors) != 1 or len(numerators) != 1 or len(scales) > 1:
+        return None
+    root, centred = maker(model, whole.divisors[0]), maker(model, numerators[0])
+    epsilon, average = _sum(model, root.inputs[0]) if root is not None and root.op == "Sqrt" else (0.0, "")
+    square = maker(model, _averaged(model, average))
+    if square is None or not _is_square(model, square, numerators[0]) or not 0 < epsilon < 1:
+        return None
+    if centred is None or centred.op != "Sub":
+        op, source = "RMSNormalization", numerators[0]
     else:
-        return None
-    product = _product(model, node, source, factor)
-    return None if product is None else Match("HardSwish", (*nodes, *product), source)
-
-
-def layer_norm(model: Model, node: Node) -> Match | None:
-    """Matches (x - mean x) / sqrt(var x + epsilon) over the last axis, and a scale and bias vector, at its Sub."""
-    if node.op != "Sub" or (mean := maker(model, node.inputs[1])) is None or mean.inputs[0] != node.inputs[0]:
-        return None
-    source = node.inputs[0]
-    root = _root_of_squares(model, node.outputs[0])
-    if root is None or not _is_mean(model, mean):
-        return None
-    return _divided("LayerNormalization", model, source, (mean, node), node.outputs[0], *root)
-
-
-def rms_norm(model: Model, node: Node) -> Match | None:
-    """Matches x / sqrt(mean x^2 + epsilon) over the last axis, and a scale vector behind it, at its x^2."""
-    if not _is_square(model, node) or (root := _root_of_squares(model, node.inputs[0])) is None:
-        return None
-    centred = maker(model, node.inputs[0])
-    if centred is not None and centred.op == "Sub":
-        return None  # the variance of a LayerNormalization
-    return _divided("RMSNormalization", model, node.inputs[0], (), node.inputs[0], *root)
-
-
-def _divided(
-    op: str, model: Model, source: str, before: tuple[Node, ...], numerator: str, root: tuple[Node, ...], epsilon: float
-) -> Match | None:
-    """Matches numerator / root, and the scale and bias that may follow, as a normalization `op`."""
-    last = root[-1]
-    quotient = reader(model, last)
-    if quotient is None or source not in model.tensors:
-        return None
-    nodes = (*before, *root, quotient)
-    is_quotient = quotient.op == "Div" and quotient.inputs[1] == last.outputs[0]
-    # PyTorch's exporters write torch.rsqrt in both ways, and multiply with it.
-    if quotient.op == "Reciprocal" or (is_quotient and number(model, quotient.inputs[0]) == 1.0):
-        if (product := reader(model, quotient)) is None or product.op != "Mul":
+        op, source = "LayerNormalization", centred.inputs[0]
+        if _averaged(model, centred.inputs[1]) != source:
             return None
-        nodes, is_quotient = (*nodes, product), numerator in product.inputs
-        quotient = product
-    else:
-        is_quotient = is_quotient and quotient.inputs[0] == numerator
-    width = (model.tensors[source].shape or (None,))[-1]
-    if not is_quotient or width is None:
+    info = model.tensors.get(source)
+    width = (info.shape or (None,))[-1] if info is not None else None
+    vectors = [model.constants[t] for t in (*scales, *biases)]
+    if width is None or any(c.shape != (width,) or c.dtype != TensorProto.FLOAT for c in vectors):
         return None
-    operands: list[str | Array] = [np.ones(width, np.float32)]
-    if (factor := _vector_behind(model, quotient, "Mul", width)) is not None:
-        quotient, operands = factor[0], [factor[1]]
-        nodes = (*nodes, quotient)
-    if op == "LayerNormalization" and (shift := _vector_behind(model, quotient, "Add", width)) is not None:
-        operands.append(shift[1])
-        nodes = (*nodes, shift[0])
-    return Match(op, nodes, source, {"axis": -1, "epsilon": epsilon}, tuple(operands))
-
-
-def _root_of_squares(model: Model, tensor: str) -> tuple[tuple[Node, ...], float] | None:
-    """The nodes that compute sqrt(mean t^2 + epsilon) of a tensor t, and epsilon."""
-    squares = [model.nodes[u.node] for u in model.uses(tensor) if u.node != GRAPH and u.slot >= 0]
-    square = next((n for n in squares if _is_square(model, n)), None)
-    mean = None if square is None else reader(model, square)
-    plus = None if mean is None else reader(model, mean)
-    root = None if plus is None else reader(model, plus)
-    if square is None or mean is None or plus is None or root is None or root.op != "Sqrt" or plus.op != "Add":
+    if op == "RMSNormalization" and biases:
         return None
-    epsilon = _with_number(model, plus)
-    if epsilon is None or not 0 < epsilon[1] < 1 or not _is_mean(model, mean):
-        return None
-    return (square, mean, plus, root), epsilon[1]
-
-
-def _is_square(model: Model, node: Node) -> bool:
-    if node.op == "Mul":
-        return node.inputs[0] == node.inputs[1]
-    return node.op == "Pow" and number(model, node.inputs[1]) == 2.0
-
-
-def _is_mean(model: Model, node: Node) -> bool:
-    if node.op != "ReduceMean" or not node.attributes.get("keepdims", 1):
-        return False
-    info = model.tensors.get(node.inputs[0])
-    rank = None if info is None or info.shape is None else len(info.shape)
-    axes = reduced_axes(model, node)
-    return len(axes) == 1 and rank is not None and axes[0] in (-1, rank - 1)
-
-
-def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node, str] | None:
-    after = reader(model, node)
-    if after is None or after.op != op:
-        return None
-    other = other_operand(after, node.outputs[0])
-    constant = model.constants.get(other)
-    is_vector = constant is not None and constant.shape == (width,) and constant.dtype == TensorProto.FLOAT
-    return (after, other) if is_vector else None
+    operands = scales or [np.ones(width, np.float32)]
+    return Match(op, source, {"axis": -1, "epsilon": epsilon}, (*operands, *biases))
 
 
 # ---- parts of formulas
@@ -239,11 +213,6 @@ def reader(model: Model, node: Node) -> Node | None:
     return model.nodes[uses[0].node]
 
 
-def other_operand(node: Node, tensor: str) -> str:
-    """The input of an operator of two that is not `tensor`."""
-    return node.inputs[1 - node.inputs.index(tensor)]
-
-
 def number(model: Model, tensor: str) -> float | None:
     """The value of a constant with one float32 element; None for other tensors."""
     constant = model.constants.get(tensor)
@@ -252,58 +221,33 @@ def number(model: Model, tensor: str) -> float | None:
     return float(constant.array().reshape(-1)[0])
 
 
-def _with_number(model: Model, node: Node) -> tuple[str, float] | None:
-    """The tensor and the number that an Add, Mul or Div combines; a Div has the number as divisor."""
-    if node.op not in ("Add", "Mul", "Div") or len(node.inputs) != 2:
-        return None
-    left, right = node.inputs
-    if (value := number(model, right)) is not None and left not in model.constants:
-        return left, value
-    if node.op != "Div" and (value := number(model, left)) is not None and right not in model.constants:
-        return right, value
-    return None
+def _sum(model: Model, tensor: str) -> tuple[float, str]:
+    """The number and the tensor whose sum a tensor is; 0 and no tensor if it is no such sum."""
+    node = maker(model, tensor)
+    for i, part in enumerate(node.inputs if node is not None and node.op == "Add" else ()):
+        if node is not None and (shift := number(model, part)) is not None:
+            return shift, node.inputs[1 - i]
+    return 0.0, ""
 
 
-def _factor(node: Node, joined: tuple[str, float]) -> float | None:
-    """The factor of a Mul, or of a Div by a number, with `joined` from `_with_number`; else None."""
+def _averaged(model: Model, tensor: str) -> str:
+    """The tensor whose mean over the last axis a tensor is; empty if it is no such mean."""
+    node = maker(model, tensor)
+    if node is None or node.op != "ReduceMean" or not node.attributes.get("keepdims", 1):
+        return ""
+    info, axes = model.tensors.get(node.inputs[0]), reduced_axes(model, node)
+    rank = 0 if info is None or info.shape is None else len(info.shape)
+    return node.inputs[0] if rank and len(axes) == 1 and axes[0] in (-1, rank - 1) else ""
+
+
+def _is_square(model: Model, node: Node, tensor: str) -> bool:
     if node.op == "Mul":
-        return joined[1]
-    return 1 / joined[1] if node.op == "Div" and joined[1] else None
+        return node.inputs == (tensor, tensor)
+    return node.op == "Pow" and node.inputs[0] == tensor and number(model, node.inputs[1]) == 2.0
 
 
-def _is_plus(node: Node, joined: tuple[str, float] | None, value: float) -> bool:
-    return node.op == "Add" and joined is not None and _is_close(joined[1], value)
-
-
-def _is_close(value: float | None, wanted: float) -> bool:
-    return value is not None and math.isclose(value, wanted, rel_tol=FORMULA_TOLERANCE)
-
-
-def _product(model: Model, node: Node, source: str, wanted: float) -> tuple[Node, ...] | None:
-    """The nodes behind `node` that multiply its output by `source` once, and by numbers with the product `wanted`."""
-    nodes: list[Node] = []
-    value, seen = 1.0, False
-    while not (seen and _is_close(value, wanted)):
-        after = reader(model, node)
-        if after is None or after.op not in ("Mul", "Div") or len(nodes) > 4:
-            return None
-        nodes.append(after)
-        if (joined := _with_number(model, after)) is not None:
-            value *= _factor(after, joined) or 0.0
-        else:
-            other = other_operand(after, node.outputs[0])
-            inner = maker(model, other)
-            scaled = None if inner is None or inner.op == "Add" else _with_number(model, inner)
-            if seen or after.op != "Mul":
-                return None
-            if other != source:
-                if inner is None or scaled is None or scaled[0] != source:
-                    return None
-                value *= _factor(inner, scaled) or 0.0
-                nodes.append(inner)
-            seen = True
-        node = after
-    return tuple(nodes)
+def _is_close(value: float, wanted: float) -> bool:
+    return math.isclose(value, wanted, rel_tol=FORMULA_TOLERANCE)
 
 
 FOLD = "fold"
@@ -319,6 +263,10 @@ class Rewrite:
 
     apply: Callable[[Model], Model]
     makes: str = ""
+
+
+def merging(op: str, matcher: Matcher, opset: int) -> Rewrite:
+    return Rewrite(partial(with_merged, op=op, matcher=matcher, opset=opset), op)
 
 
 def without_reciprocals(model: Model) -> Model:
@@ -359,10 +307,10 @@ def without_needless_dilations(model: Model) -> Model:
 
 
 REWRITES: Mapping[str, Rewrite] = {
-    "hardswish": Rewrite(partial(with_merged, matcher=hard_swish, opset=14), "HardSwish"),
-    "gelu": Rewrite(partial(with_merged, matcher=gelu, opset=20), "Gelu"),
-    "layernorm": Rewrite(partial(with_merged, matcher=layer_norm, opset=17), "LayerNormalization"),
-    "rmsnorm": Rewrite(partial(with_merged, matcher=rms_norm, opset=23), "RMSNormalization"),
+    "hardswish": merging("HardSwish", partial(gated, op="HardSwish", gate=hard_swish_gate), 14),
+    "gelu": merging("Gelu", partial(gated, op="Gelu", gate=gelu_gate), 20),
+    "layernorm": merging("LayerNormalization", normalization, 17),
+    "rmsnorm": merging("RMSNormalization", normalization, 23),
     "dilations": Rewrite(without_needless_dilations),
     "division": Rewrite(without_reciprocals),
 }
