@@ -27,7 +27,7 @@ from qdqtune.numerics.accuracy import check_finite, is_finite, noisiest, sqnr_db
 from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
-from qdqtune.placement.weight_only import BLOCK_OPSET, WeightOnlyWriter
+from qdqtune.placement.weight_only import BLOCK_OPSET, FormattedWeights
 from qdqtune.types import Accuracy, Deaf, Edge, Listener, NumericFormat, QType, Sample, WeightFormat
 
 MEASUREMENTS = 256
@@ -210,7 +210,7 @@ def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: How) -> R
     if isinstance(how, WeightFormat):
         weight = weight_at(model, edges[0])
         assert weight is not None  # only weights have weight formats
-        parts = WeightOnlyWriter(model).parts(weight, how)
+        parts = FormattedWeights(model).parts(weight, how)
         back = helper.make_node("DequantizeLinear", list(parts), [""], axis=1 if how.block is None else 0)
         if how.block is not None:
             back.attribute.append(helper.make_attribute("block_size", how.block))

@@ -2,18 +2,23 @@
 
 Baselines, candidates and final models all come from here; the empty placement gives the baseline. `quantizations`
 decides scales, biases and clamps first, then nodes are written in one pass.
+
+A weight in a weight format is stored as integers behind a DequantizeLinear (kernels fuse it): a Gemm loses transB, and
+a Transpose of the constant is removed. For a Gather, one Gather picks rows of integers, another their scales, and a
+DequantizeLinear follows, since no known engine fuses a DequantizeLinear in front of a Gather. Dynamic quantization puts
+a DynamicQuantizeLinear in front of the product, which becomes a MatMulInteger, and the Cast and the Mul that make
+floats of its sums behind it: the nodes that ONNX Runtime fuses into one kernel.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
 from copy import deepcopy
 from functools import cached_property
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Ranges
@@ -21,10 +26,10 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.simplifying import UniqueNames, names_in
-from qdqtune.placement.possible import refusal, unscaled
+from qdqtune.placement.possible import possible_edges, refusal, unscaled, weight_at
 from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, float_type
-from qdqtune.placement.weight_only import BLOCK_OPSET, GraphBuilder, WeightOnlyWriter
-from qdqtune.types import Edge, NumericFormat, Placement
+from qdqtune.placement.weight_only import BLOCK_OPSET, FormattedWeights
+from qdqtune.types import Array, Edge, NumericFormat, Placement, WeightFormat
 
 HALF_ROUNDING = 2**-8
 """Relative differences of scales that rounding explains: bfloat16 keeps 8 bits of a number, float16 11."""
@@ -39,7 +44,7 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
 
 
 class Inserter:
-    """Writes candidates of one model; caches scales and quantized weights, which most candidates share.
+    """Writes candidates of one model; caches scales, which most candidates share.
 
     One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. The number format
     says whether biases become int32, operators share scales, and clamps go.
@@ -47,12 +52,8 @@ class Inserter:
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
-        self._forms: dict[tuple[object, ...], Constant] = {}
-        self._checked = frozenset[Edge]()
-        self._into = [node.into for node in self._model.nodes]
-        self._quantizer = Quantizer(self._model, ranges, fmt)
+        self._quantizer, self._weights = Quantizer(model, ranges, fmt), FormattedWeights(model)
         self._names = names_in(model.proto.graph) | set(model.index_of)
-        self._weight_writer = WeightOnlyWriter(self._model)
 
     def insert(self, placement: Placement) -> Model:
         """The model with the pairs and weight formats of `placement`.
@@ -60,26 +61,28 @@ class Inserter:
         Raises:
             ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
         """
-        if self._model.opset < max(self._weight_writer.opset(placement), BLOCK_OPSET if placement.wide else 0):
+        if self._model.opset < max(self._weights.opset(placement), BLOCK_OPSET if placement.wide else 0):
             return self._raised.insert(placement)
         self._check(placement)
-        return self._write(self._quantizer.decide(placement), placement)
+        decision, names = self._quantizer.decide(placement), UniqueNames(self._names)
+        return _Writer(self._model, self._format, self._weights, decision, placement, names).written()
 
     @cached_property
     def _raised(self) -> Inserter:
         """An inserter of the same model in BLOCK_OPSET, which scales of blocks need, and pairs of 16 bits."""
         return Inserter(with_opset(self._model, BLOCK_OPSET), self._ranges, self._format)
 
+    @cached_property
+    def _possible(self) -> frozenset[Edge]:
+        return possible_edges(self._model, self._ranges)
+
     def _check(self, placement: Placement) -> None:
         if placement.wide and self._format.wide is None:
             raise ValueError("the engine's number format has no activations in 16 bits")
-        if new := placement.edges - self._checked:
-            for edge in sorted(new):
-                if edge_problem := self._problem(edge):
-                    raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
-            self._checked |= new
+        for edge in sorted(placement.edges - self._possible if placement.edges else ()):
+            raise ValueError(f"no pair can stand on {edge}: {self._problem(edge)}")
         for edge, weight_format in placement.weight_only:
-            if (problem := self._weight_writer.problem(edge, weight_format)) is not None:
+            if (problem := self._weights.problem(edge, weight_format)) is not None:
                 raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}: {problem}")
         is_half = any(float_type(self._model, t) != np.float32 for t in {e.tensor for e in placement.edges})
         opset, needed = self._model.opset, max(self._format.opset, 19 if is_half else 13)
@@ -93,33 +96,47 @@ class Inserter:
             return "the model has no such edge"
         return refusal(model, edge.tensor, node, edge.index) or unscaled(model, edge.tensor, self._ranges)
 
-    def _write(self, decision: Decision, placement: Placement) -> Model:
-        model = self._model
-        builder = GraphBuilder(UniqueNames(self._names))
-        renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
-        shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
-        paired = {e.tensor: e for e in shown if e in placement}
-        raw = {tensor: builder.names.fresh(tensor + RAW_OUTPUT) for tensor in paired}
-        weight_formats, superfluous = placement.weight_formats, self._weight_writer.superfluous(placement)
-        changed = self._changed(placement, decision, raw.keys() | renamed.keys() | set(renamed.values()))
-        for node in model.nodes:
-            if node.index in decision.dropped or node.index in superfluous:
+
+class _Writer:
+    """Writes one candidate: nodes in topological order, constants, and unique names."""
+
+    def __init__(
+        self, model: Model, fmt: NumericFormat, weights: FormattedWeights, decision: Decision, placement: Placement,
+        names: UniqueNames,
+    ) -> None:  # fmt: skip
+        self._model, self._format, self._weights = model, fmt, weights
+        self._decision, self._placement, self._fresh = decision, placement, names.fresh
+        self._nodes: list[onnx.NodeProto] = []
+        self._constants: dict[str, Constant] = {}
+        self._made: dict[object, str] = {}
+        """Names of the tensors that were written, each by a key of all that determines it."""
+        paired = sorted(e for slot, t in enumerate(model.outputs) if (e := Edge(t, "", slot)) in placement)
+        self._outputs = {e.tensor: e for e in paired}
+        self._raw = {tensor: self._fresh(tensor + RAW_OUTPUT) for tensor in self._outputs}
+        """The float tensor in front of the pair of each graph output."""
+
+    def written(self) -> Model:
+        model, decision, placement = self._model, self._decision, self._placement
+        gone = decision.dropped | self._weights.superfluous(placement)
+        renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped} | self._raw
+        for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+            if node.index in gone:
                 continue
-            if node.index not in changed:
-                builder.nodes.append(model.proto.graph.node[node.index])
+            inputs = self._inputs(node)
+            outputs = [renamed.get(tensor, tensor) for tensor in node.outputs]
+            weights = [edge for edge in node.into if edge in placement.weight_formats]
+            if (*inputs, *outputs) == (*node.inputs, *node.outputs) and not weights:
+                self._nodes.append(proto)
                 continue
-            inputs = self._inputs(builder, decision, node, placement.edges, raw)
-            outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
-            written = deepcopy(model.proto.graph.node[node.index])
+            written = deepcopy(proto)
             written.input[:], written.output[:] = inputs, outputs
             behind: list[onnx.NodeProto] = []
-            for edge in self._into[node.index]:
-                if edge in weight_formats:
-                    behind += self._weight_writer.write(builder, written, edge, weight_formats[edge])
-            builder.nodes += [written, *behind]
-        for edge in paired.values():
-            self._dequantized(builder, decision, edge, raw)
-        result = rebuild(model, builder.nodes, builder.constants)
+            for edge in weights:
+                behind += self._with_format(written, edge, placement.weight_formats[edge])
+            self._nodes += [written, *behind]
+        for edge in self._outputs.values():
+            self._dequantized(edge)
+        result = rebuild(model, self._nodes, self._constants)
         if placement:
             oldest = 9 if model.opset >= 19 else 7
             if model.opset >= BLOCK_OPSET and (placement.weight_only or placement.wide):
@@ -127,74 +144,57 @@ class Inserter:
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 
-    def _inputs(
-        self, builder: GraphBuilder, decision: Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
-    ) -> list[str]:
-        inputs = [
-            self._dequantized(builder, decision, e, raw) if e in paired else raw.get(e.tensor, e.tensor)
-            for e in self._into[node.index]
-        ]
+    def _inputs(self, node: Node) -> list[str]:
+        decision, paired = self._decision, self._placement.edges
+        inputs = [self._dequantized(e) if e in paired else self._raw.get(e.tensor, e.tensor) for e in node.into]
         if node.index in decision.biases or node.index in decision.shifted:
             slot = 2 if node.op in TAKES_BIAS else decision.shifted[node.index].slot
             inputs = [*inputs[:2], *[""] * (slot + 1 - len(inputs[:2]))]
-            inputs[slot] = self._bias(builder, node, slot, decision)
+            inputs[slot] = self._bias(node, slot)
         return inputs
 
-    def _changed(self, placement: Placement, decision: Decision, touched: Set[str]) -> set[int]:
-        """Indices of the nodes that differ from the float model; `touched` are the renamed tensors."""
-        model = self._model
-        names = {e.node for e in (*placement.edges, *placement.weight_formats)} - {""}
-        changed = {*map(model.index_of.__getitem__, names), *decision.biases, *decision.shifted}
-        for tensor in touched:
-            changed.update(use.node for use in model.uses(tensor))
-            changed.add(model.producers.get(tensor, GRAPH))
-        return changed
-
-    def _dequantized(self, builder: GraphBuilder, decision: Decision, edge: Edge, raw: Mapping[str, str]) -> str:
-        """The name of the DQ output for `edge`, the output's own for a graph output, whose float tensor is named in
-        `raw`; the pair is written at the first call."""
-        tensor, made = edge.tensor, builder.made
+    def _dequantized(self, edge: Edge) -> str:
+        """The name of the DQ output for `edge`, the output's own for a graph output; the pair is written at the first
+        call."""
+        tensor, made, decision = edge.tensor, self._made, self._decision
         constant = self._model.constants.get(tensor)
         if constant is not None:
-            return self._constant(builder, tensor, self._without_scalar(edge, constant), decision.constants[edge])
+            return self._constant(tensor, self._without_scalar(edge, constant), decision.constants[edge])
         if tensor not in made:
-            shared = self._shared(builder, decision, tensor, raw)
-            source, output = raw.get(tensor, tensor), tensor if tensor in raw else ""
-            quantization = decision.activations[tensor]
-            made[tensor, "integers"], made[tensor] = self._pair(builder, tensor, quantization, source, output, shared)
+            source, output = self._raw.get(tensor, tensor), tensor if tensor in self._raw else ""
+            shared = self._shared(tensor)
+            self._pair(tensor, tensor, decision.activations[tensor], source, output, shared)
         if edge not in decision.conversions:
             return made[tensor]
-        key = (tensor, "converted")
-        if key not in made:
-            _, made[key] = self._pair(builder, tensor, decision.converted[tensor], made[tensor])
-        return made[key]
+        if (tensor, "converted") not in made:
+            self._pair((tensor, "converted"), tensor, decision.converted[tensor], made[tensor])
+        return made[tensor, "converted"]
 
     def _pair(
-        self, builder: GraphBuilder, tensor: str, quantization: Quantization, source: str, output: str = "",
-        shared: str | None = None,
-    ) -> tuple[str, str]:  # fmt: skip
-        """Writes a DQ and, unless its integers are `shared`, a Q in front; returns what the two make."""
-        parameters = self._parameters(builder, tensor, quantization)
-        integers = shared or builder.names.fresh(f"{tensor}_QuantizeLinear_Output")
-        output = output or builder.names.fresh(f"{tensor}_DequantizeLinear_Output")
-        if shared is None:
-            builder.add_converter("QuantizeLinear", tensor, source, parameters, integers)
-        builder.add_converter("DequantizeLinear", tensor, integers, parameters, output)
-        return integers, output
+        self, key: object, tensor: str, quantization: Quantization, source: str, output: str = "", shared: str = ""
+    ) -> None:
+        """Write a DQ and, unless its integers are `shared`, a Q in front; `key` then stands for what the DQ makes."""
+        parameters = self._parameters(tensor, quantization)
+        integers = shared or self._fresh(f"{tensor}_QuantizeLinear_Output")
+        output = output or self._fresh(f"{tensor}_DequantizeLinear_Output")
+        if not shared:
+            self._add("QuantizeLinear", tensor, [source, *parameters], integers)
+        self._add("DequantizeLinear", tensor, [integers, *parameters], output)
+        self._made[key, "integers"], self._made[key] = integers, output
 
-    def _shared(self, builder: GraphBuilder, decision: Decision, tensor: str, raw: Mapping[str, str]) -> str | None:
+    def _shared(self, tensor: str) -> str:
         """The quantized tensor of a pair in front of the Cast that makes `tensor`, if it has the same scale but for
         rounding. With a Q of its own behind the Cast, an engine would store the values in float beside those in 8 bits.
         """
         cast = self._model.maker(tensor)
-        before = cast.inputs[0] if cast is not None and cast.op == "Cast" and tensor not in raw else ""
-        own, other = decision.activations[tensor], decision.activations.get(before)
+        before = cast.inputs[0] if cast is not None and cast.op == "Cast" and tensor not in self._raw else ""
+        own, other = self._decision.activations[tensor], self._decision.activations.get(before)
         if other is None or (own.qtype, own.zero_point) != (other.qtype, other.zero_point):
-            return None
+            return ""
         if not np.allclose(own.scale, other.scale, rtol=HALF_ROUNDING, atol=0):
-            return None
-        self._dequantized(builder, decision, Edge(before, "", 0), raw)
-        return builder.made[before, "integers"]
+            return ""
+        self._dequantized(Edge(before, "", 0))
+        return self._made[before, "integers"]
 
     def _without_scalar(self, edge: Edge, constant: Constant) -> Constant:
         """The constant; a scalar beside an operand of some rank as a vector of one element: TensorRT fails to give a
@@ -205,41 +205,39 @@ class Inserter:
             return constant
         return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))
 
-    def _constant(self, builder: GraphBuilder, tensor: str, constant: Constant, quantization: Quantization) -> str:
+    def _constant(self, tensor: str, constant: Constant, quantization: Quantization) -> str:
         """The name of the DQ output behind a quantized constant, or with `float_weights` behind a Q of a float one."""
-        key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
-        if key in builder.made:
-            return builder.made[key]
-        name = builder.names.fresh(f"{tensor}_quantized")
+        integers, axis = quantized(constant, quantization), quantization.axis
+        key = (tensor, integers.key)
+        if key in self._made:
+            return self._made[key]
+        name = self._fresh(f"{tensor}_quantized")
         if not self._format.float_weights:
-            if key not in self._forms:
-                self._forms[key] = quantized(constant, quantization)
-            builder.constants[name] = self._forms[key]
-        parameters = self._parameters(builder, tensor, quantization)
+            self._constants[name] = integers
+        parameters = self._parameters(tensor, quantization)
         if self._format.float_weights:
-            source = builder.names.fresh(f"{tensor}_float")
-            builder.constants[source] = constant
-            builder.add_converter("QuantizeLinear", tensor, source, parameters, name, quantization.axis)
-        output = builder.made[key] = builder.names.fresh(f"{tensor}_DequantizeLinear_Output")
-        builder.add_converter("DequantizeLinear", tensor, name, parameters, output, quantization.axis)
-        return output
+            source = self._fresh(f"{tensor}_float")
+            self._constants[source] = constant
+            self._add("QuantizeLinear", tensor, [source, *parameters], name, axis=axis)
+        self._made[key] = self._fresh(f"{tensor}_DequantizeLinear_Output")
+        self._add("DequantizeLinear", tensor, [name, *parameters], self._made[key], axis=axis)
+        return self._made[key]
 
-    def _bias(self, builder: GraphBuilder, node: Node, slot: int, decision: Decision) -> str:
+    def _bias(self, node: Node, slot: int) -> str:
         """The name of a node's new bias: the output of a DQ of int32 values, or else a corrected float bias."""
         tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
-        bias = decision.biases.get(node.index)
+        bias = self._decision.biases.get(node.index)
         if bias is None:
-            return builder.constant(f"{tensor}_corrected", decision.shifted[node.index].values)
-        name = builder.constant(f"{tensor}_quantized", bias.values)
-        parameters = (
-            builder.constant(f"{name}_scale", bias.scale.astype(float_type(self._model, node.inputs[1]))),
-            builder.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
-        )
-        output = builder.names.fresh(f"{tensor}_DequantizeLinear_Output")
-        builder.add_converter("DequantizeLinear", tensor, name, parameters, output, 0 if bias.scale.ndim else None)
+            return self._in_memory(f"{tensor}_corrected", self._decision.shifted[node.index].values)
+        name = self._in_memory(f"{tensor}_quantized", bias.values)
+        scale = self._in_memory(f"{name}_scale", bias.scale.astype(float_type(self._model, node.inputs[1])))
+        zero_point = self._in_memory(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32))
+        output = self._fresh(f"{tensor}_DequantizeLinear_Output")
+        axis = 0 if bias.scale.ndim else None
+        self._add("DequantizeLinear", tensor, [name, scale, zero_point], output, axis=axis)
         return output
 
-    def _parameters(self, builder: GraphBuilder, tensor: str, quantization: Quantization) -> tuple[str, str]:
+    def _parameters(self, tensor: str, quantization: Quantization) -> tuple[str, str]:
         dtype = float_type(self._model, tensor)
         if self._format.float_weights and dtype == np.float16:
             raise BadModel(
@@ -248,7 +246,77 @@ class Inserter:
             )
         values = quantization.scale.astype(dtype)
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
-        return builder.constant(f"{tensor}_scale", values), builder.constant(f"{tensor}_zero_point", zeros)
+        return self._in_memory(f"{tensor}_scale", values), self._in_memory(f"{tensor}_zero_point", zeros)
+
+    def _with_format(self, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat) -> tuple[onnx.NodeProto, ...]:
+        """Make `node` read its weight in a weight format at `edge`; returns the nodes that have to follow it."""
+        weight = weight_at(self._model, edge)
+        assert weight is not None  # `problem` was asked first
+        names = []
+        for what, constant in self._weights.parts(weight, weight_format).items():
+            key = (edge.tensor, constant.key)
+            if key not in self._made:
+                self._made[key] = self._fresh(f"{edge.tensor}_{what}")
+                self._constants[self._made[key]] = constant
+            names.append(self._made[key])
+        if weight.node.op == "Gather":
+            return self._with_gathered_scales(node, names, weight_format.block or weight.shape[0])
+        if weight_format.dynamic:
+            return self._as_integers(node, names)
+        key = ("dequantized", *names)
+        if key not in self._made:
+            block, axis = weight_format.block, 1 if weight_format.block is None else 0
+            self._made[key] = self._fresh(f"{edge.tensor}_DequantizeLinear_Output")
+            self._add("DequantizeLinear", edge.tensor, names, self._made[key], axis=axis, block_size=block)
+        node.input[edge.index] = self._made[key]
+        kept = [a for a in node.attribute if a.name != "transB"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        return ()
+
+    def _with_gathered_scales(self, node: onnx.NodeProto, names: list[str], block: int) -> tuple[onnx.NodeProto, ...]:
+        result = node.output[0]
+        rows, scale = self._fresh(f"{result}_quantized"), self._fresh(f"{result}_scale")
+        node.input[0], node.output[0] = names[0], rows
+        own = self._fresh(f"{node.name}_scale"), self._fresh(f"{result}_DequantizeLinear")
+        return (
+            helper.make_node("Gather", [names[1], node.input[1]], [scale], own[0], axis=0),
+            helper.make_node("DequantizeLinear", [rows, scale], [result], own[1], axis=-1, block_size=block),
+        )
+
+    def _as_integers(self, node: onnx.NodeProto, names: list[str]) -> tuple[onnx.NodeProto, ...]:
+        """Make a product a MatMulInteger; returns the nodes behind it, which make floats of its sums and add the bias
+        of a Gemm. Products of one activation share its DynamicQuantizeLinear."""
+        (source, _, *bias), result, name = node.input, node.output[0], node.name
+        parts = [("dynamic", source, what) for what in ("quantized", "scale", "zero_point")]
+        if parts[0] not in self._made:
+            self._made |= {part: self._fresh(f"{source}_dynamic_{part[-1]}") for part in parts}
+            made, own = [self._made[part] for part in parts], self._fresh(f"{source}_DynamicQuantizeLinear")
+            self._nodes.append(helper.make_node("DynamicQuantizeLinear", [source], made, own))
+        integers, scale, zero_point = (self._made[part] for part in parts)
+        sums, floats, scaling = (self._fresh(f"{result}_{what}") for what in ("sums", "floats", "scales"))
+        node.op_type = "MatMulInteger"
+        node.input[:], node.output[:] = [integers, names[0], zero_point], [sums]
+        del node.attribute[:]
+        scaled = self._fresh(f"{result}_scaled") if any(bias) else result
+        nodes = [
+            helper.make_node("Cast", [sums], [floats], self._fresh(f"{name}_Cast"), to=TensorProto.FLOAT),
+            helper.make_node("Mul", [scale, names[1]], [scaling], self._fresh(f"{name}_scales")),
+            helper.make_node("Mul", [floats, scaling], [scaled], self._fresh(f"{name}_Mul")),
+        ]
+        if any(bias):
+            nodes.append(helper.make_node("Add", [scaled, *bias], [result], self._fresh(f"{name}_Add")))
+        return tuple(nodes)
+
+    def _in_memory(self, wanted: str, values: Array) -> str:
+        """Add a constant in memory; returns its name, `wanted` unless that is taken."""
+        name = self._fresh(wanted)
+        self._constants[name] = Constant.of(np.asarray(values))
+        return name
+
+    def _add(self, op: str, tensor: str, inputs: list[str], output: str, **attributes: int | None) -> None:
+        """Append a Q or a DQ of `tensor`; attributes that are None are left out."""
+        self._nodes.append(helper.make_node(op, inputs, [output], self._fresh(f"{tensor}_{op}"), **attributes))
 
 
 def quantized(constant: Constant, quantization: Quantization) -> Constant:
