@@ -336,7 +336,7 @@ def rules_page() -> str:
     rows = [
         (
             code(rule.name),
-            engine_rules.effect(rule),
+            rule.effect,
             prose(rule.reason),
             ", ".join(sorted(rule.engines)),
             ", ".join(sorted(rule.quant_types)),

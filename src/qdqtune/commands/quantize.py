@@ -222,7 +222,7 @@ class Quantized(Shown):
 
     def table(self) -> Table:
         """A row for each rule: how many edges it decided, and its effect."""
-        effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
+        effects = {rule.name: rule.effect for rule in engine_rules.RULES}
         rows = [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
         return Table(("rule", "edges", ""), rows)
 
@@ -357,7 +357,7 @@ def _check_options(options: QuantizeOptions) -> None:
 
 def _float_rules(placed: PlacedByRules) -> str:
     """The rules that kept edges in float, in words, the one with the most edges first."""
-    keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
+    keepers = {r.name: r.reason for r in engine_rules.RULES if not r.places}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
     kept = [f"{name} ({counted(count, 'edge')}: {keepers[name]})" for count, name in counts]
     return f": kept in float by {', '.join(kept)}" if kept else ""

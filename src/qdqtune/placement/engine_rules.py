@@ -48,28 +48,21 @@ LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
 
 
 @dataclass(frozen=True)
-class PlacementRule:
-    """The engines and types that a rule is for, its reason, and the source of that."""
+class Rule:
+    """The engines and types that a rule is for, its reason, and the source of that. `find` gives the edges that may
+    carry no pair, or if the rule `places` pairs those that get one beside the `placed` ones."""
 
     name: str
     reason: str
     source: str
     engines: frozenset[str]
     quant_types: frozenset[QuantType]
-
-
-@dataclass(frozen=True)
-class KeepFloat(PlacementRule):
-    """A rule that finds edges which may carry no pair."""
-
     find: Callable[[GraphQueries], Iterable[Edge]]
+    places: bool = False
 
-
-@dataclass(frozen=True)
-class CarryPair(PlacementRule):
-    """A rule that finds edges which get a pair, given those that have one."""
-
-    find: Callable[[GraphQueries, frozenset[Edge]], Iterable[Edge]]
+    @property
+    def effect(self) -> str:
+        return "places pairs" if self.places else "keeps in float"
 
 
 # ---- rules that keep operators in float: edges that may carry no pair
@@ -261,26 +254,22 @@ def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
             yield from node.into
 
 
-def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into both products of an attention that no INT8 kernel fuses: for its sizes, or because a pair cannot stand
-    where the kernel needs one (on both inputs of both products, and on the result of the second).
+def unfusable_attention(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges into both products of an attention that no kernel fuses: for its sizes, or because a pair cannot stand
+    where the kernel needs one.
 
-    Seen with TensorRT-RTX 1.7 for sm89, and in NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
+    INT8, as seen with TensorRT-RTX 1.7 for sm89, and in NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions,
+    pairs on both inputs of both products and on the result of the second. FP8: heads of a multiple of 16 up to 256,
+    pairs on the inputs.
     """
     for attention in queries.attentions:
-        fits = attention.head_size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
-        paired = {*attention.into_products, *queries.readers(attention.context.outputs[0])}
+        size, paired = attention.head_size or 0, {*attention.into_products}
+        if queries.quant_type == "fp8":
+            fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
+        else:
+            fits = size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
+            paired.update(queries.readers(attention.context.outputs[0]))
         if not fits or not paired <= queries.possible:
-            yield from attention.into_products
-
-
-def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into both products of an attention that no FP8 kernel fuses: for a head size that is unknown, no multiple
-    of 16 or above 256, or because a pair on an input of a product is not possible."""
-    for attention in queries.attentions:
-        size = attention.head_size or 0
-        fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
-        if not fits or not queries.possible.issuperset(attention.into_products):
             yield from attention.into_products
 
 
@@ -306,34 +295,35 @@ def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
             yield from node.into
 
 
-# ---- rules that place pairs: further edges, given those that have pairs already (`placed`)
+# ---- rules that place pairs: further edges, beside those that have pairs already (`queries.placed`)
 
 INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
 """Operators whose integer kernels in ONNX Runtime save time between quantized neighbours."""
 
 
-def compute_inputs(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
+def compute_inputs(queries: GraphQueries) -> Iterable[Edge]:
     """Activation and weight of Conv, ConvTranspose, Gemm and MatMul."""
     return start_placements.compute_inputs(queries.model, queries.possible)
 
 
-def attention_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+def attention_results(queries: GraphQueries) -> Iterator[Edge]:
     """The edges that read an attention's second product, also through copies, if both products have pairs."""
     for attention in queries.attentions:
-        if placed.issuperset(attention.into_products):
+        if queries.placed.issuperset(attention.into_products):
             yield from queries.readers(attention.context.outputs[0])
 
 
-def attention_parts(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+def attention_parts(queries: GraphQueries) -> Iterator[Edge]:
     """The result of a quantized product that makes queries, keys and values at once, in front of what divides it,
     unless the attention is fused in float16."""
     for attention in queries.attentions:
         parts = queries.parts(attention)
-        if parts is not None and compute_edges(parts[0], placed) and not queries.is_fused_as_float(attention, placed):
+        is_float = queries.is_fused_as_float(attention, queries.placed)
+        if parts is not None and compute_edges(parts[0], queries.placed) and not is_float:
             yield from parts[1]
 
 
-def residual_skip(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+def residual_skip(queries: GraphQueries) -> Iterator[Edge]:
     """The skip input of an Add whose other input comes from a quantized compute operator."""
     for node in queries.model.nodes:
         if node.op != "Add" or node.domain or (skip := queries.skip(node)) is None:
@@ -342,53 +332,53 @@ def residual_skip(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Ed
         if (
             root is not None
             and skip.tensor in queries.model.producers
-            and compute_edges(queries.model.nodes[root], placed)
+            and compute_edges(queries.model.nodes[root], queries.placed)
         ):
             yield skip
 
 
-def convolution_to_layernorm(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+def convolution_to_layernorm(queries: GraphQueries) -> Iterator[Edge]:
     """The data input of a LayerNormalization that follows a quantized convolution: see `follows_convolution`."""
     for node in queries.model.nodes:
         source = follows_convolution(queries, node)
-        if source is not None and compute_edges(source, placed):
+        if source is not None and compute_edges(source, queries.placed):
             yield node.into[0]
 
 
-def concat(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+def concat(queries: GraphQueries) -> Iterator[Edge]:
     """All inputs and uses of a Concat that only quantized operators read, if a quantized operator feeds it."""
     for node in queries.model.nodes:
-        if node.op == "Concat" and _all_read_in_8_bits(queries, node, placed):
+        if node.op == "Concat" and _all_read_in_8_bits(queries, node):
             data = queries.data(node)
-            if any(_made_in_8_bits(queries, e.tensor, placed) for e in data):
+            if any(_made_in_8_bits(queries, e.tensor) for e in data):
                 yield from data
                 yield from queries.model.edges(node.outputs[0])
 
 
-def passed_on(queries: GraphQueries, placed: frozenset[Edge], operators: frozenset[str]) -> Iterator[Edge]:
+def passed_on(queries: GraphQueries, operators: frozenset[str]) -> Iterator[Edge]:
     """The input of one of `operators` that only quantized operators read; not of a cubic Resize, whose results exceed
     the range of its input."""
     for node in queries.model.nodes:
         is_cubic = node.attributes.get("mode") in ("cubic", b"cubic")
-        if node.op in operators and not is_cubic and _all_read_in_8_bits(queries, node, placed):
+        if node.op in operators and not is_cubic and _all_read_in_8_bits(queries, node):
             yield from queries.data(node)
 
 
-def average_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+def average_pool(queries: GraphQueries) -> Iterator[Edge]:
     """Input and result of an average pool between quantized operators, if nothing reads its input in float."""
     for node in queries.model.nodes:
-        if node.op not in AVERAGE_POOLS or not _all_read_in_8_bits(queries, node, placed):
+        if node.op not in AVERAGE_POOLS or not _all_read_in_8_bits(queries, node):
             continue
         tensor = node.inputs[0]
         others = [e for e in queries.model.edges(tensor) if e.node != node.name]
-        if _made_in_8_bits(queries, tensor, placed) and all(e in placed for e in others):
+        if _made_in_8_bits(queries, tensor) and all(e in queries.placed for e in others):
             yield from (*queries.data(node), *queries.model.edges(node.outputs[0]))
 
 
-def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
+def compute_results(queries: GraphQueries) -> Iterator[Edge]:
     """All uses of the result of a quantized convolution, or of a quantized MatMul with a bias behind it."""
     for node in queries.computes():
-        if node.op == "Gemm" or not compute_edges(node, placed):
+        if node.op == "Gemm" or not compute_edges(node, queries.placed):
             continue
         uses = queries.model.edges(result(queries, node))
         users = [queries.model.user(e) for e in uses]
@@ -397,12 +387,12 @@ def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[
             yield from uses
 
 
-def integer_operators(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
+def integer_operators(queries: GraphQueries) -> Iterable[Edge]:
     """Inputs and results of operators with an integer kernel whose inputs are all quantized."""
     return start_placements.integer_islands(queries.model, queries.possible, INTEGER)
 
 
-def everywhere(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
+def everywhere(queries: GraphQueries) -> Iterable[Edge]:
     """Every edge that can carry a pair, but for those between an operator that computes and the clamp behind it."""
     for edge in queries.possible:
         user, maker = queries.model.user(edge), queries.model.maker(edge.tensor)
@@ -410,7 +400,7 @@ def everywhere(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]
             yield edge
 
 
-def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge]) -> bool:
+def _made_in_8_bits(queries: GraphQueries, tensor: str) -> bool:
     """Whether a tensor comes, through copies, from the fusion of a quantized operator, or from a Concat, MaxPool or
     Resize of quantized inputs."""
     source = queries.source(tensor)
@@ -418,84 +408,84 @@ def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge])
         return False
     root = queries.fusions.get(source.index)
     if root is not None:
-        return bool(compute_edges(queries.model.nodes[root], placed))
+        return bool(compute_edges(queries.model.nodes[root], queries.placed))
     data = queries.data(source)
-    return source.op in ("Concat", "MaxPool", "Resize") and bool(data) and all(e in placed for e in data)
+    return source.op in ("Concat", "MaxPool", "Resize") and bool(data) and all(e in queries.placed for e in data)
 
 
-def _all_read_in_8_bits(queries: GraphQueries, node: Node, placed: frozenset[Edge]) -> bool:
+def _all_read_in_8_bits(queries: GraphQueries, node: Node) -> bool:
     readers = list(queries.readers(node.outputs[0]))
-    return bool(readers) and all(e in placed for e in readers)
+    return bool(readers) and all(e in queries.placed for e in readers)
 
 
-RULES: tuple[PlacementRule, ...] = (
-    KeepFloat("graph-outputs", "what leaves the graph is not rounded to 256 values", GUIDE, FUSING, BOTH,
-              graph_outputs),
-    KeepFloat("float-outputs", "what leaves the graph is not rounded, unless an integer convolution writes it",
-              MEASURED, ONNXRUNTIME, INT8, float_outputs),
-    KeepFloat("half-precision", "the integer kernels take and give float32 only", MEASURED, ONNXRUNTIME, INT8,
-              half_precision),
-    KeepFloat("swish", "the gate and the product of SiLU and HardSwish join the convolution in front of them",
-              OPTIMIZER, FUSING, BOTH, swish),
-    KeepFloat("stem-swish", "over the range of pictures a step is wider than what the gate bends, and the first layer "
-              "has too few channels to gain", MEASURED, ONNXRUNTIME, INT8, stem_swish),
-    KeepFloat("inside-fusions", "a pair inside Conv, bias, BatchNormalization and activation breaks their fusion",
-              GUIDE, FUSING, BOTH, inside_fusions),
-    KeepFloat("constant-operands", "elementwise operators with a constant are fused in float; 8 bits bring conversions",
-              OPTIMIZER, FUSING, BOTH, constant_operands),
-    KeepFloat("float-functions", "normalizations, Softmax and the Erf of a GELU have float kernels only", GUIDE,
-              FUSING, BOTH, float_functions),
-    KeepFloat("matrix-vector", "a product with M or N = 1 uses no tensor cores", OPTIMIZER,
-              TENSORRT, BOTH, matrix_vector),
-    KeepFloat("tiny-products", "K or N below 16 do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
-              tiny_products),
-    KeepFloat("tiny-convolutions", "few channels do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
-              tiny_convolutions),
-    KeepFloat("pooled-convolutions", "a convolution of one pixel gains nothing, and its Q runs alone", OBSERVED,
-              TENSORRT, BOTH, pooled_convolutions),
-    KeepFloat("transposed-convolutions", "there is no 8-bit kernel: the weights are dequantized at every inference",
-              OBSERVED, TENSORRT, FP8, transposed_convolutions),
-    KeepFloat("transposed-convolutions-rtx", "there is no 8-bit kernel: the weights are dequantized at every inference",
-              OBSERVED, RTX, INT8, transposed_convolutions),
-    KeepFloat("transposed-convolutions-cpu", "there is no 8-bit kernel: the weights are dequantized at every inference",
-              MEASURED, ONNXRUNTIME, INT8, transposed_convolutions),
-    KeepFloat("grouped-transposed-convolutions", "there is no 8-bit kernel with groups", RUNTIME_MODEL, OPENVINO, INT8,
-              partial(transposed_convolutions, least_groups=2)),
-    KeepFloat("int8-attention", "fused INT8 attention needs heads of 16, 32 or 64, at most 512 positions, and pairs "
-              "behind it as well: else float attention, which fuses, is faster", LIBRARY, TENSORRT, INT8,
-              unfusable_int8_attention),
-    KeepFloat("fp8-attention", "fused FP8 attention needs a head size that is a multiple of 16, up to 256", LIBRARY,
-              TENSORRT, FP8, unfusable_fp8_attention),
-    KeepFloat("parts-of-float-attention", "float16 attention is not fused if queries, keys and values come from a DQ, "
-              "and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
-              parts_of_float_attention),
-    KeepFloat("running-sums", "of values in 8 bits the NPU gets a CumSum wrong", SIMULATED, NPU, INT8,
-              running_sums),
-    CarryPair("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
-              EVERY, BOTH, compute_inputs),
-    CarryPair("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",
-              LIBRARY, TENSORRT, INT8, attention_results),
-    CarryPair("attention-parts", "a product that makes queries, keys and values at once runs in 8 bits, or in fewer "
-              "kernels, with a pair in front of what divides its result", OBSERVED, TENSORRT_FAMILY, BOTH,
-              attention_parts),
-    CarryPair("residual-skip", "with its skip input in 8 bits an Add joins the operator in front of it", GUIDE,
-              FUSING, BOTH, residual_skip),
-    CarryPair("conv-layernorm", "the convolution then writes 8 bits itself and gets a faster kernel", LAYERNORM,
-              TENSORRT, INT8, convolution_to_layernorm),
-    CarryPair("concat", "with one scale on its inputs and its output a Concat moves 8-bit values, or vanishes", GUIDE,
-              FUSING, BOTH, concat),
-    CarryPair("max-pool", "the largest of 8-bit values is one of them: the scale passes through", GUIDE, FUSING, INT8,
-              partial(passed_on, operators=frozenset({"MaxPool"}))),
-    CarryPair("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8,
-              partial(passed_on, operators=frozenset({"Resize", "Upsample"}))),
-    CarryPair("average-pool", "fuses between a DQ and a Q; beside a float neighbour it brings a conversion", GUIDE,
-              EVERY, INT8, average_pool),
-    CarryPair("compute-results", "an integer convolution, or MatMul with a bias, is made of DQ, operator and Q",
-              MEASURED, ONNXRUNTIME, INT8, compute_results),
-    CarryPair("integer-operators", "between quantized neighbours integer kernels save the conversions", MEASURED,
-              ONNXRUNTIME, INT8, integer_operators),
-    CarryPair("everywhere", "what carries no pair runs in float16 there, or on the CPU with a border on either side",
-              QNN, NPU, INT8, everywhere),
+RULES: tuple[Rule, ...] = (
+    Rule("graph-outputs", "what leaves the graph is not rounded to 256 values", GUIDE, FUSING, BOTH,
+         graph_outputs),
+    Rule("float-outputs", "what leaves the graph is not rounded, unless an integer convolution writes it",
+         MEASURED, ONNXRUNTIME, INT8, float_outputs),
+    Rule("half-precision", "the integer kernels take and give float32 only", MEASURED, ONNXRUNTIME, INT8,
+         half_precision),
+    Rule("swish", "the gate and the product of SiLU and HardSwish join the convolution in front of them",
+         OPTIMIZER, FUSING, BOTH, swish),
+    Rule("stem-swish", "over the range of pictures a step is wider than what the gate bends, and the first layer "
+         "has too few channels to gain", MEASURED, ONNXRUNTIME, INT8, stem_swish),
+    Rule("inside-fusions", "a pair inside Conv, bias, BatchNormalization and activation breaks their fusion",
+         GUIDE, FUSING, BOTH, inside_fusions),
+    Rule("constant-operands", "elementwise operators with a constant are fused in float; 8 bits bring conversions",
+         OPTIMIZER, FUSING, BOTH, constant_operands),
+    Rule("float-functions", "normalizations, Softmax and the Erf of a GELU have float kernels only", GUIDE,
+         FUSING, BOTH, float_functions),
+    Rule("matrix-vector", "a product with M or N = 1 uses no tensor cores", OPTIMIZER,
+         TENSORRT, BOTH, matrix_vector),
+    Rule("tiny-products", "K or N below 16 do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
+         tiny_products),
+    Rule("tiny-convolutions", "few channels do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
+         tiny_convolutions),
+    Rule("pooled-convolutions", "a convolution of one pixel gains nothing, and its Q runs alone", OBSERVED,
+         TENSORRT, BOTH, pooled_convolutions),
+    Rule("transposed-convolutions", "there is no 8-bit kernel: the weights are dequantized at every inference",
+         OBSERVED, TENSORRT, FP8, transposed_convolutions),
+    Rule("transposed-convolutions-rtx", "there is no 8-bit kernel: the weights are dequantized at every inference",
+         OBSERVED, RTX, INT8, transposed_convolutions),
+    Rule("transposed-convolutions-cpu", "there is no 8-bit kernel: the weights are dequantized at every inference",
+         MEASURED, ONNXRUNTIME, INT8, transposed_convolutions),
+    Rule("grouped-transposed-convolutions", "there is no 8-bit kernel with groups", RUNTIME_MODEL, OPENVINO, INT8,
+         partial(transposed_convolutions, least_groups=2)),
+    Rule("int8-attention", "fused INT8 attention needs heads of 16, 32 or 64, at most 512 positions, and pairs "
+         "behind it as well: else float attention, which fuses, is faster", LIBRARY, TENSORRT, INT8,
+         unfusable_attention),
+    Rule("fp8-attention", "fused FP8 attention needs a head size that is a multiple of 16, up to 256", LIBRARY,
+         TENSORRT, FP8, unfusable_attention),
+    Rule("parts-of-float-attention", "float16 attention is not fused if queries, keys and values come from a DQ, "
+         "and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
+         parts_of_float_attention),
+    Rule("running-sums", "of values in 8 bits the NPU gets a CumSum wrong", SIMULATED, NPU, INT8,
+         running_sums),
+    Rule("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
+         EVERY, BOTH, compute_inputs, places=True),
+    Rule("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",
+         LIBRARY, TENSORRT, INT8, attention_results, places=True),
+    Rule("attention-parts", "a product that makes queries, keys and values at once runs in 8 bits, or in fewer "
+         "kernels, with a pair in front of what divides its result", OBSERVED, TENSORRT_FAMILY, BOTH,
+         attention_parts, places=True),
+    Rule("residual-skip", "with its skip input in 8 bits an Add joins the operator in front of it", GUIDE,
+         FUSING, BOTH, residual_skip, places=True),
+    Rule("conv-layernorm", "the convolution then writes 8 bits itself and gets a faster kernel", LAYERNORM,
+         TENSORRT, INT8, convolution_to_layernorm, places=True),
+    Rule("concat", "with one scale on its inputs and its output a Concat moves 8-bit values, or vanishes", GUIDE,
+         FUSING, BOTH, concat, places=True),
+    Rule("max-pool", "the largest of 8-bit values is one of them: the scale passes through", GUIDE, FUSING, INT8,
+         partial(passed_on, operators=frozenset({"MaxPool"})), places=True),
+    Rule("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8,
+         partial(passed_on, operators=frozenset({"Resize", "Upsample"})), places=True),
+    Rule("average-pool", "fuses between a DQ and a Q; beside a float neighbour it brings a conversion", GUIDE,
+         EVERY, INT8, average_pool, places=True),
+    Rule("compute-results", "an integer convolution, or MatMul with a bias, is made of DQ, operator and Q",
+         MEASURED, ONNXRUNTIME, INT8, compute_results, places=True),
+    Rule("integer-operators", "between quantized neighbours integer kernels save the conversions", MEASURED,
+         ONNXRUNTIME, INT8, integer_operators, places=True),
+    Rule("everywhere", "what carries no pair runs in float16 there, or on the CPU with a border on either side",
+         QNN, NPU, INT8, everywhere, places=True),
 )  # fmt: skip
 
 
@@ -507,7 +497,7 @@ class PlacedByRules:
     counts: tuple[tuple[str, int], ...]
 
 
-def rules_of(engine: str, quant_type: QuantType) -> tuple[PlacementRule, ...]:
+def rules_of(engine: str, quant_type: QuantType) -> tuple[Rule, ...]:
     """The rules of an engine and a type. An execution provider has those of an engine like it."""
     engine = PROVIDERS[engine].like if engine in PROVIDERS else engine
     return tuple(rule for rule in RULES if engine in rule.engines and quant_type in rule.quant_types)
@@ -519,21 +509,16 @@ def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: Quan
     counts = dict.fromkeys((rule.name for rule in chosen), 0)
     queries = GraphQueries(model, possible, quant_type)
     for rule in chosen:
-        if isinstance(rule, KeepFloat):
+        if not rule.places:
             kept = queries.possible.intersection(rule.find(queries))
             counts[rule.name] = len(kept)
-            queries = GraphQueries(model, queries.possible - kept, quant_type)
-    placed: frozenset[Edge] = frozenset()
-    grows = True
-    while grows:
-        grows = False
+            queries.possible -= kept
+    before = None
+    while queries.placed != before:
+        before = queries.placed
         for rule in chosen:
-            if isinstance(rule, CarryPair):
-                added = queries.possible.intersection(rule.find(queries, placed)) - placed
+            if rule.places:
+                added = queries.possible.intersection(rule.find(queries)) - queries.placed
                 counts[rule.name] += len(added)
-                placed, grows = placed | added, grows or bool(added)
-    return PlacedByRules(consistent(model, Placement(placed)), tuple(counts.items()))
-
-
-def effect(rule: PlacementRule) -> str:
-    return "keeps in float" if isinstance(rule, KeepFloat) else "places pairs"
+                queries.placed |= added
+    return PlacedByRules(consistent(model, Placement(queries.placed)), tuple(counts.items()))

@@ -37,13 +37,14 @@ class Attention:
         return (*self.scores.into, *self.context.into)
 
 
-@dataclass(frozen=True)
+@dataclass
 class GraphQueries:
-    """Questions about a model in which pairs may stand on the edges `possible`."""
+    """Questions about a model in which pairs may stand on the edges `possible`, and stand on the edges `placed`."""
 
     model: Model
     possible: frozenset[Edge]
     quant_type: QuantType = "int8"
+    placed: frozenset[Edge] = frozenset()
 
     def computes(self) -> Iterator[Node]:
         """The operators whose arithmetic runs in 8 bits, in graph order."""
