@@ -192,8 +192,8 @@ def normalization(model: Model, node: Node) -> Match | None:
         return None
     if op == "RMSNormalization" and biases:
         return None
-    operands = scales or [np.ones(width, np.float32)]
-    return Match(op, source, {"axis": -1, "epsilon": epsilon}, (*operands, *biases))
+    scale = scales[0] if scales else np.ones(width, np.float32)
+    return Match(op, source, {"axis": -1, "epsilon": epsilon}, (scale, *biases))
 
 
 # ---- parts of formulas

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from copy import deepcopy
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import onnx
@@ -263,12 +264,12 @@ class _Writer:
             return self._with_gathered_scales(node, names, weight_format.block or weight.shape[0])
         if weight_format.dynamic:
             return self._as_integers(node, names)
-        key = ("dequantized", *names)
-        if key not in self._made:
+        weights = ("dequantized", *names)
+        if weights not in self._made:
             block, axis = weight_format.block, 1 if weight_format.block is None else 0
-            self._made[key] = self._fresh(f"{edge.tensor}_DequantizeLinear_Output")
-            self._add("DequantizeLinear", edge.tensor, names, self._made[key], axis=axis, block_size=block)
-        node.input[edge.index] = self._made[key]
+            self._made[weights] = self._fresh(f"{edge.tensor}_DequantizeLinear_Output")
+            self._add("DequantizeLinear", edge.tensor, names, self._made[weights], axis=axis, block_size=block)
+        node.input[edge.index] = self._made[weights]
         kept = [a for a in node.attribute if a.name != "transB"]
         del node.attribute[:]
         node.attribute.extend(kept)
@@ -314,7 +315,7 @@ class _Writer:
         self._constants[name] = Constant.of(np.asarray(values))
         return name
 
-    def _add(self, op: str, tensor: str, inputs: list[str], output: str, **attributes: int | None) -> None:
+    def _add(self, op: str, tensor: str, inputs: list[str], output: str, **attributes: Any) -> None:
         """Append a Q or a DQ of `tensor`; attributes that are None are left out."""
         self._nodes.append(helper.make_node(op, inputs, [output], self._fresh(f"{tensor}_{op}"), **attributes))
 
