@@ -16,8 +16,8 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from qdqtune.cli.main import BEGUN
 from qdqtune.cli.output import say_notes, with_flags
+from qdqtune.cli.streams import BEGUN
 from qdqtune.commands.inputs import check_options
 from qdqtune.errors import QdqtuneError
 from qdqtune.options import REQUIRED, SWITCH, Flag, Group, Kind, Option, Options, option, options_of

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import shell_complete
 
 from qdqtune.cli.output import say, say_error, say_exception
-from qdqtune.cli.streams import INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output
+from qdqtune.cli.streams import BEGUN, INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output
 from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
 
@@ -32,9 +32,6 @@ EXIT_CODES = {
     INTERRUPTED: "Interrupted.",
 }
 """What the exit codes of all commands mean."""
-
-BEGUN = "qdqtune.begun"
-"""Where click's context keeps when the command line was entered, by `time.monotonic`."""
 
 COMPLETING = "_QDQTUNE_COMPLETE"
 """The environment variable of click: `_QDQTUNE_COMPLETE=bash_source qdqtune` prints what makes bash complete options,

@@ -23,6 +23,9 @@ from qdqtune.errors import escaped
 STDOUT, STDERR = 1, 2
 """File descriptors of the standard streams."""
 
+BEGUN = "qdqtune.begun"
+"""Where click's context keeps when the command line was entered, by `time.monotonic`."""
+
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
