@@ -90,12 +90,12 @@ class InProcess:
     def __init__(self, workers: Workers) -> None:
         self._session = Session(partial(Watched, workers))
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`Worker.request`; the limit does not hold."""
-        return answer(self._session, name, arguments)
+    def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
+        """`Worker.ask`; the limit does not hold."""
+        return answer(self._session, *message)
 
-    def kill(self) -> None:
-        """`Worker.kill`."""
+    def end(self, seconds: float = 0.0) -> None:
+        """`Worker.end`."""
         self._session = Session()
 
     def printed(self) -> str:

@@ -1,17 +1,24 @@
 """A pool of workers: each job is done once, and again where a worker is lost."""
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.allocation import check_same_kind
+from qdqtune.engines.devices import Device
 from qdqtune.engines.execution import CHECK_SECONDS, cancelled_by, raise_if_cancelled
 from qdqtune.engines.pool import WorkerPool
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineFailure, EngineUnavailable
+from workers import Workers
 
 
 def named(number: int) -> Callable[[object], tuple[int, object]]:
@@ -119,3 +126,19 @@ def test_with_lost_workers_each_task_ends_once_and_no_thread_stays(count: int, l
         assert calls == Counter({n: 1 + (n in gone) for n in range(jobs)})
         assert len(pool) == count - len(gone)
     assert threading.active_count() == before
+
+
+# Devices for the workers of a run: one kind only
+KINDS = (EngineSpec("fake"), EngineSpec("fake", {"asymmetric": True}), EngineSpec("fake", {"threads": 2}))
+
+
+@pytest.mark.parametrize("kinds", [kinds for n in (1, 2, 3) for kinds in itertools.product(range(3), repeat=n)])
+def test_devices_of_several_kinds_are_refused_by_name(kinds: tuple[int, ...], tmp_path: Path, workers: Workers) -> None:
+    runners = [Runner(KINDS[kind], log_dir=tmp_path, device=Device(f"worker-{n}")) for n, kind in enumerate(kinds, 1)]
+    other = next((n for n, kind in enumerate(kinds, 1) if kind != kinds[0]), None)
+    if other is None:
+        check_same_kind(runners)
+    else:
+        with pytest.raises(EngineUnavailable, match=rf"worker-{other} has .*, worker-1 has "):
+            check_same_kind(runners)
+    assert {device.name for device in workers.devices} == {runner.device.name for runner in runners}

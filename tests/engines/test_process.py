@@ -32,7 +32,7 @@ def test_a_worker_runs_on_its_cores_only(tmp_path: Path) -> None:
     assert os.sched_getaffinity(0) == before
     worker = WorkerProcess(tmp_path / "worker.log", Device("one", gpu=f"pinned-{os.getpid()}"))
     assert not devices.is_free(f"gpu-pinned-{os.getpid()}")
-    worker.kill()
+    worker.end()
     assert devices.is_free(f"gpu-pinned-{os.getpid()}")
 
 
@@ -54,9 +54,9 @@ def test_a_time_budget_ends_requests_to_an_engine_that_hangs(tmp_path: Path, lef
     limits = list[float]()
 
     class Recorded(InProcess):
-        def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
             limits.append(limit)
-            return super().request(name, arguments, limit)
+            return super().ask(message, limit)
 
     execution = Execution(600.0, None if left is None else time.monotonic() + left)
     start = lambda *_: Recorded(Workers())  # noqa: E731

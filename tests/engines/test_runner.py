@@ -14,19 +14,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import build
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.channel import Channel
-from qdqtune.engines.execution import Execution
+from qdqtune.engines.execution import EXECUTION, Execution, cancelled_by
 from qdqtune.engines.fake import latency
-from qdqtune.engines.memory import MemoryBudget, scarce_memory
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.memory import BUDGET_FACTOR, LARGE_MODEL, MemoryBudget, scarce_memory
+from qdqtune.engines.runner import Handle, Runner, reused_workers
 from qdqtune.errors import BadOption, Failure, OutputError
 from qdqtune.graph.saving import nbytes, save
-from qdqtune.types import Measurement, NumericFormat, QType
+from qdqtune.types import Measurement, NumericFormat, QType, Tensors
 from refusals import refusal
 from trtexec_stand_in import stand_in
 from workers import Workers
@@ -394,3 +396,98 @@ def test_denormal_numbers_are_zero_unless_the_option_says_otherwise(
         assert runner.describe().get("denormals_as_zero") == ("no" if options else None)
     assert isinstance(outputs, list)
     np.testing.assert_allclose(outputs[0]["y"], 1e-10 if options else 0.0, rtol=1e-3)
+
+
+# Which builds are freed, and which models have a budget
+REQUESTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(1, 40)), max_size=40)
+
+
+@given(limit=st.integers(1, 100), requests=REQUESTS)
+def test_builds_fit_the_budget_and_the_least_recently_used_are_freed_first(
+    limit: int, requests: list[tuple[int, int, int]]
+) -> None:
+    """Two runners ask for builds, each of one size for good; a model of the budget keeps them by last use."""
+    budget, held, used = MemoryBudget(limit), dict[tuple[int, int], int](), list[tuple[int, int]]()
+    sizes: dict[tuple[int, int], int] = {}
+    for runner, number, taken in requests:
+        build = runner, number
+        size = sizes.setdefault(build, taken)
+        if build in held:
+            budget.use(build)
+            used.remove(build)
+        else:
+            before = list(used)
+            needed = frozenset(before[-1:])  # the one of the last request, as in rounds of two builds
+            budget.make_room(size, needed)
+            freed = [b for b in before if b not in held]
+            assert freed == [b for b in before if b not in needed][: len(freed)]
+            if len(freed) < len(set(before) - needed):
+                assert sum(held.values()) + size <= limit
+            used = [b for b in before if b in held]
+            budget.add(build, size, lambda build=build: held.pop(build))  # type: ignore[misc]
+            held[build] = size
+        used.append(build)
+    for build in list(held):
+        budget.remove(build)
+        budget.remove(build)
+    budget.make_room(limit + 1, frozenset())  # nothing is left to free
+
+
+def test_only_large_models_have_a_budget() -> None:
+    assert MemoryBudget.for_model(LARGE_MODEL - 1) is None
+    budget = MemoryBudget.for_model(LARGE_MODEL)
+    assert budget is not None
+    budget.add((0, 0), LARGE_MODEL, lambda: freed.append(0))
+    freed: list[int] = []
+    budget.make_room(int((BUDGET_FACTOR - 1) * LARGE_MODEL), frozenset())
+    assert freed == []
+    budget.make_room(int((BUDGET_FACTOR - 1) * LARGE_MODEL) + 2, frozenset())
+    assert freed == [0]
+
+
+# Workers that several engines use one after the other
+def answer(execution: Execution, plain: Path, samples: list[Tensors], at_once: int = 1, **options: Any) -> Any:
+    """The process that ran a model, and its outputs."""
+    spec = EngineSpec("onnxruntime", options)
+    with Runner(spec, log_dir=plain.parent / "logs", execution=execution, start=execution.idle) as runner:
+        outputs = runner.outputs_of(plain, samples, at_once)
+        assert runner._worker is not None
+        return runner._worker._process, outputs
+
+
+def test_engines_with_other_options_run_in_the_process_of_the_first(files: SimpleNamespace) -> None:
+    with reused_workers(EXECUTION) as execution, reused_workers(execution) as same:
+        assert same is execution
+        first, outputs = answer(execution, files.plain, [IMAGE])
+        assert first.poll() is None
+        samples = [{"x": IMAGE["x"] * factor} for factor in range(11)]
+        second, several = answer(execution, files.plain, samples, at_once=2, fuse=False)
+        assert second is first
+        np.testing.assert_allclose(several[1]["y"], outputs[0]["y"], rtol=1e-4, atol=1e-5)
+        one_by_one = answer(execution, files.plain, samples, fuse=False)[1]
+        assert len(several) == 11
+        for a, b in zip(several, one_by_one, strict=True):
+            np.testing.assert_array_equal(a["y"], b["y"])
+    assert first.poll() is not None
+
+
+def test_a_process_that_has_ended_or_owes_an_answer_is_not_used_again(files: SimpleNamespace) -> None:
+    with reused_workers(EXECUTION) as execution:
+        first, _ = answer(execution, files.plain, [IMAGE])
+        first.kill()
+        first.wait()
+        second, outputs = answer(execution, files.plain, [IMAGE])
+        assert second is not first
+        assert isinstance(outputs, list)
+
+        def cancel() -> None:
+            raise KeyboardInterrupt
+
+        spec = EngineSpec("fake", {"build_seconds": 30.0})
+        with Runner(spec, log_dir=files.plain.parent / "logs", execution=execution, start=execution.idle) as runner:
+            runner.describe()
+            with cancelled_by(cancel), pytest.raises(KeyboardInterrupt):
+                runner.load(files.plain)
+        assert second.poll() is not None
+        third, outputs = answer(execution, files.plain, [IMAGE])
+        assert third is not second

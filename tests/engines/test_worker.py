@@ -112,10 +112,10 @@ def test_layers_have_the_times_of_the_average_call() -> None:
 
 def test_a_file_that_cannot_be_written_is_a_failure_for_lack_of_resources() -> None:
     class Full(Session):
-        def save_memory(self) -> NoReturn:
+        def describe(self) -> NoReturn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "candidate.log")
 
-    good, error = answer(Full(), "save_memory", ())
+    good, error = answer(Full(), "describe", ())
     assert (good, type(error)) == (False, EngineFailure)
     assert str(error) == "the engine process cannot use candidate.log: No space left on device"
     assert OUT_OF_RESOURCES.search(str(error))

@@ -233,7 +233,7 @@ class Machine:
             self.late[name] += 1
         kind = name if name in ("build", "rounds") else None
         fault = self._fault("message") or (self._fault(kind) if kind else None)
-        if fault in ("no memory", "no room") and name in ("unload", "feed", "save_memory", "describe"):
+        if fault in ("no memory", "no room") and name in ("unload", "feed", "describe"):
             fault = None  # they take none
         self._ends(fault)
         if fault == "jump":

@@ -378,7 +378,7 @@ def _judged(
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     with (
         temporary_folder() as folder,
-        Runner(spec, log_dir=folder, execution=prepared.execution, reuses=True) as runner,
+        Runner(spec, log_dir=folder, execution=prepared.execution, start=prepared.execution.idle) as runner,
     ):
         save(model, folder / "float.onnx")
         with rewording(REFUSED):

@@ -14,8 +14,6 @@ from qdqtune.engines.process import StartWorker, Worker
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 
-INSTALL = "pip install 'qdqtune[ray]'"
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -55,10 +53,10 @@ def allocate_workers(
     try:
         from qdqtune.engines import cluster
     except ImportError as error:
-        raise EngineUnavailable(f"`ray` needs Ray, which is not installed: {INSTALL}") from error
+        raise EngineUnavailable("`ray` needs Ray, which is not installed: pip install 'qdqtune[ray]'") from error
     with cluster.connected(ray):
-        start = cluster.Cluster(spec, cores_for(spec, cores_each)).start
-        yield Allocation(cluster.devices(spec, workers, cores_each, most), start)
+        nodes = cluster.Cluster(spec, cores_for(spec, cores_each))
+        yield Allocation(nodes.devices(workers, most), nodes.start)
 
 
 def check_same_kind(runners: Sequence[Runner]) -> None:

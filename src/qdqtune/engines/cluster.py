@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import Device, cores_for, needs_gpu
+from qdqtune.engines.devices import Device, needs_gpu
 from qdqtune.engines.execution import Deadline, cancelled_by
 from qdqtune.engines.process import NODE_LOST, Program
 from qdqtune.engines.remote.connection import FarWorker, check_version, greeting
@@ -58,12 +58,14 @@ class WorkerActor:
 
 
 class ActorProgram:
-    """The program of an actor: a `remote.connection.Far`."""
+    """The program of an actor: a `process.Worker`."""
+
+    location = ""
 
     def __init__(self, actor: Any) -> None:
         self._actor, self.alive = actor, True
 
-    def ask(self, message: object, limit: float) -> Any:
+    def ask(self, message: Any, limit: float) -> Any:
         try:
             return _await_answer(self._actor.ask.remote(message, limit), limit + NETWORK_SECONDS)
         except TimeoutError:
@@ -85,11 +87,41 @@ class ActorProgram:
 
 @dataclass
 class Cluster:
-    """A cluster that this process is connected to. `start` is the `StartWorker` for runners with workers there."""
+    """A cluster that this process is connected to, for workers of an engine with `cores_each` cores, and a GPU if the
+    engine needs one. `start` is the `StartWorker` for runners with workers there."""
 
     spec: EngineSpec
     cores_each: int
     started: list[FarWorker] = field(default_factory=list)
+
+    @property
+    def _wanted(self) -> str:
+        return f"{self.cores_each} CPUs" + (" and a GPU" if needs_gpu(self.spec) else "")
+
+    def capacity(self, cores: int) -> int:
+        """How many workers with so many cores the cluster can hold."""
+        total = 0
+        for node in ray.nodes():
+            has = node["Resources"] if node["Alive"] else {}
+            fit = int(has.get("CPU", 0)) // cores
+            total += min(fit, int(has.get("GPU", 0))) if needs_gpu(self.spec) else fit
+        return total
+
+    def devices(self, workers: int | None, most: int = 0) -> tuple[Device, ...]:
+        """Devices for `workers` workers, by default for as many as the cluster can hold. Ray decides where each runs.
+
+        Raises:
+            BadOption: no node has as many cores as `most`.
+            EngineUnavailable: the cluster cannot hold so many workers.
+        """
+        if most > self.cores_each and not self.capacity(most):
+            raise BadOption(f"{most} threads: no node of the cluster has as many CPUs, see ray status")
+        fit = self.capacity(self.cores_each)
+        if (workers or 1) > fit:
+            raise EngineUnavailable(
+                f"the cluster has room for {fit} workers of {self._wanted} each, not {workers or 1}: see ray status"
+            )
+        return tuple(Device(f"worker-{n}") for n in range(1, 1 + (workers or fit)))
 
     def start(self, log: Path, device: Device) -> FarWorker:
         """A worker on any free device of the cluster.
@@ -97,8 +129,8 @@ class Cluster:
         Raises:
             EngineUnavailable: none is free, or another version of qdqtune is installed there.
         """
-        gpus, cores = 1 if needs_gpu(self.spec) else 0, self.cores_each
-        wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        gpus = 1 if needs_gpu(self.spec) else 0
+        wants = {"num_cpus": self.cores_each, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote()
         program = ActorProgram(actor)
         with contextlib.ExitStack() as undo:
@@ -107,15 +139,15 @@ class Cluster:
                 with cancelled_by(self._check_start):
                     words = _await_answer(actor.greeting.remote(), WAIT_SECONDS)
             except TimeoutError:
-                wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
                 raise EngineUnavailable(
-                    f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer `workers`"
+                    f"the cluster has had no node with {self._wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer "
+                    "`workers`"
                 ) from None
             except RayError as error:
                 raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
             check_version(words, words["host"])
             undo.pop_all()
-        worker = FarWorker(program, words["host"], cores)
+        worker = FarWorker(program, words["host"], self.cores_each)
         self.started.append(worker)
         return worker
 
@@ -129,7 +161,7 @@ class Cluster:
         own = ray.get_runtime_context().get_node_id()
         if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
             raise EngineUnavailable(NODE_LOST)
-        if sum(worker.alive for worker in self.started) >= capacity(self.spec, self.cores_each):
+        if sum(worker.alive for worker in self.started) >= self.capacity(self.cores_each):
             raise TimeoutError
 
 
@@ -173,32 +205,3 @@ def connected(address: str) -> Iterator[None]:
                 f"no Ray cluster answers at {address}: {one_line(error)}; start one with: ray start --head"
             ) from error
         yield
-
-
-def capacity(spec: EngineSpec, cores_each: int) -> int:
-    """How many workers the cluster can hold, each with `cores_each` cores, and with a GPU if the engine needs one."""
-    total = 0
-    for node in ray.nodes():
-        has = node["Resources"] if node["Alive"] else {}
-        fit = int(has.get("CPU", 0)) // cores_each
-        total += min(fit, int(has.get("GPU", 0))) if needs_gpu(spec) else fit
-    return total
-
-
-def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most: int = 0) -> tuple[Device, ...]:
-    """Devices for `workers` workers, by default for as many as the cluster can hold. Ray decides where each runs.
-
-    Raises:
-        BadOption: no node has as many cores as `most`.
-        EngineUnavailable: the cluster cannot hold so many workers.
-    """
-    each = cores_for(spec, cores_each)
-    if most > each and not capacity(spec, most):
-        raise BadOption(f"{most} threads: no node of the cluster has as many CPUs, see ray status")
-    fit = capacity(spec, each)
-    if (workers or 1) > fit:
-        wanted = f"{each} CPUs" + (" and a GPU" if needs_gpu(spec) else "")
-        raise EngineUnavailable(
-            f"the cluster has room for {fit} workers of {wanted} each, not {workers or 1}: see ray status"
-        )
-    return tuple(Device(f"worker-{n}") for n in range(1, 1 + (workers or fit)))

@@ -24,26 +24,26 @@ NODE_LOST = (
 
 
 class Worker(Protocol):
-    """Answers requests: names of `worker.Session` methods with their arguments. The first request opens the engine."""
+    """Answers messages. Those to a worker of a runner are names of `worker.Session` methods with their arguments, the
+    first of which opens the engine; the answer is `(True, result)`, or `(False, error)` with a QdqtuneError."""
+
+    location: str
+    """Host and device of the worker, for messages; "" on this host."""
 
     @property
     def alive(self) -> bool:
-        """Whether the worker answers requests. If not, its builds are lost."""
+        """Whether the worker answers. If not, its builds are lost."""
 
-    @property
-    def location(self) -> str:
-        """Host and device of the worker, for messages; "" on this host."""
-
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """Send a request. The answer is `(True, result)`, or `(False, error)` with a QdqtuneError.
+    def ask(self, message: Any, limit: float) -> Any:
+        """Send a message and wait for its answer.
 
         Raises:
             TimeoutError: no answer within `limit` seconds.
             EOFError: the worker has ended; the text says how.
         """
 
-    def kill(self) -> None:
-        """End the worker at once."""
+    def end(self, seconds: float = 0.0) -> None:
+        """End the worker and all that it has started; it may take so long to end by itself."""
 
     def printed(self) -> str:
         """What the worker has printed outside of builds."""
@@ -56,7 +56,9 @@ StartWorker = Callable[[Path, Device], Worker]
 class Program:
     """A running command that answers messages over its standard input and output, in a process group of its own: Ctrl-C
     in a terminal does not reach it, and one kill ends it with all that it has started. What it prints is appended to a
-    log."""
+    log, which is removed if it is empty. A `Worker`."""
+
+    location = ""
 
     def __init__(self, log: Path, **command: Any) -> None:
         """Start it; `command` are arguments for `subprocess.Popen`.
@@ -78,8 +80,7 @@ class Program:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, message: object, limit: float) -> Any:
-        """Send a message and wait for its answer. Raises as `Worker.request`."""
+    def ask(self, message: Any, limit: float) -> Any:
         try:
             self.channel.send(message, Deadline(limit))
             return self.channel.recv(Deadline(limit))
@@ -92,9 +93,7 @@ class Program:
             raise EOFError(f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}") from error
 
     def end(self, seconds: float = 0.0) -> None:
-        """End the process and all that it has started; it may take so long to end by itself, as its input closes. Its
-        log is removed if it is empty."""
-        self.channel.close()
+        self.channel.close()  # by which it knows that it is to end
         if self.exit_code(seconds) is None:
             end_group(self._process.pid)
         self._process.wait()
@@ -125,12 +124,10 @@ def channel_to(process: subprocess.Popen[bytes]) -> Channel:
 
 
 class WorkerProcess(Program):
-    """A `Worker` on this host.
+    """A worker of a runner on this host.
 
-    It runs on `device` and holds it until it has ended. Its temporary files are removed when it is killed.
+    It runs on `device` and holds it until it has ended. Its temporary files are removed when it is ended.
     """
-
-    location = ""
 
     def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
         """Start the process. A device that is still in use is waited for, for `LEASE_SECONDS` at most.
@@ -150,10 +147,6 @@ class WorkerProcess(Program):
                 raise EngineUnavailable(f"no process for the engine can be started: {error.strerror}") from error
             undo.pop_all()
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        answer: tuple[bool, Any] = self.ask((name, arguments), limit)
-        return answer
-
-    def kill(self) -> None:
+    def end(self, seconds: float = 0.0) -> None:
         with contextlib.closing(self._scratch):  # also where Ctrl-C comes meanwhile
-            self.end()
+            super().end(seconds)

@@ -69,8 +69,7 @@ class Runner:
         log_dir: folder for what the engine prints.
         execution: its `seconds` limit each build, each inference of `outputs` and each probe; rounds may take `SLACK`
             times the expected time in addition.
-        start: starts a worker; by default a process on this host.
-        reuses: whether to take one of the idle workers of `execution`, if it has any, and to give it back.
+        start: starts a worker; by default a process on this host. `IdleWorkers` get it back.
         device: where the worker runs.
         unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
         memory: limits the builds of this and other runners of one thread; without it all loaded models stay loaded.
@@ -83,15 +82,13 @@ class Runner:
         log_dir: Path,
         execution: Execution = EXECUTION,
         start: StartWorker | None = None,
-        reuses: bool = False,
         device: Device = ANYWHERE,
         unpacked: int = 0,
         memory: MemoryBudget | None = None,
     ) -> None:
         self.log_dir, self.device, self.memory, self._unpacked = log_dir, device, memory, unpacked
         self._spec, self._execution = spec, execution
-        self._idle = execution.idle if reuses else None
-        self._start = start or (self._idle.start if self._idle else start_worker)
+        self._start = start or start_worker
         self._worker: Worker | None = None
         self._mix: Mix = ()
         self._numbers = itertools.count()
@@ -109,9 +106,8 @@ class Runner:
     def close(self) -> None:
         """End the worker at once, or let it wait for the next runner. Loaded models are built again if this one is used
         again."""
-        worker = self._worker
-        if self._idle is not None and worker is not None and worker.alive:
-            self._idle.keep(worker)
+        if self._worker is not None and self._worker.alive and isinstance(self._start, IdleWorkers):
+            self._start.keep(self._worker)
             self._worker = None
         self._end()
 
@@ -221,7 +217,7 @@ class Runner:
         if self._spec.name not in LAUNCHED:
             return 0.0
         try:
-            return float(self._ask_of([handle], "start_seconds", handle.build, what="answering"))
+            return self.turns([handle], 0.0)[0].start
         except EngineRefused:
             return 0.0
 
@@ -295,7 +291,7 @@ class Runner:
             EngineUnavailable: the request fails.
         """
         with rewording(f"engine {self._spec.name!r} does not work here", EngineUnavailable):
-            return _twice(lambda: self._request(name, *arguments, what="answering"))
+            return self._ask_of((), name, *arguments, what="answering")
 
     def _ask_of(self, handles: Sequence[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
         """The answer to a request that needs these builds: those that were lost with a worker, or freed for others, are
@@ -311,15 +307,16 @@ class Runner:
                     self._build(handle.build, handle.path, self._logs[handle], needed)
                 elif self.memory is not None:
                     self.memory.use((id(self), handle.build))
-            return self._request(name, *arguments, what=what, extra=extra)
+            return self._exchange(name, *arguments, what=what, extra=extra)
 
         return _twice(ask)
 
     def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float:
-        size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
+        self._open()
         if self.memory is not None:
+            size = builds_for(self._mix) * (nbytes(path) + self._unpacked)
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
-        seconds: float = self._request("build", number, path, log, what=f"building {path.name}", log=log)
+        seconds: float = self._exchange("build", number, path, log, what=f"building {path.name}", log=log)
         self._present.add(number)
         if self.memory is not None:
             self.memory.add((id(self), number), size, lambda: self._free(number))
@@ -345,7 +342,7 @@ class Runner:
         for number in list(self._present):
             self._forget(number)
         if worker is not None:
-            worker.kill()
+            worker.end()
 
     def _open(self) -> None:
         """Start a worker, unless there is one, and open the engine there.
@@ -357,51 +354,30 @@ class Runner:
             return
         self._end()
         self._worker = self._start(self.log_dir / f"{self.device.name or 'worker'}.log", self.device)
-        first: list[tuple[Any, ...]] = [("open", EngineSpec(self._spec.name, dict(self._spec.options)))]
-        first += [("save_memory",)] if self.memory is not None else []
-        first += [("feed", self._mix)] if self._mix else []
+        spec = EngineSpec(self._spec.name, dict(self._spec.options))
         extra = max(0.0, START_SECONDS - self._execution.seconds)
+        what = "opening the engine"
         try:
-            for request in first:
-                self._exchange(*request, what="opening the engine", extra=extra)
-        except EngineRefused as refused:
-            raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {refused}") from refused
-        except QdqtuneError:
+            self._exchange("open", spec, self._mix, self.memory is not None, what=what, extra=extra)
+        except QdqtuneError as error:
             self._end()
+            if isinstance(error, EngineRefused) and error.failure.stage in ("timeout", "crash"):
+                raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {error}") from error
             raise
 
-    def _request(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        """The answer of the engine, which is opened if need be. `what` says in messages what is being done; `log` is
-        the log of a build; `extra` seconds are added to the limit.
+    def _exchange(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
+        """The answer of the worker. `what` says in messages what is being done; `log` is the log of a build; `extra`
+        seconds are added to the limit.
 
         Raises:
             EngineRefused: the engine refuses, or the worker gives no answer.
-            EngineUnavailable: the engine cannot be opened.
-            QdqtuneError: what else the engine raises.
-        """
-        try:
-            self._open()
-            return self._exchange(name, *arguments, what=what, log=log, extra=extra)
-        except EngineRefused:
-            raise
-        except EngineFailure as error:
-            stage: Stage = "build" if name == "build" else "run"
-            if OUT_OF_RESOURCES.search(str(error)):
-                stage = "resources"
-            raise EngineRefused(Failure(stage, str(error), _last_lines(log))) from error
-
-    def _exchange(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        """The answer of the worker.
-
-        Raises:
-            EngineRefused: the worker gave no answer.
-            QdqtuneError: the error that it answered with.
+            QdqtuneError: what else the worker answers.
         """
         worker, limit = self._worker, self._execution.within_budget(self._execution.seconds + extra)
         assert worker is not None
         answered = False
         try:
-            good, result = worker.request(name, arguments, limit)
+            good, result = worker.ask((name, arguments), limit)
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"
@@ -412,9 +388,14 @@ class Runner:
         finally:
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
                 self._end()
-        if not good:
+        if good:
+            return result
+        if not isinstance(result, EngineFailure):
             raise result
-        return result
+        stage: Stage = "build" if name == "build" else "run"
+        if OUT_OF_RESOURCES.search(str(result)):
+            stage = "resources"
+        raise EngineRefused(Failure(stage, str(result), _last_lines(log))) from result
 
 
 def _twice(ask: Callable[[], T]) -> T:
@@ -454,18 +435,18 @@ def as_workloads(given: Tensors | Mix) -> Mix:
 
 
 class IdleWorkers:
-    """Workers that wait for their next runner. Their logs lie in `folder`, which outlives those of engines."""
+    """Workers that wait for their next runner: a `StartWorker`, for devices without cores of their own. Their logs lie
+    in `folder`, which outlives those of engines."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._numbers, self._free = folder, itertools.count(1), list[Worker]()
 
-    def start(self, log: Path, device: Device) -> Worker:
-        """A worker that waits, or else a new one: a `StartWorker` for devices without cores of their own."""
+    def __call__(self, log: Path, device: Device) -> Worker:
         while self._free:
             worker = self._free.pop()
             if worker.alive:
                 return worker
-            worker.kill()
+            worker.end()
         return start_worker(self._folder / f"{next(self._numbers)}-{log.name}", device)
 
     def keep(self, worker: Worker) -> None:
@@ -474,7 +455,7 @@ class IdleWorkers:
 
     def close(self) -> None:
         while self._free:
-            self._free.pop().kill()
+            self._free.pop().end()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -60,13 +60,13 @@ class Session:
         self._engines: dict[int | None, Engine] = {}
         self._models: dict[int, Model] = {}
 
-    def open(self, spec: EngineSpec) -> None:
-        """Open an engine, in place of an earlier one."""
+    def open(self, spec: EngineSpec, mix: Mix = (), saves_memory: bool = False) -> None:
+        """Open an engine, in place of an earlier one. With `saves_memory` builds take as little memory as they can."""
         for number in list(self._models):
             self.unload(number)
         self._spec, self._is_launched = spec, spec.name in LAUNCHED
-        self._mix: Mix = (Workload({}),)
-        self._saves_memory = False
+        self._mix: Mix = mix or (Workload({}),)
+        self._building: Callable[[], AbstractContextManager[None]] = scarce_memory if saves_memory else nullcontext
         self._engines = {None: self._opener(spec)}
 
     def describe(self) -> dict[str, str]:
@@ -78,13 +78,6 @@ class Session:
     def feed(self, mix: Mix) -> None:
         """Set the workloads that `rounds`, `probe` and `layers` run."""
         self._mix = mix
-
-    def save_memory(self) -> None:
-        """From now on, builds take as little memory as they can."""
-        self._saves_memory = True
-
-    def _building(self) -> AbstractContextManager[None]:
-        return scarce_memory() if self._saves_memory else nullcontext()
 
     def build(self, number: int, path: Path, log: Path) -> float:
         """Build a model and keep it under a number; the seconds that it took."""
@@ -134,15 +127,12 @@ class Session:
     def save(self, number: int, path: Path) -> None:
         self._built(number).save(path)
 
-    def start_seconds(self, number: int) -> float:
-        """`Launched.start_seconds`; 0 for models that stay loaded."""
-        return cast(Launched, self._built(number)).start_seconds if self._is_launched else 0.0
-
     def probe(self, numbers: Sequence[int], turn_seconds: float) -> list[Turn]:
         """The `Turn` of each workload, in which the slowest of these models runs for an equal part of
         `turn_seconds`."""
-        if start := max(self.start_seconds(number) for number in numbers):
-            return [Turn.of(0.0, 0.0, start)] * len(self._mix)  # the process chooses how often it runs the model
+        if self._is_launched:  # the process chooses how often it runs the model
+            start = max(cast(Launched, self._built(number)).start_seconds for number in numbers)
+            return [Turn.of(0.0, 0.0, start)] * len(self._mix)
         slowest = [max(_quickest(self._built(n, w.threads), w.inputs) for n in set(numbers)) for w in self._mix]
         return [Turn.of(seconds, turn_seconds / len(self._mix)) for seconds in slowest]
 
@@ -215,7 +205,13 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     shares = [workload.share for workload in mix]
     names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
     if all(each == names[0] for each in names):
-        return tuple(_average(together, shares) for together in zip(*reports, strict=True))
+        averaged = []
+        for together in zip(*reports, strict=True):
+            times = tuple(layer.time_ms for layer in together if layer.time_ms is not None)
+            is_whole = len(times) == len(mix)
+            mean = float(np.dot(shares, times)) if is_whole else None
+            averaged.append(replace(together[0], time_ms=mean, parts=times if is_whole and len(mix) > 1 else ()))
+        return tuple(averaged)
     spent = [sum(layer.time_ms or 0.0 for layer in report) for report in reports]
     totals = [share * ms for share, ms in zip(shares, spent, strict=True)]
     most = int(np.argmax(totals))
@@ -223,14 +219,6 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     return tuple(
         layer if layer.time_ms is None else replace(layer, time_ms=factor * layer.time_ms) for layer in reports[most]
     )
-
-
-def _average(layers: Sequence[Layer], shares: Sequence[float]) -> Layer:
-    """A layer with the mean of its times on several workloads, weighted by shares; without times if one is unknown."""
-    known = tuple(layer.time_ms for layer in layers if layer.time_ms is not None)
-    if len(known) < len(layers):
-        return replace(layers[0], time_ms=None)
-    return replace(layers[0], time_ms=float(np.dot(shares, known)), parts=known if len(known) > 1 else ())
 
 
 def main() -> None:
@@ -296,18 +284,12 @@ def answer(session: Session, name: str, arguments: tuple[Any, ...]) -> tuple[boo
 
 
 def answer_undisturbed(session: Session, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """`answer` in a process of its own, whose garbage is not collected while rounds are timed."""
-    with _no_collection() if name == "rounds" else nullcontext():
-        return answer(session, name, arguments)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and not within the block: that would be timed."""
-    gc.collect()
-    gc.disable()
+    """`answer` in a process of its own, whose garbage is not collected while rounds are timed, but before."""
+    if name == "rounds":
+        gc.collect()
+        gc.disable()
     try:
-        yield
+        return answer(session, name, arguments)
     finally:
         gc.enable()
 

@@ -168,10 +168,15 @@ def test_an_engine_that_cannot_be_opened_there_is_told_with_the_place(
     ("ssh://me@board:2222", "ssh://me@board:2222", "python3"),
     ("ssh://me@board:2222/opt/python", "ssh://me@board:2222", "/opt/python"),
     ("board:/with space/python", "board", "'/with space/python'"),
+    *((text, "", "") for text in ("", "-v", "a b", ":/python", "ssh://")),
 ])  # fmt: skip
 def test_a_machine_is_named_as_for_ssh_and_may_have_a_python(text: str, host: str, python: str) -> None:
-    *_, dashes, found, command = Destination.parsed(text).command("x")
-    assert (dashes, found, command) == ("--", host, f"exec {python} -P -m x")
+    if host:
+        *_, dashes, found, command = Destination.parsed(text).command("x")
+        assert (dashes, found, command) == ("--", host, f"exec {python} -P -m x")
+    else:
+        with pytest.raises(BadOption, match="is no machine"):
+            Destination.parsed(text)
 
 
 def test_workers_share_a_connection_over_a_socket_that_goes_with_them(
@@ -187,19 +192,13 @@ def test_workers_share_a_connection_over_a_socket_that_goes_with_them(
     assert Destination("board").shared().socket == ""
 
 
-@pytest.mark.parametrize("text", ["", "-v", "a b", ":/python", "ssh://"])
-def test_other_texts_name_no_machine(text: str) -> None:
-    with pytest.raises(BadOption, match="is no machine"):
-        Destination.parsed(text)
-
-
 @pytest.mark.parametrize(("cores", "kind"), [(1, EngineUnavailable), (1000, BadOption)])
 def test_cores_that_stay_in_use_lose_the_worker_and_not_the_run(
     cores: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qdqtune.engines.remote.far.LEASE_SECONDS", -1.0)
     monkeypatch.setattr(devices, "is_free", lambda _: False)
-    good, error = request(FarSession(tmp_path), "open_on", FAKE, cores, ".")
+    good, error = request(FarSession(tmp_path), "open_on", cores, ".", FAKE)
     assert (good, type(error)) == (False, kind)
 
 
@@ -218,7 +217,7 @@ def test_of_contents_those_that_no_build_needs_are_bounded(tmp_path: Path) -> No
 
 def test_a_disk_without_room_loses_the_worker_with_a_reason(tmp_path: Path) -> None:
     model, desk = saved_with_constants(tmp_path), FarSession(tmp_path)
-    assert request(desk, "open_on", FAKE, 0, ".") == (True, "")
+    assert request(desk, "open_on", 0, ".", FAKE) == (True, "")
     proto, constants = packed(model)
     with room_for(5):
         for digest, values in constants.items():

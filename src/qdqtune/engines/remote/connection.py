@@ -7,7 +7,6 @@ The system's `ssh` is used, so that names, keys and jumps of ~/.ssh/config hold,
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
 import re
@@ -16,7 +15,7 @@ import weakref
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ import onnx
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts
-from qdqtune.engines.process import Program
+from qdqtune.engines.process import Program, Worker
 from qdqtune.engines.remote.far import GREETING
 from qdqtune.errors import BadOption, EngineUnavailable, one_line, reading
 from qdqtune.graph.constants import inner_tensors
@@ -183,24 +182,11 @@ def why_not(destination: Destination, code: int, printed: list[str]) -> str:
     return f"no worker starts with {python} on {host}: {last}"
 
 
-class Far(Protocol):
-    """A program that runs `remote.far`: a `process.Program`, or an actor that has one."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    def ask(self, message: object, limit: float) -> Any: ...
-
-    def end(self, seconds: float = 0.0) -> None: ...
-
-    def printed(self) -> str: ...
-
-
 class FarWorker:
-    """A `process.Worker` on another machine: on cores of its own, `cores` of them, or with 0 wherever the system there
-    puts it. `host` is how the user knows the machine."""
+    """A worker of a runner on another machine: on cores of its own, `cores` of them, or with 0 wherever the system
+    there puts it. `program` runs `remote.far` there; `host` is how the user knows the machine."""
 
-    def __init__(self, program: Far, host: str, cores: int) -> None:
+    def __init__(self, program: Worker, host: str, cores: int) -> None:
         self._program, self._host, self._cores = program, host, cores
         self.location = host
 
@@ -208,21 +194,31 @@ class FarWorker:
     def alive(self) -> bool:
         return self._program.alive
 
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+    def ask(self, message: Any, limit: float) -> tuple[bool, Any]:
         contents: dict[str, Array] = {}
-        sent: tuple[Any, ...] = (name, arguments)
+        sent, (name, arguments) = message, message
         if name == "open":
-            sent = "open_on", (*arguments, self._cores, os.getcwd())
+            sent = "open_on", (self._cores, os.getcwd(), *arguments)
         elif name == "build":
             number, path, _ = arguments
             proto, contents = packed(path)
             sent = "build_from", (number, path.name, proto, tuple(contents))
-        request = io.BytesIO()
-        _Request(request, contents).dump(sent)
+        arrays: list[Array] = []
+
+        def is_part(buffer: pickle.PickleBuffer) -> bool:
+            values = np.frombuffer(buffer.raw(), np.uint8)
+            if values.nbytes < STORED_BYTES:
+                return True
+            arrays.append(values)
+            return False
+
+        request = pickle.dumps(sent, protocol=5, buffer_callback=is_part)
+        digests = [_digest(values) for values in arrays]
+        contents |= zip(digests, arrays, strict=True)
         try:
             for digest in self._program.ask(("missing", list(contents)), limit) if contents else ():
                 self._program.ask(("put", digest, contents[digest]), limit)
-            good, result = self._program.ask(("ask", request.getvalue()), limit)
+            good, result = self._program.ask(("ask", request, digests), limit)
         except EOFError as error:
             raise EOFError(f"{error} on {self.location}") from error
         if good and name == "build":
@@ -235,8 +231,8 @@ class FarWorker:
             result = type(result)(f"on {self.location}: {result}")
         return good, result
 
-    def kill(self) -> None:
-        self._program.end(ENDING_SECONDS)
+    def end(self, seconds: float = ENDING_SECONDS) -> None:
+        self._program.end(seconds)
 
     def printed(self) -> str:
         return self._program.printed()
@@ -265,7 +261,8 @@ def check_version(words: dict[str, Any], host: str) -> None:
 
 
 def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
-    """A model file whose external data lie in files that are named by their content, and the bytes of these.
+    """A model file whose external data lie in files that are named by their content, and the bytes of these, which are
+    read when they are used.
 
     Raises:
         BadOption: a file cannot be read.
@@ -277,7 +274,9 @@ def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 continue
             entries = {entry.key: entry.value for entry in tensor.external_data}
-            values = _bytes_at(path.parent / entries["location"], int(entries.get("offset", 0)), entries.get("length"))
+            file, start = path.parent / entries["location"], int(entries.get("offset", 0))
+            count = int(entries.get("length", file.stat().st_size - start))
+            values = np.asarray(np.memmap(file, np.uint8, "r", start, (count,))) if count else np.zeros(0, np.uint8)
             digest = _digest(values)
             contents[digest] = values
             del tensor.external_data[:]
@@ -286,27 +285,5 @@ def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
     return proto.SerializeToString(), contents
 
 
-def _bytes_at(path: Path, start: int, length: str | None) -> Array:
-    """The bytes of a part of a file, which are read when they are used."""
-    count = path.stat().st_size - start if length is None else int(length)
-    return np.asarray(np.memmap(path, np.uint8, "r", start, (count,))) if count else np.zeros(0, np.uint8)
-
-
 def _digest(values: Array) -> str:
     return hashlib.sha256(values.data).hexdigest()[:32]
-
-
-class _Request(pickle.Pickler):
-    """Writes a request; large arrays are put into `contents` instead."""
-
-    def __init__(self, file: io.BytesIO, contents: dict[str, Array]) -> None:
-        super().__init__(file, protocol=5)
-        self._contents = contents
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, np.ndarray) or value.nbytes < STORED_BYTES or value.dtype.kind == "O":
-            return None
-        values = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        digest = _digest(values)
-        self._contents[digest] = values
-        return digest, value.dtype, value.shape

@@ -7,7 +7,6 @@ are named by their content. It ends, and removes its files, when its input close
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import tempfile
@@ -93,9 +92,11 @@ class FarSession(Session):
         self._device: Device | None = None
         self._lease = ExitStack()
 
-    def ask(self, request: bytes) -> tuple[bool, Any]:
+    def ask(self, request: bytes, digests: Sequence[str] = ()) -> tuple[bool, Any]:
+        """Answer a request in pickle's form, whose large arrays have these digests."""
         try:
-            reply = answer_undisturbed(self, *_Request(request, self.contents).load())
+            arrays = [np.fromfile(self.contents.path(digest), np.uint8) for digest in digests]
+            reply = answer_undisturbed(self, *pickle.loads(request, buffers=arrays))
         except OutputError as error:
             reply = False, error
         self.contents.forget({digest for digests in self._constants.values() for digest in digests})
@@ -103,10 +104,10 @@ class FarSession(Session):
             return False, EngineUnavailable(str(reply[1]))
         return reply
 
-    def open_on(self, spec: EngineSpec, cores: int, folder: str) -> str:
-        """Open an engine on free cores of this host, and on a free GPU if it needs one; with 0 cores wherever the
-        system puts it. File names in its options are relative to `folder`, if there is one here. Returns the device in
-        words.
+    def open_on(self, cores: int, folder: str, spec: EngineSpec, *more: Any) -> str:
+        """Open an engine (see `Session.open`) on free cores of this host, and on a free GPU if it needs one; with 0
+        cores wherever the system puts it. File names in its options are relative to `folder`, if there is one here.
+        Returns the device in words.
 
         Raises:
             BadOption, EngineUnavailable: there are too few cores or GPUs within `LEASE_SECONDS`.
@@ -118,7 +119,7 @@ class FarSession(Session):
             os.environ.update(self._device.environment)
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, set(self._device.cores))
-        self.open(spec)
+        self.open(spec, *more)
         if self._device is None:
             return ""
         gpu = f" GPU {self._device.gpu}" if self._device.gpu else ""
@@ -156,17 +157,6 @@ class FarSession(Session):
         self._constants.pop(number, None)
         for path in self._folder.glob(f"{number}-*"):
             path.unlink()
-
-
-class _Request(pickle.Unpickler):
-    def __init__(self, data: bytes, contents: Contents) -> None:
-        super().__init__(io.BytesIO(data))
-        self._contents = contents
-
-    def persistent_load(self, pid: Any) -> Array:
-        digest, dtype, shape = pid
-        values: Array = np.fromfile(self._contents.path(digest), np.uint8).view(dtype).reshape(shape)
-        return values
 
 
 def main() -> None:
