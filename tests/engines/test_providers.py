@@ -10,7 +10,7 @@ from qdqtune.engines import CPU_PROVIDER, EngineSpec, devices, normal, open_engi
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.machine import architecture, is_simulated, processor_name, simulated, simulated_chip, this_machine
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.providers import OF_EP, PROVIDERS
+from qdqtune.engines.providers import OF_EP, PROVIDERS, table_of
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.placement.engine_rules import rules_of
 
@@ -57,7 +57,7 @@ def test_two_names_that_differ_are_refused() -> None:
 
 def test_a_chip_is_named_to_a_simulator_alone() -> None:
     assert bool(simulated_chip(PROVIDERS["qnn"])) == is_simulated("qnn")
-    assert simulated_chip(PROVIDERS["cuda"]) == simulated_chip(None) == {}
+    assert simulated_chip(PROVIDERS["cuda"]) == simulated_chip(table_of(CPU_PROVIDER)) == {}
 
 
 def test_the_simulator_is_known_by_the_processor() -> None:

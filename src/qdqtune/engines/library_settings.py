@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal, provider_of
-from qdqtune.engines.providers import OF_EP, PLAIN_VALUE
+from qdqtune.engines.providers import PLAIN_VALUE, table_of
+from qdqtune.engines.tensorrt.options import sizes_text
 from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
@@ -102,12 +103,12 @@ def library_settings(
         module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
         return {"module": module, **_shapes(spec, sizes)}
     provider = provider_of(spec)
-    table, told = OF_EP.get(provider), described.get("provider_options", "").split()
-    chip = {} if table is None else {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
+    table, told = table_of(provider), described.get("provider_options", "").split()
+    chip = {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
     return {
         "provider": provider,
-        "provider_options": {**(table.options if table else {}), **chip, **(options.get("provider_options") or {})},
-        "plugin": "" if table is None else table.plugin,
+        "provider_options": {**table.options, **chip, **(options.get("provider_options") or {})},
+        "plugin": table.plugin,
         "provider_library": options.get("library") or "",
         **session_settings(threads),
         "config_entries": {DENORMALS_AS_ZERO: "1"} if as_zero else {},
@@ -123,12 +124,9 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
     version, types = int(described["version"].partition(".")[0] or 0), ["--fp16", "--int8"]
     if described.get("typing") == "strong":
         types = ["--stronglyTyped"] if version < BETTER_DEFAULTS else []
-    flags = {
-        which: ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in named.items())
-        for which, named in _shapes(spec, sizes).items()
-    }
-    build = [f"--{which}Shapes={text}" for which, text in flags.items() if text]
-    run = [f"--shapes={flags['opt']}"] if flags["opt"] else []
+    shapes = _shapes(spec, sizes)
+    build = [f"--{which}Shapes={sizes_text(named)}" for which, named in shapes.items() if named]
+    run = [f"--shapes={sizes_text(shapes['opt'])}"] if shapes["opt"] else []
     return {
         "program": spec.options.get("trtexec") or "trtexec",
         "build": [*types, *build, *shlex.split(described.get("arguments", ""))],
@@ -138,7 +136,7 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
 
 PLAIN_OPTIONS = frozenset({
     "threads", "provider", "provider_options", "fuse", "fuse_pairs", "rewrite", "denormals_as_zero", "precision",
-    "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target", "warmup_ms",
+    "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target",
     "seed", "noise", "drift", "spikes", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
 })  # fmt: skip
 """Options of all engines that name no file and no program; of `provider_options` those of the provider's table."""
@@ -152,8 +150,7 @@ def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
         BadOption: the option `provider` names another provider than the engine.
     """
     spec = normal(spec)
-    table, given = OF_EP.get(provider_of(spec)), spec.options.get("provider_options")
-    known = frozenset[str]() if table is None else table.plain
+    known, given = table_of(provider_of(spec)).plain, spec.options.get("provider_options")
     own = given if isinstance(given, Mapping) else {}
     kept = {name: value for name, value in own.items() if name in known and PLAIN_VALUE.fullmatch(str(value))}
     options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}

@@ -140,9 +140,9 @@ def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:
     return is_simulator or (name != COST_MODEL and bool(facts.emulation))
 
 
-def simulated_chip(table: Provider | None) -> dict[str, str]:
+def simulated_chip(table: Provider) -> dict[str, str]:
     """The options that say which chip a simulator stands for; none where the provider is no simulator."""
-    return dict(table.simulated_as) if table is not None and is_simulated(table.name) else {}
+    return dict(table.simulated_as) if table.simulated_as and is_simulated(table.name) else {}
 
 
 def simulated(name: str, machine: MachineFacts | None = None) -> str:

@@ -28,10 +28,10 @@ class Provider:
 
     name: what `engine` calls it.
     ep: what ONNX Runtime calls it.
-    install: the command or the build that brings it.
-    source: the address of its documents.
-    like: the engine whose placement rules hold for it.
     numbers: the format of int8 pairs.
+    install: the command or the build that brings it.
+    source: the address of its documents; "" for a provider of which nobody has looked at what it leaves to others.
+    like: the engine whose placement rules hold for it.
     notes: what numbers it takes beyond that, in words: 16 bits, opset, zero points.
     weights: weight formats of products.
     plugin: the Python module of its plug-in package, whose `get_library_path` names the library; "" if it is built into
@@ -54,10 +54,10 @@ class Provider:
 
     name: str
     ep: str
-    install: str
-    source: str
-    like: str
     numbers: NumericFormat
+    install: str = ""
+    source: str = ""
+    like: str = "onnxruntime"
     notes: str = ""
     weights: tuple[str, ...] = ()
     plugin: str = ""
@@ -145,3 +145,9 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType({table.name: table for tabl
 
 OF_EP: Mapping[str, Provider] = MappingProxyType({table.ep: table for table in PROVIDERS.values()})
 """Execution providers by ONNX Runtime's name."""
+
+
+def table_of(ep: str) -> Provider:
+    """The table of an execution provider by ONNX Runtime's name; for the CPU's, and for one that nobody has tried, one
+    with the usual values."""
+    return OF_EP.get(ep) or Provider(name="onnxruntime", ep=ep, numbers=SYMMETRIC)

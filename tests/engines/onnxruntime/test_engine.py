@@ -1,5 +1,3 @@
-"""None"""
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,7 @@ from qdqtune.engines.library_settings import OnnxRuntimeOptions
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.onnxruntime.engine import OnnxRuntime, Recording
 from qdqtune.engines.onnxruntime.layers import assigned_layers, elsewhere, own_words
-from qdqtune.engines.providers import PROVIDERS
+from qdqtune.engines.providers import PROVIDERS, table_of
 from qdqtune.errors import EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -41,6 +39,8 @@ from qdqtune.placement.insertion import insert
 from qdqtune.types import Layer, Placement
 from rewrite_nets import MERGED as NETS
 from rewrite_nets import net
+
+CPU = table_of(CPU_PROVIDER)
 
 
 class TestOnnxRuntime(EngineContract):
@@ -175,7 +175,7 @@ def report(tmp_path: Path, events: list[dict[str, Any]], plain_ms: float = 1.0) 
     onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
     (tmp_path / "profile.json").write_text(json.dumps(events))
     graph, files = text_model(CHAIN).graph, (tmp_path / "m.onnx", tmp_path / "profile.json")
-    return onnxruntime_layers.report(graph, *files, 1, [plain_ms / 1e3])
+    return onnxruntime_layers.report(graph, *files, 1, [plain_ms / 1e3], CPU)
 
 
 def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path: Path) -> None:
@@ -199,7 +199,9 @@ def test_files_that_a_full_disk_has_cut_short_are_a_failure(tmp_path: Path, name
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:-1])
     with pytest.raises(EngineFailure, match="cut short, as with no space left on the disk"):
-        onnxruntime_layers.report(text_model(CHAIN).graph, tmp_path / "m.onnx", tmp_path / "profile.json", 1, [0.001])
+        onnxruntime_layers.report(
+            text_model(CHAIN).graph, tmp_path / "m.onnx", tmp_path / "profile.json", 1, [0.001], CPU
+        )
 
 
 def test_overhead_of_the_profile_is_subtracted(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from qdqtune.engines.coverage import read_model
 from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptions, session_settings
 from qdqtune.engines.machine import instruction_sets, is_simulated, processor_name, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.engines.providers import OF_EP, SYMMETRIC, Provider
+from qdqtune.engines.providers import Provider, table_of
 from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
 from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
@@ -47,14 +47,15 @@ BLOCK = 4
 """How many inferences run in a row with the profiler, then without it, so that drift affects both alike. Chosen, not
 measured."""
 
-ORT_MESSAGES = (
+refusals_in_words = partial(
+    translated,
     "ONNX Runtime",
     re.compile(
         r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?((\w+ : )?/\S+:\d+ .*?\) (?=[A-Z]))?"
     ),
 )
-"""Arguments of `translated`: a name, and the beginning of messages, which is cut: it often names a temporary file and a
-place in ONNX Runtime's sources."""
+"""`translated`, without the beginning of messages: it often names a temporary file and a place in ONNX Runtime's
+sources."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
@@ -76,21 +77,16 @@ def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
     Raises:
         EngineUnavailable: the provider is not installed, or has no device here.
     """
-    table = OF_EP.get(options.provider)
-    if options.library or (table is not None and table.plugin):
-        return OnnxRuntime(options, _plugged_in(options))
-    available = ort.get_available_providers()
-    if options.provider not in available:
-        how = "" if table is None else f": {table.install}"
-        raise EngineUnavailable(
-            f"ONNX Runtime here has no provider {options.provider!r}; it has {', '.join(available)}{how}"
-        )
-    return OnnxRuntime(options)
-
-
-def _plugged_in(options: OnnxRuntimeOptions) -> list[ort.OrtEpDevice]:
-    table, library = OF_EP.get(options.provider), options.library
-    if not library and table is not None:
+    table, library = table_of(options.provider), options.library
+    if not library and not table.plugin:
+        available = ort.get_available_providers()
+        if options.provider not in available:
+            how = f": {table.install}" if table.install else ""
+            raise EngineUnavailable(
+                f"ONNX Runtime here has no provider {options.provider!r}; it has {', '.join(available)}{how}"
+            )
+        return OnnxRuntime(options)
+    if not library:
         if importlib.util.find_spec(table.plugin) is None:
             raise EngineUnavailable(f"provider {table.ep} is not installed: {table.install}")
         library = import_module(table.plugin).get_library_path()
@@ -101,7 +97,7 @@ def _plugged_in(options: OnnxRuntimeOptions) -> list[ort.OrtEpDevice]:
     found = [device for device in ort.get_ep_devices() if device.ep_name == options.provider]
     if not found:
         raise EngineUnavailable(f"provider {options.provider} loads, and finds no device on this machine")
-    return found[:1]
+    return OnnxRuntime(options, found[:1])
 
 
 @cache
@@ -109,53 +105,48 @@ def _register(provider: str, library: str) -> None:
     ort.register_execution_provider_library(provider, library)
 
 
-def _device_of(table: Provider | None) -> tuple[str, str]:
-    """The name of the device that a provider runs on, and of its driver, as far as it is known."""
-    name = processor_name()
-    if table is not None and is_simulated(table.name):
-        return f"simulator on {name}", ""
-    gpus = devices.gpus_here() if table is not None and table.is_gpu else ()
-    return devices.gpu(gpus[0]) if gpus else (name, "")
-
-
 class OnnxRuntime:
     """Builds models as sessions, all with the same options. `plugged_in` are devices of a plug-in's provider."""
 
     def __init__(self, options: OnnxRuntimeOptions, plugged_in: Sequence[ort.OrtEpDevice] = ()) -> None:
         self._options, self._plugged_in = options, plugged_in
-        self.table = OF_EP.get(options.provider)
+        self.table = table_of(options.provider)
         self._own = simulated_chip(self.table) | dict(options.provider_options or {})
-        self.memory = "cpu" if self.table is None else self.table.memory
-        recording = "" if self.table is None else self.table.recording
-        self.is_recorded = (options.provider_options or {}).get(recording) == "1"
+        self.is_recorded = self._own.get(self.table.recording) == "1"
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
-        options = self._options
-        table, own = self.table, self._own
-        device, driver = _device_of(table)
-        return {
-            "engine": "onnxruntime" if table is None else table.name,
+        options, table, own = self._options, self.table, self._own
+        device, driver = processor_name(), ""
+        gpus = devices.gpus_here() if table.is_gpu else ()
+        if gpus:
+            device, driver = devices.gpu(gpus[0])
+        elif table.simulated_on and is_simulated(table.name):
+            device = f"simulator on {device}"
+        unfused = "after rewrites" if options.rewrite else "no"
+        told = {
+            "engine": table.name,
             "version": ort.__version__,
             "provider": options.provider,
-            **({"plugin": metadata.version(table.plugin)} if table is not None and table.plugin else {}),
-            **({"provider_options": " ".join(f"{k}={own[k]}" for k in sorted(own))} if own else {}),
+            "plugin": metadata.version(table.plugin) if table.plugin else "",
+            "provider_options": " ".join(f"{name}={own[name]}" for name in sorted(own)),
             "threads": str(options.threads),
             "device": device,
-            **({"driver": driver} if driver else {}),
+            "driver": driver,
             "isa": " ".join(instruction_sets()),
-            **({} if options.fuse else {"fuse": "after rewrites" if options.rewrite else "no"}),
-            **({} if options.fuse_pairs else {"fuse_pairs": "no"}),
-            **({} if options.denormals_as_zero else {"denormals_as_zero": "no"}),
+            "fuse": "" if options.fuse else unfused,
+            "fuse_pairs": "" if options.fuse_pairs else "no",
+            "denormals_as_zero": "" if options.denormals_as_zero else "no",
         }
+        return {name: text for name, text in told.items() if text}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Those of `formats`; on a provider without a table symmetric int8, which all of them run."""
-        numbers = formats.numeric_format("onnxruntime" if self.table is None else self.table.name, quant_type)
-        return SYMMETRIC if self.table is None and self._options.provider != CPU_PROVIDER else numbers
+        numbers = formats.numeric_format(self.table.name, quant_type)
+        return numbers if self._options.provider == CPU_PROVIDER else self.table.numbers
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
-        with output_to(log), translated(*ORT_MESSAGES):
+        with output_to(log), refusals_in_words():
             session = self.session(model)
         provider = self._options.provider
         if provider not in session.get_providers():  # its driver is missing: ONNX Runtime warns and uses the CPU
@@ -181,10 +172,10 @@ class OnnxRuntime:
             setattr(options, name, value)
         for name, value in {**own, **entries}.items():
             options.add_session_config_entry(name, value)
-        content, table = model if isinstance(model, bytes) else str(model), self.table
-        given = {**(table.options if table else {}), **self._own}
-        if table is not None and more.get("enable_profiling"):  # a recording shows no single nodes
-            given.pop(table.recording, None)
+        content = model if isinstance(model, bytes) else str(model)
+        given = {**self.table.options, **self._own}
+        if more.get("enable_profiling"):  # a recording shows no single nodes
+            given.pop(self.table.recording, None)
         if self._plugged_in:
             options.add_provider_for_devices(self._plugged_in, given)
             return Session(content, options)
@@ -202,14 +193,14 @@ class OnnxRuntimeModel:
         self._recordings: dict[tuple[tuple[int, ...], ...], Recording] = {}
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        with translated(*ORT_MESSAGES):
+        with refusals_in_words():
             if self._engine.is_recorded:
                 return dict(zip(self._outputs, self._recording(self._known_inputs(inputs)).run(), strict=True))
             return dict(zip(self._outputs, self._session.run(self._outputs, self._known_inputs(inputs)), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, with inputs and outputs on the device."""
-        with translated(*ORT_MESSAGES):
+        with refusals_in_words():
             given = self._known_inputs(inputs)
             if self._engine.is_recorded:
                 return self._recording(given).time(runs)
@@ -233,7 +224,7 @@ class OnnxRuntimeModel:
     def _recording(self, given: Mapping[str, Array]) -> Recording:
         shapes = tuple(np.shape(array) for array in given.values())
         if shapes not in self._recordings:
-            number, memory = 1 + len(self._recordings), self._engine.memory
+            number, memory = 1 + len(self._recordings), self._engine.table.memory
             self._recordings[shapes] = Recording(self._session, given, self._outputs, memory, number)
         self._recordings[shapes].take(given)
         return self._recordings[shapes]
@@ -249,7 +240,7 @@ class OnnxRuntimeModel:
             if run == 0 or not self._reuses_outputs:
                 binding.clear_binding_outputs()
                 for name in self._outputs:
-                    binding.bind_output(name, self._engine.memory)
+                    binding.bind_output(name, self._engine.table.memory)
             self._session.run_with_iobinding(binding)
         binding.synchronize_outputs()
         return (time.perf_counter() - start) / runs
@@ -260,7 +251,7 @@ class OnnxRuntimeModel:
         In that session every node has a name, and a fused node is named after the nodes that it was made of.
         """
         model, feed = read_model(self._path), self._known_inputs(inputs)
-        if self._engine.table is not None and self._engine.table.compiles:
+        if self._engine.table.compiles:
             return self._partitions(model, self._engine.table)
         is_large = nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="profile-") as name:
@@ -270,7 +261,7 @@ class OnnxRuntimeModel:
             profiled = {"enable_profiling": True, "profile_file_prefix": str(folder / "profile")}
             make = partial(self._engine.session, model.SerializeToString())
             beside = {INPUT_FOLDER: str(self._path.parent)}
-            with translated(*ORT_MESSAGES):
+            with refusals_in_words():
                 plain = [self.time(inputs, 1) for _ in range(runs)] if is_large else []
                 if is_large:  # a session that writes its graph keeps all weights as they were before packing
                     del self._session
@@ -297,7 +288,7 @@ class OnnxRuntimeModel:
             raise EngineFailure(f"ONNX Runtime {ort.__version__} does not say where nodes run: install 1.24 or later")
         with TemporaryDirectory(prefix="profile-") as name:
             log, entries = Path(name) / "log", {INPUT_FOLDER: str(self._path.parent), RECORD_ASSIGNMENT: "1"}
-            with output_to(log), translated(*ORT_MESSAGES):
+            with output_to(log), refusals_in_words():
                 session = self._engine.session(model.SerializeToString(), entries, log_severity_level=LOG_VERBOSE)
                 found = session.get_provider_graph_assignment_info()
             parts = [(part.ep_name, [(node.name, node.op_type) for node in part.get_nodes()]) for part in found]
@@ -314,7 +305,7 @@ class OnnxRuntimeModel:
         is_split = bool(data_files(self._path)) or nbytes(self._path) >= ONE_FILE_LIMIT
         entries = {CONSTANTS_FILE: f"{path.name}.data"} if is_split else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        with translated(*ORT_MESSAGES):
+        with refusals_in_words():
             self._engine.session(
                 self._path, entries, optimized_model_filepath=str(path), graph_optimization_level=level
             )

@@ -58,13 +58,13 @@ def report(
     profile: Path,
     warmup: int,
     plain: Sequence[float],
-    table: Provider | None = None,
+    table: Provider,
 ) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
     The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences without the profiler,
     run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile. `table` is
-    that of the execution provider, if it is not the CPU's.
+    that of the execution provider.
 
     Raises:
         EngineFailure: the profile is not that of the optimized graph, or a file is cut short.
@@ -84,8 +84,8 @@ def report(
         name = node.name or " + ".join(names) or node.output[0]
         event, kind = runs[-1][i]["args"], _kind(node, names)
         ep = event.get("provider", "")
-        is_away = table is not None and ep not in ("", table.ep) and kind != "copy"
-        where = elsewhere(name, node.op_type, ep, table, {}) if table is not None and is_away else ""
+        is_away = table.source and ep not in ("", table.ep) and kind != "copy"
+        where = elsewhere(name, node.op_type, ep, table, {}) if is_away else ""
         layers.append(Layer(name, names, _precision(node, event), time_ms, kind, elsewhere=where))
     return (*layers, *never_run(rest))
 
@@ -133,61 +133,47 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
 
 def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
+    """What each node of the optimized graph tells: the nodes that it is named after, or whose results it writes."""
     model = _Names(graph)
     tensors = {name: model.tensor(name) for node in nodes for name in (*node.input, *node.output)}
-    claimed = _named_nodes(nodes, model, _written_nodes(nodes, model, tensors))
-    free = set(model.nodes).difference(*claimed)
-    for i, moved in _moved_pairs(nodes, model, tensors):
-        nearest = next((name for name in moved if name in free), None)
-        if nearest is not None and not claimed[i]:
-            claimed[i] = [nearest]
-            free.remove(nearest)
-    borders = [[frozenset(tensors[t] for t in part) - {""} for part in (n.input, n.output)] for n in nodes]
-    return [Claim(tuple(names), *around) for names, around in zip(claimed, borders, strict=True)]
+    producer = {tensor: i for i, node in enumerate(nodes) for tensor in node.output if tensor}
 
+    written = [[n for t in node.output if (n := model.maker(tensors[t] or t))] for node in nodes]
+    for i in reversed(range(len(nodes))):  # the results of an inserted node count for the node in front of it
+        node = nodes[i]
+        is_own = any(_stands_for(node, model.nodes[n]) for n in written[i])
+        if node.op_type in INSERTED and not is_own and node.input[0] in producer and not tensors[node.input[0]]:
+            written[producer[node.input[0]]] += written[i]
 
-def _named_nodes(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequence[str]]) -> list[list[str]]:
-    """For each optimized node, the nodes of the model that it is named after or whose results it writes."""
     exact = {node.name for node in nodes if node.name in model.nodes}
-    claimed = []
-    for node, makes in zip(nodes, made, strict=True):
+    claimed = list[list[str]]()
+    for node, guesses in zip(nodes, written, strict=True):
         origin = None if node.name in exact else model.origin(node.name)
-        guesses = makes if origin is None else [origin, *makes]
+        if origin is not None:
+            guesses = [origin, *guesses]
         if node.op_type in INSERTED:  # it is a node of the model, or comes from none
             guesses = [g for g in guesses if _stands_for(node, model.nodes[g])]
         claimed.append([node.name] * (node.name in exact) + [g for g in guesses if g not in exact])
-    return claimed
 
-
-def _moved_pairs(
-    nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]
-) -> Iterator[tuple[int, Iterator[str]]]:
-    """The number of every Q and DQ in `nodes`, with the nodes of the model that it may be: those behind its input, with
-    only nodes that move data in between."""
-    producer = {tensor: node for node in nodes for tensor in node.output}
-    for i, node in enumerate(nodes):
-        if node.op_type in QDQ:
-            source = node.input[0]
-            while not (tensors[source] or model.maker(source)) and source in producer:
-                if producer[source].op_type not in INSERTED:
-                    break
-                source = producer[source].input[0]
-            makers = model.origin(source)
-            start = [tensors[source]] if tensors[source] else list(model.nodes[makers].output) if makers else []
-            yield i, (n for n in model.behind(start) if model.nodes[n].op_type == node.op_type)
-
-
-def _written_nodes(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]) -> list[list[str]]:
-    """For each optimized node, the nodes of the model whose results it writes. The results of an inserted node count
-    for the node in front of it."""
-    made = [[n for t in node.output if (n := model.maker(tensors[t] or t))] for node in nodes]
-    producer = {tensor: i for i, node in enumerate(nodes) for tensor in node.output if tensor}
-    for i in reversed(range(len(nodes))):
-        node = nodes[i]
-        is_own = any(_stands_for(node, model.nodes[n]) for n in made[i])
-        if node.op_type in INSERTED and not is_own and node.input[0] in producer and not tensors[node.input[0]]:
-            made[producer[node.input[0]]] += made[i]
-    return made
+    free = set(model.nodes).difference(*claimed)
+    for i, node in enumerate(nodes):  # a moved pair: the next one behind its input, if only data are moved in between
+        if node.op_type not in QDQ or claimed[i]:
+            continue
+        source = node.input[0]
+        while not (tensors[source] or model.maker(source)) and source in producer:
+            before = nodes[producer[source]]
+            if before.op_type not in INSERTED:
+                break
+            source = before.input[0]
+        maker = model.origin(source)
+        start = [tensors[source]] if tensors[source] else list(model.nodes[maker].output if maker else ())
+        for name in model.behind(start):
+            if name in free and model.nodes[name].op_type == node.op_type:
+                claimed[i] = [name]
+                free.remove(name)
+                break
+    borders = [[frozenset(tensors[t] for t in part) - {""} for part in (n.input, n.output)] for n in nodes]
+    return [Claim(tuple(names), *around) for names, around in zip(claimed, borders, strict=True)]
 
 
 def _stands_for(optimized: onnx.NodeProto, node: onnx.NodeProto) -> bool:
@@ -275,17 +261,17 @@ def assigned_layers(
     parts = [(ep, nodes) for ep, nodes in parts if not all(name in inner for name, _ in nodes)]
     names = [tuple(name.removesuffix(IN_PASSES) for name, _ in nodes) for _, nodes in parts]
     covered, rest = cover(graph, [Claim(each) for each in names])
-    told, found = own_words(table, log), list[Layer]()
+    told, layers = own_words(table, log), list[Layer]()
     for (ep, nodes), own, nodes_here in zip(parts, names, covered, strict=True):
-        if ep == table.ep:
-            label = f"{table.ep} {1 + sum(not layer.elsewhere for layer in found)}"
-            precision = "INT8" if any(op in QDQ for _, op in nodes) else ""
-            found.append(Layer(label, nodes_here, precision, None, "compute"))
-            continue
-        (name, op) = own[0], nodes[0][1]
+        name, op = own[0], nodes[0][1]
         kind: LayerKind = "quantize" if op in QDQ else "compute"
-        found.append(Layer(name, nodes_here, "", None, kind, elsewhere=elsewhere(name, op, ep, table, told)))
-    return (*found, *never_run(rest))
+        if ep != table.ep:
+            layers.append(Layer(name, nodes_here, "", None, kind, elsewhere=elsewhere(name, op, ep, table, told)))
+            continue
+        label = f"{table.ep} {1 + sum(not layer.elsewhere for layer in layers)}"
+        precision = "INT8" if any(op in QDQ for _, op in nodes) else ""
+        layers.append(Layer(label, nodes_here, precision, None, "compute"))
+    return (*layers, *never_run(rest))
 
 
 def elsewhere(node: str, op: str, ep: str, table: Provider, told: Mapping[str, str]) -> str:
