@@ -254,6 +254,6 @@ def test_every_option_of_every_real_engine_is_listed_with_its_type_and_default()
     assert doctor.OPTIONS.keys() == MODULES.keys() - {"fake", *PROVIDERS}
     for name in ("onnxruntime", "tensorrt", "tensorrt-rtx", "trtexec"):
         assert doctor.OPTIONS[name] is get_type_hints(import_module(MODULES[name]).create)["options"]
-    told = listed["trtexec", "warmup_ms"]
-    assert (told.takes, told.default) == ("integer", "200")
+    told = listed["onnxruntime", "threads"]
+    assert (told.takes, told.default) == ("integer", "1")
     assert (listed["openvino", "precision"].takes, listed["tensorrt", "opt_shapes"].takes) == ("text", "values by name")

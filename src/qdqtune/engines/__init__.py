@@ -77,6 +77,7 @@ class Built(Protocol):
 
         Raises:
             EngineFailure: the engine has no format of its own, cannot write the file, or does not load it.
+            OSError: the system cannot write the file.
         """
 
     def close(self) -> None:

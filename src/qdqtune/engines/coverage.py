@@ -52,7 +52,7 @@ def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[s
     DequantizeLinear). The other constant nodes, and shapes known in advance, run nowhere.
     """
     nodes = {node.name: node for node in graph.node}
-    inputs = {node.name: tuple(_inputs_of(node)) for node in graph.node}
+    inputs = {node.name: tuple(inputs_of(node)) for node in graph.node}
     maker = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
     users: dict[str, list[str]] = {}
     for name, tensors in inputs.items():
@@ -148,7 +148,8 @@ def has_sensible_times(layers: Sequence[Layer]) -> bool:
     return is_whole and strange <= STRANGE * sum(known)
 
 
-def _inputs_of(node: onnx.NodeProto) -> Iterator[str]:
+def inputs_of(node: onnx.NodeProto) -> Iterator[str]:
+    """The tensors that a node reads, also in its bodies."""
     yield from (tensor for tensor in node.input if tensor)
     for body in bodies(node):
         yield from sorted(captured(body))

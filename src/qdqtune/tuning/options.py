@@ -56,7 +56,7 @@ def warmup_option() -> Any:
         in_range(0, make=int),
         2,
         "Inferences of each model before its rounds. trtexec warms up in each process for 200 ms instead; "
-        "`engine_options` warmup_ms=N changes that.",
+        "`engine_options` trtexec_args=--warmUp=N changes that.",
         "Search",
     )
 

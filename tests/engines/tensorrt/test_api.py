@@ -185,8 +185,6 @@ def test_the_plan_is_saved_and_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     built = rig.build(static(conv_model()))
     built.save(rig.folder / "m.plan")
     assert onnx.load(rig.folder / "m.plan").graph.node[0].name == "conv"
-    with pytest.raises(EngineFailure, match="cannot write"):
-        built.save(rig.folder / "none" / "m.plan")
     broken = onnx.helper.make_model(onnx.helper.make_graph([], "unloadable", [], [])).SerializeToString()
     monkeypatch.setattr(built, "_plan", broken)
     with pytest.raises(EngineFailure, match="built for another GPU"):

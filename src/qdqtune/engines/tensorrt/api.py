@@ -136,10 +136,7 @@ class TensorRtModel:
 
     def save(self, path: Path) -> None:
         """`Built.save`: the plan, which is for this version of TensorRT and this kind of GPU."""
-        try:
-            path.write_bytes(memoryview(self._plan))
-        except OSError as error:
-            raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error
+        path.write_bytes(memoryview(self._plan))
         if self._execution is not None:
             with translated(self._cuda):
                 self._loaded(path.read_bytes())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -196,15 +197,10 @@ def _refusal(parser: Any, model: Path) -> str:
     """The parser's first error, with the name of the node that it is about."""
     if not parser.num_errors:
         return "the parser cannot read the model"
-    refusal = parser.get_error(0)
-    name = refusal.node_name() if hasattr(refusal, "node_name") else _node_name(model, refusal.node())
+    refusal, name = parser.get_error(0), ""
+    if hasattr(refusal, "node_name"):
+        name = refusal.node_name()
+    elif refusal.node() >= 0:  # 8.6
+        with suppress(OSError, DecodeError, IndexError):
+            name = onnx.load(model, load_external_data=False).graph.node[refusal.node()].name
     return one_line(f"node {name!r}: {refusal.desc()}" if name else refusal.desc())
-
-
-def _node_name(model: Path, index: int) -> str:
-    """The name of a node by its index, for versions whose errors have no name."""
-    try:
-        nodes = onnx.load(model, load_external_data=False).graph.node
-    except (OSError, DecodeError):
-        return ""
-    return str(nodes[index].name) if 0 <= index < len(nodes) else ""

@@ -26,11 +26,8 @@ UNESCAPABLE = frozenset(",'")
 
 SHAPE_FLAG = re.compile(r"--(min|opt|max)?[sS]hapes=(.*)", re.DOTALL)
 
-ARCHIVES = (b"PK", b"\x93NUMPY", b"\x1f\x8b", b"\x89HDF")
-"""Beginnings of files that are certainly no timing cache: archives and arrays."""
-
-PLANS = (b"ftrt", b"ptrt")
-"""Beginnings of serialized TensorRT engines."""
+NO_TIMING_CACHES = (b"PK", b"\x93NUMPY", b"\x1f\x8b", b"\x89HDF", b"ftrt", b"ptrt")
+"""Beginnings of files that are certainly no timing cache: archives, arrays, and serialized engines."""
 
 
 class Span(NamedTuple):
@@ -113,12 +110,6 @@ def libraries_in(options: Mapping[str, Any]) -> list[str]:
     return [str(one) for one in ([libraries] if isinstance(libraries, str | Path) else libraries)]
 
 
-def is_plan(path: Path) -> bool:
-    """Whether a file is a serialized engine. Such a file does not say which program wrote it."""
-    with path.open("rb") as file:
-        return file.read(4) in PLANS
-
-
 def timing_cache(path: Path, option: str, _: object = None) -> list[Output]:
     """A timing cache to read and write. TensorRT and trtexec add to an existing file. Nothing in a timing cache says
     that it is one, so only texts, archives, arrays, models and plans are refused."""
@@ -128,7 +119,7 @@ def timing_cache(path: Path, option: str, _: object = None) -> list[Output]:
 def _may_be_timing_cache(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(4096)
-    if start.startswith(ARCHIVES) or is_plan(path):
+    if start.startswith(NO_TIMING_CACHES):
         return False
     try:
         read(path)
@@ -234,6 +225,11 @@ def read_shapes(text: str, where: str = "") -> dict[str, tuple[int, ...]]:
             raise BadOption(f"{where}{part!r} is no shape: give NAME:1x3x224x224")
         shapes[name] = tuple(map(int, sizes.split("x")))
     return shapes
+
+
+def sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
+    """The text that `read_shapes` reads."""
+    return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
 def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:

@@ -17,10 +17,9 @@ from typing import Any
 
 import onnx
 
-from qdqtune.engines.coverage import Claim, cover, never_run
+from qdqtune.engines.coverage import Claim, cover, inputs_of, never_run
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
 from qdqtune.graph.loading import name_nodes, node_names
-from qdqtune.graph.model import bodies, captured
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import LOW_PRECISIONS, Layer, LayerKind
 
@@ -63,7 +62,7 @@ ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
 """Steps of a kernel that quantizes or dequantizes, provided that it converts to or from a low precision."""
 
 LAYER_FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
-LISTED_TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)")
+LISTED_TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[.*?, Datatype: (\w+)")
 """Fields and tensors of layers as a builder lists them."""
 
 
@@ -109,11 +108,9 @@ def read_report(
     names = None if model is None else NodeNames(model.graph)
     mentions = [_mentions(entry.name, entry.metadata, names) for entry in entries]
     nodes, folded = mentions, tuple[str, ...]()
-    operators: dict[str, str] = {}
     if model is not None and names is not None:
-        named = [(entry.name, own) for entry, own in zip(entries, mentions, strict=True)]
-        nodes, folded = assign(model, names, named)
-        operators = {name: node.op_type for name, node in names.nodes.items()}
+        nodes, folded = assign(model, names, entries, mentions)
+    operators = {} if names is None else {name: node.op_type for name, node in names.nodes.items()}
     layer_ms, unmatched = _match_times(entries, mentions, times, names)
     layers = []
     for entry, own, covered, ms in zip(entries, mentions, nodes, layer_ms, strict=True):
@@ -147,10 +144,8 @@ def _listed_layer(line: str) -> dict[str, Any]:
     name, *rest = LAYER_FIELD.split(line.removeprefix("Name: "))
     fields: dict[str, Any] = {"Name": name, **dict(zip(rest[::2], rest[1::2], strict=True))}
     for part in ("Inputs", "Constants", "Outputs"):
-        fields[part] = [
-            {"Name": tensor, "Dimensions": [int(d) for d in sizes.split(",") if d], "Datatype": datatype}
-            for tensor, sizes, datatype in LISTED_TENSOR.findall(fields.get(part, ""))
-        ]
+        listed = LISTED_TENSOR.findall(fields.get(part, ""))
+        fields[part] = [{"Name": tensor, "Datatype": datatype} for tensor, datatype in listed]
     return fields
 
 
@@ -382,56 +377,50 @@ class NodeNames:
 
 
 def assign(
-    model: onnx.ModelProto, names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]]
+    model: onnx.ModelProto,
+    names: NodeNames,
+    layers: Sequence[_ReportedLayer],
+    mentions: Sequence[Sequence[str]],
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """The nodes of each layer, and the nodes that were folded. Every node of the model is in one of these.
 
-    `names` are those of the model, `layers` the name of each layer with the nodes that it mentions. Nodes that no layer
+    A node belongs to the first layer that mentions it in its name, or else in its metadata. Nodes that no layer
     mentions are assigned by `coverage.cover`: TensorRT, too, fuses a DQ with its reader and other nodes with the
     producer of their input.
 
     Raises:
         BadOption: no layer mentions a node of the model, or most mention none.
     """
-    home = _mentioned_in(names, layers)
-    for number, (name, _) in enumerate(layers):
-        if foreign := FOREIGN.search(name):
+    home: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        for name in names.mentioned(layer.name):
+            if name in mentions[number]:
+                home.setdefault(name, number)
+    for number, own in enumerate(mentions):
+        for name in own:
+            home.setdefault(name, number)
+    named = [own for layer, own in zip(layers, mentions, strict=True) if not MADE_UP.match(layer.name)]
+    if not home or 2 * sum(not own for own in named) > len(named):
+        raise BadOption(
+            "the layer information hardly names a node of the model: it is of another model, or was exported "
+            "without --profilingVerbosity=detailed"
+        )
+    for number, layer in enumerate(layers):
+        if foreign := FOREIGN.search(layer.name):
             for between in _between(names, *foreign.groups()):
                 home.setdefault(between, number)
     claims: list[list[str]] = [[] for _ in layers]
     for name, number in home.items():
         claims[number].append(name)
     constants = [onnx.TensorProto(name=tensor.name) for tensor in model.graph.initializer]  # without their values
-    named = onnx.GraphProto(node=model.graph.node, initializer=constants)
-    name_nodes(named)
-    return cover(named, [Claim(tuple(own)) for own in claims])
-
-
-def _mentioned_in(names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
-    """The number of the layer for each mentioned node: the first with the node in its name, or else in its metadata."""
-    home: dict[str, int] = {}
-    for number, (layer, own) in enumerate(layers):
-        for name in names.mentioned(layer):
-            if name in own:
-                home.setdefault(name, number)
-    for number, (_, own) in enumerate(layers):
-        for name in own:
-            home.setdefault(name, number)
-    named = [own for layer, own in layers if not MADE_UP.match(layer)]
-    if not home or 2 * sum(not own for own in named) > len(named):
-        raise BadOption(
-            "the layer information hardly names a node of the model: it is of another model, or was exported "
-            "without --profilingVerbosity=detailed"
-        )
-    return home
+    graph = onnx.GraphProto(node=model.graph.node, initializer=constants)
+    name_nodes(graph)
+    return cover(graph, [Claim(tuple(own)) for own in claims])
 
 
 def _between(names: NodeNames, first: str, last: str) -> set[str]:
     """The nodes on paths from a node in the name `first` to one in the name `last`."""
-    reads = {
-        name: {*node.input, *(tensor for body in bodies(node) for tensor in captured(body))} - {""}
-        for name, node in names.nodes.items()
-    }
+    reads = {name: set(inputs_of(node)) for name, node in names.nodes.items()}
     after, made = set(names.mentioned(first)), set[str]()
     for name, node in names.nodes.items():
         if name in after or not made.isdisjoint(reads[name]):

@@ -8,6 +8,7 @@ six digits: enough for accuracy, not for bit-exact comparison.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -28,7 +29,7 @@ import onnx
 from qdqtune.engines import formats
 from qdqtune.engines.devices import gpu
 from qdqtune.engines.library_settings import BETTER_DEFAULTS, QUICK
-from qdqtune.engines.tensorrt.options import CachedOptions, split_arguments
+from qdqtune.engines.tensorrt.options import CachedOptions, sizes_text, split_arguments
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import read
@@ -89,12 +90,6 @@ class TrtexecOptions(CachedOptions):
 
     trtexec: Annotated[str, "the program: a path, or a name on the PATH"] = "trtexec"
     trtexec_args: Annotated[str, "flags for every call, which win over qdqtune's own: '--useCudaGraph --noTF32'"] = ""
-    warmup_ms: Annotated[int, "how long trtexec runs a model before it measures"] = field(default=200, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup_ms < 0:
-            raise BadOption(f"warmup_ms is 0 or more milliseconds, not {self.warmup_ms}")
 
 
 def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
@@ -134,11 +129,9 @@ def _version(program: str, launch: Launch) -> Version:
     """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
     with tempfile.TemporaryFile() as file:
         try:
-            status = launch([program, "--help"], cast(BinaryIO, file))
+            status, printed = _call(launch, [program, "--help"], cast(BinaryIO, file))
         except OSError as error:
             raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
-        file.seek(0)
-        printed = file.read().decode(errors="replace")
     banner = re.search(r"\[TensorRT v(\d+)\]", printed)
     if banner is None:
         words = one_line(printed.strip() or f"status {status}")
@@ -149,6 +142,14 @@ def _version(program: str, launch: Launch) -> Version:
     if version < OLDEST:
         raise EngineUnavailable(f"{program} is of TensorRT {version}: 8.6 or later is needed")
     return version
+
+
+def _call(launch: Launch, command: Sequence[str], file: BinaryIO) -> tuple[int, str]:
+    """Run a command: its exit status, and what it has added to the file."""
+    start = file.seek(0, os.SEEK_END)
+    status = launch(command, file)
+    file.seek(start)
+    return status, file.read().decode(errors="replace")
 
 
 class Version(NamedTuple):
@@ -208,23 +209,20 @@ class Trtexec:
 
         A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them."""
         own = {flag_name(flag) for flag in self.arguments} - REPEATABLE
-        merged = dict.fromkeys([*(flag for flag in flags if flag_name(flag) not in own), *self.arguments])
+        plugins = [f"--staticPlugins={library}" for library in self.options.plugin_libraries]
+        ours = [flag for flag in (*plugins, *flags) if flag_name(flag) not in own]
+        merged = list(dict.fromkeys([*ours, *self.arguments]))
         plain = [flag for flag in merged if flag_name(flag) not in PROFILING]
-        status, printed = self._call([*merged] if self.profiles else plain, log)
-        if status and self.profiles and PROFILING & set(UNKNOWN_OPTION.findall(printed)):
+        attempts = [merged, plain] if self.profiles else [plain]
+        for words in attempts:
+            append(log, f"$ {shlex.join([self.path, *words])}\n")
+            with log.open("a+b") as file:
+                status, printed = _call(self.launch, [self.path, *words], file)
+            if not (status and PROFILING & set(UNKNOWN_OPTION.findall(printed))):
+                break
             self.profiles = False
-            status, printed = self._call(plain, log)
         if status or re.search(r"^&&&& FAILED", printed, re.MULTILINE):
             raise EngineFailure(f"trtexec: {_reason(status, printed)}")
-
-    def _call(self, flags: Sequence[str], log: Path) -> tuple[int, str]:
-        append(log, f"$ {shlex.join([self.path, *flags])}\n")
-        with log.open("ab") as file:
-            start = file.tell()
-            status = self.launch([self.path, *flags], file)
-        with log.open("rb") as file:
-            file.seek(start)
-            return status, file.read().decode(errors="replace")
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
         """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log."""
@@ -237,7 +235,12 @@ class Trtexec:
         for tensor in graph.proto.graph.initializer:
             tensor.ClearField("raw_data")  # weights, which would take memory as long as the build is held
         flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed"]
-        flags += self.plugins + self._precision_flags(graph)
+        if self.version < (BETTER_DEFAULTS, 0) and not self._sets(PRECISION_FLAGS):  # trtexec takes no other beside
+            if self.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
+                flags.append("--stronglyTyped")
+            else:
+                has_pairs = any(node.op == "QuantizeLinear" for node in graph.nodes)
+                flags += ["--fp16", "--int8"] if has_pairs else ["--fp16"]
         if self.options.timing_cache is not None:
             flags.append(f"--timingCacheFile={Path(self.options.timing_cache).absolute()}")
         if self.options.workspace_mb is not None:
@@ -251,18 +254,6 @@ class Trtexec:
             built.close()
             raise
         return built
-
-    @property
-    def plugins(self) -> list[str]:
-        return [f"--staticPlugins={library}" for library in self.options.plugin_libraries]
-
-    def _precision_flags(self, graph: Model) -> list[str]:
-        if self.version >= (BETTER_DEFAULTS, 0) or self._sets(PRECISION_FLAGS):
-            return []  # trtexec ignores or refuses the user's precisions beside --stronglyTyped
-        if self.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
-            return ["--stronglyTyped"]
-        has_pairs = any(node.op == "QuantizeLinear" for node in graph.nodes)
-        return ["--fp16", "--int8"] if has_pairs else ["--fp16"]
 
     def _sets(self, flags: frozenset[str]) -> bool:
         return any(flag_name(flag) in flags for flag in self.arguments)
@@ -282,7 +273,7 @@ class Trtexec:
                     f"input {name!r} has dynamic sizes as well: give `engine_options` opt_shapes={name}:1x..."
                 )
         return [
-            f"--{which}Shapes=" + _sizes_text({name: span[i] for name, span in spans.items()})
+            f"--{which}Shapes=" + sizes_text({name: span[i] for name, span in spans.items()})
             for i, which in enumerate(("min", "opt", "max"))
         ]
 
@@ -298,7 +289,6 @@ class TrtexecModel:
         self._flags, self._shapes = flags, shapes
         self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
         self._plans: dict[str, Path] = {}
-        self._written_inputs: Tensors | None = None
         self._kept: dict[str, dict[str, Array]] = {}
 
     @property
@@ -311,7 +301,7 @@ class TrtexecModel:
         Raises:
             EngineFailure: trtexec refuses the model.
         """
-        needed = _sizes_text({name: sizes[name] for name in _dynamic(self._graph)}) if self._shapes is None else ""
+        needed = sizes_text({name: sizes[name] for name in _dynamic(self._graph)}) if self._shapes is None else ""
         if needed not in self._plans:
             shapes = self._shapes
             if shapes is None:
@@ -325,12 +315,11 @@ class TrtexecModel:
         """`Built.run`, with six digits."""
         if (kept := self._kept.pop(_digest(inputs), None) if self._kept else None) is not None:
             return kept
-        target = self._file("outputs.json")
-        self._infer(inputs, [*ONCE, f"--exportOutput={target}"])
-        return self._outputs(target)
+        self._infer(inputs, [*ONCE, f"--exportOutput={self._file('outputs.json')}"])
+        return self._outputs()
 
-    def _outputs(self, target: Path) -> dict[str, Array]:
-        outputs = dict(_outputs(_read_and_delete(target)))
+    def _outputs(self) -> dict[str, Array]:
+        outputs = dict(_outputs(_read_and_delete(self._file("outputs.json"))))
         try:
             return {name: outputs[name].astype(_dtype(self._graph, name)) for name in self._graph.outputs}
         except KeyError as error:
@@ -338,9 +327,8 @@ class TrtexecModel:
 
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
         """`Launched.time_and_keep`. trtexec copies outputs after the last timed inference, so no time is disturbed."""
-        target = self._file("outputs.json")
-        seconds = self.time(inputs, runs, f"--exportOutput={target}")
-        self._kept[_digest(inputs)] = self._outputs(target)
+        seconds = self.time(inputs, runs, f"--exportOutput={self._file('outputs.json')}")
+        self._kept[_digest(inputs)] = self._outputs()
         return seconds
 
     def time(self, inputs: Tensors, runs: int, *flags: str) -> float:
@@ -366,19 +354,13 @@ class TrtexecModel:
         self._infer(inputs, flags + separate)
         if not self._engine.profiles:
             raise EngineFailure("trtexec: this one knows no profiling flags, so it cannot tell its layers")
-        try:
-            shutil.copyfile(graph, self._log.with_suffix(".graph.json"))
-            return layers_of(self._model, graph, profile, "trtexec")
-        except OSError as error:
-            raise EngineFailure(f"trtexec: {one_line(error)}") from error
+        shutil.copyfile(graph, self._log.with_suffix(".graph.json"))
+        return layers_of(self._model, graph, profile, "trtexec")
 
     def save(self, path: Path) -> None:
         """`Built.save`: a copy of the last plan, which is for this version of TensorRT and this kind of GPU."""
         needed, plan = list(self._plans.items())[-1]
-        try:
-            shutil.copyfile(plan, path)
-        except OSError as error:
-            raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error
+        shutil.copyfile(plan, path)
         given = (flag.partition("=")[2] for flag in self._shapes or () if flag_name(flag) == "optShapes")
         self._run_plan(path, needed or next(given, ""), ONCE)
 
@@ -393,7 +375,6 @@ class TrtexecModel:
         return [
             f"--iterations={runs}",
             f"--avgRuns={max(runs, PRINTED_AFTER) if seconds else runs}",
-            f"--warmUp={self._engine.options.warmup_ms}",
             f"--duration={seconds:g}",
         ]
 
@@ -401,19 +382,17 @@ class TrtexecModel:
         arrays = _arrays(self._graph, inputs)
         plan = self.plan({name: array.shape for name, array in arrays.items()})
         files = {name: self._file(f"{number}.bin") for number, name in enumerate(arrays)}
-        if self._written_inputs is not inputs:
-            for name, array in arrays.items():
-                # Before version 10 TensorRT has no 64-bit integers: its parser makes them 32 bits wide.
-                narrow = array.dtype == np.int64 and self._engine.version < STRONG_TYPING
-                array.astype(np.int32 if narrow else array.dtype).tofile(files[name])
-            self._written_inputs = inputs
-        sizes = _sizes_text({name: arrays[name].shape for name in _dynamic(self._graph)})
+        for name, array in arrays.items():
+            # Before version 10 TensorRT has no 64-bit integers: its parser makes them 32 bits wide.
+            narrow = array.dtype == np.int64 and self._engine.version < STRONG_TYPING
+            array.astype(np.int32 if narrow else array.dtype).tofile(files[name])
+        sizes = sizes_text({name: arrays[name].shape for name in _dynamic(self._graph)})
         loaded = "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items())
         self._run_plan(plan, sizes, [loaded, *flags])
 
     def _run_plan(self, plan: Path, sizes: str, flags: Sequence[str]) -> None:
         shapes = [f"--shapes={sizes}"] if sizes else []
-        self._engine.run([f"--loadEngine={plan}", *self._engine.plugins, *shapes, *flags], self._log)
+        self._engine.run([f"--loadEngine={plan}", *shapes, *flags], self._log)
 
 
 def _dynamic(graph: Model) -> list[str]:
@@ -437,10 +416,6 @@ def _arrays(graph: Model, inputs: Tensors) -> dict[str, Array]:
             raise EngineFailure(f"trtexec: input {name!r} is {dtype} of sizes {sizes}, not {told}")
         arrays[name] = array
     return arrays
-
-
-def _sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
-    return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
 def _digest(inputs: Tensors) -> str:
