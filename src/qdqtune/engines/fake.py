@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -27,7 +28,6 @@ from functools import cached_property
 from math import exp, prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 import onnx
@@ -39,7 +39,7 @@ from qdqtune.engines.coverage import Claim, cover, never_run, read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
 from qdqtune.system.writing import append
-from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
+from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QType, QuantType, Tensors
 
 MULTIPLY_ADDS_PER_SECOND = 2e10
 ELEMENTS_PER_SECOND = 4e9
@@ -170,7 +170,10 @@ class FakeModel:
     def run(self, inputs: Tensors) -> dict[str, Array]:
         try:
             if self._evaluator is None:  # weights are read here: models that are only timed never need them
-                self._evaluator = _evaluator(onnx.load(self._path))
+                model = onnx.load(self._path)
+                opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), DEQUANTIZES)
+                operators: list[type[OpRun]] | None = [DequantizeLinear] if opset < DEQUANTIZES else None
+                self._evaluator = ReferenceEvaluator(model, new_ops=operators)
             outputs = dict(zip(self._evaluator.output_names, self._evaluator.run(None, dict(inputs)), strict=True))
         except Exception as error:  # whatever its Python code raises
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
@@ -206,11 +209,6 @@ class DequantizeLinear(OpRun):
         return ((x.astype(np.float32) - centre) * scale.reshape(channels),)
 
 
-def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), DEQUANTIZES)
-    return ReferenceEvaluator(model, new_ops=[DequantizeLinear] if opset < DEQUANTIZES else None)
-
-
 class _Noise:
     """A stream of factors around 1, one for each sample."""
 
@@ -237,32 +235,27 @@ class CostModels:
 
     def __init__(self, model: onnx.ModelProto, threads: int) -> None:
         self._model, self._threads = model, threads
-        self._open = [v.name for v in model.graph.input if not _is_fixed(v)]
+        tensors = {value.name: value.type.tensor_type for value in model.graph.input}
+        self._open = [
+            name
+            for name, tensor in tensors.items()
+            if not tensor.HasField("shape") or any(dim.dim_value < 1 for dim in tensor.shape.dim)
+        ]
         self._known: dict[tuple[tuple[int, ...], ...], CostModel] = {}
 
     def of(self, inputs: Tensors) -> CostModel:
         sizes = {name: np.shape(inputs[name]) for name in self._open if name in inputs}
         key = tuple(sizes.values())
         if key not in self._known:
-            self._known[key] = CostModel(_with_sizes(self._model, sizes), self._threads)
+            model = deepcopy(self._model)
+            for value in model.graph.input:
+                for dim, size in zip(value.type.tensor_type.shape.dim, sizes.get(value.name, ()), strict=False):
+                    dim.dim_value = dim.dim_value or size
+            if sizes:  # the shapes of other tensors depended on them
+                for value in (*model.graph.value_info, *model.graph.output):
+                    value.type.tensor_type.ClearField("shape")
+            self._known[key] = CostModel(model, self._threads)
         return self._known[key]
-
-
-def _is_fixed(value: onnx.ValueInfoProto) -> bool:
-    shape = value.type.tensor_type.shape
-    return value.type.tensor_type.HasField("shape") and all(dim.dim_value > 0 for dim in shape.dim)
-
-
-def _with_sizes(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """The model with `sizes` in place of unknown sizes of its inputs, and without the shapes that depended on them."""
-    copy = deepcopy(model)
-    for value in copy.graph.input:
-        for dim, size in zip(value.type.tensor_type.shape.dim, sizes.get(value.name, ()), strict=False):
-            dim.dim_value = dim.dim_value or size
-    if sizes:
-        for value in (*copy.graph.value_info, *copy.graph.output):
-            value.type.tensor_type.ClearField("shape")
-    return copy
 
 
 class CostModel:
@@ -272,18 +265,18 @@ class CostModel:
         self.pace = MULTIPLY_ADDS_PER_SECOND * threads
         graph = onnx.shape_inference.infer_shapes(model).graph
         self._graph, self.nodes = graph, graph.node
-        self.shapes = {t.name: tuple(t.dims) for t in graph.initializer}
+        self.shapes = defaultdict[str, tuple[int, ...]](tuple, {t.name: tuple(t.dims) for t in graph.initializer})
         self.constants = set(self.shapes) | {n.output[0] for n in self.nodes if n.op_type == "Constant"}
         for value in (*graph.input, *graph.value_info, *graph.output):
             dims = value.type.tensor_type.shape.dim
             self.shapes[value.name] = tuple(max(d.dim_value, 1) for d in dims)
         self.producer = {name: node for node in self.nodes for name in node.output}
-        self.readers: dict[str, list[onnx.NodeProto | None]] = {}
+        self.readers = defaultdict[str, list[onnx.NodeProto | None]](list)
         for node in self.nodes:
             for name in set(node.input):
-                self.readers.setdefault(name, []).append(node)
+                self.readers[name].append(node)
         for output in graph.output:
-            self.readers.setdefault(output.name, []).append(None)
+            self.readers[output.name].append(None)
         self.wide = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.UINT16}
         self.integer = {node.output[0] for node in self.nodes if self._runs_in_integers(node)}
 
@@ -295,16 +288,16 @@ class CostModel:
         """The nodes that run, each with the nodes around it that cost nothing; see `Built.layers`."""
         running = [node for node in self.nodes if self._node_seconds(node) > 0]
         covered, folded = cover(self._graph, [Claim((node.name,)) for node in running])
-        return (*map(self._layer, running, covered), *never_run(folded))
-
-    def _layer(self, node: onnx.NodeProto, names: tuple[str, ...]) -> Layer:
-        kind: Literal["compute", "quantize"] = "quantize" if node.op_type in QDQ else "compute"
-        precision = "INT8" if node.output[0] in self.integer else "FP32"
-        return Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind)
+        layers = []
+        for node, names in zip(running, covered, strict=True):
+            kind: LayerKind = "quantize" if node.op_type in QDQ else "compute"
+            precision = "INT8" if node.output[0] in self.integer else "FP32"
+            layers.append(Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind))
+        return (*layers, *never_run(folded))
 
     def _final_tensor(self, node: onnx.NodeProto) -> str:
         """The tensor that other nodes read from a node: its output, or that of the operator fused into it."""
-        readers = self.readers.get(node.output[0], [])
+        readers = self.readers[node.output[0]]
         if node.op_type in COMPUTE and len(readers) == 1 and readers[0] is not None:
             return readers[0].output[0] if readers[0].op_type in CLAMPS else node.output[0]
         return node.output[0]
@@ -318,7 +311,7 @@ class CostModel:
             return False
         operands = node.input[: 1 if node.op_type in MOVE_DATA else 2 if node.op_type in COMPUTE else None]
         makers = [self.producer.get(name) for name in operands]
-        readers = self.readers.get(self._final_tensor(node), [])
+        readers = self.readers[self._final_tensor(node)]
         return (
             all(m is not None and m.op_type == "DequantizeLinear" for m in makers)
             and bool(readers)
@@ -334,7 +327,7 @@ class CostModel:
             work = self._multiply_adds(node) / self.pace * (width * COMPUTE_FRACTION if integer else 1.0)
         else:
             share = width * MEMORY_FRACTION if integer else 1.0
-            work = prod(self._shape(node.output[0])) / ELEMENTS_PER_SECOND * share
+            work = prod(self.shapes[node.output[0]]) / ELEMENTS_PER_SECOND * share
         return SECONDS_PER_NODE + work
 
     def _reads_wide(self, node: onnx.NodeProto) -> bool:
@@ -352,7 +345,7 @@ class CostModel:
         if node.op_type == "DequantizeLinear":
             maker = self.producer.get(node.input[0])
             folded = maker is not None and maker.op_type == "QuantizeLinear" and maker.input[0] in self.constants
-            readers = self.readers.get(node.output[0], [])
+            readers = self.readers[node.output[0]]
             return (
                 node.input[0] in self.constants
                 or folded
@@ -361,13 +354,10 @@ class CostModel:
         return False
 
     def _multiply_adds(self, node: onnx.NodeProto) -> int:
-        left, right, out = (self._shape(name) for name in (node.input[0], node.input[1], node.output[0]))
+        left, right, out = (self.shapes[name] for name in (*node.input[:2], node.output[0]))
         if node.op_type == "Conv":
             return prod(out) * prod(right[1:])
         if node.op_type == "ConvTranspose":
             return prod(left) * prod(right[1:])
         transposed = any(a.name == "transA" and a.i for a in node.attribute)
         return prod(out) * (left[0 if transposed else -1] if left else 1)
-
-    def _shape(self, tensor: str) -> tuple[int, ...]:
-        return self.shapes.get(tensor, ())

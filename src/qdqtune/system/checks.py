@@ -55,31 +55,27 @@ def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
             for key in _identities(file):
                 taken.setdefault(key, what)
     for output in outputs:
-        _check_output(output, taken)
-        for key in _identities(output.path):
+        path, hint = output.path, f"choose another {output.option}"
+        if "\0" in str(path):
+            raise BadOption(f"{output.option} {str(path)!r} is no name of a file")
+        if path.is_dir():
+            raise OutputError(f"cannot write {path}: it is a folder")
+        for key in _identities(path):
+            if key in taken:
+                raise BadOption(f"{path} would overwrite the {taken[key]}: {hint}")
+        if path.exists() and not path.is_file():
+            raise OutputError(f"cannot write {path}: it is no file; name one with {output.option}")
+        check_inside(path, output.folder or path.parent)
+        if not path.parent.is_dir() and not output.makes_folder:
+            raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
+        if path.exists() and not output.is_ours(path):
+            raise BadOption(f"{path} was there before, and is not of qdqtune's making: {hint}, or move it")
+        if not output.makes_folder:
+            with writing(path, hint):
+                tempfile.TemporaryFile(dir=real(path).parent).close()
+        for key in _identities(path):
             if isinstance(key, Path):  # a second name of an output keeps its content
                 taken.setdefault(key, f"file of {output.option}")
-
-
-def _check_output(output: Output, taken: Mapping[Path | tuple[int, int], str]) -> None:
-    path, hint = output.path, f"choose another {output.option}"
-    if "\0" in str(path):
-        raise BadOption(f"{output.option} {str(path)!r} is no name of a file")
-    if path.is_dir():
-        raise OutputError(f"cannot write {path}: it is a folder")
-    for key in _identities(path):
-        if key in taken:
-            raise BadOption(f"{path} would overwrite the {taken[key]}: {hint}")
-    if path.exists() and not path.is_file():
-        raise OutputError(f"cannot write {path}: it is no file; name one with {output.option}")
-    check_inside(path, output.folder or path.parent)
-    if not path.parent.is_dir() and not output.makes_folder:
-        raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
-    if path.exists() and not output.is_ours(path):
-        raise BadOption(f"{path} was there before, and is not of qdqtune's making: {hint}, or move it")
-    if not output.makes_folder:
-        with writing(path, hint):
-            tempfile.TemporaryFile(dir=real(path).parent).close()
 
 
 def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:

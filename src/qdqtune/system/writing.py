@@ -38,35 +38,26 @@ def atomic_write(target: Path, kind: str = "") -> Iterator[Path]:
     existing files of these names are unchanged. If `target` is a link to a file in its folder or below, that file is
     replaced. Files of a `kind` are put on the list of their folder (see `system.checks.written_as`)."""
     with writing(target):
-        file = _replaceable(target)
+        check_inside(target, target.parent)
+        file = real(target)
+        if file.exists() and not os.access(file, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         with Scratch(file.parent) as folder:
             fresh = folder / "new"
             fresh.mkdir()
             yield fresh / file.name
             made = sorted(path.relative_to(fresh) for path in fresh.rglob("*") if path.is_file())
             for name in made:
-                check_inside(file.parent / name, file.parent)
-                _flush(fresh / name, file.parent / name)
+                old = file.parent / name
+                check_inside(old, file.parent)
+                with (fresh / name).open("rb") as written:
+                    os.fsync(written.fileno())  # a full disk shows before anything is renamed
+                if old.exists():
+                    shutil.copymode(old, fresh / name)
             made.sort(key=lambda name: name == Path(file.name))  # the file itself comes last
             rename_all([(fresh / name, file.parent / name) for name in made], folder / "old")
             if kind:
                 add_to_list(file.parent, map(str, made), kind)
-
-
-def _replaceable(path: Path) -> Path:
-    check_inside(path, path.parent)
-    file = real(path)
-    if file.exists() and not os.access(file, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    return file
-
-
-def _flush(fresh: Path, target: Path) -> None:
-    """Flush a file to the disk, so that a full disk shows before anything is renamed, and copy the old permissions."""
-    with fresh.open("rb") as file:
-        os.fsync(file.fileno())
-    if target.exists():
-        shutil.copymode(target, fresh)
 
 
 def add_to_list(folder: Path, names: Iterable[str], kind: str) -> None:

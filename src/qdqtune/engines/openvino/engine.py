@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ DEVICE = "CPU"
 WARMUP = 1
 """Profiled inferences that do not count: the first one allocates."""
 
-OPENVINO_MESSAGES = (
+refusals_in_words = partial(
+    translated,
     "OpenVINO",
     re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
 )
-"""Arguments of `translated`: a name, and parts of messages that are cut: places in OpenVINO's sources."""
+"""`translated`, without places in OpenVINO's sources."""
 
 
 def create(options: OpenVinoOptions) -> OpenVino:
@@ -66,7 +68,7 @@ class OpenVino:
         return formats.numeric_format("openvino", quant_type)
 
     def build(self, model: Path, log: Path) -> OpenVinoModel:
-        with output_to(log), translated(*OPENVINO_MESSAGES):
+        with output_to(log), refusals_in_words():
             compiled = self.core.compile_model(str(model), DEVICE, self.configuration())
             outputs = tuple(output.name for output in read_model(model).graph.output)
         return OpenVinoModel(self, model, compiled, outputs)
@@ -85,14 +87,14 @@ class OpenVinoModel:
         self._outputs = outputs
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        with translated(*OPENVINO_MESSAGES):
+        with refusals_in_words():
             _feed(self._request, inputs)
             self._request.infer(share_outputs=True)
             return {name: np.array(self._request.get_output_tensor(i).data) for i, name in enumerate(self._outputs)}
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, without setting inputs and copying outputs."""
-        with translated(*OPENVINO_MESSAGES):
+        with refusals_in_words():
             _feed(self._request, inputs)
             start = time.perf_counter()
             for _ in range(runs):
@@ -102,7 +104,7 @@ class OpenVinoModel:
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second build of the file, which is profiled."""
         graph = read_model(self._path).graph
-        with translated(*OPENVINO_MESSAGES):
+        with refusals_in_words():
             model = self._engine.core.read_model(str(self._path))
             tags = openvino_layers.tag(model, graph)
             compiled = self._engine.core.compile_model(model, DEVICE, self._engine.configuration(PERF_COUNT=True))
@@ -119,7 +121,7 @@ class OpenVinoModel:
         """Write an OpenVINO IR, and compile it: NAME.xml holds the graph, NAME.bin beside it the constants."""
         if path.suffix != ".xml":
             raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
-        with translated(*OPENVINO_MESSAGES):
+        with refusals_in_words():
             ov.save_model(self._engine.core.read_model(str(self._path)), str(path), compress_to_fp16=False)
             self._engine.core.compile_model(str(path), DEVICE, self._engine.configuration())
 

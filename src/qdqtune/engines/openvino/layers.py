@@ -78,16 +78,19 @@ def report(
     """
     times = _times(profiles)
     infos, before = dict[str, dict[str, str]](), dict[str, list[str]]()
+    fixed = set[str]()  # constants, and layers of constants only: they ran when the model was compiled
     for op in executed:
-        infos[op.get_friendly_name()] = {key: value.astype(str) for key, value in op.get_rt_info().items()}
-        sources = (port.get_source_output().get_node() for port in op.inputs())
-        before[op.get_friendly_name()] = [source.get_friendly_name() for source in sources]
-    fixed = _constant_layers(infos, before)
+        name = op.get_friendly_name()
+        infos[name] = {key: value.astype(str) for key, value in op.get_rt_info().items()}
+        before[name] = [port.get_source_output().get_node().get_friendly_name() for port in op.inputs()]
+        if infos[name]["layerType"] == "Const" or (before[name] and fixed.issuperset(before[name])):
+            fixed.add(name)
     running = sorted(
         (name for name, info in infos.items() if name not in fixed and info["layerType"] not in BORDERS),
         key=lambda name: int(infos[name]["execOrder"]),
     )
-    weights = _dequantized(graph)
+    sources = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"}
+    weights = {node.name: {sources[t] for t in node.input if t in sources} for node in graph.node}
     claims, precisions = [], []
     for name in running:
         fused = [tags[int(tagged[1])] for tagged in TAG.finditer(infos[name]["originalLayersNames"])]
@@ -95,8 +98,8 @@ def report(
         constants = _constants_read(before[name], before, fixed, tags)
         precisions.append(_precision(infos[name], any(part.is_logical for part in fused)))
         if precisions[-1] == "INT8":  # then its weights have 8 bits as well
-            constants = constants.union(*(weights.get(node, frozenset()) for node in nodes))
-        claims.append(Claim(nodes, constants))
+            constants = constants.union(*(weights.get(node, ()) for node in nodes))
+        claims.append(Claim(nodes, frozenset(constants)))
     covered, rest = cover(graph, claims)
     operators = {node.name: node.op_type for node in graph.node}
     layers = []
@@ -119,23 +122,9 @@ def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
     return {name: fmean(sorted(values)[: max(1, len(values) // 10)]) for name, values in samples.items()}
 
 
-def _constant_layers(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Constants, and layers that depend on constants only: they ran when the model was compiled."""
-    fixed: set[str] = set()
-    for name, info in infos.items():
-        if info["layerType"] == "Const" or (before[name] and fixed.issuperset(before[name])):
-            fixed.add(name)
-    return frozenset(fixed)
-
-
-def _dequantized(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
-    sources = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"}
-    return {node.name: frozenset(sources[t] for t in node.input if t in sources) for node in graph.node}
-
-
 def _constants_read(
-    names: Sequence[str], before: Mapping[str, Sequence[str]], fixed: frozenset[str], tags: Sequence[Tag]
-) -> frozenset[str]:
+    names: Sequence[str], before: Mapping[str, Sequence[str]], fixed: set[str], tags: Sequence[Tag]
+) -> set[str]:
     """The model's constants that a layer reads, directly or after preparation."""
     constants: set[str] = set()
     stack = [name for name in names if name in fixed]
@@ -144,7 +133,7 @@ def _constants_read(
         stack.extend(before[name])
         for match in TAG.finditer(name):
             constants |= tags[int(match[1])].tensors
-    return frozenset(constants)
+    return constants
 
 
 def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> LayerKind:
