@@ -32,8 +32,8 @@ from qdqtune.autotune.insertion_points import (
     PatternSchemes,
     RegionPattern,
     ResolvedInsertionPoint,
+    edges_of,
     uses_at,
-    with_weights,
 )
 from qdqtune.autotune.region_search import (
     AutotunerError,
@@ -65,7 +65,6 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
-from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern, tunable
 from qdqtune.system.checks import Output, check_outputs, written_as
 from qdqtune.system.writing import atomic_write, temporary_folder
@@ -77,7 +76,7 @@ from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import EFFORTS, looks_until
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import FLOAT_TYPES
-from qdqtune.types import Edge, Placement
+from qdqtune.types import Placement
 
 log = logging.getLogger("qdqtune.autotune")
 
@@ -468,15 +467,10 @@ class QDQAutotunerBase:
         return uses_at(self.graph, self._placement(best).edges)
 
     def import_insertion_points(self, quantized_tensors: Collection[str]) -> None:
-        """Have the pairs of a quantized model tried first: on all uses of some tensors, and on the weights of compute
-        operators along with their activations."""
-        possible, names = self._tools[1].possible, set(quantized_tensors)
-        edges = with_weights(self.graph, (e for e in possible if e.tensor in names)) & possible
-        for pattern in self._patterns.values():
-            schemes = (patterns.scheme_of(pattern, region, edges) for region in pattern.instances)
-            if points := next(filter(None, schemes), None):
-                scheme, own = InsertionScheme.of(points), self.pattern_cache.own(RegionPattern.of(pattern))
-                own.schemes = [scheme, *(s for s in own.schemes if s.distance(scheme))]
+        """Have the pairs of a quantized model, on all uses of some tensors, tried before new schemes."""
+        self._check_initialized()
+        for region in self._pattern_of:
+            self.pattern_cache.add_pattern_from_region(region, self.graph, quantized_tensors)
 
     def save_state(self, output_path: str | Path) -> None:
         """Write a state file, in one step, and the pattern cache beside it.
@@ -571,15 +565,8 @@ class QDQAutotunerBase:
     def _on_top(self, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
         """The best placement with all instances of a pattern as one of its schemes has them."""
         pattern = self._patterns[schemes.pattern.digest]
-        edges = (self._best[0].edges - self._edges(pattern, pattern.everything)) | self._edges(pattern, scheme.core)
-        return consistent(self.graph, Placement(edges))
-
-    def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
-        try:
-            placed = [e for region in pattern.instances for e in patterns.resolve(pattern, region, scheme)]
-        except ValueError as error:
-            raise InvalidSchemeError(str(error)) from error
-        return with_weights(self.graph, placed) & self._tools[1].possible
+        edges = edges_of(pattern, scheme.core) & self._tools[1].possible
+        return consistent(self.graph, Placement((self._best[0].edges - edges_of(pattern, pattern.everything)) | edges))
 
     def _fingerprint(self) -> dict[str, Any]:
         self._check_initialized()

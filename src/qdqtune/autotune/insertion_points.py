@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from math import inf, prod
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
@@ -131,13 +132,13 @@ class InsertionPoint(Values, Struct, frozen=True):
         if getattr(self, "region_index", None) is not None and not region.children:
             return set()
         model, point = as_model(graph), self.core
+        pattern = pattern_of(model, region)
         if point.kind == "node_output":
-            pattern = pattern_of(model, region)
             nodes = pattern.listings[pattern.instances[0]].nodes
             if point.owner < len(nodes):  # one that only the region uses as well
                 tensor = model.nodes[nodes[point.owner]].outputs[point.number]
                 return resolve_region_io_insertion_points(None, model, tensor)
-        return resolved(model, region, frozenset((point,)))
+        return uses_at(model, edges_of(pattern, frozenset((point,))))
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
@@ -218,25 +219,23 @@ class InsertionScheme(Values, Struct, omit_defaults=True, rename={"node_inputs":
         return len(self.core ^ other.core)
 
 
-def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
-    """The uses that a scheme means in a region, weights along with their activations."""
-    pattern = pattern_of(model, region)
+def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
+    """The edges that a scheme means in all instances of a pattern, and the other inputs of the compute operators whose
+    data input is among them: scripts name that alone.
+
+    Raises:
+        InvalidSchemeError: the pattern has no such point.
+    """
     try:
-        edges = patterns.resolve(pattern, pattern.instances[0], scheme)
+        edges = frozenset().union(*(patterns.resolve(pattern, region, scheme) for region in pattern.instances))
     except ValueError as error:
         raise InvalidSchemeError(str(error)) from error
-    return uses_at(model, with_weights(model, edges))
+    computing = (pattern.model.user(e) for e in edges if e.node and e.index == 0)
+    return edges | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
 
 
 def uses_at(model: Model, edges: Iterable[Edge]) -> set[ResolvedInsertionPoint]:
     return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in edges}
-
-
-def with_weights(model: Model, edges: Iterable[Edge]) -> frozenset[Edge]:
-    """Edges, and the other inputs of the compute operators whose data input is among them: scripts name that alone."""
-    edges = frozenset(edges)
-    computing = (model.user(e) for e in edges if e.node and e.index == 0)
-    return edges | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
@@ -375,7 +374,8 @@ class RegionPattern:
             raise InvalidSchemeError("a region is compared in its graph: give the graph as well")
         if scheme is not None:
             self._check(other, graph)
-            return resolved(as_model(graph), other, scheme.core)
+            model = as_model(graph)
+            return uses_at(model, edges_of(pattern_of(model, other), scheme.core))
         if self != self.from_region(other, graph):
             return None
         if self.is_empty:
@@ -476,15 +476,16 @@ class PatternCache:
     def add_pattern_from_region(
         self, region: Region, graph: GraphLike, quantized_tensors: Collection[str] | None = None
     ) -> None:
-        """Add the pattern of a region, with the scheme of the points at which a quantized model has pairs: those whose
-        tensor is among `quantized_tensors`. Without them it has all points."""
+        """Add the pattern of a region, with the scheme of the points at which a quantized model has pairs, if there are
+        any: those whose tensor is among `quantized_tensors`. Without them it has all points."""
         model = as_model(graph)
         pattern = pattern_of(model, region)
         scheme = pattern.everything
         if quantized_tensors is not None:
-            edges = [edge for tensor in quantized_tensors for edge in model.edges(tensor)]
-            scheme = patterns.scheme_of(pattern, pattern.instances[0], edges)
-        self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
+            edges = chain.from_iterable(map(model.edges, quantized_tensors))
+            scheme = patterns.scheme_of(pattern, pattern.instances[0], [*edges])
+        if scheme:
+            self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
         """Take over the schemes of another cache. A scheme that both have keeps the latency it has here if so asked."""
