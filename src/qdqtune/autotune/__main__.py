@@ -28,7 +28,7 @@ from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import Command
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.errors import reading
+from qdqtune.options import options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
 
@@ -135,8 +135,9 @@ MODE_PRESETS = {
 def add_flag(parser: argparse.ArgumentParser, flags: str, **how: Any) -> None:
     """Add a flag by its names, each spelled with underscores and with dashes; its value has that of the first long
     one."""
-    spelled = (form for name in flags.split() for form in (name, name[:2] + name[2:].replace("_", "-")))
-    parser.add_argument(*dict.fromkeys(spelled), **how)
+    names = flags.split()
+    dashed = [name[:2] + name[2:].replace("_", "-") for name in names]
+    parser.add_argument(*dict.fromkeys([*names, *dashed]), **how)
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -169,12 +170,10 @@ def apply_mode_presets(args: argparse.Namespace) -> None:
 
 
 def get_node_filter_list(node_filter_list_path: str | Path | None) -> list[str] | None:
-    """The wildcards of a file, one a line; lines that begin with # are comments. None without a file."""
+    """The wildcards of a file, as the option `node_filter` reads it; None without a file."""
     if node_filter_list_path is None:
         return None
-    with reading(node_filter_list_path):
-        lines = Path(node_filter_list_path).read_text(encoding="utf-8").splitlines()
-    return [name for line in lines if (name := line.strip()) and not name.startswith("#")]
+    return list(options_of(AutotuneOptions)["node_filter"].read(node_filter_list_path))
 
 
 if __name__ == "__main__":

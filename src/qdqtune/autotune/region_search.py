@@ -50,7 +50,8 @@ def as_proto(graph: GraphLike) -> onnx.ModelProto:
     """An ONNX model; a GraphSurgeon graph is exported by the library that it comes from."""
     if isinstance(graph, onnx.ModelProto):
         return graph
-    if not (library := _library(graph)):
+    library = _library(graph)
+    if not library:
         raise AutotunerError(f"a graph is an onnx.ModelProto or a GraphSurgeon graph, not {type(graph).__name__}")
     proto: onnx.ModelProto = library.export_onnx(graph)
     return proto
@@ -192,7 +193,7 @@ class Region:
         return sorted(self.nodes) if sort else list(self.nodes)
 
     def all_nodes(self) -> set[int]:
-        return {n for region in self.walk() for n in region.nodes}
+        return set().union(*(region.nodes for region in self.walk()))
 
     get_region_nodes_and_descendants = all_nodes
 
@@ -221,7 +222,7 @@ class Region:
 
 def leaves_first(tops: Iterable[Region]) -> list[Region]:
     """All regions of some trees: the leaves, then those that hold regions, both in the order of `walk`."""
-    return sorted((r for top in tops for r in top.walk()), key=lambda r: bool(r.children))
+    return sorted(chain.from_iterable(top.walk() for top in tops), key=lambda r: bool(r.children))
 
 
 def pattern_of(model: Model, region: Region) -> Pattern:

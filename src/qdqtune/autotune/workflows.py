@@ -199,7 +199,8 @@ class AutotuneOptions(TuneArguments):
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """See `TuneOptions`."""
         own: dict[str, Any] = {name: getattr(self, name) for name in OF_SETTINGS}
-        if (schemes := self.schemes_per_region) is not None:
+        schemes = self.schemes_per_region
+        if schemes is not None:
             own["config"] = region.Config(schemes_per_region=schemes)
         if schemes is not None and self.builds is None and self.mode == "region":
             model = load(Path(str(self.model)), fix_inputs=self.fix_inputs)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import reduce
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -56,7 +56,7 @@ class Region:
 
     def all_nodes(self) -> tuple[int, ...]:
         """The node indices of this region and everything under it, in graph order."""
-        return tuple(sorted(i for region in self.walk() for i in region.nodes))
+        return tuple(sorted(chain.from_iterable(region.nodes for region in self.walk())))
 
 
 PointKind = Literal["node_input", "child_input", "node_output", "child_output"]
@@ -202,7 +202,7 @@ class _Tree:
     @staticmethod
     def around(children: Iterable[_Tree]) -> _Tree:
         in_order = sorted(children, key=lambda child: child.nodes[0])
-        return _Tree(sorted(n for child in in_order for n in child.nodes), in_order)
+        return _Tree(sorted(chain.from_iterable(child.nodes for child in in_order)), in_order)
 
 
 def _tree(outline: Outline, leaves: Sequence[list[int]]) -> _Tree:

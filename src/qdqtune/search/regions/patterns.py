@@ -104,7 +104,8 @@ def resolve(pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]
         ValueError: the scheme has points that the pattern lacks.
     """
     edges = pattern.edges[region]
-    if unknown := scheme - edges.keys():
+    unknown = scheme - edges.keys()
+    if unknown:
         raise ValueError(f"pattern {pattern.digest} has no point {min(unknown, key=repr)}")
     return frozenset().union(*map(edges.__getitem__, scheme))
 

@@ -130,8 +130,9 @@ def resolve(
         BadModel: ONNX Runtime cannot run the model.
     """
     sizes = {name: np.shape(array) for name, array in sample.items()} | _known(shaped)
-    made = [t for node in shaped.nodes for t in node.outputs if t]
-    if unknown := [t for t in made if t not in sizes and t in shaped.tensors]:
+    made = _made(shaped, range(len(shaped.nodes)))
+    unknown = [t for t in made if t not in sizes and t in shaped.tensors]
+    if unknown:
         nodes = [helper.make_node("Shape", [t], [f"__shape_{i}"], f"__shape_{i}") for i, t in enumerate(unknown)]
         (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample], budget, execution)
         sizes |= {t: tuple(map(int, shapes[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
@@ -193,7 +194,8 @@ def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mappi
             if tensor not in model.tensors:
                 raise BadOption(f"the type of tensor {tensor!r} is unknown")
             shape: Sequence[int | None] | None = resolved.sizes.get(tensor)
-            if span := spans.get(tensor):
+            span = spans.get(tensor)
+            if span is not None:
                 shape = [low if low == high else None for low, high in zip(span.low, span.high, strict=True)]
             yield helper.make_tensor_value_info(tensor, model.tensors[tensor].dtype, shape)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -133,8 +134,8 @@ class Profiler:
         profiles: dict[int, Profile] = {}
         parts: list[_Part] = []
         model = self._subject.shaped
-        reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
-        shapes = self._values([t for t in reads if is_shape(model, t, self._resolved.sizes)])
+        reads = chain.from_iterable(borders(model, kind.first.nodes)[0] for kind in kinds)
+        shapes = self._values([t for t in dict.fromkeys(reads) if is_shape(model, t, self._resolved.sizes)])
         for kind in kinds:
             try:
                 parts.append(self._extracted(kind, shapes))
@@ -142,7 +143,7 @@ class Profiler:
                 profiles[kind.number] = Profile(kind.each_ms, (), {"": str(error)})
                 done(kind, profiles[kind.number])
         for batch in self._in_batches(parts):
-            values = cache(partial(self._values, [t for part in batch for t in part.model.inputs]))
+            values = cache(partial(self._values, [*chain.from_iterable(part.model.inputs for part in batch)]))
             for part in batch:
                 profiles[part.kind.number] = self._profile(part, values, len(kinds))
                 done(part.kind, profiles[part.kind.number])
@@ -338,7 +339,8 @@ class Profiled:
     @property
     def shortfall(self) -> str | None:
         profiles = self.search.selection.profiles.values()
-        if not (late := sum(one.failures.get("") == NO_TIME for one in profiles)):
+        late = sum(one.failures.get("") == NO_TIME for one in profiles)
+        if not late:
             return None
         untimed = f"{late} of {len(profiles)} groups were fully timed"
         return f"`time_budget` ended before {untimed}: with more time the same command goes on from there"
@@ -371,7 +373,8 @@ def profile(run: Run) -> Profiled:
     with Profiler(run, parts, resolved, deadline, timed=is_timed) as profiler:
         by_kind = profiler.all(kinds, progress.timed)
     profiles = {u.number: passthrough_profile(parts, u, times[u.number]) for u in parts.units}
-    profiles |= {unit.number: by_kind[kind.number] for kind in kinds for unit in kind.units}
+    for kind in kinds:
+        profiles |= dict.fromkeys((unit.number for unit in kind.units), by_kind[kind.number])
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
     search = SubgraphSearch(
         select(parts, profiles),
@@ -386,7 +389,8 @@ def profile(run: Run) -> Profiled:
     if not is_timed:
         what = "no layer times" if layers else "no layers"
         notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
-    with writing(log := settings.output_dir / LOGS / GROUP_LOG):
+    log = settings.output_dir / LOGS / GROUP_LOG
+    with writing(log):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
     return Profiled(search, progress, kinds, why, tuple(notes))
 
@@ -445,7 +449,9 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
         if final in builds
         else None
     )
-    kinds = {unit.number: kind.number for kind in profiled.kinds for unit in kind.units}
+    kinds: dict[int, int] = {}
+    for kind in profiled.kinds:
+        kinds |= dict.fromkeys((unit.number for unit in kind.units), kind.number)
     running = nearest(parts, final).quantized
     rows = []
     for unit in parts.units:
