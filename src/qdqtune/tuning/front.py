@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from qdqtune.search.front import (
 )
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
-from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.deploy import renew_kit
 from qdqtune.tuning.folder import (
     DEPLOY_SETTINGS,
@@ -38,18 +37,27 @@ from qdqtune.tuning.folder import (
     alone,
     check_names,
 )
-from qdqtune.tuning.proof import Field, Proof, copy_model, keep_rounds, proof_of, prove, race_finished, trial_of
+from qdqtune.tuning.proof import (
+    Field,
+    Proof,
+    copy_model,
+    keep_rounds,
+    proof_of,
+    prove,
+    race_finished,
+    trial_of,
+    unproven_file,
+)
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import (
     Attempt,
-    Compared,
     Finalists,
     first_faster,
-    is_alike,
     is_proven,
     rows_by_threads,
     rows_by_workload,
+    shipped,
 )
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
@@ -58,70 +66,39 @@ from qdqtune.types import Placement, Trial, noise_of
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
 
 
-@dataclass(frozen=True)
-class ProvenPoint:
-    """A point of the front: a file that was raced against the user's in each of `contexts`. `metric` is the user's own,
-    `holds` whether it holds the limits on accuracy, `content` a digest of the file."""
-
-    trial: Trial
-    contexts: tuple[Compared, ...]
-    holds: bool
-    metric: float | None = None
-    name: str = ""
-    content: str = ""
-
-    @property
-    def shown(self) -> Compared:
-        """The context whose figures users see."""
-        return first_faster(self.contexts)
-
-    @property
-    def ratio(self) -> Ratio:
-        """The ratio to the user's file in the context that is shown."""
-        return self.shown.ratio
-
-
-def _row(point: ProvenPoint, proof: Proof, run: Run) -> dict[str, Any]:
-    accuracy, placement, mix = point.trial.accuracy, point.trial.placement, run.subject.mix
-    assert accuracy is not None  # a point was measured
-    return {
-        "name": point.name,
-        "file": f"{FRONT}/{point.name}.onnx",
-        "content": point.content,
-        "ratio": point.ratio.median,
-        "low": point.ratio.low,
-        "high": point.ratio.high,
-        "sqnr_db": accuracy.sqnr_db,
-        "agreement": equal_share(accuracy),
-        "accuracy": asdict(accuracy),
-        "metric": point.metric,
-        "pairs": count_pairs(placement),
-        "edges": len(placement),
-        "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
-        "baseline_ms": point.shown.a_seconds * 1e3,
-        "ms": point.shown.b_seconds * 1e3,
-        "holds_limits": point.holds,
-        "by_threads": rows_by_threads(point.contexts),
-        **({"workloads": rows_by_workload(point.contexts, mix)} if len(mix) > 1 else {}),
-        "float_nodes": run.subject.float_nodes(placement, run.given_names),
-        "shipped": placement == proof.placement,
-    }
-
-
 def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[str, Any]]]:
-    """Write a file for each point of the front and race all of them against the user's own. Those that do not prove
-    faster, or that others beat, are deleted. If no point may ship, `proof.prove` decides what ships. Gives that, and a
-    row of summary.json for each point that is left, the fastest first."""
+    """Race a file for each point of the front against the user's own. Those that prove faster, and that no other beats,
+    get names. If no point may ship, `proof.prove` decides what ships. Gives that, and a row of summary.json for each
+    point, the fastest first."""
     folder = run.settings.output_dir / FRONT
+    placements = _promising(history, run)
+    queue = Finalists(placements, len(placements), are_points=True)
+    raced = race_finished(queue, Field(run.settings.model), history, run)
+    proven, trials = dict[Placement, Attempt](), dict[Placement, Trial]()
+    metrics: dict[Placement, float | None] = {}
+    for attempt in raced.attempts:
+        placement, trial = attempt.placement, trial_of(attempt.placement, history)
+        if not is_proven(attempt.to_float) or trial is None:
+            continue
+        proven[placement], trials[placement], metrics[placement] = attempt, trial, None
+        if run.settings.has_metric:
+            try:
+                metrics[placement] = run.bench.metric(placement).value
+            except EngineRefused as refused:
+                proven[placement] = replace(attempt, missed=attempt.missed or str(refused))
+        keep_rounds(placement, first_faster(attempt.to_float), run.store)
+    tradeoffs = {p: Tradeoff(attempt.ratio.median, trials[p].exactness) for p, attempt in proven.items()}
+    points = [proven[placement] for placement in unbeaten(tradeoffs)]
     with writing(folder):
         folder.mkdir(exist_ok=True)
-    placements = tuple(_promising(history, run))
-    files = {placement: _written(placement, run) for placement in placements}
-    queue = Finalists(placements, len(placements), are_points=True)
-    raced = race_finished(queue, Field(run.settings.model), history, run, files)
-    proven = {a.placement: _point(a, history, run) for a in raced.attempts if is_proven(a.to_float)}
-    tradeoffs = {p: Tradeoff(point.ratio.median, point.trial.exactness) for p, point in proven.items()}
-    points = _named([proven[placement] for placement in unbeaten(tradeoffs)], files, run)
+    rows, files, stems = [], dict[Placement, Path](), Counter[str]()
+    for point in points:
+        placement, decibels = point.placement, trials[point.placement].sqnr_db
+        stem = "exact" if decibels is None else f"{decibels:.0f}db"
+        stems[stem] += 1
+        name = stem if stems[stem] == 1 else f"{stem}-{stems[stem]}"
+        files[placement] = _named(placement, name, run)
+        rows.append(_row(name, point, trials[placement], metrics[placement], files[placement], run))
     if not points:
         run.output.clear(FRONT)
     notes = raced.notes
@@ -130,23 +107,21 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
         tried = f"{len(placements)} candidate{'s' * (len(placements) != 1)}"
         short = "`time_budget`" if run.budget.is_late else f"`builds` {run.settings.builds}"
         notes = (*notes, f"the front has {count} of {tried}: {short} has no room for others: give more")
-    holding = [point for point in points if point.holds]
-    alike = [point for point in holding if is_alike(point.ratio, holding[0].ratio)]
-    best = max(alike, key=lambda point: (round(point.trial.exactness), -point.ratio.median), default=None)
-    if best is not None:  # the fastest that holds the limits, or the most exact of those that are equal to it
+    if (won := shipped(points)) is not None:
         run.given.check()
-        copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
-        won = Attempt(best.trial.placement, best.contexts)
-        proof = proof_of(won, best.trial, notes, raced.builds, run.store)
+        copy_model(files[won.placement], run.settings.output_dir / FINAL)
+        proof = proof_of(won, trials[won.placement], notes, raced.builds, run.store)
     else:
         proof = prove(history, run)
         apart = (PROVEN_APART,) if proof.shipped == "tuned" else ()
         told = tuple(dict.fromkeys([*proof.notes, *notes, *apart]))
         proof = replace(proof, builds=proof.builds + raced.builds, notes=told)
-    return proof, [_row(point, proof, run) for point in points]
+    for row, point in zip(rows, points, strict=True):
+        row["shipped"] = point.placement == proof.placement
+    return proof, rows
 
 
-def _promising(history: Sequence[Trial], run: Run) -> list[Placement]:
+def _promising(history: Sequence[Trial], run: Run) -> tuple[Placement, ...]:
     """The placements of the search that may become points of the front, as many as there is room for, the best one
     among them."""
     most = run.limits.max_noise
@@ -154,54 +129,47 @@ def _promising(history: Sequence[Trial], run: Run) -> list[Placement]:
     able = {p: point for p, point in points.items() if not is_too_noisy(noise_of(point.db), most)}
     best = [p for p in able if p == best_of(history)]
     others = {p: point for p, point in able.items() if p not in best}
-    placements = [*best, *spread(others, run.budget.points - len(best))]
+    placements = (*best, *spread(others, run.budget.points - len(best)))
     return placements[: run.budget.provable(len(placements))]
 
 
-def _written(placement: Placement, run: Run) -> Path:
-    """The file of a placement, named by its digest until the points get names."""
-    file = run.output.claim(run.settings.output_dir / FRONT / f"{placement.digest}.onnx")
-    run.output.claim(data_of(file))
-    run.candidates.write_whole(placement, file)
+def _named(placement: Placement, name: str, run: Run) -> Path:
+    """Move the file of a placement that was raced to the folder of the front, with the placement beside it."""
+    raced, file = unproven_file(placement, run), run.output.claim(run.settings.output_dir / FRONT / f"{name}.onnx")
+    if data_of(raced).exists():  # its constants lie in a file named after it: both are written again
+        run.output.claim(data_of(file))
+        run.candidates.write_whole(placement, file)
+    else:
+        with writing(file):
+            raced.replace(file)
+    write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
     return file
 
 
-def _point(attempt: Attempt, history: Sequence[Trial], run: Run) -> ProvenPoint:
-    """The point of a file that proved faster than the user's, with the user's metric."""
-    trial = trial_of(attempt.placement, history)
-    assert trial is not None  # the search compared its outputs
-    metric, holds = None, attempt.missed is None
-    if run.settings.has_metric:
-        try:
-            metric = run.bench.metric(attempt.placement).value
-        except EngineRefused:
-            holds = False
-    keep_rounds(attempt.placement, first_faster(attempt.to_float), run.store)
-    return ProvenPoint(trial, attempt.to_float, holds, metric)
-
-
-def _named(points: Sequence[ProvenPoint], files: Mapping[Placement, Path], run: Run) -> list[ProvenPoint]:
-    """Name the points and their files after their SQNR (24db, or 24db-2 where that is taken), and write the placement
-    of each beside its file. Other files are deleted."""
-    found, stems = [], Counter[str]()
-    for point in points:
-        decibels, placement = point.trial.sqnr_db, point.trial.placement
-        stem = "exact" if decibels is None else f"{decibels:.0f}db"
-        stems[stem] += 1
-        name = stem if stems[stem] == 1 else f"{stem}-{stems[stem]}"
-        file = run.output.claim(files[placement].with_name(f"{name}.onnx"))
-        if data_of(files[placement]).exists():  # its constants lie in a file named after it: both are written again
-            run.output.claim(data_of(file))
-            run.candidates.write_whole(placement, file)
-        else:
-            with writing(file):
-                files[placement].replace(file)
-        write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
-        found.append(replace(point, name=name, content=content_digest(files_of(file))))
-    for file in files.values():
-        for part in (file, data_of(file)):
-            part.unlink(missing_ok=True)
-    return found
+def _row(name: str, point: Attempt, trial: Trial, metric: float | None, file: Path, run: Run) -> dict[str, Any]:
+    placement, mix, shown = point.placement, run.subject.mix, first_faster(point.to_float)
+    assert trial.accuracy is not None  # a point was measured
+    return {
+        "name": name,
+        "file": f"{FRONT}/{file.name}",
+        "content": content_digest(files_of(file)),
+        "ratio": shown.ratio.median,
+        "low": shown.ratio.low,
+        "high": shown.ratio.high,
+        "sqnr_db": trial.sqnr_db,
+        "agreement": equal_share(trial.accuracy),
+        "accuracy": asdict(trial.accuracy),
+        "metric": metric,
+        "pairs": count_pairs(placement),
+        "edges": len(placement),
+        "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
+        "baseline_ms": shown.a_seconds * 1e3,
+        "ms": shown.b_seconds * 1e3,
+        "holds_limits": point.missed is None,
+        "by_threads": rows_by_threads(point.to_float),
+        **({"workloads": rows_by_workload(point.to_float, mix)} if len(mix) > 1 else {}),
+        "float_nodes": run.subject.float_nodes(placement, run.given_names),
+    }
 
 
 def pick(folder: Path, name: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -110,10 +110,10 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     won = shipping.shipped(attempts)
     for attempt in attempts:
         if attempt.placement and attempt is not won:
-            shutil.rmtree(_unproven(attempt.placement, run).parent)  # a whole model, which is not needed any more
+            shutil.rmtree(unproven_file(attempt.placement, run).parent)  # a whole model, which is not needed any more
     if won is not None:
         if won.placement:
-            file, final = _unproven(won.placement, run), folder / FINAL
+            file, final = unproven_file(won.placement, run), folder / FINAL
             both = [(data_of(file), data_of(final)), (file, final)]
             with writing(final):
                 rename_all([(old, new) for old, new in both if old.exists()], file.with_name("replaced"))
@@ -176,11 +176,9 @@ class Raced:
     notes: tuple[str, ...] = ()
 
 
-def race_finished(
-    queue: Finalists, field: Field, history: Sequence[Trial], run: Run, files: Mapping[Placement, Path] | None = None
-) -> Raced:
-    """Race the files of finalists, written here unless `files` has them, against the user's file and, where that is
-    another, the float model. A file that the engine does not run even alone is left out.
+def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run: Run) -> Raced:
+    """Race the files of finalists, written here, against the user's file and, where that is another, the float model. A
+    file that the engine does not run even alone is left out.
 
     Raises:
         BaselineFailed: the engine fails on the files, and none of them is to blame.
@@ -189,9 +187,6 @@ def race_finished(
     notes: list[str] = []
     builds, given_to_float, is_known = 0, None, not (field.is_rewritten or field.has_other_float)
 
-    def file_of(placement: Placement) -> Path:
-        return _unproven(placement, run) if files is None else files[placement]
-
     while True:
         placements = queue.next(attempts)
         placements = placements[: run.budget.provable(len(placements))]
@@ -199,11 +194,11 @@ def race_finished(
         if not (placements or races_alone):
             return Raced(tuple(attempts), builds, field, given_to_float, tuple(notes))
         try:
-            raced = _raced(placements, field, run, file_of)
+            raced = _raced(placements, field, run)
         except EngineRefused as refused:
             run.given.check()
             is_over = refused.is_transient and run.budget.lacks(0.0)
-            placement_of = {file_of(placement): placement for placement in placements}
+            placement_of = {unproven_file(placement, run): placement for placement in placements}
             opponents = [] if field.given is None else [field.given]
             failed = {} if is_over else run.racer.refused([*placement_of, *opponents])
             is_given_lost = any(failed.pop(file, None) is not None for file in opponents)
@@ -233,7 +228,7 @@ def race_finished(
         attempts += judged
 
 
-def _raced(placements: Sequence[Placement], field: Field, run: Run, file_of: Callable[[Placement], Path]) -> Raced:
+def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
     """Race the files of placements, or of the first ones that fit into memory. Raises EngineRefused if the engine fails
     on one of the files."""
     needs_baseline = field.given is None or field.has_other_float or field.is_rewritten
@@ -241,7 +236,7 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run, file_of: Cal
     files = [*filter(None, [field.given]), *written]
     given, baseline = 0, len(files) - 1
     floats = baseline if field.given is None or field.has_other_float else given
-    fitting = run.racer.together(files, [file_of(placement) for placement in placements])
+    fitting = run.racer.together(files, [unproven_file(placement, run) for placement in placements])
     placements = placements[: len(fitting)]
     finalists = range(len(files), len(files) + len(placements))
     files += fitting
@@ -351,7 +346,7 @@ def keep_rounds(placement: Placement, best: Compared, store: Store) -> None:
         store.put(proof_key(placement), best.measured)
 
 
-def _unproven(placement: Placement, run: Run) -> Path:
+def unproven_file(placement: Placement, run: Run) -> Path:
     """The file of a placement that may ship, written once. It moves to the output folder when it has proven itself."""
     path = run.candidates.folder / placement.digest / FINAL
     if not path.exists():
