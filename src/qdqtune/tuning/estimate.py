@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.observe import outputs_on, sizes_of
+from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration
 from qdqtune.engines.execution import Execution
@@ -28,9 +27,6 @@ from qdqtune.tuning.run import labelled_metric, user_function
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_journal
 from qdqtune.tuning.subject import PAIRED, open_subject
-
-COUNTED_BYTES = 4e8
-"""Bytes of values that calibration counts in histograms in a second. On two cores, seven networks: 0.2 to 0.9 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +99,16 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
 
 
 def calibration_seconds(prepared: Prepared, how: Calibration) -> float:
-    """About what calibration takes: passes over the samples, whose values are counted, and the correction of biases.
+    """About what calibration takes, by what it takes for one sample and for each further one, and the correction of
+    biases.
 
     Raises:
         BadModel: ONNX Runtime cannot run the model.
     """
-    samples, execution = prepared.calibration, prepared.execution
-    begun = time.monotonic()
-    first, *_ = [time.monotonic() - begun for _ in outputs_on(prepared.shaped, samples.first(2), execution=execution)]
-    each = time.monotonic() - begun - first
-    count = sum(1 for _ in samples)
-    tensors = candidate_tensors(prepared.shaped)
-    counting = sum(sizes_of(prepared.shaped, tensors, samples, execution).values()) / COUNTED_BYTES
-    return 3 * first + count * (2 * each + counting) + inferences(prepared.shaped, how, count) * PAIRED * each
+    taken = []
+    for count in (1, 3):
+        begun = time.monotonic()
+        calibrate(prepared.shaped, prepared.calibration.first(count), how, execution=prepared.execution)
+        taken.append(time.monotonic() - begun)
+    count, each = sum(1 for _ in prepared.calibration), max(0.0, taken[1] - taken[0]) / 2
+    return taken[0] + (count - 1) * each + inferences(prepared.shaped, how, count) * PAIRED * each

@@ -33,9 +33,9 @@ from qdqtune.types import Measurement, Placement, Proposal, Trial
 class Proof:
     """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
 
-    `placement` is that of the tuned model, else empty. `in_file` are the pairs and weight formats of the file that
-    ships, those of the user included; `trial` is what was measured of exactly these, None if nothing was. Where the
-    user's Q/DQ file ships, that was measured on the file itself, and `metric` is the user's metric of it.
+    `in_file` are the pairs and weight formats of the file that ships, those of the user included; `trial` is what was
+    measured of exactly these, None if nothing was. Where the user's Q/DQ file ships, that was measured on the file
+    itself, and `metric` is the user's metric of it.
 
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
     inputs that were fixed; both None where nothing is proven. Seconds per inference are medians, those of the final
@@ -44,7 +44,6 @@ class Proof:
     """
 
     shipped: Shipped
-    placement: Placement
     ratio: Ratio | None = None
     to_given: Ratio | None = None
     float_seconds: float | None = None
@@ -55,6 +54,11 @@ class Proof:
     in_file: Placement = field(default_factory=Placement)
     trial: Trial | None = None
     metric: Score | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the tuned model; empty where that does not ship."""
+        return self.in_file if self.shipped == "tuned" else Placement()
 
     @property
     def candidate(self) -> Trial | None:
@@ -77,7 +81,7 @@ def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
     run.candidates.write_whole(placement, run.settings.output_dir / FINAL)
     run.given.check()
     shipped: Shipped = "tuned" if placement else "baseline"
-    return Proof(shipped, placement, in_file=placement, trial=trial_of(placement, history))
+    return Proof(shipped, in_file=placement, trial=trial_of(placement, history))
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:
@@ -136,7 +140,6 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         seconds = run.bench.floats.seconds / (run.found.ratio if is_other and not settings.from_qdq else 1.0)
     unproven = Proof(
         shipped="given" if is_other else "baseline",
-        placement=Placement(),
         float_seconds=seconds,
         final_seconds=seconds,
         notes=tuple(notes),
@@ -327,7 +330,6 @@ def proof_of(won: Attempt, trial: Trial | None, notes: Sequence[str], builds: in
     keep_rounds(won.placement, best, store)
     return Proof(
         shipped="tuned",
-        placement=won.placement,
         ratio=best.ratio,
         to_given=won.to_given[won.to_float.index(best)].ratio if won.to_given else None,
         float_seconds=best.a_seconds,
