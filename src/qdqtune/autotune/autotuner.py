@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain
 from math import ceil, inf, isfinite
@@ -73,7 +73,6 @@ from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.folder import pattern_cache_of
 from qdqtune.tuning.records import ConversationRecord
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.settings import EFFORTS, looks_until
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import FLOAT_TYPES
 from qdqtune.types import Placement
@@ -142,11 +141,8 @@ class Benchmark:
             name = engine or self.engine or default_engine()[0]
             arguments = trtexec_args if isinstance(trtexec_args, str) else shlex.join(trtexec_args or ())
             engine = spec_of(name, timing_cache_file, plugin_libraries, arguments)
-        rounds = rounds_for(timing_runs)
-        self.spec, self.calibration_data = engine, calibration_data
-        self.plan = Plan((rounds,), warmup=warmup_runs)
-        self.search_plan = replace(self.plan, looks=looks_until(rounds, EFFORTS["default"].looks))
-        """The same rounds for a search, which may decide earlier."""
+        self.spec, self.calibration_data, self.timing_runs = engine, calibration_data, timing_runs
+        self.plan = Plan((rounds_for(timing_runs),), warmup=warmup_runs)
         self._folder = temporary_folder()
         self.runner = Runner(self.spec, log_dir=self._folder.path)
         self._inputs: list[bytes] = []

@@ -275,6 +275,8 @@ def region_pattern_autotuning_workflow(
         model=model,
         output_dir=output_dir or Path("autotuner_output"),
         engine=benchmark.spec,
+        timing_runs=benchmark.timing_runs,
+        warmup_runs=benchmark.plan.warmup,
         precision="fp32",
         quant_type=quant_type,
         default_dq_dtype=default_dq_dtype,
@@ -287,7 +289,7 @@ def region_pattern_autotuning_workflow(
         qdq_baseline=qdq_baseline_model,
     )
     with on_disk(options) as here, progress.shown(verbose=verbose) as observer:
-        settings, logs = here.settings(plan=benchmark.search_plan), RegionLogs(here.output_dir)
+        settings, logs = here.settings(), RegionLogs(here.output_dir)
         result = tune(settings, Observers((observer, logs)))
         logs.finish()
         autotuner = QDQAutotuner(onnx.load(Path(str(here.model))))
@@ -325,6 +327,8 @@ def subgraph_autotuning_workflow(
         model=Path(model_path),
         mode="subgraph",
         engine=benchmark.spec,
+        timing_runs=benchmark.timing_runs,
+        warmup_runs=benchmark.plan.warmup,
         output_dir=Path(output_dir),
         graph_json=graph_json_path,
         quant_type=quant_type,
@@ -336,7 +340,7 @@ def subgraph_autotuning_workflow(
         min_sqnr="auto" if calibration_data is not None else None,  # users expect a file without samples
     )
     with on_disk(options) as here:
-        result = tune(here.settings(plan=benchmark.search_plan))
+        result = tune(here.settings())
     return str(result.file)
 
 
