@@ -281,7 +281,7 @@ class RegionSearchBase:
             self.root.inputs, self.root.outputs = list(self.graph.inputs), list(self.graph.outputs)
 
     def _tops(self, method: Any = "auto", **sizes: int) -> list[Region]:
-        return [Region.of(top) for top in discovery.find(self.graph, method, **sizes).root.children]
+        return [Region.of(top) for top in discovery.find(self.graph, method, **sizes).tops]
 
     def compute_region_boundaries(self, region: Region) -> None:
         """Set the tensors that a region with all under it reads from outside, and those that are used there."""

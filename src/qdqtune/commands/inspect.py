@@ -185,10 +185,10 @@ def inspected(
     `include_all_regions`; patterns that no search tunes are only listed with it."""
     patterns = patterns if include_all_regions else tunable(model, patterns)
     pattern_of = {region: p.digest for p in patterns for region in p.instances}
-    parent = {child: region.id for region in regions.walk() for child in region.children}
-    shown = [r for r in regions.walk() if include_all_regions or is_quantizable(model, r)]
-    sizes, tops = [len(r.nodes) for r in regions.leaves], regions.root.children
-    composites, refined = (sum(r.type is RegionType.COMPOSITE for r in found) for found in (regions.walk(), tops))
+    parent = {child: region.id for region in regions.listings for child in region.children}
+    shown = [r for r in regions.listings if include_all_regions or is_quantizable(model, r)]
+    sizes, tops = [len(r.nodes) for r in regions.leaves], regions.tops
+    composites, refined = (sum(r.type is RegionType.COMPOSITE for r in found) for found in (regions.listings, tops))
     return Inspection({
         "method": regions.method,
         "nodes": len(model.nodes),

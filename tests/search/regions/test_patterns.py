@@ -121,8 +121,8 @@ def test_a_different_division_of_the_same_nodes_is_a_different_pattern():
     (whole,) = (p for p in grouped(model) if p.type is RegionType.COMPOSITE)
     region = whole.instances[0]
     nodes = region.all_nodes()
-    halves = tuple(Region(100 + k, 1, RegionType.LEAF, part) for k, part in enumerate((nodes[:1], nodes[1:])))
-    assert pattern_at(model, Region(99, 0, RegionType.COMPOSITE, (), halves)) != whole
+    halves = tuple(Region(100 + k, 1, part) for k, part in enumerate((nodes[:1], nodes[1:])))
+    assert pattern_at(model, Region(99, 0, (), halves)) != whole
     assert pattern_at(model, region) == whole
 
 
@@ -260,7 +260,7 @@ def test_names_order_and_commutative_inputs_do_not_matter(net, data):
 
     def moved(region):
         nodes = tuple(sorted(place[n] for n in region.nodes))
-        return Region(region.id, region.level, region.type, nodes, tuple(map(moved, region.children)))
+        return Region(region.id, region.level, nodes, tuple(map(moved, region.children)))
 
     def translated(edge):
         index = 1 - edge.index if edge.node in swapped and edge.index < 2 else edge.index
@@ -323,15 +323,14 @@ def leaf_ops(model, found):
 
 def check_partition(model, found):
     assert sorted(n for leaf in found.leaves for n in leaf.nodes) == list(range(len(model.nodes)))
-    assert [r.id for r in found.walk()] == list(range(len(list(found.walk()))))
-    for region in found.root.walk():
+    assert [r.id for r in found.listings] == list(range(len(found.listings)))
+    for region in found.listings:
         firsts = [child.all_nodes()[0] for child in region.children]
         assert firsts == sorted(firsts)
         assert all(child.level == region.level + 1 for child in region.children)
         assert list(region.nodes) == sorted(region.nodes)
-        if region is not found.root:
-            check_borders(model, region)
-            assert (region.type is RegionType.COMPOSITE) == (len(region.children) > 1) == (not region.nodes)
+        check_borders(model, region)
+        assert (region.type is RegionType.COMPOSITE) == (len(region.children) > 1) == (not region.nodes)
 
 
 def check_borders(model, region):
@@ -382,7 +381,7 @@ def test_a_residual_block_is_a_composite_of_leaves_that_start_at_a_convolution()
     model = resnet(2)
     found = discovery.find(model)
     assert found.method == "topology"
-    assert [r.type.name for r in found.root.children] == ["LEAF", "COMPOSITE", "COMPOSITE"]
+    assert [r.type.name for r in found.tops] == ["LEAF", "COMPOSITE", "COMPOSITE"]
     assert leaf_ops(model, found) == [["Conv", "Relu"]] + [["Conv", "Relu"], ["Conv", "Add", "Relu"]] * 2
 
 
@@ -395,7 +394,7 @@ def test_the_order_of_parallel_towers_in_the_file_does_not_matter():
         a, b = net.add("Add", conv_a, a), net.add("Add", conv_b, b)
     net.outputs = [a, b]
     found = discovery.find(net.model())
-    assert [len(r.children) for r in found.root.children] == [2, 2, 2, 2]
+    assert [len(r.children) for r in found.tops] == [2, 2, 2, 2]
 
 
 def test_an_activation_made_of_several_nodes_stays_with_its_matmul():
@@ -424,7 +423,7 @@ def test_attention_masks_do_not_join_the_layers_that_share_them():
         x = net.add("Add", net.add("Softmax", net.add("Add", scores, mask)), x)
     net.outputs = [x]
     found = discovery.find(net.model())
-    layers = [r for r in found.root.children if r.type is RegionType.COMPOSITE]
+    layers = [r for r in found.tops if r.type is RegionType.COMPOSITE]
     assert [len(r.all_nodes()) for r in layers] == [6, 6, 6]
 
 
@@ -435,7 +434,7 @@ def test_an_output_that_is_used_further_does_not_end_a_block():
     last = net.add("Add", net.conv(middle), x)
     net.outputs = [middle, last]
     found = discovery.find(net.model())
-    assert [r.type.name for r in found.root.children] == ["LEAF", "COMPOSITE"]
+    assert [r.type.name for r in found.tops] == ["LEAF", "COMPOSITE"]
 
 
 def test_long_sequences_are_cut():
@@ -472,7 +471,7 @@ def test_modules_become_regions():
     model = encoder(3)
     found = discovery.find(model)
     assert found.method == "names"
-    assert [len(r.children) for r in found.root.children] == [2, 2, 2, 0], "layers, and not one region for them all"
+    assert [len(r.children) for r in found.tops] == [2, 2, 2, 0], "layers, and not one region for them all"
     assert leaf_ops(model, found)[:2] == [["Conv", "Relu"], ["Conv", "Add", "Relu"]]
 
 
@@ -483,7 +482,7 @@ def test_a_module_whose_nodes_are_scattered_is_one_region():
     b = net.conv(a, name="/m/b/Conv")
     net.outputs = [b, net.conv(other, name="/n/b/Conv")]
     found = discovery.find(net.model(), "names")
-    assert [r.all_nodes() for r in found.root.children] == [(0, 2), (1, 3)]
+    assert [r.all_nodes() for r in found.tops] == [(0, 2), (1, 3)]
 
 
 def test_epilogues_behind_a_module_are_drawn_in():
@@ -493,7 +492,7 @@ def test_epilogues_behind_a_module_are_drawn_in():
     net.outputs = [net.conv(y, name="/n/Conv")]
     model = net.model()
     found = discovery.find(model, "names")
-    assert ops(model, found.root.children[0]) == ["Conv", "Relu", "Conv", "Add", "Relu"]
+    assert ops(model, found.tops[0]) == ["Conv", "Relu", "Conv", "Add", "Relu"]
 
 
 def test_nodes_without_a_path_go_to_their_neighbours():
@@ -501,7 +500,7 @@ def test_nodes_without_a_path_go_to_their_neighbours():
     x = net.conv(net.add("Relu", net.conv("input", name="/m/a/Conv"), name="cast_me"), name="/m/b/Conv")
     net.outputs = [x]
     found = discovery.find(net.model(), "names")
-    assert [r.all_nodes() for r in found.root.children] == [(0, 1, 2)]
+    assert [r.all_nodes() for r in found.tops] == [(0, 1, 2)]
 
 
 @pytest.mark.parametrize(("named", "method"), [(6, "topology"), (7, "names")])
@@ -517,7 +516,7 @@ def test_borders_are_ordered_by_structure_and_not_by_name():
     def inputs(names):
         net = Network(inputs=list(names))
         net.outputs = [net.add("Add", net.conv(names[0]), names[1])]
-        return discovery.find(net.model()).root.children[0].inputs
+        return discovery.find(net.model()).tops[0].inputs
 
     assert inputs(("a", "b")) == ("a", "b")
     assert inputs(("z", "b")) == ("z", "b")
@@ -541,4 +540,4 @@ def test_hostile_graphs_neither_blow_up_nor_overflow(shape):
     model = net.model()
     found = discovery.find(model)
     check_partition(model, found)
-    assert max(r.level for r in found.walk()) < 10
+    assert max(r.level for r in found.listings) < 10

@@ -38,15 +38,18 @@ class RegionType(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A part of the graph: node indices in graph order, child regions, and the tensors that cross its border."""
+    """A part of the graph: node indices in graph order or child regions, and the tensors that cross its border."""
 
     id: int
     level: int
-    type: RegionType
     nodes: tuple[int, ...] = ()
     children: tuple[Region, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+
+    @property
+    def type(self) -> RegionType:
+        return RegionType.COMPOSITE if self.children else RegionType.LEAF
 
     def walk(self) -> Iterator[Region]:
         """This region and everything under it, parents first."""
@@ -80,24 +83,19 @@ NAMED_SHARE = 0.6
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """The hierarchy under `root`, whose children are the top regions, and the method that found it.
+    """The hierarchy under the regions at the top, and the method that found it.
 
-    `listings` has the canonical order of the nodes of each region but the root.
+    `listings` has all leaves and composites, parents first, in graph order, with the canonical order of their nodes.
     """
 
-    root: Region
+    tops: tuple[Region, ...]
     method: Literal["names", "topology"]
     listings: Mapping[Region, Listing] = field(repr=False)
-
-    def walk(self) -> Iterator[Region]:
-        """All leaves and composites, parents first, in graph order."""
-        for top in self.root.children:
-            yield from top.walk()
 
     @property
     def leaves(self) -> tuple[Region, ...]:
         """The regions that hold nodes; every node of the model is in exactly one of them."""
-        return tuple(r for r in self.walk() if r.type is RegionType.LEAF)
+        return tuple(region for region in self.listings if not region.children)
 
 
 def find(
@@ -109,8 +107,8 @@ def find(
 ) -> Regions:
     """Divide a model into regions.
 
-    Regions are numbered from 0, parents first, children in graph order; the root is number -1 at level -1. A region's
-    inputs are the activations that enter it, its outputs what is used outside, both in canonical order (`structure`).
+    Regions are numbered from 0, parents first, children in graph order. A region's inputs are the activations that
+    enter it, its outputs what is used outside, both in canonical order (`structure`).
     `max_sequence_size` bounds leaves. Blocks of at most `min_topdown_size` nodes with at most one heavy operator are
     not divided. Method auto takes names where more than 60 % of the nodes have them.
     """
@@ -216,22 +214,19 @@ def _tree(outline: Outline, leaves: Sequence[list[int]]) -> _Tree:
 
 
 def _numbered(structure: Structure, tree: _Tree, method: Literal["names", "topology"]) -> Regions:
-    model, numbers, listings = structure.model, count(), dict[Region, Listing]()
+    numbers, listings = count(), dict[Region, Listing]()
 
     def numbered(tree: _Tree, level: int) -> Region:
         number = next(numbers)
         children = tuple(numbered(child, level + 1) for child in tree.children)
         listing = structure.listing([child.nodes for child in tree.children] or [tree.nodes])
-        outputs = tuple(model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
-        kind, nodes = (RegionType.COMPOSITE, ()) if children else (RegionType.LEAF, tuple(tree.nodes))
-        region = Region(number, level, kind, nodes, children, listing.borders, outputs)
+        outputs = tuple(structure.model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
+        region = Region(number, level, () if children else tuple(tree.nodes), children, listing.borders, outputs)
         listings[region] = listing
         return region
 
     tops = tuple(numbered(top, 0) for top in tree.children)
-    inputs = tuple(t for t in model.inputs if any(use.node != GRAPH for use in model.uses(t)))
-    outputs = tuple(t for t in model.outputs if t in model.producers)
-    return Regions(Region(-1, -1, RegionType.ROOT, (), tops, inputs, outputs), method, listings)
+    return Regions(tops, method, dict(sorted(listings.items(), key=lambda item: item[0].id)))
 
 
 # ---------------------------------------------------------------- groups by names

@@ -67,8 +67,7 @@ class Pattern:
 
 def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
     """The patterns of all leaves and composites that have insertion points, in graph order of their first instances."""
-    listings = {region: regions.listings[region] for region in regions.walk()}
-    return tuple(p for p in alike(model, listings) if p.points)
+    return tuple(p for p in alike(model, regions.listings) if p.points)
 
 
 def alike(model: Model, listings: Mapping[Region, Listing]) -> tuple[Pattern, ...]:
