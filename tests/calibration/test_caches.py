@@ -106,11 +106,8 @@ def test_a_table_of_onnxruntime(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_cache_is_refused_in_one_line(content: str | bytes, words: str, tmp_path: Path) -> None:
-    path = written(tmp_path, content)
-    with pytest.raises(BadData, match=words) as error:
-        read_cache(path)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
+    with pytest.raises(BadData, match=rf"^[^\n]*calib\.cache[^\n]*{words}[^\n]*$"):
+        read_cache(written(tmp_path, content))
 
 
 LINE = """net (float[1,4,8] x) => (float[1,4,8] y) {
@@ -173,10 +170,9 @@ def test_what_stands_before_a_bias_is_not_the_result() -> None:
 
 
 def test_the_cache_of_another_model_is_refused() -> None:
-    others = {f"layer{i}": 0.1 for i in range(20)}
+    others = {f"layer{number}": 0.1 for number in range(20)}
     with pytest.raises(
-        BadData,
-        match="0 of its 20 names are tensors of the model, of whose 10 the first is 'x': it is of",
+        BadData, match="0 of its 20 names are tensors of the model, of whose 10 the first is 'x': it is of"
     ):
         match(cache(others), line(), {})
     with pytest.raises(BadData, match="1 of its 21 names are tensors of the model"):
@@ -206,6 +202,9 @@ def test_what_is_given_counts_and_defaults_stand_for_the_rest() -> None:
     given = RangeOptions(calibration_method="percentile:99")
     assert given.calibration == Calibration("percentile", 99.0, DEFAULT_CALIBRATION.bias_correction)
     assert RangeOptions(calibration_method="percentile:99.99999").calibration.percentile == 99.99999
+    for share in ("50", "100.1", "0"):
+        with pytest.raises(BadOption, match="no finite number above 50 up to 100"):
+            RangeOptions(calibration_method=f"percentile:{share}")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +216,3 @@ def test_a_cache_of_scales_excludes_how_ranges_are_found(given: dict[str, object
     check_cache(RangeOptions(**given), CacheOption())
     with pytest.raises(BadOption, match="brings the scales: leave `calibration_method`"):
         check_cache(RangeOptions(**given), cache)
-
-
-@pytest.mark.parametrize("percentile", [50.0, 100.1, 0.0])
-def test_percentiles_that_make_no_sense(percentile: float) -> None:
-    with pytest.raises(ValueError, match="percentile"):
-        Calibration("percentile", percentile)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,60 +60,60 @@ def read_cache(path: Path) -> Cache:
         raise BadData(f"{path} is no calibration cache, or damaged: {error}") from error
     if not entries:
         raise BadData(f"{path} is no calibration cache, or damaged: it names no tensor")
-    unusable = {name: why for name, ends in entries.items() if (why := _problem(*ends)) is not None}
-    return Cache(source, {name: Range(*ends) for name, ends in entries.items() if name not in unusable}, unusable)
-
-
-def _problem(low: float, high: float) -> str | None:
-    """Why a tensor with these ends has no range; None if it has."""
-    scale = max(abs(low), abs(high)) / CACHE_STEPS
-    if not math.isfinite(low + high):
-        return "not finite: calibration saw no value of it, or an infinite one"
-    if low > high:
-        return "negative: its highest value lies below the lowest"
-    if scale < LEAST_SCALE:
-        return f"{scale:.2g}: too small for a scale: calibration saw nothing but zeros, or a line is cut short"
-    return None
+    ranges: dict[str, Range] = {}
+    unusable: dict[str, str] = {}
+    for name, (low, high) in entries.items():
+        scale = max(abs(low), abs(high)) / CACHE_STEPS
+        if not math.isfinite(low + high):
+            unusable[name] = "not finite: calibration saw no value of it, or an infinite one"
+        elif low > high:
+            unusable[name] = "negative: its highest value lies below the lowest"
+        elif scale < LEAST_SCALE:
+            cause = "calibration saw nothing but zeros, or a line is cut short"
+            unusable[name] = f"{scale:.2g}: too small for a scale: {cause}"
+        else:
+            ranges[name] = Range(low, high)
+    return Cache(source, ranges, unusable)
 
 
 def _parsed(data: bytes) -> tuple[str, dict[str, Ends]]:
     """The kind of file and its entries, the last of each name. Raises ValueError if it is damaged."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
+    text = data.decode("utf-8-sig", errors="replace")
+    if "\0" in text or "\ufffd" in text:
         raise ValueError("it is no text (of ONNX Runtime's tables calibration.json is read)")
     if text.lstrip()[:1] in ("{", "["):
-        return "ONNX Runtime's table", dict(_of_json(text))
-    lines = [line.strip() for line in text.split("\n")]
-    if not TENSORRT_HEADER.fullmatch(lines[0]):
+        return "ONNX Runtime's table", _of_json(text)
+    header, *lines = [line.strip() for line in text.split("\n")]
+    if not TENSORRT_HEADER.fullmatch(header):
         raise ValueError("it begins with neither TensorRT's header TRT-VERSION-ALGORITHM nor a JSON object")
-    return lines[0], dict(_of_line(line, number) for number, line in enumerate(lines[1:], 2) if line)
+    entries: dict[str, Ends] = {}
+    for number, line in enumerate(lines, 2):
+        name, _, digits = line.rpartition(":")  # the name may have colons, and zeros before the digits may be missing
+        if line and not (name and DIGITS.fullmatch(digits.strip())):
+            raise ValueError(
+                f"line {number} is {line[:60]!r}, not a name with a scale of up to eight hexadecimal digits"
+            )
+        if line:
+            (scale,) = struct.unpack(">f", bytes.fromhex(digits.strip().removeprefix("0x").zfill(8)))
+            entries[name] = -CACHE_STEPS * scale, CACHE_STEPS * scale
+    return header, entries
 
 
-def _of_line(line: str, number: int) -> tuple[str, Ends]:
-    """`name: digits`. The name may have colons and blanks; leading zeros of the digits may be missing."""
-    name, _, digits = line.rpartition(":")
-    if not name or not DIGITS.fullmatch(digits.strip()):
-        raise ValueError(f"line {number} is {line[:60]!r}, not a name with a scale of up to eight hexadecimal digits")
-    (scale,) = struct.unpack(">f", bytes.fromhex(digits.strip().removeprefix("0x").zfill(8)))
-    return name, (-CACHE_STEPS * scale, CACHE_STEPS * scale)
-
-
-def _of_json(text: str) -> Iterator[tuple[str, Ends]]:
+def _of_json(text: str) -> dict[str, Ends]:
     content = parsed_json(text, parse_constant=float)
     if not isinstance(content, dict):
         raise ValueError("it is JSON of something else")
     if content.get("CLS") == "TensorsData" and isinstance(content.get("data"), dict):
         content = content["data"]
+    entries: dict[str, Ends] = {}
     for name, value in content.items():
         ends = [value["lowest"], value["highest"]] if isinstance(value, dict) and "highest" in value else value
         try:
             low, high = (float(np.asarray(end["data"] if isinstance(end, dict) else end).item()) for end in ends)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"it has no lowest and highest value of {name!r:.60}") from error
-        yield name, (low, high)
+        entries[name] = low, high
+    return entries
 
 
 UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
@@ -147,10 +147,9 @@ class Matched:
     unused: Mapping[str, str]
 
     def notes(self) -> tuple[str, ...]:
-        """Notes on the entries that are used, the tensors that stay in float, and the entries that are not used."""
         counts = f"{self.source}: {len(self.exact)} tensors have an entry"
-        if self.derived:
-            others = [f"{tensor} ({name}, as TensorRT calls it)" for tensor, name in self.derived.items()]
+        others = [f"{tensor} ({name}, as TensorRT calls it)" for tensor, name in self.derived.items()]
+        if others:
             counts += f", {len(others)} more one by another name: {first_of(others, '; ')}"
         notes = [counts]
         if self.lacking:
@@ -163,8 +162,7 @@ class Matched:
         return tuple(notes)
 
     def as_json(self) -> dict[str, object]:
-        named = {"source": self.source, "exact": list(self.exact), "derived": dict(self.derived)}
-        return {**named, "lacking": list(self.lacking), "unused": dict(self.unused)}
+        return {name: value for name, value in vars(self).items() if name != "ranges"}
 
 
 def from_file(cache: Path, model: Model, file: Path) -> Matched:

@@ -47,7 +47,6 @@ class Histogram:
         self._low, self._high = np.inf, -np.inf
 
     def add(self, values: Array) -> None:
-        """Count some values."""
         flat = values.reshape(-1)
         if flat.dtype != np.float32:
             flat = flat.astype(np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,10 @@ class InputSpec:
         sizes = ",".join("?" if size is None else str(size) for size in self.shape)
         return f"{self.name}: {self.dtype}[{sizes}]"
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape is a valid input."""
-        return len(shape) == len(self.shape) and all(w in (None, d) for w, d in zip(self.shape, shape, strict=True))
-
-    def agrees(self, other: InputSpec) -> bool:
-        """Whether one array can fit both: an unknown dimension fits every size."""
-        if self.dtype != other.dtype or len(self.shape) != len(other.shape):
-            return False
-        return all(None in (m, n) or m == n for m, n in zip(self.shape, other.shape, strict=True))
+    def fits(self, shape: Sequence[int | None]) -> bool:
+        """Whether an array of this shape is a valid input; an unknown dimension fits every size."""
+        pairs = zip(self.shape, shape, strict=False)
+        return len(shape) == len(self.shape) and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def input_specs(model: Model) -> tuple[InputSpec, ...]:
@@ -99,15 +94,16 @@ def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count:
 
 
 def size_hints(specs: Iterable[InputSpec]) -> list[str]:
-    """For each input with open sizes besides the first, the option that gives likely ones."""
-    return [f"`input_shapes` {s.name}:{'x'.join(map(str, _typical(s)))}" for s in specs if None in s.shape[1:]]
-
-
-def _typical(spec: InputSpec) -> tuple[int, ...]:
-    """Likely sizes of an input: a picture if its height and width are open, else a sequence."""
-    is_picture = len(spec.shape) == 4 and spec.shape[1:].count(None) > 1
-    size = PICTURE if is_picture else SEQUENCE
-    return tuple((size if at else 1) if length is None else length for at, length in enumerate(spec.shape))
+    """For each input with open sizes besides the first, the option that gives likely ones: those of a picture if height
+    and width are open, else of a sequence."""
+    hints = []
+    for spec in specs:
+        is_picture = len(spec.shape) == 4 and spec.shape[1:].count(None) > 1
+        usual = PICTURE if is_picture else SEQUENCE
+        sizes = [(usual if at else 1) if size is None else size for at, size in enumerate(spec.shape)]
+        if None in spec.shape[1:]:
+            hints.append(f"`input_shapes` {spec.name}:{'x'.join(map(str, sizes))}")
+    return hints
 
 
 def _index_end(model: Model, name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,7 +15,7 @@ from onnx import TensorProto
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Calibration, Ranges
-from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
+from qdqtune.calibration.workloads import WorkloadFile, open_workloads, workload_digest
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import BadOption
@@ -71,7 +72,7 @@ class Prepared:
     calibration: Samples
     judging: tuple[Sample, ...]
     is_held_out: bool = False
-    sizes: Sizes = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     workloads: Mix = ()
     execution: Execution = EXECUTION
 
@@ -140,11 +141,16 @@ def prepare(
     if data.workloads and data.input_shapes:
         raise BadOption("`workloads` brings the shapes of all inputs: leave `input_shapes` out")
     mix = open_workloads(data.workloads, model, fixed, execution) if data.workloads else ()
-    sizes: Sizes = common_sizes(mix) if mix and data.calibration_data is None else data.input_shapes
-    shaped = with_input_shapes(model, sizes)
     if mix and data.calibration_data is None:
-        samples = samples_of(mix)
+        shapes = [{name: array.shape for name, array in workload.inputs.items()} for workload in mix]
+        axes = {name: zip(*(own[name] for own in shapes), strict=True) for name in shapes[0]}
+        sizes = {name: tuple(size[0] if len(set(size)) == 1 else None for size in of) for name, of in axes.items()}
+        shaped = with_input_shapes(model, sizes)
+        digest = hashlib.sha256("".join(map(workload_digest, mix)).encode()).hexdigest()[:16]
+        samples = Samples("the workloads", digest, False, lambda: (dict(workload.inputs) for workload in mix))
     else:
+        sizes = {**data.input_shapes}
+        shaped = with_input_shapes(model, sizes)
         samples = open_samples(
             data.calibration_data,
             shaped,

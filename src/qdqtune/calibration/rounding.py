@@ -81,32 +81,31 @@ def rounded_weight(weight: Array, weight_format: WeightFormat) -> RoundedWeight:
 
 def _least_error_scale(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
     """Scale and zero point [blocks, out] of the least squared error over a weight [blocks, block, out]."""
-    least: Array | None = None
+    least = np.array(np.inf)
     best = zero = np.zeros(())
-    shifted, product = np.empty_like(weight), np.empty_like(weight)
     for scale, centre in _candidate_scales(weight, weight_format):
-        _round_into(weight, scale, centre, weight_format, shifted)
+        shifted = _rounded(weight, scale, centre, weight_format)
         if weight_format.bits == 4:  # the scale that fits these integers best
-            power = np.square(shifted, out=product).sum(axis=1, keepdims=True)
-            fitting = np.multiply(shifted, weight, out=product).sum(axis=1, keepdims=True)
-            fitting /= np.where(power == 0, 1, power)
+            power = np.square(shifted).sum(axis=1, keepdims=True)
+            fitting = (shifted * weight).sum(axis=1, keepdims=True) / np.where(power == 0, 1, power)
             scale = np.where(fitting > 0, fitting, scale)
-            _round_into(weight, scale, centre, weight_format, shifted)
-        np.subtract(np.multiply(shifted, scale, out=product), weight, out=product)
-        error = np.square(product, out=product).sum(axis=1, keepdims=True)
-        if least is None:
-            least, best, zero = error, scale, centre
+            shifted = _rounded(weight, scale, centre, weight_format)
+        shifted *= scale
+        shifted -= weight
+        error = np.square(shifted, out=shifted).sum(axis=1, keepdims=True)
         better = error < least
         least, best, zero = (np.where(better, a, b) for a, b in ((error, least), (scale, best), (centre, zero)))
     return best[:, 0], zero[:, 0]
 
 
-def _round_into(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat, shifted: Array) -> None:
-    """Write clip(round(weight / scale) + centre) - centre to `shifted`: the integers, less the zero point `centre`."""
-    np.rint(np.divide(weight, scale, out=shifted), out=shifted)
-    np.add(shifted, centre, out=shifted)
-    np.clip(shifted, *integer_ends(weight_format), out=shifted)
-    np.subtract(shifted, centre, out=shifted)
+def _rounded(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat) -> Array:
+    """The integers of a weight, less the zero point `centre`."""
+    steps = np.asarray(weight / scale)  # in place from here on, as memory takes most of the time
+    np.rint(steps, out=steps)
+    steps += centre
+    np.clip(steps, *integer_ends(weight_format), out=steps)
+    steps -= centre
+    return steps
 
 
 def _candidate_scales(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:

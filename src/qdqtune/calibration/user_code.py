@@ -35,7 +35,8 @@ def import_callable(source: str, what: str, execution: Execution) -> tuple[Calla
     """The callable that `module:callable` or `path/to/file.py:callable` names, and 16 hex digits of a hash of its name
     and the text of its module; `what` says in errors what it is for.
 
-    Modules are searched in the current folder first.
+    Modules are searched in the current folder first, and afterwards last: the user's function may import modules there
+    when it is called, but a numpy.py there must not hide the real one.
 
     Raises:
         BadOption: it cannot be imported, or is not callable.
@@ -46,13 +47,17 @@ def import_callable(source: str, what: str, execution: Execution) -> tuple[Calla
         raise BadOption(f"cannot import {what} '{source}': give module:callable or path/to/file.py:callable")
     if place.endswith(".py") and not Path(place).is_file():
         raise BadOption(f"cannot import {what} '{source}': there is no file {place}")
-    with (
-        user_errors(f"cannot import {what} '{source}'", BadOption),
-        _current_folder_first(),
-        redirect_stdout(sys.stderr),
-    ):
-        load = partial(_module_of, Path(place)) if place.endswith(".py") else partial(import_module, place)
-        function = getattr(call_in_thread(load, f"the import of {source}", execution), attribute)
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        with user_errors(f"cannot import {what} '{source}'", BadOption), redirect_stdout(sys.stderr):
+            load = partial(_module_of, Path(place)) if place.endswith(".py") else partial(import_module, place)
+            function = getattr(call_in_thread(load, f"the import of {source}", execution), attribute)
+    finally:
+        with suppress(ValueError):  # the module has changed the path itself
+            sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)
     if not callable(function):
         raise BadOption(f"'{source}' is not callable")
     try:
@@ -76,22 +81,6 @@ def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
         raise
     except BaseException as error:
         raise raises(f"{what}: {one_line(''.join(format_exception_only(error)))}") from error
-
-
-@contextmanager
-def _current_folder_first() -> Iterator[None]:
-    """Search modules in the current folder first, and afterwards last: the user's function may import modules there
-    when it is called, but a numpy.py there must not hide the real one.
-    """
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # the module has changed the path itself
-            sys.path.remove(here)
-        if here not in sys.path:
-            sys.path.append(here)
 
 
 def _module_of(path: Path) -> ModuleType:
@@ -136,21 +125,25 @@ def call_in_thread(
         TooSlow: the function took too long.
         Cancelled: another thread has cancelled the call.
     """
-    answers = SimpleQueue[Any]() if tasks is None else tasks
-    (result,) = _from_thread(lambda: (function() for _ in range(1)), what, execution, answers)
+    (result,) = _from_thread(lambda: iter([function()]), what, execution, tasks)
     return result
 
 
 def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Execution) -> Iterator[T]:
     """The items of an iterator, which is created and run in a thread, as in `call_in_thread`."""
-    return _from_thread(make, f"reading {origin}", execution, SimpleQueue(), "`calibration_samples` takes fewer")
+    return _from_thread(make, f"reading {origin}", execution, hint=", `calibration_samples` takes fewer")
 
 
 def _from_thread(
-    make: Callable[[], Iterator[T]], what: str, execution: Execution, answers: SimpleQueue[Any], *more: str
+    make: Callable[[], Iterator[T]],
+    what: str,
+    execution: Execution,
+    tasks: SimpleQueue[Any] | None = None,
+    hint: str = "",
 ) -> Iterator[T]:
-    """The items of an iterator that a thread makes and runs. `what` it does stands in errors, `more` is what the user
-    can do beside giving more time."""
+    """The items of an iterator that a thread makes and runs. `what` it does stands in errors, and `hint` is what the
+    user can do beside giving more time."""
+    answers = SimpleQueue[Any]() if tasks is None else tasks
     wanted = SimpleQueue[bool]()
 
     def give() -> None:
@@ -170,11 +163,9 @@ def _from_thread(
             if waited >= CHECK_SECONDS:
                 raise_if_cancelled()
             if waited > execution.seconds:
-                todo = ", ".join(("`time_limit` gives it longer", *more))
-                raise TooSlow(f"{what} took longer than {execution.seconds:.4g} s: {todo}")
+                raise TooSlow(f"{what} took longer than {execution.seconds:.4g} s: `time_limit` gives it longer{hint}")
             if waited >= LEAST_SECONDS and execution.ends is not None and monotonic() > execution.ends:
-                todo = ", ".join(("give more time", *more))
-                raise BudgetEnded(f"`time_budget` has ended during {what}: {todo}")
+                raise BudgetEnded(f"`time_budget` has ended during {what}: give more time{hint}")
             with suppress(Empty):
                 return answers.get(timeout=CHECK_SECONDS)
 

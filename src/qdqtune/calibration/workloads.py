@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qdqtune.calibration.samples import Samples, read_arrays, read_sample
+from qdqtune.calibration.samples import read_arrays, read_sample
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.options import Kind, Option, check_name, option, texts_of
-from qdqtune.types import Mix, Sample, Workload
+from qdqtune.types import Mix, Workload
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,6 @@ def workloads_option() -> Any:
 
 WorkloadsOption = Option[WorkloadsLike | None, tuple[WorkloadFile, ...]]
 
-Sizes = Mapping[str, tuple[int | None, ...]]
-
 
 def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collection[str], execution: Execution) -> Mix:
     """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored."""
@@ -90,24 +88,6 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
         )
     workloads = [Workload(read_sample(f.path, model, fixed, execution), f.weight, f.name) for f in files]
     return as_workloads(tuple(workloads))
-
-
-def common_sizes(mix: Mix) -> Sizes:
-    """The sizes of the inputs; None where they differ between workloads."""
-    first, *others = [{name: array.shape for name, array in w.inputs.items()} for w in mix]
-    return {
-        name: tuple(size if all(o[name][i] == size for o in others) else None for i, size in enumerate(shape))
-        for name, shape in first.items()
-    }
-
-
-def samples_of(mix: Mix) -> Samples:
-    digest = hashlib.sha256("".join(map(workload_digest, mix)).encode()).hexdigest()[:16]
-
-    def produce() -> Iterator[Sample]:
-        return (dict(workload.inputs) for workload in mix)
-
-    return Samples("the workloads", digest, False, produce)
 
 
 def workload_digest(workload: Workload) -> str:

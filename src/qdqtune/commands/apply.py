@@ -160,5 +160,5 @@ def _judged(
     if ready.prepared is None or not ready.prepared.has_real_samples:
         return None, None
     samples, execution = ready.prepared.judging, ready.prepared.execution
-    with Simulation(inserter, samples, engine, execution=execution, scores=asked) as simulation:
+    with Simulation(inserter, samples, engine, execution=execution, asked=asked) as simulation:
         return simulation.accuracy(placed), simulation.scores

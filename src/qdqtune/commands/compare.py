@@ -297,7 +297,8 @@ def comparable(files: Sequence[Path], fixed: Sequence[Mapping[str, float | int |
     wanted, *others = map(input_specs, models)
     for file, specs in zip(files[1:], others, strict=True):
         known = {spec.name: spec for spec in specs}
-        if known.keys() != {spec.name for spec in wanted} or not all(known[w.name].agrees(w) for w in wanted):
+        fits = known.keys() == {spec.name for spec in wanted}
+        if not fits or any(known[w.name].dtype != w.dtype or not known[w.name].fits(w.shape) for w in wanted):
             told = f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)})"
             raise BadOption(f"{told}: `fix_inputs` names those that were made constant")
     return models

@@ -312,8 +312,13 @@ def read_labels(path: Path) -> Array:
     if not path.is_file():
         raise BadData(f"labels {path} not found")
     ending = path.suffix.lower()
+    content: Any
     if ending in (".npz", ".npy"):
-        content: Any = _of_arrays(path)
+        arrays = read_arrays(path, (InputSpec(LABELS, np.dtype(np.float32), ()),))
+        content = next((arrays[name] for name in COLUMNS if name in arrays), None)
+        if content is None and len(arrays) != 1:
+            raise BadData(f"{path} has no array '{LABELS}'; it holds {', '.join(map(repr, arrays))}")
+        content = next(iter(arrays.values())) if content is None else content
     elif ending in (".csv", ".txt"):
         try:
             content = _of_lines(path.read_text(encoding="utf-8-sig"), path)
@@ -324,14 +329,14 @@ def read_labels(path: Path) -> Array:
     try:
         labels = np.asarray(content)
         labels = labels.astype(np.float64) if labels.dtype.kind in "US" else labels
+        if labels.dtype.kind not in "biuf":
+            raise ValueError(f"they are {labels.dtype}")
     except ValueError as error:
         raise BadData(
             f"{path}: labels are numbers from 0 or vectors of one size, not names: {one_line(error)}"
         ) from error
     if not labels.size or not labels.ndim:
         raise BadData(f"{path} holds no label for each sample")
-    if labels.dtype.kind not in "biuf":
-        raise BadData(f"{path}: labels are numbers from 0 or vectors of one size, not names")
     if labels.dtype.kind == "f" and not np.isfinite(labels).all():
         raise BadData(f"{path}: a label holds NaN or infinite values")
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -352,14 +357,6 @@ def paired(labels: Array, samples: int, first: Sample, origin: str) -> Array:
     raise BadData(
         f"{len(labels)} labels for {many} samples of {origin}: `labels` has one for each {each}, in the same order"
     )
-
-
-def _of_arrays(path: Path) -> Array:
-    arrays = read_arrays(path, (InputSpec(LABELS, np.dtype(np.float32), ()),))
-    name = next((name for name in COLUMNS if name in arrays), next(iter(arrays)) if len(arrays) == 1 else None)
-    if name is None:
-        raise BadData(f"{path} has no array '{LABELS}'; it holds {', '.join(map(repr, arrays))}")
-    return arrays[name]
 
 
 def _of_lines(text: str, path: Path) -> Sequence[Any]:

@@ -97,6 +97,16 @@ def sensitivities(
             switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
             return run({**sample, **switches} for sample in chosen)
 
+        def rounded(block: Block, chosen: Sequence[Sample]) -> Outputs | None:
+            """The outputs with a block rounded; None if they are not finite, or ONNX Runtime does not run the model."""
+            try:
+                found = outputs(block, chosen)
+            except EngineRefused as refused:
+                if refused.is_transient:
+                    raise
+                return None
+            return found if is_finite(found) else None
+
         if deadline is not None:
             outputs(NONE, samples[:1])  # builds the model, so that the next inferences show how long one takes
         used = samples[:each]
@@ -109,37 +119,23 @@ def sensitivities(
             on_fewer()
             wanted = max(1, possible)
         elif len(seen) > each:
-            exact, changed = outputs(NONE, seen), _outputs_or_none(outputs, (0, count), seen)
+            exact, changed = outputs(NONE, seen), rounded((0, count), seen)
             if changed is not None:
                 noisy = noisiest(exact, changed, each)
                 reference, used = [exact[i] for i in noisy], [seen[i] for i in noisy]
         check_finite(reference)
         done = 0
 
-        def noise(block: Block) -> float:
+        def noise_of(block: Block) -> float:
             nonlocal done
-            rounded = _outputs_or_none(outputs, block, used)
+            found = rounded(block, used)
             done += 1
             listener.progress(done, wanted)
-            if rounded is None:
-                return UNBOUNDED_NOISE
-            return min(Accuracy(sqnr_db(reference, rounded)).noise, UNBOUNDED_NOISE)
+            noise = UNBOUNDED_NOISE if found is None else Accuracy(sqnr_db(reference, found)).noise
+            return min(noise, UNBOUNDED_NOISE)
 
-        shares = halved(count, noise, wanted, floor, deadline)
+        shares = halved(count, noise_of, wanted, floor, deadline)
     return {rounding.tensor: share for rounding, share in zip(roundings, shares, strict=True)}
-
-
-def _outputs_or_none(
-    outputs: Callable[[Block, Sequence[Sample]], Outputs], block: Block, samples: Sequence[Sample]
-) -> Outputs | None:
-    """The outputs with a block rounded; None if they are not finite, or ONNX Runtime does not run the model so."""
-    try:
-        rounded = outputs(block, samples)
-    except EngineRefused as refused:
-        if refused.is_transient:
-            raise
-        return None
-    return rounded if is_finite(rounded) else None
 
 
 def halved(
@@ -193,7 +189,7 @@ def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
     for node in model.nodes:
         found = [edge for edge in node.into if edge in pairs]
         last = next((edge for edge in found if is_switched_at_reader(model, edge)), None)
-        for edge in (*(e for e in found if e != last), *([] if last is None else [last])):
+        for edge in sorted(found, key=lambda edge: edge == last):
             edges.setdefault(edge.tensor, []).append(edge)
     for slot, tensor in enumerate(model.outputs):
         if (edge := Edge(tensor, "", slot)) in pairs:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -35,28 +36,23 @@ from qdqtune.types import Accuracy, Placement, Sample, noise_of, sqnr_of
 MICROSOFT = "com.microsoft"
 
 
+@dataclass
 class Simulation:
     """Accuracies of placements of one model on some samples, as on `engine`. A context manager; ONNX Runtime starts
-    when the first accuracy is asked for, within the `memory` budget of the run. `scores` are the outputs that the user
+    when the first accuracy is asked for, within the `memory` budget of the run. `asked` are the outputs that the user
     names as scores of classes.
 
     Raises:
         EngineRefused: from what follows, if ONNX Runtime does not run a model, or outputs are not finite.
     """
 
-    def __init__(
-        self,
-        inserter: Inserter,
-        samples: Sequence[Sample],
-        engine: str = "",
-        memory: MemoryBudget | None = None,
-        execution: Execution = EXECUTION,
-        scores: Sequence[str] = (),
-    ) -> None:
-        self._execution, self._asked = execution, scores
-        self._inserter, self._samples, self._memory = inserter, samples, memory
-        self._is_onnxruntime = engine == "onnxruntime"
-        self._stack = ExitStack()
+    inserter: Inserter
+    samples: Sequence[Sample]
+    engine: str = ""
+    memory: MemoryBudget | None = None
+    execution: Execution = EXECUTION
+    asked: Sequence[str] = ()
+    _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
         return self
@@ -67,36 +63,31 @@ class Simulation:
     def accuracy(self, placement: Placement) -> Accuracy:
         """How far the outputs of a placement are from the float model's."""
         reference = self.reference
-        outputs = self._outputs(self._inserter.insert(placement), placement.digest)
+        outputs = self._outputs(self.inserter.insert(placement), placement.digest)
         return accuracy(reference, outputs, self.scores)
 
     @cached_property
     def scores(self) -> Scores:
         """The scores of classes among the float model's outputs."""
-        return scores_of(self.reference, self._asked)
+        return scores_of(self.reference, self.asked)
 
     @cached_property
     def reference(self) -> Outputs:
         """The outputs of the float model."""
-        return self._outputs(self._float_model, Placement().digest)
+        return self._outputs(self.inserter.insert(Placement()), Placement().digest)
 
     def _outputs(self, model: Model, digest: str) -> Outputs:
-        written = with_integer_softmax(model) if self._is_onnxruntime else model
-        outputs = self._session.outputs(written, f"simulated_{digest}", self._samples)
+        written = with_integer_softmax(model) if self.engine == "onnxruntime" else model
+        outputs = self._session.outputs(written, f"simulated_{digest}", self.samples)
         check_finite(outputs)
         return outputs
 
     @cached_property
-    def _float_model(self) -> Model:
-        return self._inserter.insert(Placement())
-
-    @cached_property
     def _session(self) -> Session:
-        unpacked = sum(constant.nbytes for constant in self._float_model.large.values())
-        opened = onnxruntime_session(
-            self._execution, memory=self._memory, unpacked=unpacked, fuse=False, rewrite=self._is_onnxruntime
-        )
-        return self._stack.enter_context(opened)
+        unpacked = sum(constant.nbytes for constant in self.inserter.insert(Placement()).large.values())
+        options = {"fuse": False, "rewrite": self.engine == "onnxruntime"}
+        session = onnxruntime_session(self.execution, memory=self.memory, unpacked=unpacked, **options)
+        return self._stack.enter_context(session)
 
 
 def with_integer_softmax(model: Model) -> Model:
