@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from models import build
-from qdqtune.calibration.samples import Samples
-from qdqtune.errors import InputError
+from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.errors import BadData, InputError
 from qdqtune.graph.model import Model
 from qdqtune.types import Array
 
@@ -30,3 +30,10 @@ def lists(samples: Samples) -> list[dict[str, Any]]:
 def one_line(error: pytest.ExceptionInfo[InputError]) -> None:
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 2
+
+
+def refused(message: str, source: object, net: Model, kind: type[InputError] = BadData) -> None:
+    """Samples are refused in one line."""
+    with pytest.raises(kind, match=message) as error:
+        open_samples(str(source), net, folders=()).first(99)
+    one_line(error)

@@ -1,6 +1,7 @@
 """Pictures and texts as samples: the numbers that reach the model, and one line for what is missing."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import pytest
 from decoders import exported
 from qdqtune.calibration.samples import digest_of, open_samples
 from qdqtune.engines.execution import EXECUTION
-from qdqtune.errors import BadData
 from qdqtune.graph.loading import load_proto
-from sample_files import lists, model, one_line
+from sample_files import lists, model, refused
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 tokenizers = pytest.importorskip("tokenizers", reason="texts need tokenizers")
@@ -120,20 +120,15 @@ def test_pictures_that_cannot_be_used(tmp_path: Path, content: Any, inputs: str,
     picture(tmp_path / "a.png")
     if content is not None:
         settings(tmp_path, content)
-    with pytest.raises(BadData) as error:
-        open_samples(str(tmp_path), model(inputs)).first(1)
-    assert message in str(error.value)
-    one_line(error)
+    refused(re.escape(message), tmp_path, model(inputs))
 
 
 def test_damaged_pictures_are_told(tmp_path: Path) -> None:
     settings(tmp_path, PLAIN)
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
-    with pytest.raises(BadData, match=r"cannot read the picture .*a\.png"):
-        first(tmp_path)
+    refused(r"cannot read the picture .*a\.png", tmp_path, model(PIXELS))
     (tmp_path / "preprocessor_config.json").write_text("{")
-    with pytest.raises(BadData, match="is no JSON"):
-        first(tmp_path)
+    refused("is no JSON", tmp_path, model(PIXELS))
 
 
 def tokenizer(folder: Path, **config: Any) -> Path:
@@ -187,19 +182,14 @@ def test_a_decoder_starts_with_empty_caches(tmp_path: Path) -> None:
     [(PIXELS, "holds texts, which need an input input_ids"), (f"{TEXTS}, float[N,4] extra", "has no array 'extra'")],
 )
 def test_texts_that_do_not_fit(tmp_path: Path, inputs: str, message: str) -> None:
-    with pytest.raises(BadData, match=message) as error:
-        first(texts(tokenizer(tmp_path), "one"), inputs)
-    one_line(error)
+    refused(message, texts(tokenizer(tmp_path), "one"), model(inputs))
 
 
 def test_a_tokenizer_that_is_missing_or_damaged(tmp_path: Path) -> None:
     source = texts(tmp_path, "one")
-    with pytest.raises(BadData, match=r"put their tokenizer\.json beside the model or the texts"):
-        first(source, TEXTS)
+    refused(r"put their tokenizer\.json beside the model or the texts", source, model(TEXTS))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadData, match=r"cannot use the tokenizer .*tokenizer\.json"):
-        first(source, TEXTS)
+    refused(r"cannot use the tokenizer .*tokenizer\.json", source, model(TEXTS))
     tokenizer(tmp_path)
     source.write_bytes(b"\xff\xfe")
-    with pytest.raises(BadData, match="is no text in UTF-8"):
-        first(source, TEXTS)
+    refused("is no text in UTF-8", source, model(TEXTS))
