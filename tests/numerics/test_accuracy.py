@@ -38,15 +38,12 @@ def test_the_noisiest_samples_are_those_of_the_worst_output() -> None:
     assert noisiest(reference, reference, 2) == [0, 1]
 
 
-def test_float16_is_squared_without_overflow_and_a_signal_of_zeros_is_all_noise() -> None:
+def test_float16_is_squared_without_overflow_and_ratios_are_finite_numbers_whatever_the_outputs() -> None:
     reference, outputs = [{"y": np.full(9, 60000, np.float16)}], [{"y": np.full(9, 59968, np.float16)}]
     assert sqnr_db(reference, outputs) == pytest.approx(20 * np.log10(60000 / 32))
-    nothing = sqnr_db([{"y": np.zeros(2, np.float32)}], [{"y": np.float32([0.1, 0])}])
-    assert nothing is not None
-    assert nothing < -100
-
-
-def test_equal_outputs_and_outputs_without_floats_have_no_ratio() -> None:
+    silence, loud = [{"y": np.zeros((1, 4), np.float32)}], [{"y": np.full((1, 4), 3e38, np.float32)}]
+    assert -np.inf < (sqnr_db(silence, loud) or 0) < -100
+    assert sqnr_db(loud, silence) == 0
     same = [{"y": np.float32([1, 2]), "n": np.array([3]), "e": np.zeros((0, 4), np.float32)}]
     assert sqnr_db(same, same) is None
     assert sqnr_db([{"n": np.array([3])}], [{"n": np.array([4])}]) is None
@@ -104,14 +101,6 @@ def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:
     judged = accuracy(reference, outputs)
     assert judged.sqnr_db == pytest.approx(10 * np.log10(25 / 16))
     assert judged.agreement == pytest.approx(2 / 3)
-
-
-def test_ratios_are_finite_numbers_whatever_the_outputs() -> None:
-    silence, loud = [{"y": np.zeros((1, 4), np.float32)}], [{"y": np.full((1, 4), 3e38, np.float32)}]
-    for reference, outputs in ((silence, loud), (loud, silence)):
-        found = accuracy(reference, outputs).sqnr_db
-        assert found is not None
-        assert np.isfinite(found)
 
 
 SAMPLES = 24

@@ -84,12 +84,6 @@ def test_cosine_of_vectors() -> None:
     assert scored("cosine", np.zeros((1, 4), "f"), np.zeros((1, 4), "f")).value == 1.0
 
 
-def test_the_user_names_the_output_behind_the_metric() -> None:
-    outputs = {"first": np.zeros((1, 10), np.float32), "second": np.zeros((1, 10), np.float32)}
-    assert chosen("auto", outputs, np.zeros(1, np.int64)) == ("top1", "first")
-    assert chosen("auto", outputs, np.zeros(1, np.int64), "second") == ("top1", "second")
-
-
 @pytest.mark.parametrize(
     ("shape", "label", "expected"),
     [
@@ -101,6 +95,8 @@ def test_the_user_names_the_output_behind_the_metric() -> None:
 def test_auto_takes_what_fits(shape: tuple[int, ...], label: np.ndarray, expected: str) -> None:
     outputs = {"boxes": np.zeros((3, 2, 2, 2, 2), np.float32), "out": np.zeros(shape, np.float32)}
     assert chosen("auto", outputs, label) == (expected, "out")
+    outputs["other"] = outputs["out"]
+    assert chosen("auto", outputs, label, "other") == (expected, "other")  # as METRIC:other names it
 
 
 def test_what_does_not_fit_is_told_with_the_shapes() -> None:
@@ -219,11 +215,8 @@ def test_class_numbers_in_arrays(tmp_path: Path, values: np.ndarray) -> None:
     np.savez(tmp_path / "both.npz", x=np.zeros((3, 3)), labels=values)
     for name in ("l.npy", "one.npz", "both.npz"):
         assert read_labels(tmp_path / name).tolist() == [3, 1, 4]
-
-
-def test_vectors(tmp_path: Path) -> None:
-    np.save(tmp_path / "v.npy", np.full((2, 4), 0.5, np.float32))
-    assert read_labels(tmp_path / "v.npy").shape == (2, 4)
+    np.save(tmp_path / "vectors.npy", np.full((2, 4), 0.5, np.float32))
+    assert read_labels(tmp_path / "vectors.npy").shape == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -320,27 +313,16 @@ def test_errors_of_the_function_are_one_line(metric, loaded, body, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_metric_that_is_not_finite_fails_the_model(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
-    with pytest.raises(EngineRefused, match="inf"):
-        evaluate(load_evaluation(metric("return float('inf')"), EXECUTION), *loaded)
-
-
 @pytest.mark.parametrize(
-    "body", ["predict({'x': np.ones(7, np.float32)}); return 1",
+    "body", ["return float('inf')", "predict({'x': np.ones(7, np.float32)}); return 1",
              "try: predict({'x': np.ones(7, np.float32)})\n    except Exception: return 1"],
 )  # fmt: skip
-def test_what_the_engine_refuses_fails_the_model_and_not_the_function(metric, loaded, body):
+def test_what_is_not_finite_or_refused_by_the_engine_fails_the_model_and_not_the_function(metric, loaded, body):
     with pytest.raises(EngineRefused):
         evaluate(load_evaluation(metric(body), EXECUTION), *loaded)
 
 
 HANGS = "import threading; threading.Event().wait()"
-
-
-def test_a_metric_that_hangs_is_given_up(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
-    asks = "predict({'x': np.zeros((2, 4), np.float32)})"
-    with pytest.raises(TooSlow, match=r"`evaluate` .*metric.py:score took longer than 0.05 s: `time_limit` gives it"):
-        evaluate(load_evaluation(metric(f"{asks}\n    {HANGS}"), Execution(0.05)), *loaded)
 
 
 def test_a_metric_that_imports_for_ever_is_given_up(tmp_path: Path) -> None:
@@ -369,16 +351,17 @@ def test_what_the_engine_takes_is_not_time_of_the_metric(metric: Metric, loaded:
     assert evaluate(load_evaluation(metric(body), Execution(0.6)), runner, handle) == 24
 
 
-def test_predict_of_a_metric_that_was_given_up_ends(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+def test_a_metric_that_hangs_is_given_up_and_its_predict_ends(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
     """Or else threads of the function would be waited for when Python ends."""
     lines = (
         "import threading",
         "threading.gate, threading.ended = threading.Event(), threading.Event()",
+        "predict({'x': np.zeros((2, 4), np.float32)})",
         "threading.gate.wait()",
         "try: predict({'x': np.ones((2, 4), np.float32)})",
         "finally: threading.ended.set()",
     )
-    with pytest.raises(TooSlow):
+    with pytest.raises(TooSlow, match=r"`evaluate` .*metric.py:score took longer than 0.05 s: `time_limit` gives it"):
         evaluate(load_evaluation(metric("\n    ".join(lines)), Execution(0.05)), *loaded)
     threading.__dict__["gate"].set()
     assert threading.__dict__["ended"].wait(60)
