@@ -136,6 +136,10 @@ class Comparison(Shown):
         worst = {row.file: slice_cell(row.accuracy) for row in self.rows}
         caption += [f"worst slice of {file}: {text}" for file, text in worst.items() if text]
         caption += [] if self.scores is None else [self.scores.told]
+        for row in self.rows:
+            if row.ms and row.first_ms:
+                rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
+                caption.append(f"inferences a second of {row.name}: {rates}")
         return Table(columns, cells, "\n".join(caption), f"first: {self.first}").filled
 
     def to_dict(self) -> dict[str, Any]:

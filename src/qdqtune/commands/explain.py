@@ -11,7 +11,7 @@ from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import tail
 from qdqtune.explanation.report import verdict
-from qdqtune.explanation.units import Explanation, Tally, explanations, shipped_origin, tally, total
+from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
 
@@ -37,8 +37,8 @@ class Explained(Shown):
     is_part: bool = False
 
     @property
-    def tallies(self) -> tuple[Tally, ...]:
-        """The sums of the rows by state and reason, the most time first."""
+    def tallies(self) -> tuple[Explanation, ...]:
+        """The rows with one state and reason as one, the most time first."""
         return tally(self.rows)
 
     def in_words(self) -> str:
@@ -57,7 +57,7 @@ class Explained(Shown):
             ]
             return Table(titles, rows)
         sums: list[tuple[str, ...]] = [
-            (str(each.nodes), each.state, *_times(each), each.reason, tail(each.example)) for each in self.tallies
+            (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0])) for each in self.tallies
         ]
         both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
         sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))
@@ -70,7 +70,17 @@ class Explained(Shown):
         return {
             "folder": str(self.folder),
             "headline": self.headline,
-            "reasons": [asdict(row) for row in self.tallies],
+            "reasons": [
+                {
+                    "state": row.state,
+                    "reason": row.reason,
+                    "nodes": len(row.nodes),
+                    "ms": row.ms,
+                    "float_ms": row.float_ms,
+                    "example": row.nodes[0],
+                }
+                for row in self.tallies
+            ],
             "units": [asdict(row) for row in self.rows],
         }
 
@@ -105,5 +115,5 @@ def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation,
     return tuple(row for row in rows if not matches.isdisjoint(row.nodes))
 
 
-def _times(row: Explanation | Tally) -> tuple[str, str]:
+def _times(row: Explanation) -> tuple[str, str]:
     return milliseconds(row.ms), milliseconds(row.float_ms)

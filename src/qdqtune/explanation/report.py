@@ -192,6 +192,9 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
     for name, before, final in result_rows(summary):
         if final and name != "speedup [interval]":
             yield Fact(name.strip(), final, f"float: {before}" if before not in ("", "0", "1x", final) else "")
+    if run.summary["baseline_ms"] and run.summary["final_ms"]:
+        before, after = (f"{1e3 / ms:.4g}" for ms in (run.summary["baseline_ms"], run.summary["final_ms"]))
+        yield Fact("inferences a second", after, f"float: {before}")
     if (left := run.summary.get("fallback")) is not None:
         yield Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
@@ -224,23 +227,18 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
     ratios = ratios_to_float(run.history, run.plan)
     seconds = {row.of: row.seconds for row in run.log.trials}
     for trial in run.history:
-        measured, is_by_rule = judge(trial, run.plan), isinstance(trial.result, CostsByRule)
+        measured = judge(trial, run.plan)
         shown = None
         if isinstance(trial.result, Measurement) and measured is not None:
             shown = strip(f"candidate {trial.number}", trial.result, measured)
         came: Came = "accepted" if trial.accepted else outcome(trial, run.plan)
-        if is_by_rule and not trial.accepted:
+        if isinstance(trial.result, CostsByRule) and not trial.accepted:
             came = "inaccurate" if trial.holds is False else "costlier"
-        text = _became(trial, run)
-        if trial is run.trial:
-            text = f"this is {FINAL}: proven on fresh builds against the float model"
-            if is_by_rule:
-                text = f"this is {FINAL}: the cheapest by rule that holds the limits; nothing was timed"
         yield Candidate(
             number=trial.number,
             origin=origin_in_words(trial.proposal.origin),
             outcome=came,
-            told=text,
+            told=_told(trial, came, run),
             strip=shown,
             speed=None if shown is None or trial.placement not in ratios else 1 / ratios[trial.placement],
             sqnr_db=trial.sqnr_db,
@@ -250,27 +248,26 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
         )
 
 
-def _became(trial: Trial, run: FinishedRun) -> str:
+def _told(trial: Trial, came: Came, run: FinishedRun) -> str:
     """What became of a candidate, in a sentence without its subject."""
-    other = "the best before it" if trial.against else "the float model"
-    is_by_rule = isinstance(trial.result, CostsByRule)
+    cheaper = "cheaper by rule" if run.is_by_rule else "faster beyond noise"
+    if trial is run.trial:
+        how = "the cheapest by rule that holds the limits" if run.is_by_rule else "proven on fresh builds"
+        return f"this is {FINAL}: {how}"
     if isinstance(trial.result, Failure):
         refused = "the engine refused it: " if trial.result.stage == "build" else ""
         return f"{refused}{trial.result.reason}"
-    if trial.accepted and is_by_rule:
-        return "cheaper by rule than all before it"
-    if trial.accepted:
-        return f"faster than {other} beyond noise, and exact enough: the new best"
-    if trial.holds is False:
+    if came == "inaccurate":
         return f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
-    if is_by_rule:
-        return f"not cheaper by rule than {other}"
     taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
+    other = "the best before it" if trial.against else "the float model"
     return {
+        "accepted": f"{cheaper} than {other}, and exact enough: the new best",
         "faster": f"faster than {other}, {taken}",
         "slower": f"slower than {other}, beyond noise",
         "undecided": f"the interval holds 1: too close to {other} to tell",
-    }[outcome(trial, run.plan)]
+        "costlier": f"not cheaper by rule than {other}",
+    }[came]
 
 
 # ---- how the run was made

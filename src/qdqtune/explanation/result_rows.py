@@ -71,7 +71,7 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     if without is not None and without["missed"]:
         yield f"the fastest without limits was not taken: {without['missed']}"
     for why in summary.get("calibration_cut_short", ()):
-        yield f"calibration was cut short: {why}"
+        yield f"calibration was cut short: {why}; `restart` with a larger `time_budget` calibrates anew"
     if (judged := summary["accuracy_samples"]) and (without is not None or tells_accuracy(summary)):
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"

@@ -287,8 +287,9 @@ class _Findings:
     def _numbers_of_pairs(self, node: Node) -> str:
         """A text about numbers that no engine takes, or this one does not; it takes types that it took of a like
         operator."""
-        operands = self._operands(node)
-        for tensor in operands:
+        numbers = self._numbers
+        is_taken = any(self._types(other) == self._types(node) for other in self._like(node))
+        for tensor in self._operands(node):
             dq, pair = self._dq(tensor), self._pair(tensor)
             if dq is not None and dq.inputs[1] not in self._model.constants:
                 return f"the scale of {dq.name} is no constant"
@@ -296,22 +297,19 @@ class _Findings:
                 continue
             if pair.q is not None and not self._same_numbers(pair.q, pair.dq):
                 return f"{pair.q.name} and {pair.dq.name} differ in scale or zero point"
-            is_for_all = self._numbers is not None and not self._numbers.per_channel
-            if pair.scale.size > 1 and (is_for_all or not pair.is_constant):
-                return f"{pair.dq.name} has a scale for each channel, and one for all is needed there"
-            if self._numbers is not None and self._numbers.symmetric and np.any(pair.zero_point.astype(np.float32)):
-                return f"the zero point of {pair.dq.name} is not 0, and this engine takes symmetric pairs only"
-        if self._numbers is None or any(self._types(other) == self._types(node) for other in self._like(node)):
-            return ""
-        for tensor in operands:
-            pair = self._pair(tensor)
-            wanted = self._numbers.weight if self._is_constant(tensor) else self._numbers.activation
-            if pair is not None and pair.zero_point.dtype != NUMPY_TYPE[wanted]:
-                return f"{pair.dq.name} takes {pair.zero_point.dtype.name}, and this engine wants {wanted.value}"
-        has_bias = node.op in COMPUTE and len(node.inputs) > 2 and bool(node.inputs[2])
-        if has_bias and (self._dq(node.inputs[2]) is not None) != (self._numbers.bias == "int32"):
-            form = "in int32 behind a DQ" if self._numbers.bias == "int32" else "in float, with no DQ in front"
-            return f"this engine wants its bias {node.inputs[2]} {form}"
+            wanted = []
+            if pair.scale.size > 1 and not (pair.is_constant and (numbers is None or numbers.per_channel)):
+                wanted.append("one scale for all channels")
+            if numbers is not None and numbers.symmetric and np.any(pair.zero_point.astype(np.float32)):
+                wanted.append("a zero point of 0")
+            if numbers is not None and not is_taken:
+                kind = numbers.weight if pair.is_constant else numbers.activation
+                wanted += [kind.value] * (pair.zero_point.dtype != NUMPY_TYPE[kind])
+            if wanted:
+                return f"this engine wants {' and '.join(wanted)} at {pair.dq.name}"
+        bias = node.inputs[2] if node.op in COMPUTE and len(node.inputs) > 2 else ""
+        if bias and numbers is not None and not is_taken and (self._dq(bias) is None) == (numbers.bias == "int32"):
+            return f"this engine wants its bias {bias} in {'float, with no' if self._dq(bias) else 'int32 behind a'} DQ"
         return ""
 
     def _types(self, node: Node) -> list[Any]:

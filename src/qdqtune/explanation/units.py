@@ -43,15 +43,15 @@ Reason = Literal[
 ]
 """Why a unit does not run in 8 bits; empty if it does."""
 
-OUTCOMES: Mapping[str, tuple[Reason, str]] = {
-    "faster": ("not tried", "was faster, and another one shipped"),
-    "inaccurate": ("accuracy limit", "missed the limits on accuracy"),
-    "slower": ("no gain beyond noise", "was slower beyond noise"),
-    "undecided": ("no gain beyond noise", "was too close to tell"),
-    "failed": ("not tried", "was refused by the engine"),
+REASONS: Mapping[str, Reason] = {
+    "faster": "not tried",
+    "inaccurate": "accuracy limit",
+    "slower": "no gain beyond noise",
+    "undecided": "no gain beyond noise",
+    "failed": "not tried",
 }
-"""The reason for a unit that follows from a candidate with it in 8 bits, and what became of that candidate. One that
-was faster, or that failed, says nothing of this unit among its others."""
+"""The reason for a unit that follows from the outcome of a candidate with it in 8 bits. One that was faster, or that
+failed, says nothing of this unit among its others."""
 
 WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "NonZero", "Range"}
 """Operators that no engine runs in 8 bits: they compute shapes and indices, or read no data."""
@@ -97,30 +97,17 @@ class Explanation:
         return ": ".join(filter(None, (self.reason, "; ".join(facts))))
 
 
-@dataclass(frozen=True)
-class Tally:
-    """The units with one state and reason: how many nodes they have, what they take together, and the largest."""
-
-    state: str
-    reason: Reason
-    nodes: int
-    ms: float | None
-    float_ms: float | None
-    example: str
-
-
-def tally(rows: Iterable[Explanation]) -> tuple[Tally, ...]:
-    """The sums of rows with equal state and reason, the longest time first."""
+def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
+    """One row for each state and reason, with the nodes and times of all its units: the largest first, in both."""
     groups: dict[tuple[str, Reason], list[Explanation]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: -(row.ms or 0.0)):
         groups.setdefault((row.state, row.reason), []).append(row)
-    tallies = []
-    for (state, reason), members in groups.items():
-        largest = max(members, key=lambda row: row.ms or 0.0)
-        nodes = sum(len(row.nodes) for row in members)
-        ms, float_ms = total(row.ms for row in members), total(row.float_ms for row in members)
-        tallies.append(Tally(state, reason, nodes, ms, float_ms, largest.nodes[0]))
-    return tuple(sorted(tallies, key=lambda t: (-(t.ms or 0.0), -t.nodes, t.reason)))
+    sums = []
+    for members in groups.values():
+        nodes = tuple(name for row in members for name in row.nodes)
+        times = total(row.ms for row in members), total(row.float_ms for row in members)
+        sums.append(replace(members[0], nodes=nodes, ms=times[0], float_ms=times[1]))
+    return tuple(sorted(sums, key=lambda row: (-(row.ms or 0.0), -len(row.nodes), row.reason)))
 
 
 def total(times: Iterable[float | None]) -> float | None:
@@ -307,10 +294,9 @@ class _Table:
             return "not tried", "no candidate ran it in 8 bits"
         build = min(tried, key=lambda each: len(each.fresh))
         assert build.trial is not None
-        reason, became = OUTCOMES[outcome(build.trial, self.run.plan)]
-        others = len(build.fresh) - 1
+        came, others = outcome(build.trial, self.run.plan), len(build.fresh) - 1
         more = f" with {counted(others, 'more unit')}" if others else ""
-        return reason, f"{origin_in_words(build.trial.proposal.origin)} ran it in 8 bits{more}, and {became}"
+        return REASONS[came], f"{origin_in_words(build.trial.proposal.origin)} ran it in 8 bits{more}: {came}"
 
     def _lost_accuracy(self, unit: Unit) -> str:
         """A text if rounding a unit is predicted to take the outputs below the limit; else empty."""
