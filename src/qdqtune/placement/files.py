@@ -21,9 +21,6 @@ from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 
 VERSION = 1
 
-WIDE_BITS = 16
-"""The bits of an edge that is read in 16 bits; others, which have 8, do not name them."""
-
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
 """Keys of pattern caches and state files of ModelOpt's autotuner, which files of qdqtune lack."""
 
@@ -51,42 +48,14 @@ class PlacementFile:
     portable: bool = False
 
 
-def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
-    """Write placement.yaml: edges with a pair or a weight format, by the tensor and node names of the file `model`."""
-    edges = [
-        {"tensor": e.tensor}
-        | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
-        | ({"bits": WIDE_BITS} if e in recorded.placement.wide else {})
-        for e in recorded.placement
-    ]
-    weights = [
-        {"tensor": e.tensor, "node": e.node, "input": e.index, "storage": weight_format.name}
-        for e, weight_format in recorded.placement.weight_formats.items()
-    ]
-    write_yaml(
-        path,
-        {
-            "version": VERSION,
-            "model": model,
-            "engine": recorded.engine,
-            "quant_type": recorded.quant_type,
-            "fix_inputs": dict(recorded.fix_inputs),
-            "calibration": msgspec.to_builtins(recorded.calibration),
-            "rewrites": msgspec.to_builtins(recorded.rewrites),
-            "edges": edges,
-            **({"weights": weights} if weights else {}),
-            **({"portable": True} if recorded.portable else {}),
-        },
-    )
-
-
-class _PairRow(msgspec.Struct):
+class _PairRow(msgspec.Struct, omit_defaults=True):
     tensor: str
     node: str = ""
     input: Slot | None = None
     output: Slot | None = None
     bits: Literal[8, 16] = 8
 
+    @property
     def edge(self) -> Edge:
         slot = self.input if self.node else self.output
         if slot is None:
@@ -101,26 +70,55 @@ class _WeightRow(msgspec.Struct):
     storage: str
 
 
-class _Content(msgspec.Struct):
-    """What is read of placement.yaml; other keys are for people."""
+class _Content(msgspec.Struct, kw_only=True):
+    """placement.yaml; `model` is for people."""
 
-    quant_type: QuantType
+    version: int = VERSION
+    model: Any = ""
     engine: str
-    edges: list[_PairRow]
+    quant_type: QuantType
     fix_inputs: dict[str, float | int | str | bool] = {}
     calibration: Calibration = Calibration()
     rewrites: Rewrites = Rewrites()
+    edges: list[_PairRow]
     weights: list[_WeightRow] = []
     portable: bool = False
+
+
+def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
+    """Write placement.yaml: edges with a pair or a weight format, by the tensor and node names of the file `model`."""
+    placement = recorded.placement
+    content = _Content(
+        model=model,
+        engine=recorded.engine,
+        quant_type=recorded.quant_type,
+        fix_inputs=dict(recorded.fix_inputs),
+        calibration=recorded.calibration,
+        rewrites=recorded.rewrites,
+        edges=[
+            _PairRow(
+                e.tensor,
+                e.node,
+                input=None if e.is_graph_output else e.index,
+                output=e.index if e.is_graph_output else None,
+                bits=16 if e in placement.wide else 8,
+            )
+            for e in placement
+        ],
+        weights=[_WeightRow(*e, storage=f.name) for e, f in placement.weight_formats.items()],
+        portable=recorded.portable,
+    )
+    written = msgspec.to_builtins(content)
+    write_yaml(path, {key: value for key, value in written.items() if value or key not in ("weights", "portable")})
 
 
 def read_placement_file(path: Path) -> PlacementFile:
     """Read placement.yaml."""
     try:
         content = msgspec.convert(read_yaml(path, "placement"), _Content)
-        edges = {row.edge(): row.bits for row in content.edges}
         formats = [(Edge(w.tensor, w.node, w.input), WeightFormat.named(w.storage)) for w in content.weights]
-        placement = Placement.of(edges, formats, [edge for edge, bits in edges.items() if bits == WIDE_BITS])
+        edges, wide = (row.edge for row in content.edges), [row.edge for row in content.edges if row.bits == 16]
+        placement = Placement.of(edges, formats, wide)
     except ValueError as error:
         raise BadOption(f"{path} is no placement file: {one_line(error)}") from error
     return PlacementFile(

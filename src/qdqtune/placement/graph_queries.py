@@ -130,7 +130,8 @@ class GraphQueries:
         for node in self.model.nodes:
             if node.op != "Softmax" or node.domain:
                 continue
-            scores = self._scores(node.inputs[0])
+            makers = (maker for maker, _ in self._in_front(node.inputs[0], SCALES_AND_MASKS))
+            scores = next((m for m in makers if m.op == "MatMul" and len(self.data(m)) == 2), None)
             users = {u.index: u for e in self.readers(node.outputs[0]) if (u := self.model.user(e)) is not None}
             context = next((u for u in users.values() if u.op == "MatMul"), None)
             if scores is not None and context is not None:
@@ -152,6 +153,14 @@ class GraphQueries:
     def _part_of(self, tensor: str) -> tuple[Node, Edge] | None:
         """The product with a weight that a tensor holds a part of, scaled or not, and the edge into the first operator
         that divides its result."""
+        for node, divided in self._in_front(tensor, COPIES | ARITHMETIC | DIVIDES):
+            if divided is not None and node.op in ("Gemm", "MatMul") and len(self.data(node)) == 1:
+                return node, divided
+        return None
+
+    def _in_front(self, tensor: str, operators: Collection[str]) -> Iterator[tuple[Node, Edge | None]]:
+        """The nodes that a tensor comes from through `operators`, each with the edge into the first of DIVIDES behind
+        it."""
         pending: list[tuple[str, Edge | None]] = [(tensor, None)]
         seen: set[str] = set()
         while pending:
@@ -160,12 +169,9 @@ class GraphQueries:
             if node is None or tensor in seen:
                 continue
             seen.add(tensor)
-            data = self.data(node)
-            if divided is not None and node.op in ("Gemm", "MatMul") and len(data) == 1:
-                return node, divided
-            if node.op in COPIES | ARITHMETIC | DIVIDES:
-                pending += [(e.tensor, e if node.op in DIVIDES else divided) for e in data]
-        return None
+            yield node, divided
+            if node.op in operators:
+                pending += [(e.tensor, e if node.op in DIVIDES else divided) for e in self.data(node)]
 
     def is_fused_as_float(self, attention: Attention, paired: Collection[Edge]) -> bool:
         """Whether TensorRT fuses an attention in float: one in half precision whose products are not all `paired`."""
@@ -185,21 +191,6 @@ class GraphQueries:
             weights = None if node is None or node.op != "MatMul" else self.model.constants.get(node.inputs[1])
             if heads and weights is not None and edge.tensor != context.outputs[0] and len(weights.shape) == 2:
                 return None if weights.shape[0] % heads else weights.shape[0] // heads
-        return None
-
-    def _scores(self, tensor: str) -> Node | None:
-        """The product of two activations that a Softmax normalizes, with scale, mask and copies between."""
-        pending, seen = [tensor], set[str]()
-        while pending:
-            tensor = pending.pop()
-            node = self.model.maker(tensor)
-            if node is None or tensor in seen:
-                continue
-            seen.add(tensor)
-            if node.op == "MatMul" and len(self.data(node)) == 2:
-                return node
-            if node.op in SCALES_AND_MASKS:
-                pending += [e.tensor for e in self.data(node)]
         return None
 
 
