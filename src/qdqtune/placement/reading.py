@@ -167,7 +167,7 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[Placement, dict[Edge
             formats[twin.into[0]] = table.weight_format
     for product in dynamic_products_of(qdq_model):
         known = float_model.index_of.get(product.node.name)
-        twin = float_model.maker(product.result) if known is None else float_model.nodes[known]
+        twin = float_model.maker(product.last.outputs[0]) if known is None else float_model.nodes[known]
         if twin is not None and len(twin.inputs) > 1 and weight_at(float_model, twin.into[1]) is not None:
             formats[twin.into[1]] = WeightFormat(product.bits, dynamic=True)
         else:
@@ -367,7 +367,7 @@ def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int, blo
 
 @dataclass(frozen=True, eq=False)
 class IntegerTable:
-    """A table of integers: its Gather, the Gather of its scales, and the DQ of both (see `weight_only`)."""
+    """A table of integers: its Gather, the Gather of its scales, and the DQ of both (see `insertion`)."""
 
     gather: Node
     scaling: Node
@@ -391,22 +391,19 @@ def tables_of(model: Model) -> Iterator[IntegerTable]:
 
 @dataclass(frozen=True, eq=False)
 class DynamicProduct:
-    """A product with dynamic quantization (see `weight_only`): its MatMulInteger, the float tensor in front of its
-    DynamicQuantizeLinear, the constant scale of the weight and its bits, and the nodes behind that make floats."""
+    """A product with dynamic quantization (see `insertion`): its MatMulInteger, the float tensor in front of its
+    DynamicQuantizeLinear, the constant scale of the weight and its bits, and the last node behind, which makes
+    floats."""
 
     node: Node
     source: str
     scale: str
     bits: Literal[7, 8]
-    behind: tuple[Node, ...]
-
-    @property
-    def result(self) -> str:
-        return self.behind[-1].outputs[0]
+    last: Node
 
 
 def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
-    """The products of a model with dynamic quantization and signed weights, as `weight_only` or quantize_dynamic of
+    """The products of a model with dynamic quantization and signed weights, as `insertion` or quantize_dynamic of
     ONNX Runtime writes them."""
     for node in model.nodes:
         if node.op != "MatMulInteger" or len(node.inputs) < 3:
@@ -429,7 +426,7 @@ def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
         if scale is not None:
             integers = weight.array().astype(np.int16)
             bits: Literal[7, 8] = 7 if max(-integers.min(initial=0), integers.max(initial=0)) < 64 else 8
-            yield DynamicProduct(node, front.inputs[0], scale, bits, (cast, scales, scaling))
+            yield DynamicProduct(node, front.inputs[0], scale, bits, scaling)
 
 
 def count_pairs(placement: Placement) -> int:

@@ -12,6 +12,7 @@ from onnx import helper
 from qdqtune.graph.inference import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
+from qdqtune.graph.simplifying import drop_unused
 from qdqtune.placement.reading import (
     DynamicProduct,
     IntegerTable,
@@ -176,30 +177,27 @@ def with_float_weights(model: Model) -> Model:
         gather = deepcopy(model.proto.graph.node[table.gather.index])
         gather.input[0], gather.output[0] = weight, table.dq.outputs[0]
         replaced[table.gather.index] = gather
-        gone |= {table.scaling.index, table.dq.index}
+        gone.add(table.dq.index)
     for product in dynamic_products_of(model):
         weight = f"{product.node.inputs[1]}_float"
         added[weight] = _float_weight(model, product)
-        inputs = [product.source, weight]
-        replaced[product.behind[-1].index] = helper.make_node("MatMul", inputs, [product.result], product.node.name)
-        gone |= {product.node.index, *(node.index for node in product.behind[:-1])}
+        inputs, result = [product.source, weight], product.last.outputs[0]
+        replaced[product.last.index] = helper.make_node("MatMul", inputs, [result], product.node.name)
     if not replaced:
         return model
-    for node in model.nodes:
-        readers = {use.node for tensor in node.outputs for use in model.uses(tensor)}
-        if node.op == "DynamicQuantizeLinear" and readers <= gone | replaced.keys():
-            gone.add(node.index)
     nodes = [replaced.get(i, proto) for i, proto in enumerate(model.proto.graph.node) if i not in gone]
-    return rebuild(model, nodes, added)
+    rebuilt = rebuild(model, nodes, added)
+    large = dict(rebuilt.large)
+    drop_unused(rebuilt.proto.graph, large)
+    return Model(rebuilt.proto, large)
 
 
 def _float_table(model: Model, table: IntegerTable) -> Constant:
     rows, scales = (model.constants[node.inputs[0]] for node in (table.gather, table.scaling))
-    block = int(table.dq.attributes["block_size"])
+    dtype, block = helper.tensor_dtype_to_np_dtype(scales.dtype), int(table.dq.attributes["block_size"])
 
     def read() -> Array:
-        values = dequantized(rows.array(), scales.array(), np.zeros(()), rows.array().ndim - 1, block)
-        return values.astype(helper.tensor_dtype_to_np_dtype(scales.dtype))
+        return dequantized(rows.array(), scales.array(), np.zeros(()), len(rows.shape) - 1, block).astype(dtype)
 
     return Constant(f"{rows.key}:table:{scales.key}", scales.dtype, rows.shape, read)
 
