@@ -5,7 +5,7 @@ from onnxruntime.transformers.float16 import convert_np_to_float16
 
 from models import INT8, attention, build, check, conv_net, feeds, normal, ranges, run, sqnr
 from qdqtune.errors import BadModel
-from qdqtune.graph.float16 import rounded_to_float16, to_float16
+from qdqtune.graph.float16 import converted, rounded_to_float16
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
@@ -23,7 +23,7 @@ def dtypes(model: Model) -> dict[str, str]:
 def test_values_are_those_of_float32_up_to_rounding(make) -> None:  # type: ignore[no-untyped-def]
     model = make()
     before = model.fingerprint
-    half = to_float16(model)
+    half = converted(model, "fp16")
     assert half.fingerprint != before == model.fingerprint
     check(half)
     samples = feeds(model)
@@ -44,7 +44,7 @@ def test_large_constants_are_converted_when_they_are_read() -> None:
 
     model = build("net (float[N,16] x) => (float[N,64] y) { [mm] y = MatMul(x, w) }", {"w": normal(16, 64)})
     assert "w" in model.large
-    half = to_float16(Model(model.proto, {"w": Constant("key", TensorProto.FLOAT, (16, 64), read)}))
+    half = converted(Model(model.proto, {"w": Constant("key", TensorProto.FLOAT, (16, 64), read)}), "fp16")
     assert reads == []
     assert (half.large["w"].dtype, half.large["w"].nbytes) == (TensorProto.FLOAT16, 16 * 64 * 2)
     values = half.large["w"].array()
@@ -61,7 +61,7 @@ def test_masks_stay_finite_and_infinities_infinite() -> None:
     }"""
     mask = np.array([0, -3.4e38, 0, -1e9], np.float32)
     model = build(text, {"mask": mask, "inf": np.array([0, -np.inf, np.inf, 0], np.float32)})
-    half = to_float16(model)
+    half = converted(model, "fp16")
     low = np.finfo(np.float16).min
     np.testing.assert_array_equal(half.constants["mask"].array(), np.array([0, low, 0, low], np.float16))
     np.testing.assert_array_equal(half.constants["inf"].array(), np.array([0, -np.inf, np.inf, 0], np.float16))
@@ -83,7 +83,7 @@ def test_unsafe_operators_stay_in_float32() -> None:
     }"""
     given = {"two": np.float32(2), "one": np.float32(1), "zero": np.int64(0), "one_axis": np.int64(1)}
     model = build(text, given)
-    half = to_float16(model)
+    half = converted(model, "fp16")
     check(half)
     types = dtypes(half)
     by_name = {n.name: n for n in half.nodes}
@@ -103,7 +103,7 @@ def test_a_custom_operator_stays_in_float32_and_its_large_weight_keeps_its_preci
     }"""
     model = build(text, {"w": normal(16, 16), "v": normal(16, 16, seed=1)})
     assert set(model.large) == {"w", "v"}
-    half = to_float16(model)
+    half = converted(model, "fp16")
     casts = {n.inputs[0]: n for n in half.nodes if n.op == "Cast"}
     two, three = (half.node(name) for name in ("two", "three"))
     assert two.inputs == (casts["t"].outputs[0], "v")
@@ -121,7 +121,7 @@ def test_bodies_are_converted_with_what_they_capture() -> None:
         [second] y = MatMul(z, w)
     }"""
     model = build(text, {"w": normal(4, 4), "w0": normal(4)})
-    half = to_float16(model)
+    half = converted(model, "fp16")
     check(half)
     for flag in (True, False):
         feed = {"x": normal(2, 4), "flag": np.array(flag)}
@@ -136,7 +136,7 @@ def test_an_unsafe_operator_in_a_body_is_refused_in_one_line() -> None:
             else_branch = b () => (float[N,4] q) { q = Neg(t) }>
     }"""
     with pytest.raises(BadModel, match="cannot convert the model to float16") as refusal:
-        to_float16(build(text, {"w": normal(4, 4), "axis": np.int64(0)}))
+        converted(build(text, {"w": normal(4, 4), "axis": np.int64(0)}), "fp16")
     assert "\n" not in str(refusal.value)
 
 
@@ -146,7 +146,7 @@ def test_integers_and_casts_to_float() -> None:
         [add] y = Add(f, x)
     }"""
     model = build(text)
-    half = to_float16(model)
+    half = converted(model, "fp16")
     check(half)
     assert dtypes(half)["f"] == "float16"
     feed = {"ids": np.arange(8).reshape(2, 4), "x": normal(2, 4)}
@@ -155,15 +155,15 @@ def test_integers_and_casts_to_float() -> None:
 
 def test_a_model_in_float16_stays_as_it_is() -> None:
     model = conv_net(half=True)
-    assert [n.op for n in to_float16(model).nodes] == [n.op for n in model.nodes]
-    assert dtypes(to_float16(model)) == dtypes(model)
+    assert [n.op for n in converted(model, "fp16").nodes] == [n.op for n in model.nodes]
+    assert dtypes(converted(model, "fp16")) == dtypes(model)
 
 
 def test_a_quantized_model_keeps_its_pairs() -> None:
     model = conv_net()
     found = ranges(model)
     placement = start_placements.placements(model, possible_edges(model, found))["static"]
-    half = to_float16(insert(model, placement, found, INT8))
+    half = converted(insert(model, placement, found, INT8), "fp16")
     check(half)
     assert {half.tensors[n.inputs[1]].dtype for n in half.nodes if n.op == "QuantizeLinear"} == {TensorProto.FLOAT16}
     stripped = strip_pairs(half)
@@ -196,7 +196,7 @@ def test_the_interface_stays_float32_where_no_node_makes_it(size: int) -> None:
     """A default that callers may override, and constants that are outputs, one of them read by a node as well."""
     constants = {"gain": normal(size), "version": np.float32([1 + 2**-20]), "shift": normal(size, seed=1)}
     model = build(INTERFACE.replace("8]", f"{size}]"), constants)
-    half = to_float16(model)
+    half = converted(model, "fp16")
     check(half)
     assert half.proto.graph.input == model.proto.graph.input
     assert half.proto.graph.output == model.proto.graph.output

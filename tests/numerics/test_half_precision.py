@@ -12,7 +12,7 @@ from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.errors import ConstraintUnmet
-from qdqtune.graph.float16 import converted, kept_in, to_float16
+from qdqtune.graph.float16 import converted, kept_in
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
@@ -90,7 +90,7 @@ def test_a_mask_may_be_cut_off_and_a_weight_may_not() -> None:
 
 def test_between_kept_nodes_nothing_is_cast() -> None:
     model = loud()
-    half = to_float16(model, ["square", "shift", "cube", "root"])
+    half = converted(model, "fp16", ["square", "shift", "cube", "root"])
     check(half)
     assert {types(half)[t] for n in half.nodes if n.name in ("square", "shift", "cube") for t in n.outputs} == {
         TensorProto.FLOAT
@@ -102,8 +102,8 @@ def test_between_kept_nodes_nothing_is_cast() -> None:
 
 def test_kept_nodes_at_the_ends_need_no_casts() -> None:
     model = build("net (float[2,4] x) => (float[2,4] y) { [a] t = Exp(x) [b] u = Neg(t) [c] y = Log(u) }")
-    assert [n.op for n in to_float16(model, ["a", "b", "c"]).nodes] == ["Exp", "Neg", "Log"]
-    half = to_float16(model, ["c"])
+    assert [n.op for n in converted(model, "fp16", ["a", "b", "c"]).nodes] == ["Exp", "Neg", "Log"]
+    half = converted(model, "fp16", ["c"])
     assert [n.op for n in half.nodes] == ["Cast", "Exp", "Neg", "Cast", "Log"]
     check(half)
     assert (half.inputs, half.outputs) == (("x",), ("y",))
@@ -111,8 +111,8 @@ def test_kept_nodes_at_the_ends_need_no_casts() -> None:
 
 def test_a_half_model_tells_what_was_kept() -> None:
     model = loud()
-    assert kept_in(to_float16(model, ["square", "cube"]), model) == {"square", "cube"}
-    assert kept_in(to_float16(model), model) == set()
+    assert kept_in(converted(model, "fp16", ["square", "cube"]), model) == {"square", "cube"}
+    assert kept_in(converted(model, "fp16"), model) == set()
 
 
 def test_what_only_moves_values_between_kept_nodes_stays_with_them() -> None:
@@ -149,7 +149,7 @@ def test_rounding_is_that_of_the_format() -> None:
 @pytest.mark.parametrize("make", [conv_net, attention])
 def test_bfloat16_is_everywhere_that_float16_would_be(make) -> None:  # type: ignore[no-untyped-def]
     model = make()
-    half, wide = to_float16(model), converted(model, "bf16")
+    half, wide = converted(model, "fp16"), converted(model, "bf16")
     swapped = {TensorProto.FLOAT16: TensorProto.BFLOAT16}
     assert {t: swapped.get(d, d) for t, d in types(half).items()} == types(wide)
     assert (wide.inputs, wide.outputs) == (model.inputs, model.outputs)
@@ -186,7 +186,7 @@ def test_the_command_says_so(call: Call, tmp_path: Path, more: list[str], dtype:
 
 
 def test_a_placement_of_the_float32_model_serves_its_half() -> None:
-    half = to_float16(conv_net())
+    half = converted(conv_net(), "fp16")
     edges = [Edge("image", "stem", 0), Edge("w0", "stem", 1), Edge("r0", "pool", 0), Edge("r0", "stem", 0)]
     possible = possible_edges(half, Ranges(dict.fromkeys(candidate_tensors(half), Range(0, 1))))
     known, lost = existing(half, Placement.of(edges), possible)

@@ -33,7 +33,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import counted, samples
-from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
+from qdqtune.graph.float16 import Precision, converted, kept_in, load_for
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, between
@@ -334,7 +334,7 @@ def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
     if not gone & {twin.name for twin in twins_of(plain, given).values()}:  # they were folded before quantization, too
         plain = folded
     if precision == "fp16":
-        plain = to_float16(plain, kept_in(given, plain))
+        plain = converted(plain, "fp16", kept_in(given, plain))
     if is_quantized(plain):
         raise BadModel(f"{model} has Q/DQ pairs: give the float model first, or the quantized model alone")
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):

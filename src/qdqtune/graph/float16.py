@@ -1,10 +1,9 @@
 """Converts a float32 model to float16 or bfloat16, for engines that take precision from the graph.
 
-ONNX Runtime's converter makes the float16 model. It puts casts around operators that are unsafe in half precision, and
-clips finite constants to the range of float16, so that a mask of -3e38 stays a mask. It needs the whole protobuf in
-memory, so it gets large constants as graph inputs; they are converted here when they are read. Casts to float16 and
-back between two nodes in float32 are removed, because they would round. A bfloat16 model is made of the float16
-model, with bfloat16 in place of float16.
+Operators that are unsafe in half precision stay in float32, by the list of ONNX Runtime's converter, which also has
+the names of the casts around them. No cast to half precision and back, which would round, stands between two of them.
+Finite constants are clipped to the range of float16, so that a mask of -3e38 stays a mask. Large constants are
+converted when they are read.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqtune.errors import BadModel, one_line
-from qdqtune.graph.constants import replace
+from qdqtune.errors import BadModel
 from qdqtune.graph.loading import checked, load
-from qdqtune.graph.model import GRAPH, Constant, Model, bodies, captured, rebuild
+from qdqtune.graph.model import GRAPH, Constant, Model, Use, bodies, rebuild
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.graph.simplifying import UniqueNames, names_in, rename
 from qdqtune.types import Array
@@ -40,6 +38,9 @@ OPSET = 19
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 NO_REWRITES = Rewrites()
+
+TYPE_ATTRIBUTES = frozenset({"dtype", "to"})
+"""Attributes that name the type of a result."""
 
 COMPARISONS = frozenset({"Max", "Min"})
 """Operators on the converter's list of unsafe ones that are converted all the same: their result is one of their
@@ -68,48 +69,65 @@ def is_float32(model: Model) -> bool:
 
 
 def converted(model: Model, precision: Precision, kept: Collection[str] = ()) -> Model:
-    """`model` in a precision, except the nodes named in `kept` (see `to_float16`). Half precision needs opset 19."""
+    """`model` in a precision. Half precision needs opset 19.
+
+    Graph inputs and outputs stay float32, with a Cast at each where a node reads or makes it. So do these nodes, and
+    the tensors between them: operators on the converter's list of unsafe ones (except `COMPARISONS`), nodes of other
+    domains, whose kernels are unknown, and nodes named in `kept`."""
     if precision == "fp32":
         return model
-    half = to_float16(model, kept)
-    return half if precision == "fp16" else _as_bfloat16(model, half)
+    model, half = _with_outputs_apart(model), HALF_TYPES[precision]
+    in_full = blocked(model) | {n.index for n in model.nodes if n.name in kept}
+    floats = [t for t, info in model.tensors.items() if info.dtype == TensorProto.FLOAT]
+    floats += [t for n in model.nodes if n.domain for t in n.outputs if t and t not in model.tensors]
+    graph_inputs = [v.name for v in model.proto.graph.input]
+    made_in_full = {*graph_inputs, *(t for i in in_full for t in model.nodes[i].outputs)}
 
+    def is_full(use: Use) -> bool:
+        if use.node == GRAPH or use.node in in_full:
+            return True
+        return model.nodes[use.node].op == "Resize" and use.slot == 2  # its scales are float32 always
 
-def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
-    """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each where a node
-    reads or makes it.
+    in_half = {t for t in floats if not all(map(is_full, model.uses(t)))}
+    shown = [t for t in model.outputs if t in model.producers]
+    interface = {t: f"graph_input_cast_{i}" for i, t in enumerate(graph_inputs)}
+    interface |= {t: f"graph_output_cast_{i}" for i, t in enumerate(shown)}
+    halves = {t: interface.get(t, t) for t in floats}
+    full = {t: f"{t}_cast_to_fp16" if t in made_in_full else f"{t}_cast_to_fp32" for t in floats}
+    full |= {t: t for t in floats if t in interface or (t in model.constants and t not in in_half)}
 
-    These nodes stay in float32, and the tensors between them too: operators on the converter's list of unsafe ones
-    (except `COMPARISONS`), nodes of other domains, whose kernels are unknown, and nodes named in `kept`."""
-    from onnxruntime.transformers import float16  # slow to import
-
-    model = _with_outputs_apart(model)
-    unmade = {t for t in model.outputs if t not in model.producers}
-    in_full = {n.index for n in model.nodes if n.name in kept} | blocked(model)
-    full = {c for c in model.large if all(use.slot >= 0 and use.node in in_full for use in model.uses(c))}
-    full |= unmade & model.large.keys()
+    proto, casts = deepcopy(model.proto), list[onnx.NodeProto]()
+    listed = {v.name: v for v in (*proto.graph.input, *proto.graph.output)}
+    for tensor in sorted(floats, key=lambda t: t not in interface):
+        is_read = any(map(is_full, model.uses(tensor)))
+        own = interface.get(tensor, "").replace("_cast_", "_cast")
+        if tensor in made_in_full and tensor in in_half:
+            name = own if tensor in graph_inputs else f"{halves[tensor]}_cast_to_fp16_node"
+            casts.append(helper.make_node("Cast", [full[tensor]], [halves[tensor]], name, to=half))
+        elif tensor not in made_in_full and is_read and full[tensor] != halves[tensor]:
+            name = own or f"{tensor}_cast_to_fp32_node"
+            casts.append(helper.make_node("Cast", [halves[tensor]], [full[tensor]], name, to=TensorProto.FLOAT))
+        if tensor in listed and tensor in interface:
+            proto.graph.value_info.append(listed[tensor])
+            proto.graph.value_info[-1].name = halves[tensor]
+    known = set(halves.values())
+    for node, copy in zip(model.nodes, proto.graph.node, strict=True):
+        names = full if node.index in in_full else halves
+        rename(copy, {t: names[t] for t in (*node.inputs, *node.captures, *node.outputs) if t in names})
+        if node.index not in in_full:
+            _convert(copy, half, known)
+        if node.op == "Resize" and len(node.inputs) > 2:
+            copy.input[2] = full.get(node.inputs[2], node.inputs[2])
+    for value in proto.graph.value_info:
+        is_half = value.name in known and full.get(value.name) != value.name
+        if is_half and value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = half
+    for constant in proto.graph.initializer:
+        if constant.name in in_half and constant.name in model.constants:
+            _convert_tensor(constant, half)
+    proto.graph.node.extend(casts)
     try:
-        proto = float16.convert_float_to_float16(
-            _for_converter(model, full, unmade),
-            keep_io_types=[*model.inputs, *model.overridable, *model.outputs],
-            disable_shape_infer=True,
-            op_block_list=sorted(_unsafe()),  # in bodies too
-            node_block_list=[model.nodes[i].name for i in in_full],
-        )
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise BadModel(f"cannot convert the model to float16: {one_line(error)}") from error
-    replace(proto.graph.input, model.proto.graph.input)
-    replace(proto.graph.output, model.proto.graph.output)
-    proto.graph.initializer.extend(t for t in model.proto.graph.initializer if t.name in unmade | model.overridable)
-    # The converter makes a Cast for each float32 reader of a tensor, all of one name: keep one.
-    replace(proto.graph.node, list({node.name: node for node in proto.graph.node}.values()))
-    if kept:
-        _remove_needless_casts(proto.graph)
-    try:
-        stays = {name for name, c in model.large.items() if name in full or c.dtype != TensorProto.FLOAT}
-        return checked(
-            proto, {t: c if t in stays else _in_type(c, TensorProto.FLOAT16) for t, c in model.large.items()}
-        )
+        return checked(proto, {t: _in_type(c, half) if t in in_half else c for t, c in model.large.items()})
     except BadModel as error:
         raise BadModel(f"cannot convert the model to float16: {error}") from error
 
@@ -152,75 +170,37 @@ def _unsafe() -> frozenset[str]:
     return frozenset(DEFAULT_OP_BLOCK_LIST) - COMPARISONS
 
 
-def _remove_needless_casts(graph: onnx.GraphProto) -> None:
-    """Remove the converter's casts to float16 and back between two float32 tensors, in place."""
-    makers = {node.output[0]: node for node in graph.node if node.op_type == "Cast"}
-    inputs, outputs = ({value.name for value in part} for part in (graph.input, graph.output))
-    same: dict[str, str] = {}
-    gone: set[str] = set()
-    for back in makers.values():
-        is_back = back.name.endswith("_cast_to_fp32_node") or back.name.startswith("graph_output_cast")
-        there = makers.get(back.input[0]) if is_back else None
-        if there is None or not _is_to_half(there):
-            continue
-        source, target = there.input[0], back.output[0]
-        if target not in outputs:
-            same[target] = source
-        elif source not in inputs:  # its producer makes the output itself
-            same[source] = target
-        else:
-            continue
-        gone.add(back.name)
-    nodes = [node for node in graph.node if node.name not in gone]
-    for node in nodes:
-        for names in (node.input, node.output):
-            names[:] = [_final_name(name, same) for name in names]
-    read = {name for node in nodes for name in (*node.input, *(c for b in bodies(node) for c in captured(b)))} | outputs
-    replace(graph.node, [n for n in nodes if not _is_to_half(n) or n.output[0] in read])
+def _convert(node: onnx.NodeProto, half: int, floats: Set[str]) -> None:
+    """Convert what the attributes of a node hold, and its bodies, in place; `floats` are the outer tensors that were
+    float32."""
+    tensors = [a.t for a in node.attribute if a.t.data_type == TensorProto.FLOAT]
+    for attribute in node.attribute:
+        if attribute.name in TYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT:
+            attribute.i = half
+    if node.op_type in ("RandomNormal", "RandomUniform") and all(a.name != "dtype" for a in node.attribute):
+        node.attribute.append(helper.make_attribute("dtype", half))
+    if node.op_type == "ConstantOfShape" and not node.attribute:
+        node.attribute.append(helper.make_attribute("value", helper.make_tensor("value", half, [1], [0])))
+    for body in bodies(node):
+        values = [v for v in (*body.input, *body.output, *body.value_info) if v.type.tensor_type.elem_type == 1]
+        tensors += [t for t in body.initializer if t.data_type == TensorProto.FLOAT]
+        inner_floats = floats | {v.name for v in values}
+        for value in values:
+            value.type.tensor_type.elem_type = half
+        for inner in body.node:
+            if inner.op_type in _unsafe() and not inner_floats.isdisjoint((*inner.input, *inner.output)):
+                raise BadModel(
+                    f"cannot convert the model to float16: {inner.op_type} in a body of {node.name} needs float32"
+                )
+            _convert(inner, half, inner_floats)
+    for tensor in tensors:
+        _convert_tensor(tensor, half)
 
 
-def _is_to_half(node: onnx.NodeProto) -> bool:
-    """Whether a node is one of the converter's casts to float16."""
-    return node.name.endswith("_cast_to_fp16_node") or node.name.startswith("graph_input_cast")
-
-
-def _final_name(name: str, same: Mapping[str, str]) -> str:
-    while name in same:
-        name = same[name]
-    return name
-
-
-def _as_bfloat16(model: Model, half: Model) -> Model:
-    """`half`, which was made of `model`, with bfloat16 in place of float16 where `model` has float32."""
-    was = {t for t, info in model.tensors.items() if info.dtype == TensorProto.FLOAT16}
-    own = {n.name for n in model.nodes if n.op == "Cast"}
-    proto = deepcopy(half.proto)
-    for value in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output):
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and value.name not in was:
-            value.type.tensor_type.elem_type = TensorProto.BFLOAT16
-    for tensor in proto.graph.initializer:
-        if tensor.data_type == TensorProto.FLOAT16 and tensor.name not in was:
-            tensor.CopyFrom(_bfloat16(tensor, model.constants.get(tensor.name)))
-    for node in proto.graph.node:
-        for attribute in node.attribute:
-            is_own = node.name in own and model.nodes[model.index_of[node.name]].attributes["to"] == TensorProto.FLOAT16
-            if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT16 and not is_own:
-                attribute.i = TensorProto.BFLOAT16
-            if attribute.HasField("t") and attribute.t.data_type == TensorProto.FLOAT16:
-                attribute.t.CopyFrom(_bfloat16(attribute.t, None))
-    large = {
-        t: _in_type(model.constants.get(t, c), TensorProto.BFLOAT16) if t not in was else c
-        for t, c in half.large.items()
-    }
-    kept = {t: half.large[t] for t in half.large if half.large[t].dtype != TensorProto.FLOAT16}
-    return checked(proto, large | kept)
-
-
-def _bfloat16(tensor: onnx.TensorProto, before: Constant | None) -> onnx.TensorProto:
-    """A float16 tensor in bfloat16, rounded from the float32 constant `before` if there is one."""
-    values = numpy_helper.to_array(tensor) if before is None else before.array()
-    made: onnx.TensorProto = numpy_helper.from_array(values.astype(ml_dtypes.bfloat16), tensor.name)
-    return made
+def _convert_tensor(tensor: onnx.TensorProto, half: int) -> None:
+    constant = _in_type(Constant.of(numpy_helper.to_array(tensor)), half)
+    tensor.ClearField("float_data")
+    tensor.data_type, tensor.raw_data = half, bytes(constant.data())
 
 
 def _with_outputs_apart(model: Model) -> Model:
@@ -237,27 +217,12 @@ def _with_outputs_apart(model: Model) -> Model:
     return rebuild(model, nodes, {copy: model.constants[t] for t, copy in copies.items()})
 
 
-def _for_converter(model: Model, full: Set[str], unmade: Set[str]) -> onnx.ModelProto:
-    """A protobuf for the converter: a type for each output of a custom operator, and large constants as graph inputs,
-    except those in `full`, which stay in float32. It lacks what the converter would change in the interface: outputs
-    that no node makes (`unmade`), and the defaults of inputs.
-    """
-    proto = deepcopy(model.proto)
-    replace(proto.graph.output, [v for v in proto.graph.output if v.name not in unmade])
-    kept_out = unmade | model.overridable
-    replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in kept_out])
-    for name, constant in model.large.items():
-        if name not in full:
-            proto.graph.input.append(helper.make_tensor_value_info(name, constant.dtype, constant.shape))
-    for name in (t for node in model.nodes if node.domain for t in node.outputs):
-        if name and name not in model.tensors:
-            proto.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    return proto
+def _in_type(constant: Constant, half: int) -> Constant:
+    """A constant in half precision, converted when it is read."""
 
+    def read() -> Array:
+        values = constant.array()
+        return rounded_to_float16(values) if half == TensorProto.FLOAT16 else values.astype(ml_dtypes.bfloat16)
 
-def _in_type(constant: Constant, dtype: int) -> Constant:
-    """A constant as float16 or bfloat16, converted when it is read."""
-    if dtype == TensorProto.FLOAT16:
-        return Constant(f"{constant.key}:float16", dtype, constant.shape, lambda: rounded_to_float16(constant.array()))
-    key = f"{constant.key}:bfloat16"
-    return Constant(key, dtype, constant.shape, lambda: constant.array().astype(ml_dtypes.bfloat16))
+    name = "float16" if half == TensorProto.FLOAT16 else "bfloat16"
+    return Constant(f"{constant.key}:{name}", half, constant.shape, read)
