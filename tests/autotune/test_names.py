@@ -184,13 +184,16 @@ def test_schemes_and_caches_are_plain_values_and_back(tmp_path: Path) -> None:
     assert [len(s) for s in read_cache(tmp_path / "cache.yaml").values()] == [2]  # and a tuning run reads it
 
 
-@pytest.mark.parametrize(("prefer_existing", "kept"), [(True, 5.0), (False, 9.0)])
-def test_merging_says_whose_latency_counts(prefer_existing: bool, kept: float) -> None:
-    ours, theirs = PatternCache(), PatternCache()
-    for cache, ms in ((ours, 5.0), (theirs, 9.0)):
-        cache.add_pattern_schemes(PatternSchemes(RegionPattern("p", 1), [scheme(0, ms=ms)]))
+@pytest.mark.parametrize(("prefer_existing", "kept"), [(True, [7.0]), (False, [5.0, 7.0])])
+def test_merging_says_whether_schemes_join_those_of_the_same_pattern(prefer_existing: bool, kept: list[float]) -> None:
+    ours, theirs = PatternCache(minimum_distance=0), PatternCache()
+    ours.add_pattern_schemes(PatternSchemes(RegionPattern("p", 1), [scheme(0, ms=7.0)]))
+    theirs.add_pattern_schemes(
+        PatternSchemes(RegionPattern("p", 1), [scheme(0, 1, 2, 3, 4, ms=5.0), scheme(0, ms=9.0)])
+    )
+    theirs.add_pattern_schemes(PatternSchemes(RegionPattern("other", 1), [scheme(0, ms=1.0)]))
     ours.merge(theirs, prefer_existing=prefer_existing)
-    assert [s.latency_ms for own in ours.pattern_schemes for s in own.schemes] == [kept]
+    assert [[s.latency_ms for s in own.schemes] for own in ours.pattern_schemes] == [kept, [1.0]]
 
 
 def test_the_pattern_of_a_quantized_region_has_the_points_that_carry_pairs() -> None:

@@ -506,7 +506,7 @@ class QDQAutotunerBase:
         self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
         self.profiled_patterns = [*map(PatternSchemes.from_dict, record.patterns)]
         if pattern_cache_of(path).exists():
-            self.pattern_cache.merge(PatternCache.load(pattern_cache_of(path)))
+            self.pattern_cache.merge(PatternCache.load(pattern_cache_of(path)), prefer_existing=False)
 
     def adopt(self, result: Result) -> None:
         """Take over a whole tuning run of this model: its latencies, and the placement that it ships with the scheme

@@ -467,7 +467,10 @@ class PatternCache:
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
         """Keep the fastest of old and new schemes, each of them different enough from all faster ones."""
-        own, kept = self.own(pattern_schemes.pattern), list[InsertionScheme]()
+        own, kept = self.get_pattern_schemes(pattern_schemes.pattern), list[InsertionScheme]()
+        if own is None:
+            own = PatternSchemes(pattern_schemes.pattern)
+            self.pattern_schemes.append(own)
         for scheme in sorted((*own.schemes, *pattern_schemes.schemes), key=lambda s: s.latency_ms):
             if not scheme.error and all(scheme.distance(other) >= max(self.minimum_distance, 1) for other in kept):
                 kept.append(scheme)
@@ -488,13 +491,10 @@ class PatternCache:
             self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
-        """Take over the schemes of another cache. A scheme that both have keeps the latency it has here if so asked."""
+        """Take over the schemes of another cache; with `prefer_existing` only those of patterns that this one lacks."""
         for theirs in other.pattern_schemes:
-            own = self.own(theirs.pattern)
-            last, first = (own, theirs) if prefer_existing else (theirs, own)
-            merged = {scheme.hash: scheme for scheme in (*first.schemes, *last.schemes)}
-            own.schemes = []
-            self.add_pattern_schemes(PatternSchemes(own.pattern, [*merged.values()]))
+            if not (prefer_existing and self.has_pattern(theirs.pattern)):
+                self.add_pattern_schemes(theirs)
 
     def to_dict(self) -> dict[str, Any]:
         """The cache as values of JSON."""
@@ -529,11 +529,3 @@ class PatternCache:
                 raise BadOption(f"{path} is no pattern cache: {wrong_part(error)}") from error
         entries = cache.read_cache(path).items()
         return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])
-
-    def own(self, pattern: RegionPattern) -> PatternSchemes:
-        """The schemes of a pattern, which may have none yet."""
-        own = self.get_pattern_schemes(pattern)
-        if own is None:
-            own = PatternSchemes(pattern)
-            self.pattern_schemes.append(own)
-        return own

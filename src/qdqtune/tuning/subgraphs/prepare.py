@@ -87,9 +87,8 @@ class GroupKind:
     def first(self) -> Unit:
         return self.units[0]
 
-    @property
-    def each_ms(self) -> float:
-        return self.ms / len(self.units)
+    def untimed(self, why: str) -> Profile:
+        return Profile(self.ms / len(self.units), (), {"": why})
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class Profiler:
             try:
                 parts.append(self._extracted(kind, shapes))
             except BadOption as error:
-                profiles[kind.number] = Profile(kind.each_ms, (), {"": str(error)})
+                profiles[kind.number] = kind.untimed(str(error))
                 done(kind, profiles[kind.number])
         for batch in self._in_batches(parts):
             values = cache(partial(self._values, [*chain.from_iterable(part.model.inputs for part in batch)]))
@@ -181,7 +180,7 @@ class Profiler:
         any case: it may be missing if the part was timed in an earlier session."""
         kind, key = part.kind, f"part:{part.key}"
         if self._is_late() and not self._store.has(key):
-            return Profile(kind.each_ms, (), {"": NO_TIME})
+            return kind.untimed(NO_TIME)
         with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
         with ExitStack() as loaded:
@@ -197,7 +196,7 @@ class Profiler:
             try:
                 floats = self._store.memo(key, Layers, lambda: self._layers(float_form()))
             except EngineRefused as refused:
-                return Profile(kind.each_ms, (), {"": str(refused)})
+                return kind.untimed(str(refused))
             answers = list[SchemeResult]()
             for name, placement in part.schemes.items():
                 key = f"scheme:{part.key}:{placement.digest}"
