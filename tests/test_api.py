@@ -36,6 +36,12 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> qdqtune.Result:
         return qdqtune.tune(proto, calibration_data=lambda: iter(feeds(mixed(), 3)), output_dir=folder / "out", **SHORT)
 
 
+def test_each_public_name_can_be_imported() -> None:
+    assert all(getattr(qdqtune, name) for name in qdqtune.__all__)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = qdqtune.no_such
+
+
 def test_a_model_and_samples_in_memory_give_a_result_that_shows_itself(tuned: qdqtune.Result) -> None:
     assert tuned.improved
     assert tuned.file.is_file()

@@ -368,7 +368,8 @@ def test_pairs_of_a_quantized_model_are_tried_first() -> None:
     everything = start_placements.everything(net, possible_edges(net, ranges(net)))
     quantized = insert(net, everything, ranges(net), INT8).to_proto()
     tensors = get_quantized_tensors(quantized)
-    assert {"p0", "r1"} <= tensors
+    assert {"p0", "r1"} <= tensors <= {*net.tensors, *(t.name for t in quantized.graph.initializer)}
+    assert not get_quantized_tensors(net.to_proto())
     autotuner = begun(net.to_proto())
     autotuner.import_insertion_points(tensors)
     assert autotuner.pattern_cache.num_patterns > 3

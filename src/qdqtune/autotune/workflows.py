@@ -56,17 +56,18 @@ from qdqtune.options import (
     reads,
     several,
 )
+from qdqtune.placement.files import read_placement_file
 from qdqtune.search import region
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.folder import LOGS, REGION_MODELS, pattern_cache_of
+from qdqtune.tuning.folder import LOGS, PLACEMENT, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.observer import Observers, Silent, State
 from qdqtune.tuning.options import MODEL, Division, FloatType, warmup_option
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraphs.groups import borders
 from qdqtune.tuning.subject import tuned_graph
-from qdqtune.types import Layer, QuantType, Trial
+from qdqtune.types import Layer, Placement, QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
 
@@ -218,11 +219,13 @@ class RegionLogs(Silent):
         self._folder = folder
         self._region_of: dict[str, int] = {}
         self._counts: Counter[int] = Counter()
+        self._number_of: dict[Placement, int] = {}
 
     def patterns(self, tuned: Sequence[Pattern]) -> None:
         self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        self._number_of[trial.placement] = trial.number
         number = self._region_of.get(trial.proposal.pattern)
         where = "in all regions" if number is None else f"of region {number}"
         log.debug("candidate %d %s: %s, %s", trial.number, where, trial.proposal.origin, outcome)
@@ -232,9 +235,10 @@ class RegionLogs(Silent):
 
     def finish(self) -> None:
         """The run has ended: the log of what ships, and the folder of region models, which may be empty."""
-        # one for each pair of builds of the proof and each number of threads; without a proof the baseline ships
-        proven = sorted(path.name for path in (self._folder / LOGS).glob("final_*_optimized_final.log"))
-        self._copy((*proven, "baseline.log")[0], "final.log")
+        number = None
+        if (self._folder / PLACEMENT).exists():
+            number = self._number_of.get(read_placement_file(self._folder / PLACEMENT).placement)
+        self._copy("baseline.log" if number is None else f"trial_{number:03}.log", "final.log")
         if (self._folder / LOGS).is_dir():
             (self._folder / REGION_MODELS).mkdir(exist_ok=True)
 

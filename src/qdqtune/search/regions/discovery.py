@@ -317,7 +317,9 @@ def _blocks(flow: Flow, whole: int) -> list[Block]:
         if len(flow.after[vertex]) > 1 and ends.get(vertex, GRAPH) != GRAPH:
             starts_of.setdefault(_epilogue(flow, ends[vertex]), []).append(flow.position[vertex])
     # many blocks can end at one node (dense connections, masks): the innermost and the outermost are enough
-    spans = [(start, end) for end, starts in starts_of.items() for start in {min(starts), max(starts)}]
+    spans = list[tuple[int, int]]()
+    for end, starts in starts_of.items():
+        spans += [(start, end) for start in {min(starts), max(starts)}]
     # of two blocks that cross, as those of unrelated branches may do, the shorter one is kept
     kept, inside = list[tuple[int, int]](), bytearray(len(flow.order) + 1)
     for start, end in sorted(spans, key=lambda span: (span[1] - span[0], span)):

@@ -118,7 +118,9 @@ def scheme_of(pattern: Pattern, region: Region, edges: Collection[Edge]) -> Sche
 def _children(region: Region, listing: Listing) -> dict[int, int]:
     """Node index to the number of the child region that it is in; children are numbered as the listing meets them.
     Nodes beside child regions are a child of their own."""
-    child_of = {n: k for k, c in enumerate(region.children) for n in c.all_nodes()}
+    child_of: dict[int, int] = {}
+    for k, child in enumerate(region.children):
+        child_of |= dict.fromkeys(child.all_nodes(), k)
     if child_of:
         child_of |= dict.fromkeys(region.nodes, len(region.children))
     number: dict[int, int] = {}

@@ -170,7 +170,9 @@ class Structure:
     def type_letter(self, tensor: str) -> str:
         """The class of a tensor's type: `f` float that can be quantized, `d` double, `i`, `b`, `s`, or `?`."""
         info = self.model.tensors.get(tensor)
-        return "?" if info is None else "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
+        if info is None:
+            return "?"
+        return "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
 
     @cached_property
     def fingerprints(self) -> Mapping[int, int]:
@@ -193,7 +195,9 @@ class _Part:
 
     def __init__(self, structure: Structure, parts: Sequence[Sequence[int]]) -> None:
         self._structure, self._reads = structure, structure.reads
-        self._part_of = {n: p for p, nodes in enumerate(parts) for n in nodes}
+        self._part_of: dict[int, int] = {}
+        for number, nodes in enumerate(parts):
+            self._part_of |= dict.fromkeys(nodes, number)
         self._order = sorted(self._part_of)  # graph order is topological
         self._inside = set(self._part_of).issuperset
         self._results = {n: self._results_of(n) for n in self._order}
