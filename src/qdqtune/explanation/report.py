@@ -25,7 +25,7 @@ from qdqtune.explanation.report_values import (
     Speed,
     Strip,
 )
-from qdqtune.explanation.result_rows import is_judged, remarks, result_rows
+from qdqtune.explanation.result_rows import by_rule, is_judged, remarks, result_rows
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -89,51 +89,47 @@ def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
 def verdict(run: FinishedRun) -> Headline:
     """The result in a sentence, and what it means."""
     summary = run.summary
-    name = title(Path(summary["model"]))
-    if not summary.get("timed", True):
-        return _verdict_by_rule(run, name)
-    if summary["shipped"] == "tuned" and (ratio_to_float := summary["ratio"]) is not None:
+    name, is_timed = title(Path(summary["model"])), summary.get("timed", True)
+    unchecked = ", accuracy not measured" if summary["unchecked"] else ""
+    if is_timed and summary["shipped"] == "tuned" and (ratio_to_float := summary["ratio"]) is not None:
         measured = speed(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
-        saved = 1 - ratio_to_float
-        meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
+        meaning = (
+            f"Side by side an inference takes {1 - ratio_to_float:.0%} less time; over all rounds the medians are "
+        )
         meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
-        unchecked = ", accuracy not measured" if summary["unchecked"] else ""
         headline = f"{name} runs {measured.median:.2f} times as fast{unchecked}"
         return Headline(headline, meaning, not unchecked, measured)
+    engine = summary["engine"]["engine"]
+    untimed = "" if is_timed else f" {engine} is a simulator here: nothing was timed, and no speed is claimed."
+    if (row := next((row for row in by_rule(summary) if row["shipped"]), None)) is not None:
+        left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
+        bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
+        meaning = (
+            f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy.{untimed}"
+        )
+        return Headline(f"{name} is placed for {engine}{unchecked}", meaning, not unchecked)
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if run.keeps_own_pairs:
         kept = "your own Q/DQ file as it is"
         if (own := summary["final_ms"]) is not None:
             kept += f", which takes {own:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
-    if not is_judged(summary) and (without := summary["fastest_without_limits"]) is not None:
+    without = summary["fastest_without_limits"]
+    if not is_timed and not is_judged(summary):
+        headline, why = f"Accuracy was not measured for {name}", "Without samples nothing in 8 or 16 bits ships"
+    elif not is_judged(summary) and without is not None:
         headline = f"{name} may run {1 / without['ratio']:.2f} times as fast, accuracy not measured"
-        return Headline(headline, f"In the search, unproven; {without['missed']}. {FINAL} is {kept}.", False)
-    if summary["constraint_met"] is False:
-        meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
-        return Headline(f"Nothing faster is exact enough for {name}", meaning, False)
-    if not summary["trials"]:
-        return Headline(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
-    rival = "your own Q/DQ file" if run.keeps_own_pairs else "the float model"
-    meaning = f"No candidate proved faster than {rival} beyond the noise of measuring. {FINAL} is {kept}."
-    return Headline(f"Nothing faster was found for {name}", meaning, False)
-
-
-def _verdict_by_rule(run: FinishedRun, name: str) -> Headline:
-    summary, rows = run.summary, run.summary["by_rule"]["candidates"] if "by_rule" in run.summary else []
-    why = f"{summary['engine']['engine']} is a simulator here: nothing was timed, and no speed is claimed."
-    if (row := next((row for row in rows if row["shipped"]), None)) is None and not is_judged(summary):
-        meaning = f"Without samples nothing in 8 or 16 bits ships: {FINAL} is the float model. {why}"
-        return Headline(f"Accuracy was not measured for {name}", meaning, False)
-    if row is None:
-        return Headline(
-            f"Nothing in 8 or 16 bits is exact enough for {name}", f"{FINAL} is the float model. {why}", False
-        )
-    left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
-    bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
-    meaning = f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy. {why}"
-    unchecked = ", accuracy not measured" if summary["unchecked"] else ""
-    return Headline(f"{name} is placed for {summary['engine']['engine']}{unchecked}", meaning, not unchecked)
+        why = f"In the search, unproven; {without['missed']}"
+    elif not is_timed or summary["constraint_met"] is False:
+        headline = f"Nothing {'faster' if is_timed else 'in 8 or 16 bits'} is exact enough for {name}"
+        why = "No candidate keeps the outputs close enough"
+    elif not summary["trials"]:
+        headline, why = f"Nothing was tried in {name}", "No pair was tried in this run"
+    else:
+        rival = "your own Q/DQ file" if run.keeps_own_pairs else "the float model"
+        headline = f"Nothing faster was found for {name}"
+        why = f"No candidate proved faster than {rival} beyond the noise of measuring"
+    return Headline(headline, f"{why}. {FINAL} is {kept}.{untimed}", False)
 
 
 def _map(run: FinishedRun) -> Map:

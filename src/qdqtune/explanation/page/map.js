@@ -5,7 +5,7 @@
   const theme = byId("theme");
   const remember = (value) => { try { localStorage.setItem("qdqtune-theme", value); } catch { /* a page from a file may not */ } };
   const recall = () => { try { return localStorage.getItem("qdqtune-theme") || ""; } catch { return ""; } };
-  const paint = (value) => { if (value) document.documentElement.dataset.theme = value; else delete document.documentElement.dataset.theme; };
+  const paint = (value) => { document.documentElement.style.colorScheme = value; };
   theme.value = recall();
   paint(theme.value);
   theme.addEventListener("change", () => { paint(theme.value); remember(theme.value); });
