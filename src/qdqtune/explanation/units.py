@@ -50,8 +50,7 @@ REASONS: Mapping[str, Reason] = {
     "undecided": "no gain beyond noise",
     "failed": "not tried",
 }
-"""The reason for a unit that follows from the outcome of a candidate with it in 8 bits. One that was faster, or that
-failed, says nothing of this unit among its others."""
+"""The reason for a unit that follows from the outcome of a candidate that ran it, and no other one, in 8 bits."""
 
 WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "NonZero", "Range"}
 """Operators that no engine runs in 8 bits: they compute shapes and indices, or read no data."""
@@ -295,8 +294,10 @@ class _Table:
         build = min(tried, key=lambda each: len(each.fresh))
         assert build.trial is not None
         came, others = outcome(build.trial, self.run.plan), len(build.fresh) - 1
-        more = f" with {counted(others, 'more unit')}" if others else ""
-        return REASONS[came], f"{origin_in_words(build.trial.proposal.origin)} ran it in 8 bits{more}: {came}"
+        origin = origin_in_words(build.trial.proposal.origin)
+        if others:
+            return "not tried", f"only with {counted(others, 'more unit')} ({origin}: {came})"
+        return REASONS[came], f"{origin} ran it in 8 bits: {came}"
 
     def _lost_accuracy(self, unit: Unit) -> str:
         """A text if rounding a unit is predicted to take the outputs below the limit; else empty."""
