@@ -112,7 +112,7 @@ def test_booleans_are_no_integers(engine: str, tmp_path: Path) -> None:
 # Which nodes of a model the layers of an engine cover, by what the layers claim
 def covered(text: str, claims: list[Claim], constants: Mapping[str, Any] | None = None) -> list[set[str]]:
     """The nodes of each layer, and last those of none."""
-    found, rest = cover(text_model(text, constants).graph, claims)
+    found, rest = cover(Model(text_model(text, constants)), claims)
     return [*map(set, found), set(rest)]
 
 
@@ -195,7 +195,7 @@ def test_unnamed_nodes_have_the_names_that_loading_gives(tmp_path: Path) -> None
     for node, name in zip(model.graph.node, ("", "Exp_2", "", "Exp_2"), strict=True):
         node.name = name
     onnx.save(model, tmp_path / "m.onnx")
-    assert [n.name for n in read_model(tmp_path / "m.onnx").graph.node] == ["Neg_0", "Exp_2", "Exp_2_2", "Exp_2_3"]
+    assert [n.name for n in read_model(tmp_path / "m.onnx").nodes] == ["Neg_0", "Exp_2", "Exp_2_2", "Exp_2_3"]
 
 
 # What a provider leaves to another, counted on a small graph

@@ -19,7 +19,7 @@ from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
-from qdqtune.engines.providers import OF_EP, PROVIDERS
+from qdqtune.engines.providers import OF_EP, PROVIDERS, table_of
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors
 
@@ -152,14 +152,14 @@ def normal(spec: EngineSpec) -> EngineSpec:
     Raises:
         BadOption: the option `provider` names another provider than the engine.
     """
-    rest = {name: value for name, value in spec.options.items() if name != "provider"}
-    provider = str(spec.options.get("provider") or "")
-    own = provider_of(EngineSpec(spec.name))
-    if spec.name in PROVIDERS and provider not in ("", own):
-        raise BadOption(f"engine {spec.name!r} is the provider {own}: leave `provider` {provider} out, or the engine")
-    if provider == own and spec.name in ("onnxruntime", *PROVIDERS):
-        return EngineSpec(spec.name, rest)
-    return EngineSpec(OF_EP[provider].name, rest) if spec.name == "onnxruntime" and provider in OF_EP else spec
+    if spec.name not in ("onnxruntime", *PROVIDERS):
+        return spec
+    table = table_of(str(spec.options.get("provider") or provider_of(EngineSpec(spec.name))))
+    if spec.name not in ("onnxruntime", table.name):
+        own = PROVIDERS[spec.name].ep
+        raise BadOption(f"engine {spec.name!r} is the provider {own}: leave `provider` {table.ep} out, or the engine")
+    known = {"provider": table.ep} if table.ep in (CPU_PROVIDER, *OF_EP) else {}
+    return EngineSpec(table.name, dict(item for item in spec.options.items() if item not in known.items()))
 
 
 def unwatched(spec: EngineSpec) -> str | None:

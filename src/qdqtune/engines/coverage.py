@@ -7,16 +7,14 @@ tensors are borders between layers: a node that no layer names belongs to the la
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-import onnx
-
 from qdqtune.errors import first_of
 from qdqtune.graph.loading import name_nodes, read
-from qdqtune.graph.model import bodies, captured
+from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
 from qdqtune.types import Layer
 
@@ -36,88 +34,93 @@ class Claim:
     writes: frozenset[str] = frozenset()
 
 
-def read_model(path: Path) -> onnx.ModelProto:
-    """A model file with the names that `loading.load` gives to unnamed nodes."""
+def read_model(path: Path) -> Model:
+    """A model file with the names that `loading.load` gives to unnamed nodes. Constants in other files are absent."""
     model = read(path)
     name_nodes(model.graph)
-    return model
+    return Model(model)
 
 
-def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The nodes of each layer, and the nodes that no layer runs. Each node of `graph` is in one of these.
+def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """The nodes of each layer, and the nodes that no layer runs. Each node of the model is in one of these.
 
     A node that several layers claim belongs to the first. A node that no layer claims joins the layer of its producer
     (unless it is one of `FIRST_IN_FUSION`), or else of its reader; across borders only if there is no other. A constant
     node joins a layer only if the layer reads a constant that the node is computed from (int8 weights of a
     DequantizeLinear). The other constant nodes, and shapes known in advance, run nowhere.
     """
-    nodes = {node.name: node for node in graph.node}
-    inputs = {node.name: tuple(inputs_of(node)) for node in graph.node}
-    maker = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
-    users: dict[str, list[str]] = {}
-    for name, tensors in inputs.items():
-        for tensor in tensors:
-            users.setdefault(tensor, []).append(name)
     layer_of: dict[str, int] = {}
     for number, claim in enumerate(claims):
         for name in claim.nodes:
-            if name in nodes:
+            if name in model.index_of:
                 layer_of.setdefault(name, number)
 
-    constants = {tensor.name for tensor in graph.initializer}
-    constant_nodes = dict[str, None]()
-    for name, node in nodes.items():
-        is_static = node.op_type in ASKS_SHAPE or constants.issuperset(inputs[name])
-        if name not in layer_of and is_static and not node.op_type.startswith("Random"):
-            constant_nodes[name] = None
-            constants.update(node.output)
+    constants = {tensor.name for tensor in model.proto.graph.initializer}
+    constant_nodes = dict[str, Node]()
+    for node in model.nodes:
+        is_static = node.op in ASKS_SHAPE or constants.issuperset(reads(node))
+        if node.name not in layer_of and is_static and not node.op.startswith("Random"):
+            constant_nodes[node.name] = node
+            constants.update(node.outputs)
 
-    def is_computed_from(name: str, tensors: frozenset[str]) -> bool:
-        seen, stack = {name}, [name]
+    def is_computed_from(node: Node, tensors: frozenset[str]) -> bool:
+        seen, stack = {node.name}, [node]
         while stack:
-            read = constants.intersection(inputs[stack.pop()])
-            if read & tensors:
+            constants_read = constants.intersection(reads(stack.pop()))
+            if constants_read & tensors:
                 return True
-            fresh = {maker[tensor] for tensor in read if tensor in maker} - seen
-            seen |= fresh
-            stack.extend(fresh)
+            for maker in filter(None, map(model.maker, constants_read)):
+                if maker.name not in seen:
+                    seen.add(maker.name)
+                    stack.append(maker)
         return False
 
-    for name in reversed(constant_nodes):
-        for tensor in nodes[name].output:
-            owners = [layer_of[user] for user in users.get(tensor, ()) if user in layer_of]
+    def owners_of(readers: Iterable[Node]) -> list[int]:
+        return [layer_of[reader.name] for reader in readers if reader.name in layer_of]
+
+    for node in reversed(constant_nodes.values()):
+        for tensor in node.outputs:
+            owners = owners_of(readers(model, tensor))
             owner = next((number for number in owners if tensor not in claims[number].reads), None)
-            if owner is not None and is_computed_from(name, claims[owner].reads):
-                layer_of.setdefault(name, owner)
+            if owner is not None and is_computed_from(node, claims[owner].reads):
+                layer_of.setdefault(node.name, owner)
 
-    others = [name for name in nodes if name not in constant_nodes]
+    others = [node for node in model.nodes if node.name not in constant_nodes]
 
-    def join_producer(name: str, borders: frozenset[str] = frozenset()) -> None:
-        makers = (maker.get(tensor, "") for tensor in inputs[name] if tensor not in borders)
-        owners = [layer_of[node] for node in makers if node in layer_of]
+    def join_producer(node: Node, borders: frozenset[str] = frozenset()) -> None:
+        owners = owners_of(filter(None, [model.maker(t) for t in reads(node) if t not in borders]))
         if owners:
-            layer_of[name] = max(owners)  # the last that runs
+            layer_of[node.name] = max(owners)  # the last that runs
 
     for borders in (frozenset[str]().union(*(claim.reads | claim.writes for claim in claims)), frozenset[str]()):
         before = -1
         while before != len(layer_of):
             before = len(layer_of)
-            for name in others:
-                if name not in layer_of and nodes[name].op_type not in FIRST_IN_FUSION:
-                    join_producer(name, borders)
-            for name in reversed([name for name in others if name not in layer_of]):
-                readers = (user for t in nodes[name].output if t not in borders for user in users.get(t, ()))
-                owners = [layer_of[user] for user in readers if user in layer_of]
+            for node in others:
+                if node.name not in layer_of and node.op not in FIRST_IN_FUSION:
+                    join_producer(node, borders)
+            for node in reversed([node for node in others if node.name not in layer_of]):
+                owners = [n for t in node.outputs if t not in borders for n in owners_of(readers(model, t))]
                 if owners:
-                    layer_of[name] = min(owners)
-    for name in others:
-        if name not in layer_of:  # a DequantizeLinear without reader makes a graph output
-            join_producer(name)
+                    layer_of[node.name] = min(owners)
+    for node in others:
+        if node.name not in layer_of:  # a DequantizeLinear without reader makes a graph output
+            join_producer(node)
     covered: list[list[str]] = [[] for _ in claims]
-    for name in nodes:
+    for name in model.index_of:
         if name in layer_of:
             covered[layer_of[name]].append(name)
-    return [tuple(names) for names in covered], tuple(name for name in nodes if name not in layer_of)
+    return [tuple(names) for names in covered], tuple(name for name in model.index_of if name not in layer_of)
+
+
+def reads(node: Node) -> list[str]:
+    """The tensors that a node reads, also in its bodies."""
+    return [tensor for tensor in (*node.inputs, *node.captures) if tensor]
+
+
+def readers(model: Model, tensor: str) -> list[Node]:
+    """The nodes that read a tensor, in the order of the graph."""
+    return [model.nodes[use.node] for use in model.uses(tensor) if use.node != GRAPH]
 
 
 def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
@@ -146,10 +149,3 @@ def has_sensible_times(layers: Sequence[Layer]) -> bool:
     strange = sum(layer.time_ms or 0.0 for layer in layers if layer.kind == "unknown")
     is_whole = len(known) == len(times) and min(known) >= 0 and 0 < sum(known) < inf
     return is_whole and strange <= STRANGE * sum(known)
-
-
-def inputs_of(node: onnx.NodeProto) -> Iterator[str]:
-    """The tensors that a node reads, also in its bodies."""
-    yield from (tensor for tensor in node.input if tensor)
-    for body in bodies(node):
-        yield from sorted(captured(body))

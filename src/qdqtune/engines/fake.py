@@ -37,6 +37,7 @@ from onnx.reference.op_run import OpRun
 from qdqtune.engines import formats
 from qdqtune.engines.coverage import Claim, cover, never_run, read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
+from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
 from qdqtune.system.writing import append
 from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QType, QuantType, Tensors
@@ -134,7 +135,7 @@ class Fake:
         append(log, f"building {model}\n")
         try:
             onnx.checker.check_model(str(model))
-            proto = read_model(model)
+            proto = read_model(model).proto
             for tensor in proto.graph.initializer:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
@@ -263,22 +264,15 @@ class CostModel:
 
     def __init__(self, model: onnx.ModelProto, threads: int) -> None:
         self.pace = MULTIPLY_ADDS_PER_SECOND * threads
-        graph = onnx.shape_inference.infer_shapes(model).graph
-        self._graph, self.nodes = graph, graph.node
+        self.model = Model(onnx.shape_inference.infer_shapes(model))
+        graph, self.nodes, self.maker = self.model.proto.graph, self.model.nodes, self.model.maker
         self.shapes = defaultdict[str, tuple[int, ...]](tuple, {t.name: tuple(t.dims) for t in graph.initializer})
-        self.constants = set(self.shapes) | {n.output[0] for n in self.nodes if n.op_type == "Constant"}
+        self.constants = set(self.shapes) | {n.outputs[0] for n in self.nodes if n.op == "Constant"}
         for value in (*graph.input, *graph.value_info, *graph.output):
             dims = value.type.tensor_type.shape.dim
             self.shapes[value.name] = tuple(max(d.dim_value, 1) for d in dims)
-        self.producer = {name: node for node in self.nodes for name in node.output}
-        self.readers = defaultdict[str, list[onnx.NodeProto | None]](list)
-        for node in self.nodes:
-            for name in set(node.input):
-                self.readers[name].append(node)
-        for output in graph.output:
-            self.readers[output.name].append(None)
         self.wide = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.UINT16}
-        self.integer = {node.output[0] for node in self.nodes if self._runs_in_integers(node)}
+        self.integer = {node.outputs[0] for node in self.nodes if self._runs_in_integers(node)}
 
     @cached_property
     def seconds(self) -> float:
@@ -287,77 +281,81 @@ class CostModel:
     def layers(self) -> tuple[Layer, ...]:
         """The nodes that run, each with the nodes around it that cost nothing; see `Built.layers`."""
         running = [node for node in self.nodes if self._node_seconds(node) > 0]
-        covered, folded = cover(self._graph, [Claim((node.name,)) for node in running])
+        covered, folded = cover(self.model, [Claim((node.name,)) for node in running])
         layers = []
         for node, names in zip(running, covered, strict=True):
-            kind: LayerKind = "quantize" if node.op_type in QDQ else "compute"
-            precision = "INT8" if node.output[0] in self.integer else "FP32"
+            kind: LayerKind = "quantize" if node.op in QDQ else "compute"
+            precision = "INT8" if node.outputs[0] in self.integer else "FP32"
             layers.append(Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind))
         return (*layers, *never_run(folded))
 
-    def _final_tensor(self, node: onnx.NodeProto) -> str:
+    def _readers(self, tensor: str) -> list[Node | None]:
+        """The nodes that read a tensor; None stands for the graph, of which it is an output."""
+        uses = [use for use in self.model.uses(tensor) if use.slot >= 0]  # not in the bodies of a node
+        return [None if use.node == GRAPH else self.nodes[use.node] for use in uses]
+
+    def _final_tensor(self, node: Node) -> str:
         """The tensor that other nodes read from a node: its output, or that of the operator fused into it."""
-        readers = self.readers[node.output[0]]
-        if node.op_type in COMPUTE and len(readers) == 1 and readers[0] is not None:
-            return readers[0].output[0] if readers[0].op_type in CLAMPS else node.output[0]
-        return node.output[0]
+        readers = self._readers(node.outputs[0])
+        if node.op in COMPUTE and len(readers) == 1 and readers[0] is not None:
+            return readers[0].outputs[0] if readers[0].op in CLAMPS else node.outputs[0]
+        return node.outputs[0]
 
-    def _is_epilogue(self, node: onnx.NodeProto) -> bool:
-        before = self.producer.get(node.input[0]) if node.op_type in CLAMPS else None
-        return before is not None and self._final_tensor(before) == node.output[0]
+    def _is_epilogue(self, node: Node) -> bool:
+        before = self.maker(node.inputs[0]) if node.op in CLAMPS else None
+        return before is not None and self._final_tensor(before) == node.outputs[0]
 
-    def _runs_in_integers(self, node: onnx.NodeProto) -> bool:
-        if node.op_type not in RUN_ON_INTEGERS:
+    def _runs_in_integers(self, node: Node) -> bool:
+        if node.op not in RUN_ON_INTEGERS:
             return False
-        operands = node.input[: 1 if node.op_type in MOVE_DATA else 2 if node.op_type in COMPUTE else None]
-        makers = [self.producer.get(name) for name in operands]
-        readers = self.readers[self._final_tensor(node)]
+        operands = node.inputs[: 1 if node.op in MOVE_DATA else 2 if node.op in COMPUTE else None]
+        makers = [self.maker(name) for name in operands]
+        readers = self._readers(self._final_tensor(node))
         return (
-            all(m is not None and m.op_type == "DequantizeLinear" for m in makers)
+            all(m is not None and m.op == "DequantizeLinear" for m in makers)
             and bool(readers)
-            and all(r is not None and r.op_type == "QuantizeLinear" for r in readers)
+            and all(r is not None and r.op == "QuantizeLinear" for r in readers)
         )
 
-    def _node_seconds(self, node: onnx.NodeProto) -> float:
-        if node.op_type == "Constant" or self._is_epilogue(node) or self._is_absorbed(node):
+    def _node_seconds(self, node: Node) -> float:
+        if node.op == "Constant" or self._is_epilogue(node) or self._is_absorbed(node):
             return 0.0
-        integer = node.output[0] in self.integer
+        integer = node.outputs[0] in self.integer
         width = WIDE_FACTOR if self._reads_wide(node) else 1.0
-        if node.op_type in COMPUTE:
+        if node.op in COMPUTE:
             work = self._multiply_adds(node) / self.pace * (width * COMPUTE_FRACTION if integer else 1.0)
         else:
             share = width * MEMORY_FRACTION if integer else 1.0
-            work = prod(self.shapes[node.output[0]]) / ELEMENTS_PER_SECOND * share
+            work = prod(self.shapes[node.outputs[0]]) / ELEMENTS_PER_SECOND * share
         return SECONDS_PER_NODE + work
 
-    def _reads_wide(self, node: onnx.NodeProto) -> bool:
+    def _reads_wide(self, node: Node) -> bool:
         """Whether a node reads activations of 16 bits, as their zero point tells."""
-        maker = self.producer.get(node.input[0]) if node.input else None
-        return maker is not None and maker.op_type == "DequantizeLinear" and not self.wide.isdisjoint(maker.input[2:])
+        maker = self.maker(node.inputs[0]) if node.inputs else None
+        return maker is not None and maker.op == "DequantizeLinear" and not self.wide.isdisjoint(maker.inputs[2:])
 
-    def _is_absorbed(self, node: onnx.NodeProto) -> bool:
-        if node.op_type == "QuantizeLinear":
-            if node.input[0] in self.constants:
+    def _is_absorbed(self, node: Node) -> bool:
+        if node.op == "QuantizeLinear":
+            if node.inputs[0] in self.constants:
                 return True
-            maker = self.producer.get(node.input[0])
-            before = self.producer.get(maker.input[0]) if maker is not None and self._is_epilogue(maker) else maker
-            return before is not None and before.output[0] in self.integer
-        if node.op_type == "DequantizeLinear":
-            maker = self.producer.get(node.input[0])
-            folded = maker is not None and maker.op_type == "QuantizeLinear" and maker.input[0] in self.constants
-            readers = self.readers[node.output[0]]
+            maker = self.maker(node.inputs[0])
+            before = self.maker(maker.inputs[0]) if maker is not None and self._is_epilogue(maker) else maker
+            return before is not None and before.outputs[0] in self.integer
+        if node.op == "DequantizeLinear":
+            maker = self.maker(node.inputs[0])
+            folded = maker is not None and maker.op == "QuantizeLinear" and maker.inputs[0] in self.constants
+            readers = self._readers(node.outputs[0])
             return (
-                node.input[0] in self.constants
+                node.inputs[0] in self.constants
                 or folded
-                or all(r is not None and r.output[0] in self.integer for r in readers)
+                or all(r is not None and r.outputs[0] in self.integer for r in readers)
             )
         return False
 
-    def _multiply_adds(self, node: onnx.NodeProto) -> int:
-        left, right, out = (self.shapes[name] for name in (*node.input[:2], node.output[0]))
-        if node.op_type == "Conv":
+    def _multiply_adds(self, node: Node) -> int:
+        left, right, out = (self.shapes[name] for name in (*node.inputs[:2], node.outputs[0]))
+        if node.op == "Conv":
             return prod(out) * prod(right[1:])
-        if node.op_type == "ConvTranspose":
+        if node.op == "ConvTranspose":
             return prod(left) * prod(right[1:])
-        transposed = any(a.name == "transA" and a.i for a in node.attribute)
-        return prod(out) * (left[0 if transposed else -1] if left else 1)
+        return prod(out) * (left[0 if node.attributes.get("transA") else -1] if left else 1)

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
+from engine_contract import IMAGE, EngineContract, conv_model, model_of, named, quantized_conv_model
 from layer_reports import (
     CHAIN,
     RESIDUAL,
@@ -174,8 +174,8 @@ def event(name: str, op: str, ts: int, dur: int) -> dict[str, Any]:
 def report(tmp_path: Path, events: list[dict[str, Any]], plain_ms: float = 1.0) -> tuple[Layer, ...]:
     onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
     (tmp_path / "profile.json").write_text(json.dumps(events))
-    graph, files = text_model(CHAIN).graph, (tmp_path / "m.onnx", tmp_path / "profile.json")
-    return onnxruntime_layers.report(graph, *files, 1, [plain_ms / 1e3], CPU)
+    model, files = Model(text_model(CHAIN)), (tmp_path / "m.onnx", tmp_path / "profile.json")
+    return onnxruntime_layers.report(model, *files, 1, [plain_ms / 1e3], CPU)
 
 
 def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path: Path) -> None:
@@ -277,10 +277,10 @@ def test_without_words_of_the_provider_the_rule_of_its_table_is_told(name, op, e
 
 
 def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:
-    graph = quantized_conv_model(QNN.numbers).graph
-    names = [(node.name, node.op_type) for node in graph.node]
+    model = Model(named(quantized_conv_model(QNN.numbers)))
+    names = [(node.name, node.op) for node in model.nodes]
     first, *inside = names
-    found = assigned_layers(graph, [(CPU_PROVIDER, [first]), (QNN.ep, inside)], QNN, "")
+    found = assigned_layers(model, [(CPU_PROVIDER, [first]), (QNN.ep, inside)], QNN, "")
     ran = [(x.kind, bool(x.elsewhere)) for x in found if x.kind != "folded"]
     assert ran == [("quantize", True), ("compute", False)]
     assert {n for x in found for n in x.nodes} == {name for name, _ in names}
@@ -294,8 +294,8 @@ def test_nodes_in_a_body_count_with_their_if() -> None:
         [], [helper.make_tensor_value_info("b", TensorProto.FLOAT, None)],
     )  # fmt: skip
     node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=branch, else_branch=branch)
-    graph = helper.make_graph([node], "g", [], [])
-    found = assigned_layers(graph, [(CPU_PROVIDER, [("if", "If")]), (CPU_PROVIDER, [("inner", "Relu")])], QNN, "")
+    model = Model(helper.make_model(helper.make_graph([node], "g", [], [])))
+    found = assigned_layers(model, [(CPU_PROVIDER, [("if", "If")]), (CPU_PROVIDER, [("inner", "Relu")])], QNN, "")
     assert [x.nodes for x in found] == [("if",)]
 
 

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
@@ -27,6 +26,7 @@ from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.providers import Provider, table_of
 from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
+from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
@@ -259,7 +259,7 @@ class OnnxRuntimeModel:
             (folder / NOWHERE).symlink_to(os.devnull)
             written = {"optimized_model_filepath": str(folder / "optimized.onnx"), "log_severity_level": LOG_ERROR}
             profiled = {"enable_profiling": True, "profile_file_prefix": str(folder / "profile")}
-            make = partial(self._engine.session, model.SerializeToString())
+            make = partial(self._engine.session, model.proto.SerializeToString())
             beside = {INPUT_FOLDER: str(self._path.parent)}
             with refusals_in_words():
                 plain = [self.time(inputs, 1) for _ in range(runs)] if is_large else []
@@ -279,9 +279,9 @@ class OnnxRuntimeModel:
                         session.run(self._outputs, feed)
                 profile = Path(session.end_profiling())
             files = folder / "optimized.onnx", profile
-            return onnxruntime_layers.report(model.graph, *files, WARMUP, plain, self._engine.table)
+            return onnxruntime_layers.report(model, *files, WARMUP, plain, self._engine.table)
 
-    def _partitions(self, model: onnx.ModelProto, table: Provider) -> tuple[Layer, ...]:
+    def _partitions(self, model: Model, table: Provider) -> tuple[Layer, ...]:
         """The layers of a provider that runs many nodes as one, without times: a second session tells which they are,
         and its log why others run elsewhere."""
         if not hasattr(Session, "get_provider_graph_assignment_info"):
@@ -289,11 +289,11 @@ class OnnxRuntimeModel:
         with TemporaryDirectory(prefix="profile-") as name:
             log, entries = Path(name) / "log", {INPUT_FOLDER: str(self._path.parent), RECORD_ASSIGNMENT: "1"}
             with output_to(log), refusals_in_words():
-                session = self._engine.session(model.SerializeToString(), entries, log_severity_level=LOG_VERBOSE)
+                session = self._engine.session(model.proto.SerializeToString(), entries, log_severity_level=LOG_VERBOSE)
                 found = session.get_provider_graph_assignment_info()
             parts = [(part.ep_name, [(node.name, node.op_type) for node in part.get_nodes()]) for part in found]
             return onnxruntime_layers.assigned_layers(
-                model.graph, parts, table, log.read_text(encoding="utf-8", errors="replace")
+                model, parts, table, log.read_text(encoding="utf-8", errors="replace")
             )
 
     def save(self, path: Path) -> None:

@@ -21,10 +21,10 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from qdqtune.engines import CPU_PROVIDER
-from qdqtune.engines.coverage import Claim, cover, never_run
+from qdqtune.engines.coverage import Claim, cover, never_run, readers
 from qdqtune.engines.providers import Provider
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.model import graphs
+from qdqtune.graph.model import Model, Node, graphs
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ
 from qdqtune.types import Layer, LayerKind
 
@@ -53,7 +53,7 @@ of a microsecond, the unit of the profile."""
 
 
 def report(
-    graph: onnx.GraphProto,
+    model: Model,
     optimized: Path,
     profile: Path,
     warmup: int,
@@ -76,7 +76,7 @@ def report(
         reason = f"its files in {profile.parent} are cut short, as with no space left on the disk"
         raise EngineFailure(f"ONNX Runtime: {reason}") from error
     runs = _inferences(events, nodes)[warmup:]
-    covered, rest = cover(graph, _claims(graph, nodes))
+    covered, rest = cover(model, _claims(model, nodes))
     spent = np.array([trimmed_mean([run[i]["dur"] for run in runs]) for i in range(len(nodes))]) / 1e3
     times = without_overhead(spent, 1e3 * trimmed_mean(plain))
     layers = []
@@ -132,88 +132,77 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
     return [ran[i : i + len(nodes)] for i in range(0, len(ran), len(nodes))]
 
 
-def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
+def _claims(model: Model, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
     """What each node of the optimized graph tells: the nodes that it is named after, or whose results it writes."""
-    model = _Names(graph)
-    tensors = {name: model.tensor(name) for node in nodes for name in (*node.input, *node.output)}
+
+    def tensor_named(name: str) -> str:
+        """The tensor of the model with this name, or with the name without suffixes; "" if there is none."""
+        return next((part for part in _prefixes(name) if part in model.producers or part in model.consumers), "")
+
+    def maker(tensor: str) -> str:
+        """The node that writes a tensor, or has its name; "" if there is none."""
+        writer = model.maker(tensor)
+        return (tensor if tensor in model.index_of else "") if writer is None else writer.name
+
+    def origin(name: str) -> str:
+        """The node with whose name, or with the name of whose tensor, an optimized node's name begins."""
+        return next(filter(None, map(maker, _prefixes(name))), "")
+
+    tensors = {name: tensor_named(name) for node in nodes for name in (*node.input, *node.output)}
     producer = {tensor: i for i, node in enumerate(nodes) for tensor in node.output if tensor}
 
-    written = [[n for t in node.output if (n := model.maker(tensors[t] or t))] for node in nodes]
+    written = [list(filter(None, (maker(tensors[t] or t) for t in node.output))) for node in nodes]
     for i in reversed(range(len(nodes))):  # the results of an inserted node count for the node in front of it
         node = nodes[i]
-        is_own = any(_stands_for(node, model.nodes[n]) for n in written[i])
+        is_own = any(_stands_for(node, model.node(n)) for n in written[i])
         if node.op_type in INSERTED and not is_own and node.input[0] in producer and not tensors[node.input[0]]:
             written[producer[node.input[0]]] += written[i]
 
-    exact = {node.name for node in nodes if node.name in model.nodes}
+    exact = {node.name for node in nodes if node.name in model.index_of}
     claimed = list[list[str]]()
     for node, guesses in zip(nodes, written, strict=True):
-        origin = None if node.name in exact else model.origin(node.name)
-        if origin is not None:
-            guesses = [origin, *guesses]
+        named_after = "" if node.name in exact else origin(node.name)
+        if named_after:
+            guesses = [named_after, *guesses]
         if node.op_type in INSERTED:  # it is a node of the model, or comes from none
-            guesses = [g for g in guesses if _stands_for(node, model.nodes[g])]
+            guesses = [g for g in guesses if _stands_for(node, model.node(g))]
         claimed.append([node.name] * (node.name in exact) + [g for g in guesses if g not in exact])
 
-    free = set(model.nodes).difference(*claimed)
+    free = set(model.index_of).difference(*claimed)
     for i, node in enumerate(nodes):  # a moved pair: the next one behind its input, if only data are moved in between
         if node.op_type not in QDQ or claimed[i]:
             continue
         source = node.input[0]
-        while not (tensors[source] or model.maker(source)) and source in producer:
+        while not (tensors[source] or maker(source)) and source in producer:
             before = nodes[producer[source]]
             if before.op_type not in INSERTED:
                 break
             source = before.input[0]
-        maker = model.origin(source)
-        start = [tensors[source]] if tensors[source] else list(model.nodes[maker].output if maker else ())
-        for name in model.behind(start):
-            if name in free and model.nodes[name].op_type == node.op_type:
-                claimed[i] = [name]
-                free.remove(name)
+        start, writer = [tensors[source]] if tensors[source] else [], origin(source)
+        if not start and writer:
+            start = list(model.node(writer).outputs)
+        for behind in _behind(model, start):
+            if behind.name in free and behind.op == node.op_type:
+                claimed[i] = [behind.name]
+                free.remove(behind.name)
                 break
     borders = [[frozenset(tensors[t] for t in part) - {""} for part in (n.input, n.output)] for n in nodes]
     return [Claim(tuple(names), *around) for names, around in zip(claimed, borders, strict=True)]
 
 
-def _stands_for(optimized: onnx.NodeProto, node: onnx.NodeProto) -> bool:
-    return optimized.op_type == node.op_type or {optimized.op_type, node.op_type} <= CONVERSIONS
+def _behind(model: Model, tensors: Sequence[str]) -> Iterator[Node]:
+    """The nodes that read one of the tensors, directly or through nodes that only move data, nearest first."""
+    seen, queue = set(tensors), deque(tensors)
+    while queue:
+        for node in readers(model, queue.popleft()):
+            yield node
+            if node.op in PASSIVE:
+                queue.extend(t for t in node.outputs if t not in seen)
+                seen.update(node.outputs)
 
 
-class _Names:
-    """Finds nodes and tensors of the model by the names that the optimizer gives."""
-
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.nodes = {node.name: node for node in graph.node}
-        self._makers = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
-        self._tensors = {t for node in graph.node for t in (*node.input, *node.output)} - {""}
-        self._users: dict[str, list[str]] = {}
-        for node in graph.node:
-            for tensor in node.input:
-                self._users.setdefault(tensor, []).append(node.name)
-
-    def tensor(self, name: str) -> str:
-        """The tensor of the model with this name, or with the name without suffixes; "" if there is none."""
-        return next((part for part in _prefixes(name) if part in self._tensors), "")
-
-    def maker(self, tensor: str) -> str:
-        """The node that writes a tensor, or has its name; "" if there is none."""
-        return self._makers.get(tensor) or (tensor if tensor in self.nodes else "")
-
-    def behind(self, tensors: Sequence[str]) -> Iterator[str]:
-        """The nodes that read one of the tensors, directly or through nodes that only move data, nearest first."""
-        seen = set(tensors)
-        queue = deque(tensors)
-        while queue:
-            for name in self._users.get(queue.popleft(), ()):
-                yield name
-                if self.nodes[name].op_type in PASSIVE:
-                    queue.extend(t for t in self.nodes[name].output if t not in seen)
-                    seen.update(self.nodes[name].output)
-
-    def origin(self, name: str) -> str | None:
-        """The node with whose name, or with the name of whose tensor, an optimized node's name begins."""
-        return next((node for part in _prefixes(name) if (node := self.maker(part))), None)
+def _stands_for(optimized: onnx.NodeProto, node: Node) -> bool:
+    return optimized.op_type == node.op or {optimized.op_type, node.op} <= CONVERSIONS
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -247,7 +236,7 @@ IN_PASSES = "/duplicated"
 
 
 def assigned_layers(
-    graph: onnx.GraphProto,
+    model: Model,
     parts: Sequence[tuple[str, Sequence[tuple[str, str]]]],
     table: Provider,
     log: str,
@@ -257,10 +246,10 @@ def assigned_layers(
     `parts` have the name of their provider, and names and operators of their nodes, as ONNX Runtime assigns them. `log`
     is what it and the provider have said of that. Nodes in the body of an If or Loop count with that one.
     """
-    inner = {node.name for body in list(graphs(graph))[1:] for node in body.node}
+    inner = {node.name for body in list(graphs(model.proto.graph))[1:] for node in body.node}
     parts = [(ep, nodes) for ep, nodes in parts if not all(name in inner for name, _ in nodes)]
     names = [tuple(name.removesuffix(IN_PASSES) for name, _ in nodes) for _, nodes in parts]
-    covered, rest = cover(graph, [Claim(each) for each in names])
+    covered, rest = cover(model, [Claim(each) for each in names])
     told, layers = own_words(table, log), list[Layer]()
     for (ep, nodes), own, nodes_here in zip(parts, names, covered, strict=True):
         name, op = own[0], nodes[0][1]

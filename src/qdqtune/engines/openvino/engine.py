@@ -70,7 +70,7 @@ class OpenVino:
     def build(self, model: Path, log: Path) -> OpenVinoModel:
         with output_to(log), refusals_in_words():
             compiled = self.core.compile_model(str(model), DEVICE, self.configuration())
-            outputs = tuple(output.name for output in read_model(model).graph.output)
+            outputs = read_model(model).outputs
         return OpenVinoModel(self, model, compiled, outputs)
 
     def configuration(self, **more: Any) -> dict[str, Any]:
@@ -103,10 +103,10 @@ class OpenVinoModel:
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second build of the file, which is profiled."""
-        graph = read_model(self._path).graph
+        source = read_model(self._path)
         with refusals_in_words():
             model = self._engine.core.read_model(str(self._path))
-            tags = openvino_layers.tag(model, graph)
+            tags = openvino_layers.tag(model, source)
             compiled = self._engine.core.compile_model(model, DEVICE, self._engine.configuration(PERF_COUNT=True))
             request = compiled.create_infer_request()
             _feed(request, inputs)
@@ -115,7 +115,7 @@ class OpenVinoModel:
                 request.infer(share_outputs=True)
                 profiles.append(request.get_profiling_info())
             executed = compiled.get_runtime_model().get_ordered_ops()
-        return openvino_layers.report(graph, tags, executed, profiles[WARMUP:])
+        return openvino_layers.report(source, tags, executed, profiles[WARMUP:])
 
     def save(self, path: Path) -> None:
         """Write an OpenVINO IR, and compile it: NAME.xml holds the graph, NAME.bin beside it the constants."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import onnx
-
 from qdqtune.engines.coverage import Claim, cover, never_run
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
 
@@ -40,13 +39,11 @@ class Tag:
     is_logical: bool = False
 
 
-def tag(model: Any, graph: onnx.GraphProto) -> tuple[Tag, ...]:
-    """Rename the operations of an `ov.Model` to `@number@`, and return the tag of each number.
+def tag(model: Any, source: Model) -> tuple[Tag, ...]:
+    """Rename the operations of an `ov.Model` of `source` to `@number@`, and return the tag of each number.
 
-    An operation that writes no tensor of the ONNX model belongs to the same node as its reader.
+    An operation that writes no tensor of `source` belongs to the same node as its reader.
     """
-    makers = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
-    order = {node.name: i for i, node in enumerate(graph.node)}
     tags: list[Tag] = []
     owners: dict[str, tuple[str, ...]] = {}
     for operation in reversed(model.get_ordered_ops()):
@@ -54,7 +51,8 @@ def tag(model: Any, graph: onnx.GraphProto) -> tuple[Tag, ...]:
         if operation.get_type_name() in ("Parameter", "Result"):
             continue
         tensors = frozenset(name for output in operation.outputs() for name in output.get_names())
-        nodes = sorted({makers[t] for t in tensors if t in makers}, key=order.__getitem__)
+        makers = sorted({source.producers[t] for t in tensors if t in source.producers})
+        nodes = [source.nodes[index].name for index in makers]
         if not tensors:
             users = (port.get_node() for output in operation.outputs() for port in output.get_target_inputs())
             nodes = next((list(known) for user in users if (known := owners.get(user.get_friendly_name()))), [])
@@ -70,7 +68,7 @@ def tag(model: Any, graph: onnx.GraphProto) -> tuple[Tag, ...]:
 
 
 def report(
-    graph: onnx.GraphProto, tags: Sequence[Tag], executed: Iterable[Any], profiles: Sequence[Iterable[Any]]
+    model: Model, tags: Sequence[Tag], executed: Iterable[Any], profiles: Sequence[Iterable[Any]]
 ) -> tuple[Layer, ...]:
     """The layers of a compiled model, in the order in which they run; see `Built.layers`.
 
@@ -89,8 +87,8 @@ def report(
         (name for name, info in infos.items() if name not in fixed and info["layerType"] not in BORDERS),
         key=lambda name: int(infos[name]["execOrder"]),
     )
-    sources = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"}
-    weights = {node.name: {sources[t] for t in node.input if t in sources} for node in graph.node}
+    sources = {node.outputs[0]: node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear"}
+    weights = {node.name: {sources[t] for t in node.inputs if t in sources} for node in model.nodes}
     claims, precisions = [], []
     for name in running:
         fused = [tags[int(tagged[1])] for tagged in TAG.finditer(infos[name]["originalLayersNames"])]
@@ -100,12 +98,11 @@ def report(
         if precisions[-1] == "INT8":  # then its weights have 8 bits as well
             constants = constants.union(*(weights.get(node, ()) for node in nodes))
         claims.append(Claim(nodes, frozenset(constants)))
-    covered, rest = cover(graph, claims)
-    operators = {node.name: node.op_type for node in graph.node}
+    covered, rest = cover(model, claims)
     layers = []
     for name, nodes, precision in zip(running, covered, precisions, strict=True):
         known = TAG.sub(lambda match: tags[int(match[1])].name, name)
-        kind = _kind(infos[name], known, [operators[n] for n in nodes])
+        kind = _kind(infos[name], known, [model.node(n).op for n in nodes])
         if kind == "quantize":
             precision = _type(infos[name]["outputPrecisions"])
         layers.append(Layer(known, nodes, precision, times.get(name, 0.0), kind))

@@ -17,9 +17,10 @@ from typing import Any
 
 import onnx
 
-from qdqtune.engines.coverage import Claim, cover, inputs_of, never_run
+from qdqtune.engines.coverage import Claim, cover, never_run, reads
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
-from qdqtune.graph.loading import name_nodes, node_names
+from qdqtune.graph.loading import name_nodes
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import LOW_PRECISIONS, Layer, LayerKind
 
@@ -108,9 +109,9 @@ def read_report(
     names = None if model is None else NodeNames(model.graph)
     mentions = [_mentions(entry.name, entry.metadata, names) for entry in entries]
     nodes, folded = mentions, tuple[str, ...]()
-    if model is not None and names is not None:
-        nodes, folded = assign(model, names, entries, mentions)
-    operators = {} if names is None else {name: node.op_type for name, node in names.nodes.items()}
+    if names is not None:
+        nodes, folded = assign(names, entries, mentions)
+    operators = {} if names is None else {node.name: node.op for node in names.model.nodes}
     layer_ms, unmatched = _match_times(entries, mentions, times, names)
     layers = []
     for entry, own, covered, ms in zip(entries, mentions, nodes, layer_ms, strict=True):
@@ -353,10 +354,12 @@ class NodeNames:
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        names = node_names(graph)
-        self.nodes = dict(zip(names, graph.node, strict=True))
-        parsed = {f"node_of_{node.output[0]}": name for name, node in self.nodes.items() if node.output}
-        self.known = parsed | {name: name for name in names}
+        constants = [onnx.TensorProto(name=tensor.name) for tensor in graph.initializer]  # without their values
+        named = onnx.GraphProto(node=graph.node, initializer=constants)
+        name_nodes(named)
+        self.model = Model(onnx.ModelProto(graph=named))
+        parsed = {f"node_of_{node.outputs[0]}": node.name for node in self.model.nodes if node.outputs}
+        self.known = parsed | {name: name for name in self.model.index_of}
         """The name of a node by what TensorRT calls it."""
         self._longest = max(map(len, self.known), default=0)
 
@@ -377,7 +380,6 @@ class NodeNames:
 
 
 def assign(
-    model: onnx.ModelProto,
     names: NodeNames,
     layers: Sequence[_ReportedLayer],
     mentions: Sequence[Sequence[str]],
@@ -412,23 +414,19 @@ def assign(
     claims: list[list[str]] = [[] for _ in layers]
     for name, number in home.items():
         claims[number].append(name)
-    constants = [onnx.TensorProto(name=tensor.name) for tensor in model.graph.initializer]  # without their values
-    graph = onnx.GraphProto(node=model.graph.node, initializer=constants)
-    name_nodes(graph)
-    return cover(graph, [Claim(tuple(own)) for own in claims])
+    return cover(names.model, [Claim(tuple(own)) for own in claims])
 
 
 def _between(names: NodeNames, first: str, last: str) -> set[str]:
     """The nodes on paths from a node in the name `first` to one in the name `last`."""
-    reads = {name: set(inputs_of(node)) for name, node in names.nodes.items()}
     after, made = set(names.mentioned(first)), set[str]()
-    for name, node in names.nodes.items():
-        if name in after or not made.isdisjoint(reads[name]):
-            after.add(name)
-            made.update(node.output)
+    for node in names.model.nodes:
+        if node.name in after or not made.isdisjoint(reads(node)):
+            after.add(node.name)
+            made.update(node.outputs)
     before, needed = set(names.mentioned(last)), set[str]()
-    for name, node in reversed(names.nodes.items()):
-        if name in before or not needed.isdisjoint(node.output):
-            before.add(name)
-            needed |= reads[name]
+    for node in reversed(names.model.nodes):
+        if node.name in before or not needed.isdisjoint(node.outputs):
+            before.add(node.name)
+            needed.update(reads(node))
     return after & before

@@ -247,10 +247,10 @@ class Trtexec:
             flags.append(f"--memPoolSize=workspace:{self.options.workspace_mb}")
         if self.options.builder_level is not None:
             flags.append(f"--builderOptimizationLevel={self.options.builder_level}")
-        built = TrtexecModel(self, model, graph, flags, self._shape_flags(graph), log)
+        built = TrtexecModel(self, model, graph, flags, log)
         try:
             built.plan({name: [size or 1 for size in graph.tensors[name].shape or ()] for name in graph.inputs})
-        except EngineFailure:
+        except (EngineFailure, BadOption):
             built.close()
             raise
         return built
@@ -258,22 +258,23 @@ class Trtexec:
     def _sets(self, flags: frozenset[str]) -> bool:
         return any(flag_name(flag) in flags for flag in self.arguments)
 
-    def _shape_flags(self, graph: Model) -> list[str] | None:
-        """Flags for the shapes that the user gives; None if the model needs shapes and none are given."""
-        dynamic = _dynamic(graph)
-        if self._sets(SHAPE_FLAGS) or not dynamic:
+    def shape_flags(self, sizes: Mapping[str, Sequence[int]]) -> list[str]:
+        """Flags for the dynamic inputs, which have these sizes now: for the shapes that the user gives, or for these.
+
+        Raises:
+            BadOption: the user gives shapes for some of the inputs only.
+        """
+        if self._sets(SHAPE_FLAGS) or not sizes:
             return []
-        asked = {name: self.options.shapes(name) for name in dynamic}
-        spans = {name: span for name, span in asked.items() if span is not None}
-        if not spans:
-            return None
-        for name in dynamic:
-            if name not in spans:
-                raise BadOption(
-                    f"input {name!r} has dynamic sizes as well: give `engine_options` opt_shapes={name}:1x..."
-                )
+        spans = {name: self.options.shapes(name) for name in sizes}
+        missing = [name for name, span in spans.items() if span is None]
+        if missing and len(missing) < len(spans):
+            raise BadOption(
+                f"input {missing[0]!r} has dynamic sizes as well: give `engine_options` opt_shapes={missing[0]}:1x..."
+            )
+        ranges = {name: span or (sizes[name],) * 3 for name, span in spans.items()}
         return [
-            f"--{which}Shapes=" + sizes_text({name: span[i] for name, span in spans.items()})
+            f"--{which}Shapes=" + sizes_text({name: span[i] for name, span in ranges.items()})
             for i, which in enumerate(("min", "opt", "max"))
         ]
 
@@ -281,14 +282,10 @@ class Trtexec:
 class TrtexecModel:
     """A model with its plans: one, or one for each set of input sizes if the user gives no shapes."""
 
-    def __init__(
-        self, engine: Trtexec, model: Path, graph: Model, flags: Sequence[str], shapes: Sequence[str] | None,
-        log: Path,
-    ) -> None:  # fmt: skip
-        self._engine, self._model, self._graph, self._log = engine, model, graph, log
-        self._flags, self._shapes = flags, shapes
+    def __init__(self, engine: Trtexec, model: Path, graph: Model, flags: Sequence[str], log: Path) -> None:
+        self._engine, self._model, self._graph, self._flags, self._log = engine, model, graph, flags, log
         self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
-        self._plans: dict[str, Path] = {}
+        self._plans: dict[tuple[str, ...], Path] = {}
         self._kept: dict[str, dict[str, Array]] = {}
 
     @property
@@ -301,15 +298,12 @@ class TrtexecModel:
         Raises:
             EngineFailure: trtexec refuses the model.
         """
-        needed = sizes_text({name: sizes[name] for name in _dynamic(self._graph)}) if self._shapes is None else ""
-        if needed not in self._plans:
-            shapes = self._shapes
-            if shapes is None:
-                shapes = [f"--{which}Shapes={needed}" for which in ("min", "opt", "max")]
+        shapes = tuple(self._engine.shape_flags({name: sizes[name] for name in _dynamic(self._graph)}))
+        if shapes not in self._plans:
             plan = self._file(f"{len(self._plans)}.plan")
             self._engine.run([*self._flags, *shapes, f"--saveEngine={plan}"], self._log)
-            self._plans[needed] = plan
-        return self._plans[needed]
+            self._plans[shapes] = plan
+        return self._plans[shapes]
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`, with six digits."""
@@ -337,7 +331,10 @@ class TrtexecModel:
         target, begun = self._file("times.json"), perf_counter()
         asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
         self._infer(inputs, [*asked, *(QUICK if self._engine.version < (BETTER_DEFAULTS, 0) else ())])
-        seconds = _milliseconds(_read_and_delete(target)) / 1e3
+        try:
+            seconds = median(float(entry["computeMs"]) for entry in json.loads(_read_and_delete(target))) / 1e3
+        except (ValueError, KeyError, TypeError) as error:  # an empty list as well
+            raise EngineFailure("trtexec: it has exported no times of inferences") from error
         self._engine.start_seconds = perf_counter() - begun
         return seconds
 
@@ -359,10 +356,10 @@ class TrtexecModel:
 
     def save(self, path: Path) -> None:
         """`Built.save`: a copy of the last plan, which is for this version of TensorRT and this kind of GPU."""
-        needed, plan = list(self._plans.items())[-1]
+        shapes, plan = list(self._plans.items())[-1]
         shutil.copyfile(plan, path)
-        given = (flag.partition("=")[2] for flag in self._shapes or () if flag_name(flag) == "optShapes")
-        self._run_plan(path, needed or next(given, ""), ONCE)
+        usual = shapes[1].partition("=")[2] if shapes else ""
+        self._run_plan(path, usual, ONCE)
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -432,13 +429,6 @@ def _read_and_delete(path: Path) -> str:
     text = path.read_text(errors="replace")
     path.unlink()
     return text
-
-
-def _milliseconds(times: str) -> float:
-    try:
-        return median(float(entry["computeMs"]) for entry in json.loads(times))
-    except (ValueError, KeyError, TypeError) as error:  # an empty list as well
-        raise EngineFailure("trtexec: it has exported no times of inferences") from error
 
 
 def _outputs(text: str) -> Iterable[tuple[str, Array]]:
