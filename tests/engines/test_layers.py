@@ -25,7 +25,7 @@ from loaded_modules import absent, forgotten
 from models import attention, build
 from qdqtune.commands import apply, quantize
 from qdqtune.engines.acceptance import check_loads, checked_output
-from qdqtune.engines.coverage import Claim, cover, never_run, read_model
+from qdqtune.engines.coverage import Claim, cover, read_model
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.fallback import fallback
 from qdqtune.errors import EngineFailure
@@ -183,11 +183,6 @@ def test_shapes_that_were_known_in_advance_are_folded() -> None:
     }"""
     assert covered(text, [claim("flat", "x")]) == [{"flat"}, {"shape", "size"}]
     assert covered(text, [claim("shape"), claim("flat")]) == [{"shape", "size"}, {"flat"}, set()]
-
-
-def test_nothing_left_over_makes_no_layer() -> None:
-    assert never_run(()) == ()
-    assert never_run(("a", "b")) == (Layer("folded", ("a", "b"), "", 0.0, "folded"),)
 
 
 def test_unnamed_nodes_have_the_names_that_loading_gives(tmp_path: Path) -> None:

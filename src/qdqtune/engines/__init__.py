@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
@@ -197,11 +197,10 @@ def open_engine(spec: EngineSpec) -> Engine:
     except ImportError as error:
         raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded: {one_line(error)}") from error
     kind = get_type_hints(create)["options"]
-    known = [field.name for field in fields(kind)]
-    if unknown := sorted(set(spec.options) - set(known)):
-        raise BadOption(f"engine {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
     hints = get_type_hints(kind)
-    for name, value in spec.options.items():
+    for name, value in sorted(spec.options.items()):
+        if name not in hints:
+            raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(hints)}")
         try:
             msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:

@@ -76,11 +76,13 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
     until = time.monotonic() + seconds
     try:
         for part in device.parts if sys.platform == "linux" else ():
-            while (taken := _try_lease(part)) is None:
+            lease = _try_lease(part)
+            while lease is None:
                 if time.monotonic() > until:
                     raise EngineUnavailable(f"{part.replace('-', ' ')} is in use by another run of qdqtune")
                 time.sleep(0.05)
-            held.append(taken)
+                lease = _try_lease(part)
+            held.append(lease)
         yield [one.fileno() for one in held]
     finally:
         for one in held:
@@ -200,7 +202,8 @@ def usual_threads(most: int | None = None) -> int:
 
 def gpus_here() -> tuple[str, ...]:
     """CUDA's numbers of the GPUs that this process may use."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
         return tuple(name for name in visible.split(",") if name and name != "-1")
     return tuple(index for (index,) in nvidia_smi("index")[0] if index.isdigit())
 
@@ -215,7 +218,7 @@ def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
         done = run(asked, stdin=DEVNULL, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
     except (OSError, TimeoutExpired) as error:
         return [], f"nvidia-smi does not answer: {one_line(error)}"
-    rows = [row for line in done.stdout.splitlines() if len(row := line.split(", ")) == fields.count(",") + 1]
+    rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == fields.count(",")]
     if done.returncode or not rows:
         return [], f"nvidia-smi finds none: {one_line(done.stderr.strip() or done.stdout)}"
     return rows, ""

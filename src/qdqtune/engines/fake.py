@@ -94,8 +94,9 @@ class FakeOptions:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.faults or {}) - set(FAULTS)):
-            raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
+        for name in self.faults or {}:
+            if name not in FAULTS:
+                raise BadOption(f"engine 'fake' knows no fault {name!r}; it has {', '.join(FAULTS)}")
         numbers = self.noise, self.drift, self.spikes, self.build_seconds, self.seed
         if min(*numbers, self.threads - 1) < 0:
             raise BadOption("engine 'fake' takes no negative numbers")

@@ -80,10 +80,10 @@ def scarce_memory() -> Iterator[None]:
 
 def return_free_memory() -> None:
     """Return free memory to the system if the C library is glibc, which keeps free memory between blocks in use."""
-    if (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
-        trim(0)
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
 
 
 def _set_malloc(parameter: int, size: int) -> None:
-    if (mallopt := getattr(_LIBC, "mallopt", None)) is not None:
-        mallopt(parameter, size)
+    if hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(parameter, size)

@@ -55,7 +55,8 @@ def tag(model: Any, source: Model) -> tuple[Tag, ...]:
         nodes = [source.nodes[index].name for index in makers]
         if not tensors:
             users = (port.get_node() for output in operation.outputs() for port in output.get_target_inputs())
-            nodes = next((list(known) for user in users if (known := owners.get(user.get_friendly_name()))), [])
+            owned = (owners.get(user.get_friendly_name(), ()) for user in users)
+            nodes = list(next(filter(None, owned), ()))
         operation.set_friendly_name(f"@{len(tags)}@")
         owners[operation.get_friendly_name()] = tuple(nodes)
         if operation.get_type_name() == "Constant":

@@ -176,7 +176,8 @@ def why_not(destination: Destination, code: int, printed: list[str]) -> str:
     if code in (126, 127):
         return f"{host} has no {python} that runs: name the Python that has qdqtune, as in `on` {named}"
     for pattern, reason in PYTHON_REASONS.items():
-        if (found := re.search(pattern, text)) is not None:
+        found = re.search(pattern, text)
+        if found is not None:
             install = f"pip install qdqtune=={__version__}"
             return f"{python} on {host} {reason.format(*found.groups(), install=install, named=named)}"
     return f"no worker starts with {python} on {host}: {last}"

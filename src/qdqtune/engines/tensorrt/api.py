@@ -111,16 +111,13 @@ class TensorRtModel:
     def run(self, inputs: Tensors) -> dict[str, Array]:
         execution = self._running("run")
         with translated(self._cuda):
-            execution.bind(inputs)
-            execution.enqueue()
-            return execution.outputs()
+            return execution.run(inputs)
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`: GPU time by CUDA events, of a CUDA graph where the model can be captured."""
         execution = self._running("time")
         with translated(self._cuda):
-            execution.bind(inputs)
-            return execution.seconds(runs)
+            return execution.time(inputs, runs)
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`; without times if the GPU is not here."""
@@ -130,8 +127,7 @@ class TensorRtModel:
             return layers_of(self._model, layers_from_log(self._listed), vendor="TensorRT-RTX")
         with translated(self._cuda):  # a profiler cannot be removed from a context, so this one is used once
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
-                execution.bind(inputs)
-                graph, times = execution.report(runs)
+                graph, times = execution.report(inputs, runs)
             return layers_of(self._model, graph, times)
 
     def save(self, path: Path) -> None:

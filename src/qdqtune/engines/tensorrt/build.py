@@ -44,7 +44,9 @@ class TimingCache:
         cache = config.get_timing_cache()
         if cache is None:
             return
-        if (stored := self._read()) and (other := config.create_timing_cache(stored)) is not None:
+        stored = self._read()
+        other = config.create_timing_cache(stored) if stored else None
+        if other is not None:
             cache.combine(other, False)  # another process may have written in the meantime
         self._data = bytes(memoryview(cache.serialize()))
         if self._path is not None:
@@ -165,7 +167,8 @@ def _config(trt: Any, builder: Any, network: Any, options: TensorRtOptions) -> A
     if options.target:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, options.target.upper()), 0)
-    if (profile := _profile(builder, network, options)) is not None and config.add_optimization_profile(profile) < 0:
+    profile = _profile(builder, network, options)
+    if profile is not None and config.add_optimization_profile(profile) < 0:
         raise BadOption("the min, opt and max shapes are no valid optimization profile: min <= opt <= max must hold")
     return config
 

@@ -117,10 +117,8 @@ class Cuda:
 
 
 class Execution:
-    """Runs one engine. Buffers are allocated when a shape first needs them, and grow when a larger one does.
-
-    Call `bind` before the other methods. All raise EngineFailure where TensorRT refuses.
-    """
+    """Runs one engine; all methods raise EngineFailure where TensorRT refuses. Buffers are allocated when a shape first
+    needs them, and grow when a larger one does."""
 
     def __init__(self, trt: Any, cuda: Cuda, engine: Any) -> None:
         self._trt, self._cuda, self._engine = trt, cuda, engine
@@ -138,7 +136,7 @@ class Execution:
         self._outputs = [n for n in names if n not in self._inputs]
         self._allocator = _allocator(trt, self._reserve)
 
-    def bind(self, inputs: Tensors) -> None:
+    def _bind(self, inputs: Tensors) -> None:
         """Copy the inputs to the device, and allocate the outputs."""
         shapes = {name: np.shape(array) for name, array in inputs.items()}
         if shapes != self._shapes:
@@ -159,12 +157,14 @@ class Execution:
                 self._set_address(name, self._reserve(name, size))
         self._shapes = shapes
 
-    def enqueue(self) -> None:
+    def _enqueue(self) -> None:
         if not self._context.execute_async_v3(int(self._stream)):
             raise EngineFailure("TensorRT: the inference was refused")
 
-    def outputs(self) -> dict[str, Array]:
-        """Wait for all work on the stream, and return the graph outputs by name."""
+    def run(self, inputs: Tensors) -> dict[str, Array]:
+        """The graph outputs by name."""
+        self._bind(inputs)
+        self._enqueue()
         self._cuda.call("cudaStreamSynchronize", self._stream)
         arrays = {}
         for name in self._outputs:
@@ -173,31 +173,33 @@ class Execution:
             self._cuda.download(self._buffers[name][0], arrays[name], self._stream)
         return arrays
 
-    def seconds(self, runs: int) -> float:
+    def time(self, inputs: Tensors, runs: int) -> float:
         """GPU seconds per inference over `runs` of them, launched as a CUDA graph where that can be captured."""
+        self._bind(inputs)
         if self._graph is None and self._can_capture:
-            self.enqueue()  # the first inference of new shapes does more work, which cannot be captured
+            self._enqueue()  # the first inference of new shapes does more work, which cannot be captured
             self._cuda.call("cudaStreamSynchronize", self._stream)
-            self._graph = self._cuda.capture(self._stream, self.enqueue)
+            self._graph = self._cuda.capture(self._stream, self._enqueue)
             self._can_capture = self._graph is not None
 
         def work() -> None:
             for _ in range(runs):
                 if self._graph is None:
-                    self.enqueue()
+                    self._enqueue()
                 else:
                     self._cuda.call("cudaGraphLaunch", self._graph, self._stream)
 
         return self._cuda.seconds(self._stream, work) / runs
 
-    def report(self, runs: int) -> tuple[str, Sequence[tuple[str, float]]]:
+    def report(self, inputs: Tensors, runs: int) -> tuple[str, Sequence[tuple[str, float]]]:
         """The engine inspector's JSON; and each layer's name and median milliseconds over `runs` inferences."""
+        self._bind(inputs)
         profiler = _profiler(self._trt)
         self._context.profiler = profiler
         samples = []
         for _ in range(1 + runs):
             profiler.calls.clear()
-            self.enqueue()  # returns after the profiler has reported
+            self._enqueue()  # returns after the profiler has reported
             self._cuda.call("cudaStreamSynchronize", self._stream)
             samples.append(list(profiler.calls))
         inspector = self._engine.create_engine_inspector()

@@ -72,9 +72,8 @@ class TensorRtOptions:
 
     def described(self) -> dict[str, str]:
         """The options that change the latency, as text by name."""
-        shapes = {name: f"{dict(values)}" for name in SHAPE_OPTIONS if (values := getattr(self, name))}
-        others = {"workspace_mb": self.workspace_mb, "builder_level": self.builder_level, "target": self.target}
-        return shapes | {name: str(value) for name, value in others.items() if value not in (None, "")}
+        named = {name: getattr(self, name) for name in (*SHAPE_OPTIONS, "workspace_mb", "builder_level", "target")}
+        return {name: str(value) for name, value in named.items() if value not in (None, "", {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +138,10 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
         return {}
     given = [dict(spec.options.get(name) or {}) for name in SHAPE_OPTIONS]
     for word in split_arguments(spec.options.get("trtexec_args") or ""):
-        if match := SHAPE_FLAG.fullmatch(word):
-            for i, which in enumerate(("min", "opt", "max")):
-                if match[1] in (None, which):
-                    given[i] |= read_shapes(match[2], "trtexec_args: ")
+        match = SHAPE_FLAG.fullmatch(word)
+        for i, which in enumerate(("min", "opt", "max")):
+            if match is not None and match[1] in (None, which):
+                given[i] |= read_shapes(match[2], "trtexec_args: ")
     low, usual, high = given
     named = {name: Span.of(low.get(name), usual.get(name), high.get(name)) for name in low | usual | high}
     return {name: span for name, span in named.items() if span is not None}

@@ -104,9 +104,10 @@ def read_report(
     Raises:
         BadOption: a text has another form, or the texts and the model do not belong together.
     """
-    entries = _reported_layers(_text_of(graph, "layer information"), _constants_of(model))
-    times = _profile_rows(profile)
     names = None if model is None else NodeNames(model.graph)
+    constants = frozenset[str]() if names is None else names.constants
+    entries = _reported_layers(_text_of(graph, "layer information"), constants)
+    times = _profile_rows(profile)
     mentions = [_mentions(entry.name, entry.metadata, names) for entry in entries]
     nodes, folded = mentions, tuple[str, ...]()
     if names is not None:
@@ -155,13 +156,6 @@ def _text_of(source: Path | str, what: str) -> str:
         return source
     with reading(f"the {what} {source}"):
         return source.read_text(encoding="utf-8", errors="replace")
-
-
-def _constants_of(model: onnx.ModelProto | None) -> frozenset[str]:
-    if model is None:
-        return frozenset()
-    made = (t for node in model.graph.node if node.op_type == "Constant" for t in node.output)
-    return frozenset((*(tensor.name for tensor in model.graph.initializer), *made))
 
 
 def _reported_layers(text: str, constants: frozenset[str]) -> list[_ReportedLayer]:
@@ -315,7 +309,8 @@ def _precision(entry: _ReportedLayer, kind: LayerKind) -> str:
     written = next((p for p in entry.outputs if p not in INDICES), next(iter(entry.outputs), ""))
     if kind != "compute":
         return written
-    if (named := OPERANDS.search(entry.tactic)) and OPERAND.get(named[1]) == OPERAND.get(named[3]) is not None:
+    named = OPERANDS.search(entry.tactic)
+    if named is not None and OPERAND.get(named[1]) == OPERAND.get(named[3]) is not None:
         return OPERAND[named[1]]
     low = next((p for p in entry.inputs if p in LOW_PRECISIONS), "")
     if low and _multiplies(entry, low):
@@ -326,7 +321,8 @@ def _precision(entry: _ReportedLayer, kind: LayerKind) -> str:
 
 def _multiplies(entry: _ReportedLayer, low: str) -> bool:
     """Whether a kernel with an input in a low precision multiplies in it. If not, it converts the input first."""
-    if weights := {c for c in entry.constants if c in LOW_PRECISIONS}:
+    weights = {c for c in entry.constants if c in LOW_PRECISIONS}
+    if weights:
         return weights == {low}  # another input may be an operand of a fused Add
     if ATTENTION.search(f"{entry.name} {entry.tactic}"):
         return entry.inputs.count(low) >= ATTENDED  # further inputs are masks
@@ -358,6 +354,8 @@ class NodeNames:
         named = onnx.GraphProto(node=graph.node, initializer=constants)
         name_nodes(named)
         self.model = Model(onnx.ModelProto(graph=named))
+        made = (node.outputs[0] for node in self.model.nodes if node.op == "Constant")
+        self.constants = frozenset((*(tensor.name for tensor in constants), *made))
         parsed = {f"node_of_{node.outputs[0]}": node.name for node in self.model.nodes if node.outputs}
         self.known = parsed | {name: name for name in self.model.index_of}
         """The name of a node by what TensorRT calls it."""

@@ -307,7 +307,8 @@ class TrtexecModel:
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`, with six digits."""
-        if (kept := self._kept.pop(_digest(inputs), None) if self._kept else None) is not None:
+        kept = self._kept.pop(_digest(inputs), None) if self._kept else None
+        if kept is not None:
             return kept
         self._infer(inputs, [*ONCE, f"--exportOutput={self._file('outputs.json')}"])
         return self._outputs()
