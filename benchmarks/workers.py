@@ -108,11 +108,13 @@ def overhead(ray: str | None, on: str | None) -> None:
         try:
             execution, _ = on_device(machine, Execution())
             with (
-                allocate_workers(EngineSpec("fake"), 1, None, address, elsewhere=execution.device) as allocation,
+                allocate_workers(EngineSpec("fake"), 1, None, address, elsewhere=execution.device) as (
+                    devices,
+                    starter,
+                ),
                 tempfile.TemporaryDirectory() as logs,
             ):
-                device = allocation.devices[0]
-                with Runner(EngineSpec("fake"), log_dir=Path(logs), start=allocation.start, device=device) as runner:
+                with Runner(EngineSpec("fake"), log_dir=Path(logs), start=starter, device=devices[0]) as runner:
                     begun = time.perf_counter()
                     runner.describe()
                     start = time.perf_counter() - begun

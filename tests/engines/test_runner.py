@@ -269,19 +269,12 @@ def scratch(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("worker-*") if path.is_dir())
 
 
-def plans(folder: Path) -> list[Path]:
-    return [plan for left in scratch(folder) for plan in left.rglob("*.plan")]
-
-
-def trtexec(folder: Path) -> EngineSpec:
-    return EngineSpec("trtexec", {"trtexec": stand_in(folder, "10.16")})
-
-
 def test_temporary_files_of_the_engine_are_removed_with_the_worker(tmp_path: Path, files: SimpleNamespace) -> None:
-    with Runner(trtexec(tmp_path), execution=Execution(60), log_dir=tmp_path / "logs") as runner:
+    spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})
+    with Runner(spec, execution=Execution(60), log_dir=tmp_path / "logs") as runner:
         assert isinstance(runner.load(files.plain), Handle)
-        assert len(plans(tmp_path / "logs")) == 1
         first = scratch(tmp_path / "logs")
+        assert len(list(first[0].rglob("*.plan"))) == 1
         os.kill(pid(runner), signal.SIGKILL)
         gone(pid(runner))
         assert isinstance(runner.load(files.plain, fresh=True), Handle)

@@ -148,11 +148,10 @@ def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Seq
         count = options.workers or 1
         each = cores_for(widest, each) if count > 1 else each
         return (ANYWHERE,) * count, {"on": options.on, "workers": 1, "cores_per_worker": each}
-    with allocate_workers(widest, options.workers, each, options.ray) as allocation:
-        devices = allocation.devices
-    if options.ray is None:
-        return devices, {}
-    return (ANYWHERE,) * len(devices), {"ray": options.ray, "workers": 1, "cores_per_worker": each}
+    with allocate_workers(widest, options.workers, each, options.ray) as (devices, _):
+        if options.ray is None:
+            return devices, {}
+        return (ANYWHERE,) * len(devices), {"ray": options.ray, "workers": 1, "cores_per_worker": each}
 
 
 def _tune_all(jobs: Sequence[Job], devices: Sequence[Device], more: Mapping[str, Any]) -> None:

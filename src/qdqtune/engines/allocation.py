@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from qdqtune.engines import EngineSpec
@@ -13,14 +12,6 @@ from qdqtune.engines.devices import ANYWHERE, Device, allot, cores_for
 from qdqtune.engines.process import StartWorker, Worker
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Devices to measure on, and the function that starts a worker on one; None means `runner.start_worker`."""
-
-    devices: tuple[Device, ...]
-    start: StartWorker | None = None
 
 
 @contextmanager
@@ -31,9 +22,10 @@ def allocate_workers(
     ray: str | None,
     most: int = 0,
     elsewhere: Callable[..., Worker] | None = None,
-) -> Iterator[Allocation]:
-    """Yield devices for `workers` workers of an engine: on this host, on the machine where `elsewhere` starts them
-    (`Destination.start`), or on the Ray cluster at the address `ray`.
+) -> Iterator[tuple[tuple[Device, ...], StartWorker | None]]:
+    """Yield devices for `workers` workers of an engine, and what starts a worker on one (None: `runner.start_worker`):
+    on this host, on the machine where `elsewhere` starts them (`Destination.start`), or on the Ray cluster at the
+    address `ray`.
 
     `workers` None means one on a host, and as many as fit on a cluster. `cores_each` are the cores of each worker.
     At least one node of the cluster must have `most` cores.
@@ -46,9 +38,9 @@ def allocate_workers(
         is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own
         if elsewhere is not None:
             names = [""] if is_shared else [f"worker-{n + 1}" for n in range(workers or 1)]
-            yield Allocation(tuple(map(Device, names)), partial(elsewhere, cores=cores_for(spec, cores_each)))
+            yield tuple(map(Device, names)), partial(elsewhere, cores=cores_for(spec, cores_each))
             return
-        yield Allocation((ANYWHERE,) if is_shared else allot(spec, workers or 1, cores_each))
+        yield (ANYWHERE,) if is_shared else allot(spec, workers or 1, cores_each), None
         return
     try:
         from qdqtune.engines import cluster
@@ -56,7 +48,7 @@ def allocate_workers(
         raise EngineUnavailable("`ray` needs Ray, which is not installed: pip install 'qdqtune[ray]'") from error
     with cluster.connected(ray):
         nodes = cluster.Cluster(spec, cores_for(spec, cores_each))
-        yield Allocation(nodes.devices(workers, most), nodes.start)
+        yield nodes.devices(workers, most), nodes.start
 
 
 def check_same_kind(runners: Sequence[Runner]) -> None:

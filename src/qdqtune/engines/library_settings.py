@@ -17,7 +17,7 @@ from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
 
-BETTER_DEFAULTS = 11
+BETTER_DEFAULTS = (11,)
 """From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
 
 QUICK = ("--useCudaGraph", "--useSpinWait", "--noDataTransfers")
@@ -121,16 +121,17 @@ def _shapes(spec: EngineSpec, sizes: Mapping[str, Sequence[int]]) -> dict[str, d
 
 
 def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    version, types = int(described["version"].partition(".")[0] or 0), ["--fp16", "--int8"]
+    is_old = int(described["version"].partition(".")[0] or 0) < BETTER_DEFAULTS[0]
+    types = ["--fp16", "--int8"]
     if described.get("typing") == "strong":
-        types = ["--stronglyTyped"] if version < BETTER_DEFAULTS else []
+        types = ["--stronglyTyped"] if is_old else []
     shapes = _shapes(spec, sizes)
     build = [f"--{which}Shapes={sizes_text(named)}" for which, named in shapes.items() if named]
     run = [f"--shapes={sizes_text(shapes['opt'])}"] if shapes["opt"] else []
     return {
         "program": spec.options.get("trtexec") or "trtexec",
         "build": [*types, *build, *shlex.split(described.get("arguments", ""))],
-        "run": [*run, *(QUICK if version < BETTER_DEFAULTS else ())],
+        "run": [*run, *(QUICK if is_old else ())],
     }
 
 

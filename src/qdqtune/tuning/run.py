@@ -360,7 +360,7 @@ def _engines(settings: Settings, logs: Path, execution: Execution) -> Iterator[l
     engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
     size, cores = nbytes(settings.model), settings.cores_per_worker
     with ExitStack() as stack:
-        allocation = stack.enter_context(
+        devices, start = stack.enter_context(
             allocate_workers(engine, settings.workers, cores, settings.ray, most_threads, execution.device)
         )
         yield [
@@ -370,11 +370,11 @@ def _engines(settings: Settings, logs: Path, execution: Execution) -> Iterator[l
                     log_dir=logs,
                     execution=execution,
                     device=device,
-                    start=allocation.start,
+                    start=start,
                     memory=MemoryBudget.for_model(size),  # one each: no thread frees builds that another one uses
                 )
             )
-            for device in allocation.devices
+            for device in devices
         ]
 
 

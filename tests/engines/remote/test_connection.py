@@ -327,18 +327,9 @@ from qdqtune.engines import EngineSpec
 from qdqtune.tuning.loop import tune
 
 slow = EngineSpec("fake", {{"build_seconds": 0.1}})
-tune(asked(Path({model!r}), {name!r}, on={on!r}, machine=Destination.parsed({on!r}).facts(), engine=slow))
+tune(asked(Path({model!r}), "driver", on={on!r}, machine=Destination.parsed({on!r}).facts(), engine=slow))
 """
 TESTS = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-
-
-def started(far: Far, model: Path, name: str) -> subprocess.Popen[bytes]:
-    """A run in a process of its own, whose temporary files lie in the folder `here` beside those of the machine."""
-    script = DRIVER.format(tests=TESTS, model=str(model), name=name, on=far.on)
-    here = far.folder / "here"
-    here.mkdir(exist_ok=True)
-    told = environment() | {"TMPDIR": str(here)}
-    return subprocess.Popen([sys.executable, "-c", script], env=told, stderr=subprocess.DEVNULL)
 
 
 def test_a_killed_driver_leaves_nothing_on_either_side_and_the_run_goes_on(
@@ -346,7 +337,11 @@ def test_a_killed_driver_leaves_nothing_on_either_side_and_the_run_goes_on(
 ) -> None:
     model, history = expected
     state = model.parent / "driver" / "autotuner_state.yaml"
-    driver = started(far, model, "driver")
+    script = DRIVER.format(tests=TESTS, model=str(model), on=far.on)
+    here = far.folder / "here"  # its temporary files lie beside those of the machine
+    here.mkdir()
+    told = environment() | {"TMPDIR": str(here)}
+    driver = subprocess.Popen([sys.executable, "-c", script], env=told, stderr=subprocess.DEVNULL)
     until(lambda: driver.poll() is not None or (far.engines() and known(state) >= 2))
     assert driver.poll() is None
     driver.kill()

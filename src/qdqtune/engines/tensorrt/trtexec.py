@@ -235,7 +235,7 @@ class Trtexec:
         for tensor in graph.proto.graph.initializer:
             tensor.ClearField("raw_data")  # weights, which would take memory as long as the build is held
         flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed"]
-        if self.version < (BETTER_DEFAULTS, 0) and not self._sets(PRECISION_FLAGS):  # trtexec takes no other beside
+        if self.version < BETTER_DEFAULTS and not self._sets(PRECISION_FLAGS):  # trtexec takes no other beside
             if self.version >= STRONG_TYPING and not self._sets(CONSTRAINT_FLAGS):
                 flags.append("--stronglyTyped")
             else:
@@ -331,7 +331,7 @@ class TrtexecModel:
         possible."""
         target, begun = self._file("times.json"), perf_counter()
         asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
-        self._infer(inputs, [*asked, *(QUICK if self._engine.version < (BETTER_DEFAULTS, 0) else ())])
+        self._infer(inputs, [*asked, *(QUICK if self._engine.version < BETTER_DEFAULTS else ())])
         try:
             seconds = median(float(entry["computeMs"]) for entry in json.loads(_read_and_delete(target))) / 1e3
         except (ValueError, KeyError, TypeError) as error:  # an empty list as well
@@ -348,7 +348,7 @@ class TrtexecModel:
             f"--exportLayerInfo={graph}",
             f"--exportProfile={profile}",
         ]
-        separate = ["--separateProfileRun"] if self._engine.version < (BETTER_DEFAULTS, 0) else []
+        separate = ["--separateProfileRun"] if self._engine.version < BETTER_DEFAULTS else []
         self._infer(inputs, flags + separate)
         if not self._engine.profiles:
             raise EngineFailure("trtexec: this one knows no profiling flags, so it cannot tell its layers")
