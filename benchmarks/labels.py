@@ -39,7 +39,8 @@ from qdqtune.errors import EngineRefused, InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL, accuracy
-from qdqtune.numerics.metrics import Score, answer, chosen, loss_high, row_scores
+from qdqtune.numerics.metrics import answer, chosen, row_scores
+from qdqtune.numerics.scores import Score, loss_high
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Array
 

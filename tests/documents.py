@@ -98,7 +98,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeModel, "run", run)
     monkeypatch.setattr("qdqtune.numerics.fitting.WORK", 0)
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
+    monkeypatch.setattr("qdqtune.numerics.simulation.SAMPLES", 1)
 
 
 def run_command(command: str, *, on_gpu: bool = False, builds: int | None = None) -> None:

@@ -14,8 +14,17 @@ from onnx.reference import ReferenceEvaluator
 
 from models import FP8, INT8, PLAIN, REDUCED, normal
 from qdqtune.calibration import scales
-from qdqtune.calibration.rounding import integer_ends, rounded_weight
-from qdqtune.calibration.scales import Quantization, Range, dequantize, of_range, of_weight, quantize, quantize_bias
+from qdqtune.calibration.scales import (
+    Quantization,
+    Range,
+    dequantize,
+    integer_ends,
+    of_range,
+    of_weight,
+    quantize,
+    quantize_bias,
+    rounded_weight,
+)
 from qdqtune.types import Array, NumericFormat, QType, WeightFormat
 
 SIGNED = NumericFormat(QType.INT8, QType.INT8, symmetric=False)

@@ -18,22 +18,17 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadOption, EngineRefused
 from qdqtune.graph.saving import save
 from qdqtune.numerics.metrics import (
-    LEAST_CHANGED,
-    Z2,
     Name,
-    Score,
     answer,
-    can_tell,
     check_classes,
     chosen,
     evaluate,
     load_evaluation,
-    loss_high,
     paired,
     read_labels,
     row_scores,
-    samples_to_tell,
 )
+from qdqtune.numerics.scores import LEAST_CHANGED, Z2, Score, can_tell, loss_high, samples_to_tell
 from refusals import refusal
 from workers import Workers
 

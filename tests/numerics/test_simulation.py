@@ -14,10 +14,9 @@ from qdqtune.calibration.scales import Range
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadModel, EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
-from qdqtune.numerics import sensitivity
+from qdqtune.numerics import simulation
 from qdqtune.numerics.accuracy import accuracy, sqnr_db
-from qdqtune.numerics.sensitivity import UNBOUNDED_NOISE, Block, halved, sensitivities
-from qdqtune.numerics.simulation import Simulation, check_stripped
+from qdqtune.numerics.simulation import UNBOUNDED_NOISE, Block, Simulation, check_stripped, halved, sensitivities
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import possible_edges
@@ -214,8 +213,8 @@ def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
 @pytest.fixture
 def one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are measured on one sample, chosen among all."""
-    monkeypatch.setattr(sensitivity, "SAMPLES", 1)
-    monkeypatch.setattr(sensitivity, "CONSIDERED", 10.0)
+    monkeypatch.setattr(simulation, "SAMPLES", 1)
+    monkeypatch.setattr(simulation, "CONSIDERED", 10.0)
 
 
 @pytest.mark.usefixtures("one_sample")

@@ -16,8 +16,7 @@ from observers import Log
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, Failure
 from qdqtune.graph.saving import save
-from qdqtune.numerics.metrics import Score
-from qdqtune.numerics.scores import equal_share
+from qdqtune.numerics.scores import Score, equal_share
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.start_placements import everything

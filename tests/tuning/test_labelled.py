@@ -15,7 +15,7 @@ from observers import Log
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.numerics.metrics import Score, loss_high
+from qdqtune.numerics.scores import Score, loss_high
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune

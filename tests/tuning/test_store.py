@@ -29,7 +29,7 @@ from qdqtune.errors import (
     QdqtuneError,
     rewording,
 )
-from qdqtune.numerics.metrics import Score
+from qdqtune.numerics.scores import Score
 from qdqtune.search.costs.profiles import SchemeResult
 from qdqtune.system.checks import LIST
 from qdqtune.timing.ratios import Plan, Ratio

@@ -38,27 +38,23 @@ WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float]
 """Workloads as Python users give them: weights by file, or texts like decode.npz:0.8."""
 
 
-def _weight(value: Any, text: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{text!r} has no weight above zero: give FILE:0.8, its share of the calls")
-    return number
-
-
 def _file(text: str) -> WorkloadFile:
+    """A workload from FILE:WEIGHT; 1 if left out."""
     file, colon, weight = check_name(text).rpartition(":")
     if not colon or Path(text).exists():
         return WorkloadFile(Path(text))
-    return WorkloadFile(Path(file), _weight(weight if file else None, text))
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not file or not 0 < number < math.inf:
+        raise ValueError(f"{text!r} has no weight above zero: give FILE:0.8, its share of the calls")
+    return WorkloadFile(Path(file), number)
 
 
 def _workloads(value: Any) -> tuple[WorkloadFile, ...]:
-    """Workloads from FILE:WEIGHT (1 if left out), or from a mapping of weights by file."""
     if isinstance(value, Mapping):
-        return tuple(WorkloadFile(Path(str(file)), _weight(w, f"{file}:{w}")) for file, w in value.items())
+        return tuple(_file(f"{file}:{weight}") for file, weight in value.items())
     return tuple(_file(one) if isinstance(one, str) else one for one in texts_of(value))
 
 

@@ -12,7 +12,7 @@ from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.explanation.formatting import placed, samples
 from qdqtune.graph.saving import nbytes
 from qdqtune.numerics.accuracy import closeness, integers_differ
-from qdqtune.numerics.metrics import loss_high
+from qdqtune.numerics.scores import loss_high
 
 
 @command(QuantizeOptions)

@@ -46,16 +46,13 @@ from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is
 from qdqtune.numerics.metrics import (
     LabelOptions,
     Metric,
-    Score,
     check_metric,
-    doubt,
     load_evaluation,
-    loss_high,
     measure,
     open_labelled,
     option_of,
 )
-from qdqtune.numerics.scores import NO_SCORES, Scores, equal_share, scores_of
+from qdqtune.numerics.scores import NO_SCORES, Score, Scores, doubt, equal_share, loss_high, scores_of
 from qdqtune.options import (
     SWITCH,
     TEXT,

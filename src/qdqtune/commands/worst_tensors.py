@@ -18,7 +18,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import REARRANGES
 from qdqtune.numerics.accuracy import ANOTHER_SIZE, accuracy, is_finite
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.numerics.sensitivity import Block, halved
+from qdqtune.numerics.simulation import Block, halved
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
 from qdqtune.types import Array, Sample, noise_of, sqnr_of
 

@@ -21,10 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import repeat
-from math import ceil, inf, sqrt
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from statistics import NormalDist
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -40,111 +38,9 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import check_finite
+from qdqtune.numerics.scores import Score
 from qdqtune.options import Kind, Names, Option, Options, PathLike, Text, anything, choice, option, reads
 from qdqtune.types import Array, Sample
-
-ERROR = 0.05
-"""The chance that the loss is larger than the upper end that is told for it: one-sided 95 %."""
-
-Z2 = NormalDist().inv_cdf(1 - ERROR) ** 2
-"""The square of the normal quantile for `ERROR`: 2.706."""
-
-HITS = frozenset({"top1", "top5"})
-"""Metrics whose score of a sample is 1 or 0: its answer is right or wrong."""
-
-DOUBTFUL = 0.2
-"""A float model that is right less often may have been given labels of other samples. Chosen, not measured."""
-
-LEAST_CHANGED = 8
-"""Student's t wants so many samples whose scores differ. Chosen, not measured."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """A metric of a model; higher is better.
-
-    `by_sample` has the score of each labelled sample, in their order, 1 or 0 where an answer is right or wrong; empty
-    where a function of the user gives one number. `name` is that of the metric over labels.
-    """
-
-    value: float
-    by_sample: tuple[float, ...] = ()
-    name: str = ""
-
-    @classmethod
-    def of_rows(cls, name: Name, by_row: Sequence[float]) -> Score:
-        return cls(float(np.mean(by_row)) if by_row else 1.0, tuple(by_row), name)
-
-    @property
-    def is_of_hits(self) -> bool:
-        return self.name in HITS
-
-
-def doubt(before: Score) -> str | None:
-    """A note for users where labels hardly fit the float model; None where they do."""
-    if not before.is_of_hits or before.value >= DOUBTFUL:
-        return None
-    return (
-        f"the float model has {before.name} {before.value:.3g}: if it should be better, see whether `labels` has the "
-        "order of the samples, counts classes as the outputs do, and the samples are pre-processed"
-    )
-
-
-def loss_high(before: Score, after: Score) -> float | None:
-    """The upper end of the one-sided 95 % interval of the loss, before - after, over all samples like these.
-
-    Both models answer the same samples, so that only samples that changed count. Right and wrong answers: the score
-    interval for paired proportions (see `_score_high`). Other scores: Student's t of the differences, if at least
-    `LEAST_CHANGED` samples changed. None if the samples cannot tell, as too few changed or there are none.
-    """
-    first, second = np.array(before.by_sample), np.array(after.by_sample)
-    if not first.size or first.size != second.size:
-        return None
-    lost = first - second
-    if before.is_of_hits:
-        return _score_high(int((lost > 0).sum()), int((lost < 0).sum()), lost.size)
-    if np.count_nonzero(lost) < LEAST_CHANGED:
-        return None
-    from scipy.special import stdtrit  # slow to import
-
-    spread = float(lost.std(ddof=1)) / sqrt(lost.size)
-    return float(lost.mean()) + float(stdtrit(lost.size - 1, 1 - ERROR)) * spread
-
-
-def samples_to_tell(score: Score, max_drop: float) -> float:
-    """From how many samples on one without any change shows that the loss is within `max_drop`; infinite if none can.
-
-    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). Other scores
-    change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
-    """
-    if max_drop <= 0:
-        return inf
-    return max(1, ceil(Z2 * (1 - max_drop) / max_drop - 1e-9)) if score.is_of_hits else LEAST_CHANGED
-
-
-def can_tell(score: Score, max_drop: float) -> bool:
-    """Whether so many samples can show that a loss is within `max_drop`, at least if none of them changes."""
-    return len(score.by_sample) >= samples_to_tell(score, max_drop)
-
-
-def _score_high(lost: int, won: int, count: int) -> float:
-    """The upper end of the score interval for the difference of two paired proportions, (lost - won) / count.
-
-    Tango, Statistics in Medicine 17 (1998) 891-908: the largest difference d at which
-    (lost - won - count*d) / sqrt(count * (2*q + d*(1 - d))) is still -z, where q is the most likely share of samples
-    that are won if the difference is d.
-    """
-    from scipy.optimize import brentq  # slow to import
-
-    def beyond(d: float) -> float:
-        b = (2 * count - lost + won) * d - lost - won
-        c = -won * d * (1 - d)
-        q = (sqrt(max(0.0, b * b - 8 * count * c)) - b) / (4 * count)
-        return count * d - (lost - won) - sqrt(Z2 * max(0.0, count * (2 * q + d * (1 - d))))
-
-    low = (lost - won) / count
-    return 1.0 if low >= 1 else float(brentq(beyond, low + 1e-12, 1 - 1e-12))
-
 
 Name = Literal["top1", "top5", "cosine"]
 NAMES: tuple[Name, ...] = get_args(Name)

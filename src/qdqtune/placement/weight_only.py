@@ -11,7 +11,7 @@ from functools import cache, cached_property, lru_cache, partial
 import numpy as np
 from onnx import TensorProto, helper
 
-from qdqtune.calibration.rounding import INTEGER_TYPE, RoundedWeight, rounded_weight
+from qdqtune.calibration.scales import INTEGER_TYPE, RoundedWeight, rounded_weight
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from qdqtune.errors import EngineRefused, Failure
 from qdqtune.numerics.accuracy import loss_of_slice
-from qdqtune.numerics.metrics import Score, can_tell, loss_high
-from qdqtune.numerics.scores import agrees
+from qdqtune.numerics.scores import Score, agrees, can_tell, loss_high
 from qdqtune.timing.ratios import Plan, Verdict, judge
 from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
 
@@ -21,7 +20,7 @@ class Limits:
     equal elements in outputs that hold integers, and of equal first choices in those that hold scores of classes. What
     is None sets no limit.
 
-    Of a metric over labels, the upper end of the 95 % interval of the loss decides, see `metrics.loss_high`: what
+    Of a metric over labels, the upper end of the 95 % interval of the loss decides, see `scores.loss_high`: what
     may have lost more than `max_drop` is refused. Where the samples cannot tell, the loss on them decides.
     """
 

@@ -20,8 +20,8 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineRefused, Failure, rewording
 from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite
-from qdqtune.numerics.metrics import Metric, Score, measure
-from qdqtune.numerics.scores import Scores, scores_of
+from qdqtune.numerics.metrics import Metric, measure
+from qdqtune.numerics.scores import Score, Scores, scores_of
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits, failure

@@ -21,7 +21,7 @@ from qdqtune.errors import BadOption, BadState, InputError
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.numerics.metrics import Score
+from qdqtune.numerics.scores import Score
 from qdqtune.placement.files import every_edge, read_placement_file
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import placement_in

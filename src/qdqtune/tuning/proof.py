@@ -14,7 +14,7 @@ from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.errors import BaselineFailed, EngineRefused, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
-from qdqtune.numerics.metrics import Score
+from qdqtune.numerics.scores import Score
 from qdqtune.search import best_of
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.limits import Limits

@@ -20,8 +20,7 @@ from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
-from qdqtune.numerics.metrics import Score
-from qdqtune.numerics.scores import equal_share
+from qdqtune.numerics.scores import Score, equal_share
 from qdqtune.placement import files
 from qdqtune.placement.possible import conversions, wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs

@@ -14,11 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from qdqtune.calibration.rounding import rounded_weight
-from qdqtune.calibration.scales import Quantization, Ranges
+from qdqtune.calibration.scales import Quantization, Ranges, rounded_weight
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.model import Model
-from qdqtune.numerics.sensitivity import How, quantization, sensitivities
+from qdqtune.numerics.simulation import How, quantization, sensitivities
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.tuning.observer import SEARCHING

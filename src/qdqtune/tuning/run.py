@@ -22,8 +22,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes
-from qdqtune.numerics.metrics import Metric, can_tell, doubt, load_evaluation, open_labelled, option_of, samples_to_tell
-from qdqtune.numerics.scores import asked_outputs
+from qdqtune.numerics.metrics import Metric, load_evaluation, open_labelled, option_of
+from qdqtune.numerics.scores import asked_outputs, can_tell, doubt, samples_to_tell
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
