@@ -21,7 +21,6 @@ import zoo
 from qdqtune.graph.loading import load
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.decisions import decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
@@ -55,12 +54,12 @@ def errors(entry: zoo.Entry, state: Path) -> Iterator[tuple[float, float]]:
 
 def by_tensors(costs: Costs, placement: Placement) -> float:
     """The foretold ms with a variable for each tensor."""
-    return costs.total(decision_of(costs, placement))
+    return costs.ms(placement)
 
 
 def by_units(costs: Costs, placement: Placement) -> float:
     """The foretold ms when all that a quantized unit writes counts as stored."""
-    quantized, parts = decision_of(costs, placement).quantized, costs.partition
+    quantized, parts = costs.partition.decision(placement).quantized, costs.partition
     return costs.total(Decision.of(quantized, (t for t in parts.edges if parts.producer.get(t) in quantized)))
 
 

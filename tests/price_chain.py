@@ -24,9 +24,8 @@ def parts_of(model: Model) -> Partition:
     return partition(model, possible_edges(model, ranges(model)), ())
 
 
-def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> BuildTimes:
-    dequantize = dequantize or {}
-    return BuildTimes(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
+def times(placement: Placement = EMPTY, quantize=None, dequantize=None, **nodes: float) -> BuildTimes:
+    return BuildTimes(placement, nodes, quantize or {}, dequantize or {})
 
 
 FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}

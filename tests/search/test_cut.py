@@ -17,7 +17,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, wide_weights
 from qdqtune.search import best_of
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
-from qdqtune.search.costs.decisions import decision_of, everything
+from qdqtune.search.costs.decisions import everything
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, Rates, RuleCosts
@@ -132,7 +132,7 @@ def test_a_fixed_point_ends_the_search() -> None:
     assert len(history) < 8
     assert bench.search().propose(history) == ()
     last = [t for t in history if t.proposal.origin == "cut"][-1]
-    assert last.proposal.predicted == pytest.approx(bench.seconds(last.placement) / bench.float_seconds)
+    assert bench.search().costs(history).ms(last.placement) == pytest.approx(1e3 * bench.seconds(last.placement))
 
 
 def test_failed_builds_do_not_stop_it() -> None:
@@ -171,10 +171,10 @@ def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     assert [p.origin for p in first] == ["static"]
     history = [bench.measured(1, first[0], Placement())]
     costs = search.costs(history)
-    certain, hopeful, *_ = (decision_of(costs, p.placement) for p in search._later_proposals(costs, history))
+    certain, hopeful, *_ = search._later_proposals(costs, history)
     raised = search.costs(history, raised=True)
-    assert raised.total(certain) == pytest.approx(costs.total(certain))  # no guess decides the first cut
-    assert costs.total(hopeful) < costs.total(certain)
+    assert raised.ms(certain.placement) == pytest.approx(costs.ms(certain.placement))  # no guess decides the first cut
+    assert hopeful.predicted < certain.predicted
     assert search.propose(history)[0].origin == "cut"
     every = [p.origin for p in search._later_proposals(search.costs(history), history)]
     assert "compute" in every  # later

@@ -18,7 +18,6 @@ from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
-from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.units import (
     Partition,
     Unit,
@@ -148,7 +147,7 @@ class _Table:
     def _states_in(self, placement: Placement, layers: Sequence[Layer]) -> list[str]:
         """The state of each unit: "8 bits" or "float" as the layers say, else by its pairs; or the name of its weight
         format."""
-        decision, owner = nearest(self.parts, placement), self.parts.owner
+        decision, owner = self.parts.decision(placement), self.parts.owner
         states = ["8 bits" if unit.number in decision.quantized else "float" for unit in self.parts.units]
         computing = [layer for layer in layers if layer.kind == "compute"]
         for reported, runs_so in (("float", is_float), ("8 bits", is_low)):

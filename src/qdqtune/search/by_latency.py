@@ -15,7 +15,7 @@ from functools import cached_property
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE, elements, work
 from qdqtune.search import best_of
-from qdqtune.search.costs.decisions import cut_within, nearest, other
+from qdqtune.search.costs.decisions import cut_within, other
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
@@ -83,7 +83,7 @@ class LatencySearch:
 
     def _flipped(self, best: Placement, group: Sequence[Unit]) -> Placement:
         """The best placement with a group in float if most of its work runs quantized there, and quantized if not."""
-        decision = nearest(self.units, best)
+        decision = self.units.decision(best)
         running = [u for u in group if u.number in decision.quantized]
         rest = [u for u in group if u.number not in decision.quantized]
         turned = running if self._work(running) >= self._work(rest) else rest

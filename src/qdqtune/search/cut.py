@@ -9,8 +9,7 @@ time, of prices with the names of the fields of `Price` and `Costs`, is
          + behind_float_u x_u (1 - s_t)      for each t that u reads: a quantized unit behind a float one
          + handing_u x_u (1 - s_t)           for each t that u writes: it writes floats
   + sum_t  quantize_t r_t (1 - s_t)          a Q runs behind a float unit
-         + dequantize_t s_t (1 - a_t)        a DQ runs in front of float consumers; or
-         + sum_v dequantize_t s_t (1 - x_v)  one in front of each, where the engine does so
+         + dequantize_t s_t (1 - a_t)        a DQ runs in front of float consumers
     with  s_t <= x_u,  x_v <= r_t,  a_t <= x_v,  s_t <= w_v,  r_t <= w_u
 
 and each term charges one yes against one no, so that a minimum cut is the exact optimum over all placements.
@@ -42,7 +41,7 @@ import numpy as np
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, products_left_in_float, ratios_to_float
 from qdqtune.search.costs.attribution import BuildTimes, group_ms, timed_builds, with_float_times
-from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, decision_of, everything, flip, margins
+from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, everything, flip, margins
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.prices import Costs, learn
 from qdqtune.search.costs.units import (
@@ -189,10 +188,10 @@ class CutSearch:
         yield from _untried(rest, history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
-        slowest = (1 + BUILD_SPREAD) * costs.total(decision_of(costs, best_of(history)))
+        slowest = (1 + BUILD_SPREAD) * costs.ms(best_of(history))
         for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.fallbacks)):
             placement = proposal.placement
-            is_slow = proposal.predicted is None and costs.total(decision_of(costs, placement)) > slowest
+            is_slow = proposal.predicted is None and costs.ms(placement) > slowest
             if (stuck or not is_slow) and (self.noise is None or self.noise.fits(placement, history)):
                 yield proposal
 
@@ -211,10 +210,10 @@ class CutSearch:
             found |= dict.fromkeys(own.partition.placement(decision) for decision in search._optima_of(own, known))
 
         def is_slower(placement: Placement) -> bool:
-            return any(own.total(decision_of(own, placement)) > search.float_ms for search, _, own in apart)
+            return any(own.ms(placement) > search.float_ms for search, _, own in apart)
 
         for placement in sorted(found, key=is_slower):
-            yield decision_of(costs, placement)
+            yield costs.partition.decision(placement)
 
     @cached_property
     def _in_contexts(self) -> tuple[CutSearch, ...]:
@@ -240,7 +239,7 @@ class CutSearch:
         """
         best = best_of(history)
         ratio = ratios_to_float(history, self.plan)[best]
-        base = decision_of(costs, best)
+        base = costs.partition.decision(best)
         close = CLOSE_SHARE * ratio * self.float_ms
         ranked: list[tuple[float, str]] = []
         for kind, loss in margins(costs, base).items():
@@ -257,7 +256,7 @@ class CutSearch:
         """The optimum of prices from any builds, if it is predicted to be clearly faster than the best so far: to save
         more than builds of one file differ by."""
         costs = self.costs(history)
-        most = (1 - CLOSE_SHARE) * costs.total(decision_of(costs, best_of(history)))
+        most = (1 - CLOSE_SHARE) * costs.ms(best_of(history))
         for decision in self._optima(costs, history):
             if costs.total(decision) < most:
                 yield self._proposal(costs, decision)
@@ -267,12 +266,8 @@ class CutSearch:
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], *, raised: bool = False) -> Costs:
-        """Prices of units: the fusion groups, split as the builds so far ran them fastest. Where builds disagree, later
-        ones take precedence; among those that no prices led to, faster ones."""
+        """Prices of units: the fusion groups, split as the builds so far ran them fastest."""
         floats, *others = timed_builds(self.model, history, self.plan, self.float_layers, self.float_ms)
-        first = {t.placement for t in history if t.proposal.predicted is None}
-        ratios = ratios_to_float(history, self.plan)
-        others.sort(key=lambda build: -ratios[build.placement] if build.placement in first else inf)
         times = [floats, *(with_float_times(self.model, build, floats) for build in others)]
         parts = partition(self.model, self.possible, self._units(times), self.format_shares)
         return learn(parts, times, raised=raised)

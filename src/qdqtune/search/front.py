@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.decisions import cut, decision_of, other
+from qdqtune.search.costs.decisions import cut, other
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
@@ -145,7 +145,7 @@ class FrontSearch:
         costs = self.by_cut.costs(history)
         path, scale = self._optima_by_noise_price(costs), self._scale(costs, history)
         tried = {t.placement for t in history} | {Placement()}
-        built = tuple(decision_of(costs, placement) for placement in undominated(history, self.by_cut.plan))
+        built = tuple(costs.partition.decision(placement) for placement in undominated(history, self.by_cut.plan))
         ratios = dict[Placement, float]()
         for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built)))):
             ratio = 1 - scale * (1 - costs.total(decision) / costs.float_ms)
@@ -158,7 +158,7 @@ class FrontSearch:
         """The measured saving of builds as a multiple of the predicted one, within `SCALE_RANGE`; 1 without builds."""
         factors = []
         for placement, ratio in ratios_to_float(history, self.by_cut.plan).items():
-            predicted = costs.total(decision_of(costs, placement)) / costs.float_ms
+            predicted = costs.ms(placement) / costs.float_ms
             if placement and predicted <= WORTHWHILE_RATIO:
                 factors.append((1 - ratio) / (1 - predicted))
         return float(np.clip(np.median(factors), *SCALE_RANGE)) if factors else 1.0

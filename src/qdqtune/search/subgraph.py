@@ -1,51 +1,31 @@
 """Subgraph search: the groups that were faster alone are put together and validated on the whole model.
 
-The first build quantizes all of these groups. Then come the placements of rules, each against the best so far, and the
-optimum of the prices that these builds show, since engines fuse in 8 bits across groups of the float build. If all
-groups together do not win, or layer times show groups that ran faster in another build, such groups are changed as one
-batch: the largest expected savings first, and in halves where a batch loses. b bad groups among n take b log n builds.
+The first build quantizes all of these groups. Then come the placements of rules, each against the best so far, and
+optima of the prices that these builds show, since engines fuse in 8 bits across groups of the float build. If all
+groups together do not win, they are added to the best placement as one batch, the largest expected savings first, and
+in halves where a batch loses. b bad groups among n take b log n builds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import BuildTimes, timed_builds
-from qdqtune.search.costs.decisions import cut_holding, cut_within, nearest
+from qdqtune.search.costs.decisions import cut_holding, cut_within
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.profiles import GroupSelection
 from qdqtune.search.costs.units import Partition, format_in
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Layer, Placement, Proposal, Trial, WeightFormat
+from qdqtune.types import Layer, Placement, Proposal, Trial
 
-WORTH_A_CHANGE = 0.002
-"""A group is changed only where that is expected to save this share of the model's time. Chosen, not measured."""
-
-OPTIMUM_BUILDS = 2
-"""How often the optimum of prices is built, at most and as long as each build is faster than all before."""
-
-WORTH_A_BUILD = 0.03
-"""Groups that another build ran faster are changed only if that is expected to save this share in all. Chosen, not
-measured."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A group that takes its pairs from another placement, and the ms that this is expected to save."""
-
-    number: int
-    placement: Placement
-    saved: float
-
-
-Batch = Sequence[Change]
-"""Changes that are made together, the largest saving first."""
+OPTIMUM_BUILDS = 4
+"""How often an optimum of prices is built, at most: each build improves the prices."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +61,11 @@ class SubgraphSearch:
         asked = len(fixed) - 1
         crossing = list(takewhile(lambda t: t.proposal.origin == CUT, history[asked:]))
         asked += len(crossing)
-        if self.by_cut is not None and len(crossing) < OPTIMUM_BUILDS and all(t.accepted for t in crossing):
+        if self.by_cut is not None and len(crossing) < OPTIMUM_BUILDS:
             for proposal in self.by_cut.optima(history[:asked]):
                 if proposal.placement not in tried:
                     return (proposal,)
-        return self._next_changes(history, asked)
+        return self._next_batch(history, asked)
 
     @property
     def parts(self) -> Partition:
@@ -109,50 +89,26 @@ class SubgraphSearch:
     def _is_timed(self) -> bool:
         return any(layer.time_ms for layer in self.float_layers)
 
-    def _next_changes(self, history: Sequence[Trial], asked: int) -> Sequence[Proposal]:
-        """The next batch of changes without a result. Batches and their halves follow from the results so far."""
-        answers = {t.placement: i for i, t in enumerate(history)}
-        base, lost = best_of(history[:asked]), set[int]()
-        has_won = any(t.placement == self.all_accepted and t.accepted for t in history[:asked])
-        faster = self._faster_elsewhere(base, history[:asked])
-        accepted = (Change(n, self.all_accepted, saved) for n, saved in self.savings.items())
-        missing = [change for change in accepted if self._differs(change.number, base, self.all_accepted)]
-        pending = [faster if faster or has_won else missing]
-        least = WORTH_A_BUILD * self.total_ms if has_won else 0.0
+    def _next_batch(self, history: Sequence[Trial], asked: int) -> Sequence[Proposal]:
+        """The next batch of groups without a result. Batches and their halves follow from the results so far."""
+        if any(t.placement == self.all_accepted and t.accepted for t in history[:asked]):
+            return ()
+        trials = {t.placement: t for t in history}
+        base = best_of(history[:asked])
+        pending = [[n for n in self.savings if self._differs(n, base, self.all_accepted)]]
         while pending:
             batch, *pending = pending
-            if not batch or _saved(batch) < least:
-                continue
-            placement = self.mixed(base, batch)
-            known = answers.get(placement)
-            if known is None and placement != base and placement:
-                first = self.parts.model.nodes[self.parts.units[batch[0].number].nodes[0]].name
+            placement = self.mixed(base, self.all_accepted, batch)
+            trial = trials.get(placement)
+            if trial is None and placement != base and placement:
+                first = self.parts.model.nodes[self.parts.units[batch[0]].nodes[0]].name
                 more = f" and {len(batch) - 1} more groups" if len(batch) > 1 else ""
                 return (Proposal(f"change {first}{more}", placement, wants_layers=True),)
-            if known is not None and history[known].accepted and history[known].against == base:
+            if trial is not None and trial.accepted and trial.against == base:
                 base = placement
-                faster = [c for c in self._faster_elsewhere(base, history[: known + 1]) if c.number not in lost]
-                if _saved(faster) >= WORTH_A_BUILD * self.total_ms:
-                    pending, least = [faster], WORTH_A_BUILD * self.total_ms
             elif len(batch) > 1:
                 pending = [batch[: len(batch) // 2], batch[len(batch) // 2 :], *pending]
-            else:
-                lost.add(batch[0].number)
         return ()
-
-    def _faster_elsewhere(self, base: Placement, history: Sequence[Trial]) -> Batch:
-        """The groups that ran faster in another build than in that of `base`, with the fastest build of each."""
-        builds = self.builds(history)
-        if base not in builds:
-            return []
-        now = self.spent(builds[base])
-        best: dict[int, Change] = {}
-        for placement, times in builds.items():
-            for number, (mine, other) in enumerate(zip(now, self.spent(times), strict=True)):
-                least = best[number].saved if number in best else WORTH_A_CHANGE * self.total_ms
-                if mine - other > least and self._differs(number, base, placement):
-                    best[number] = Change(number, placement, mine - other)
-        return sorted(best.values(), key=lambda change: (-change.saved, change.number))
 
     def _differs(self, number: int, a: Placement, b: Placement) -> bool:
         """Whether two placements treat a group differently, or only one stores an output of the group in 8 bits."""
@@ -186,36 +142,28 @@ class SubgraphSearch:
                 total[owner] += ms
         return total
 
-    def mixed(self, base: Placement, batch: Batch) -> Placement:
-        """`base` with some groups as other placements have them.
+    def mixed(self, base: Placement, other: Placement, groups: Collection[int]) -> Placement:
+        """`base` with some groups as another placement has them.
 
         On an edge between groups from one placement, that placement decides. On others a pair stands if the reader runs
         in 8 bits and its placement has the pair, or if the placement of the writer stores the tensor in 8 bits.
         """
         parts = self.parts
-        taken = {change.number: change.placement for change in batch}
-        views = {p: nearest(parts, p) for p in {base, *taken.values()}}
+        source = [other if unit.number in groups else base for unit in parts.units]
+        views = {p: parts.decision(p) for p in (base, other)}
         edges = set()
         for edge in parts.possible:
             reader = parts.owner[edge.node] if edge.node else parts.producer[edge.tensor]
-            maker = parts.producer.get(edge.tensor, reader)
-            mine, theirs = taken.get(reader, base), taken.get(maker, base)
+            mine, theirs = source[reader], source[parts.producer.get(edge.tensor, reader)]
             stands = edge in mine
             if mine != theirs:
                 stands = (stands and reader in views[mine].quantized) or edge.tensor in views[theirs].stored
             if stands:
                 edges.add(edge)
         paired = {edge.node for edge in edges}
-        weight_formats = dict[Edge, WeightFormat]()
-        for placement in views:
-            for edge, weight_format in placement.weight_formats.items():
-                if taken.get(parts.owner[edge.node], base) == placement and edge.node not in paired:
-                    weight_formats[edge] = weight_format
-        return Placement.of(edges, weight_formats.items())
-
-
-def _saved(batch: Batch) -> float:
-    return sum(change.saved for change in batch)
+        weight_only = base.weight_only | other.weight_only
+        own = ((e, s) for e, s in weight_only if source[parts.owner[e.node]].weight_formats.get(e) == s)
+        return Placement.of(edges, ((e, s) for e, s in own if e.node not in paired))
 
 
 def with_quiet_seeds(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:

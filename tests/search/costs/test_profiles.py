@@ -24,7 +24,7 @@ from qdqtune.search.costs.profiles import (  # fmt: skip
     signature,
 )
 from qdqtune.search.costs.units import Partition, Unit, partition
-from qdqtune.search.subgraph import Change, SubgraphSearch
+from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.tuning.subgraphs.groups import Resolved, by_rules, extract
 from qdqtune.types import Edge, Layer, Measurement, Placement, WeightFormat
 
@@ -244,9 +244,8 @@ def test_weights_in_fewer_bits_are_schemes_of_a_group() -> None:
 
     search = SubgraphSearch(chosen)
     first, last = ways
-    assert search.mixed(Placement(), [Change(0, search.all_accepted, 0.7)]) == Placement.of((), [(first, w4)])
+    every = search.all_accepted
+    assert search.mixed(Placement(), every, [0]) == Placement.of((), [(first, w4)])
     in_pairs = Placement.of(Edge(t, "c", slot) for slot, t in enumerate(("q", "w1")))
-    assert search.mixed(search.all_accepted, [Change(2, in_pairs, 0.7)]) == Placement(
-        in_pairs.edges, frozenset({(first, w4)})
-    )
-    assert search.mixed(in_pairs, [Change(2, search.all_accepted, 0.7)]) == Placement.of((), [(last, w4)])
+    assert search.mixed(every, in_pairs, [2]) == Placement(in_pairs.edges, frozenset({(first, w4)}))
+    assert search.mixed(in_pairs, every, [2]) == Placement.of((), [(last, w4)])

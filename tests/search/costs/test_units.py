@@ -111,7 +111,7 @@ def test_a_group_does_not_walk_all_edges() -> None:
     """Large graphs have thousands of groups: that would take as long as the square of their number."""
     model = conv_net()
     possible = Walked(possible_edges(model, ranges(model)))
-    times = BuildTimes(Placement(possible), {}, {}, {}, {})
+    times = BuildTimes(Placement(possible), {}, {}, {})
     Walked.times = 0
     for node in model.nodes:
         assert not inner_edges(model, [node.name], possible)

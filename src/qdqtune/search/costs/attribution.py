@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,8 +32,6 @@ class BuildTimes:
     nodes: Mapping[str, float]
     quantize: Mapping[str, float]
     dequantize: Mapping[str, float]
-    copies: Mapping[str, int]
-    """How many DQs of a tensor ran: some engines run one for each consumer."""
 
     @cached_property
     def paired(self) -> frozenset[str]:
@@ -63,7 +61,7 @@ def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: f
     scale = ms / total if total > 0 else 0.0
     nodes = defaultdict[str, float](float)
     converted = {"Quantize": defaultdict[str, float](float), "Dequantize": defaultdict[str, float](float)}
-    copies, waiting = Counter[str](), 0.0
+    waiting = 0.0
     dynamic = defaultdict[str, list[str]](list)
     for edge, weight_format in placement.weight_formats.items():
         if weight_format.dynamic and edge.node in model.index_of:
@@ -83,7 +81,6 @@ def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: f
         elif pairs:
             for match in pairs:
                 converted[match["op"]][match["tensor"]] += own / len(pairs)
-                copies[match["tensor"]] += match["op"] == "Dequantize"
         elif readers:
             for name in readers:
                 nodes[name] += own / len(readers)
@@ -91,7 +88,7 @@ def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: f
             waiting += own
     if waiting and nodes:
         nodes[next(reversed(nodes))] += waiting
-    return BuildTimes(placement, dict(nodes), dict(converted["Quantize"]), dict(converted["Dequantize"]), copies)
+    return BuildTimes(placement, dict(nodes), dict(converted["Quantize"]), dict(converted["Dequantize"]))
 
 
 MOST_SCALED = 2.0

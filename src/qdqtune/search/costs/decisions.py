@@ -1,4 +1,4 @@
-"""Decisions about units: the cheapest one for given prices, reading them from a placement, and what each unit costs.
+"""Decisions about units: the cheapest one for given prices, and what each unit costs.
 
 The cheapest one is a minimum cut, also within a limit on noise: a price on noise (ms per unit of relative noise) is
 raised until the optimum holds the limit.
@@ -15,45 +15,12 @@ from typing import TypeVar
 import numpy as np
 
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.prices import Costs, state, stored_in
+from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.table import Table, solve
-from qdqtune.search.costs.units import Decision, Partition, Unit, format_in, is_fed
+from qdqtune.search.costs.units import Decision, Partition, Unit, is_fed
 from qdqtune.types import Placement, WeightFormat
 
 T = TypeVar("T")
-
-
-def decision_of(costs: Costs, placement: Placement) -> Decision:
-    """The decision nearest to a placement; where a unit may run quantized or in float behind DQs, the cheaper one."""
-    parts = costs.partition
-    decision = nearest(parts, placement)
-    for unit in parts.units:
-        if unit.number not in decision.quantized and state(unit, parts, placement) == "handing":
-            tensors = [e.tensor for e in unit.inputs]
-            decision = min(
-                decision,
-                replace(decision, quantized=decision.quantized | {unit.number}),
-                key=lambda d: costs.of_unit(unit, d) + sum(costs.of_tensor(t, d) for t in tensors),
-            )
-    return decision
-
-
-def nearest(parts: Partition, placement: Placement) -> Decision:
-    """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
-
-    A unit without weights that reads such tensors and writes floats counts as a float unit behind DQs.
-    """
-    states = [state(u, parts, placement) for u in parts.units]
-    stored = stored_in(parts, placement, states)
-    quantized, formats = set[int](), dict[int, WeightFormat]()
-    for unit, how in zip(parts.units, states, strict=True):
-        hands_on = how == "handing" and (unit.weights or any(e.tensor not in stored for e in unit.inputs))
-        if hands_on or how in ("quantized", "mixed"):
-            quantized.add(unit.number)
-        weight_format = format_in(unit, placement)
-        if weight_format is not None:
-            formats[unit.number] = weight_format
-    return Decision.of(quantized, stored, formats.items())
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
@@ -255,8 +222,7 @@ def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decisio
             table.convert(exists, [reader], 0.0, inf)
         if len(users) < len(parts.users[tensor]):
             readers.append(outside)
-        for together in [[reader] for reader in readers] if costs.per_consumer else [readers]:
-            table.convert(kept, together, costs.dequantize[tensor], 0.0)
+        table.convert(kept, readers, costs.dequantize[tensor], 0.0)
         if producer is None:
             continue
         table.convert(amid[producer], [exists], 0.0, inf)

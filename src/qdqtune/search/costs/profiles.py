@@ -22,7 +22,7 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.attribution import attribute
 from qdqtune.search.costs.decisions import cut, margin
-from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.prices import Costs, Price, per_element
 from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, partition
 from qdqtune.types import Edge, Layer, Measurement, Placement, WeightFormat
 
@@ -305,6 +305,5 @@ def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) 
                 node = parts.model.nodes[unit.nodes[number]]
                 seen.setdefault(unit.outputs[index] if number < 0 else node.inputs[index], []).append(spent)
     exact = {tensor: float(np.median(spent)) for tensor, spent in seen.items()}
-    each = [spent / elements(parts.model, tensor) for tensor, spent in exact.items()]
-    usual = float(np.median(each)) if each else 0.0
+    usual = per_element(parts.model, *exact.items())
     return {t: exact.get(t, usual * elements(parts.model, t)) for t in parts.edges}

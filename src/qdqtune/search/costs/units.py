@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from types import MappingProxyType
+from typing import Literal
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
@@ -36,6 +37,8 @@ IN_WORDS = {"w4": "weights in 4 bits", "w8": "weights in 8 bits", **dict.fromkey
 
 Group = tuple[str, ...]
 """Names of nodes that an engine runs together, in graph order."""
+
+State = Literal["float", "handing", "mixed", "quantized"]
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,47 @@ class Partition:
         floats = ((self.units[n], s) for n, s in decision.weight_formats if n not in decision.quantized)
         weight_only = ((e, s) for u, s in floats if not is_fed(u, decision) for e in u.weight_only)
         return Placement.of(edges, weight_only)
+
+    def decision(self, placement: Placement) -> Decision:
+        """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
+
+        A unit without weights that reads such tensors and writes floats counts as a float unit behind DQs.
+        """
+        states = [state(u, self, placement) for u in self.units]
+        stored = stored_in(self, placement, states)
+        quantized, formats = set[int](), dict[int, WeightFormat]()
+        for unit, how in zip(self.units, states, strict=True):
+            hands_on = how == "handing" and (unit.weights or any(e.tensor not in stored for e in unit.inputs))
+            if hands_on or how in ("quantized", "mixed"):
+                quantized.add(unit.number)
+            weight_format = format_in(unit, placement)
+            if weight_format is not None:
+                formats[unit.number] = weight_format
+        return Decision.of(quantized, stored, formats.items())
+
+
+def state(unit: Unit, partition: Partition, placement: Placement) -> State:
+    """The state of a unit in a placement: "quantized" if all that it reads and writes has pairs, "handing" if not all
+    that it writes, "mixed" if pairs stand inside it or not on all that it reads."""
+    placed = placement.edges
+    if not placed.isdisjoint(unit.inner):
+        return "mixed"  # the engine cannot run it as one kernel
+    entering = [e in placed for e in unit.inputs]
+    weights = [e in placed for e in unit.weights]
+    if not any(entering) or (weights and not any(weights)):
+        return "float"
+    if not all(entering) or not all(weights):
+        return "mixed" if weights else "float"
+    leaving = [e in placed for t in unit.outputs for e in partition.edges.get(t, ())]
+    return "quantized" if all(leaving) else "handing"
+
+
+def stored_in(partition: Partition, placement: Placement, states: Sequence[State]) -> frozenset[str]:
+    """The tensors that stay in 8 bits: with pairs on all their edges, written by a unit in state quantized."""
+    of, all_paired = partition.producer, placement.edges.issuperset
+    return frozenset(
+        t for t, es in partition.edges.items() if t in of and states[of[t]] == "quantized" and all_paired(es)
+    )
 
 
 def is_fed(unit: Unit, decision: Decision) -> bool:

@@ -26,7 +26,6 @@ from qdqtune.graph.operators import work
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.attribution import attribute
-from qdqtune.search.costs.decisions import nearest
 from qdqtune.search.costs.profiles import (
     Profile,
     SchemeResult,
@@ -451,7 +450,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     kinds: dict[int, int] = {}
     for kind in profiled.kinds:
         kinds |= dict.fromkeys((unit.number for unit in kind.units), kind.number)
-    running = nearest(parts, final).quantized
+    running = parts.decision(final).quantized
     rows = []
     for unit in parts.units:
         profile = search.selection.profiles[unit.number]
