@@ -1,7 +1,7 @@
 """A time budget bounds the whole run, whatever an inference takes. The clock is the test's: inferences move it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +17,17 @@ from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.engines import EngineSpec
+from qdqtune.search import Strategy
+from qdqtune.timing.ratios import USUAL_BUILDS
 from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
 from qdqtune.tuning.estimate import estimate
-from qdqtune.tuning.loop import tune
+from qdqtune.tuning.loop import search, tune
+from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.run import Budget
+from qdqtune.tuning.run import Budget, Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import SamplesInTime
-from qdqtune.types import Measurement, Sample
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Sample, Trial
 from runs import cost, mixed, settings, write
 from workers import Workers
 
@@ -190,6 +193,50 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert spent.room([]) == 0
     assert not spent.is_brief([])
     assert "`time_budget` had no room" in str(budget(20, 0.5).excuse)
+
+
+def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof(clock: Clock) -> None:
+    ample, tight = budget(3600, 0.001), budget(120, 0.5)
+    assert ample.further_blocks(0.8) == 3 * ample.proof_seconds(1)
+    assert ample.further_blocks(0.5) == ample.further_blocks(1.0) == budget(None, 0.5).further_blocks(0.8) == 0
+    assert tight.further_blocks(0.8) == 0  # a second block would take more than a quarter of the time
+    clock.now += ample.seconds_left - 30.0
+    assert (ample.room([], 5.0), ample.room([], 5.0, ample.further_blocks(0.8))) == (4, 0)
+
+
+def test_what_the_search_has_left_too_little_time_for_is_proven_on_fewer_builds(clock: Clock) -> None:
+    late = budget(100, 0.05)
+    assert late.copies == USUAL_BUILDS
+    clock.now = late.ends + late.grace - late.in_haste.proof_seconds(1)
+    assert (late.provable(1), late.in_haste.provable(1)) == (0, 1)
+
+
+def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock) -> None:
+    """As it measures what rounding does to outputs. Candidates take 2 s each, and the proof of this model 7 s."""
+    limit = replace(budget(60, 0.02), builds=30)
+
+    class Learning:
+        def propose(self, history: Sequence[Trial]) -> list[Proposal]:
+            clock.now += 20.0 if len(history) == 1 else 0.0
+            return [Proposal("cut", Placement(frozenset({Edge("x", "n", len(history))})))]
+
+    def measured(number: int, batch: Sequence[Proposal], *_: object, **__: object) -> Generator[tuple[Trial, bool]]:
+        for place, proposal in enumerate(batch, number):
+            clock.now += 2.0
+            yield Trial(place, proposal, Placement(), Measurement((1.0,) * 12, (1.0,) * 12)), False
+
+    run = SimpleNamespace(
+        settings=Settings(Path("m")),
+        budget=limit,
+        bench=SimpleNamespace(measured=measured, keep_only=lambda _: None, metric=None),
+        limits=SimpleNamespace(judged=lambda trial, *_: trial, why_refused=lambda _: None),
+        slower=lambda _: frozenset(),
+        subject=SimpleNamespace(shaped=None),
+    )
+    history, shortfall = search(cast(Strategy, Learning()), cast(Run, run), Silent())
+    assert 8 <= len(history) <= 16
+    assert shortfall is not None
+    assert clock.now < limit.ends - limit.proof_seconds(1) + 2.0
 
 
 def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Path, workers: Workers) -> None:

@@ -74,18 +74,23 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
     history: list[Trial] = []
     pace: float | None = None
 
-    while room := budget.room(history, pace) or int(budget.is_brief(history)):
-        begun = time.monotonic()
+    def room() -> int:
+        reserve = budget.further_blocks(ratios_to_float(history, plan)[best_of(history)])
+        return budget.room(history, pace, reserve) or int(budget.is_brief(history))
+
+    while room():
         batch = strategy.propose(history)
         if any(products_left_in_float(trial, run.subject.shaped, plan) for trial in history):
             batch = [p for p in batch if not p.placement.edges]
+        batch = batch[: room()]  # which proposing may have left none, as it may measure what rounding does to outputs
         if not batch:
             break
+        begun = time.monotonic()
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
         known, measured_count = history, 0
         is_brief = not budget.room(history, pace)
-        measured = run.bench.measured(len(history) + 1, batch[:room], best_of(history), is_brief=is_brief)
+        measured = run.bench.measured(len(history) + 1, batch, best_of(history), is_brief=is_brief)
         with closing(measured):
             for trial, replayed in measured:
                 measured_count += not replayed

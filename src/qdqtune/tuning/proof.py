@@ -18,7 +18,7 @@ from qdqtune.numerics.scores import Score
 from qdqtune.search import best_of
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import Ratio
+from qdqtune.timing.ratios import FEWEST_BUILDS, Ratio
 from qdqtune.tuning import shipping
 from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL
@@ -192,6 +192,8 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
 
     while True:
         placements = queue.next(attempts)
+        if not run.budget.provable(1):
+            run = replace(run, budget=run.budget.in_haste, racer=replace(run.racer, builds=FEWEST_BUILDS))
         placements = placements[: run.budget.provable(len(placements))]
         races_alone = not is_known and field.given is not None and run.budget.provable(1)
         if not (placements or races_alone):

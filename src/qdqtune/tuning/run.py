@@ -33,7 +33,7 @@ from qdqtune.search.front import MAX_POINTS
 from qdqtune.system.checks import Stamps
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, least_rounds
+from qdqtune.timing.ratios import BLOCK_LOOKS, FEWEST_BUILDS, USUAL_BUILDS, Plan, least_rounds
 from qdqtune.tuning.bench import Bench, ByRule, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
@@ -70,6 +70,10 @@ SLACK = 1.5
 LEARNING = 3
 """A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
 
+UNCLEAR_RATIO, FURTHER_SHARE = 0.6, 0.25
+"""A candidate that takes more than this share of float's time may need further blocks of builds in the proof; and the
+share of a time budget that is kept for them. Chosen, not measured."""
+
 HOPED_RATIO = 0.8
 """The share of float's time that a finalist is expected to take. Chosen, not measured."""
 
@@ -83,7 +87,7 @@ class Budget:
     is only built, judged and proven. `proof` are the numbers of rounds at which the proof looks. There each file has so
     many `copies` in a block; `file_builds` and `file_rounds` are the seconds that one build of a file takes, and its
     part of the first look, if it is as fast as float; `opponents` files race beside the finalists, of which a front has
-    up to `points`.
+    up to `points`. Further blocks may take up to `further` seconds.
     """
 
     builds: int
@@ -97,6 +101,7 @@ class Budget:
     file_builds: float = 0.0
     file_rounds: float = 0.0
     copies: int = USUAL_BUILDS
+    further: float = 0.0
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None, *, has_other_float: bool) -> Budget:
@@ -111,6 +116,7 @@ class Budget:
             opponents=0,
             points=0,
             grace=GRACE_SHARE * (total or 0.0),
+            further=FURTHER_SHARE * (total or 0.0),
         )
         if not settings.is_timed:
             return budget
@@ -144,6 +150,14 @@ class Budget:
         slow = self.opponents + HOPED_RATIO * finalists
         return self.copies * ((self.opponents + finalists) * self.file_builds + slow * self.file_rounds)
 
+    def further_blocks(self, ratio: float) -> float:
+        """The seconds that the search leaves to further blocks of the proof, where the best candidate takes the share
+        `ratio` of float's time, 1 without one: a small gain is not decided by the first."""
+        if self.ends is None or not UNCLEAR_RATIO < ratio < 1:
+            return 0.0
+        each = self.proof_seconds(1)
+        return max((n - 1) * each for n in BLOCK_LOOKS if n == 1 or (n - 1) * each <= self.further)
+
     @property
     def deadline(self) -> float | None:
         """When the search has to end, so that the proof ends in time."""
@@ -166,19 +180,25 @@ class Budget:
         """Whether work of so many seconds would end after the time at which the run has to end."""
         return self.ends is not None and time.monotonic() + seconds > self.ends
 
+    @property
+    def in_haste(self) -> Budget:
+        """The same with as few builds in the proof as can decide anything, for a search that has ended late."""
+        return replace(self, copies=FEWEST_BUILDS)
+
     def provable(self, finalists: int) -> int:
         """How many of the finalists there is time to prove together."""
         while finalists and self.lacks(self.proof_seconds(finalists) - self.grace):
             finalists -= 1
         return finalists
 
-    def room(self, trials: Sequence[Trial], pace: float | None = None) -> int:
-        """How many candidates may follow; `pace` is the seconds that one took so far."""
+    def room(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> int:
+        """How many candidates may follow; `pace` is the seconds that one took so far, `reserve` what the search leaves
+        beside the usual proof."""
         left = self.builds - len(trials)
         if self.seconds_left is None:
             return left
         each = SLACK * (self.candidate if pace is None else pace)
-        return max(0, min(left, int(self.seconds_left / each))) if each else left
+        return max(0, min(left, int((self.seconds_left - reserve) / each))) if each else left
 
     def is_brief(self, trials: Sequence[Trial]) -> bool:
         """Whether there is time for one candidate only, which goes to the proof without rounds that decide anything."""
