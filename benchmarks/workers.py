@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import zoo
@@ -107,14 +108,13 @@ def overhead(ray: str | None, on: str | None) -> None:
     for name, address, machine in places:
         try:
             execution, _ = on_device(machine, Execution())
-            with (
-                allocate_workers(EngineSpec("fake"), 1, None, address, elsewhere=execution.device) as (
-                    devices,
-                    starter,
-                ),
-                tempfile.TemporaryDirectory() as logs,
-            ):
-                with Runner(EngineSpec("fake"), log_dir=Path(logs), start=starter, device=devices[0]) as runner:
+            with ExitStack() as stack:
+                fake = EngineSpec("fake")
+                (device, *_), starter = stack.enter_context(
+                    allocate_workers(fake, 1, None, address, elsewhere=execution.device)
+                )
+                logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                with Runner(fake, log_dir=logs, start=starter, device=device) as runner:
                     begun = time.perf_counter()
                     runner.describe()
                     start = time.perf_counter() - begun
