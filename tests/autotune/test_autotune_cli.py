@@ -185,6 +185,8 @@ def test_bad_input_is_one_line(run: Run, model: Path, arguments: Sequence[str], 
 
 def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Run, model: Path) -> None:
     Path("names.txt").write_text("# the second product\nsecond*\n")
+    assert autotune.get_node_filter_list("names.txt") == ["second*"]
+    assert autotune.get_node_filter_list(None) is None
     assert run("-m", model, "-o", "filtered", "--node_filter_list", "names.txt", "--builds", 14)[0] == 0
     nodes = {e.node for e in read_placement_file(Path("filtered/placement.yaml")).placement}
     assert "second" in nodes

@@ -21,10 +21,10 @@ from qdqtune.autotune.region_search import AutotunerNotInitializedError as Autot
 from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region, as_model, model_with, pattern_of
 from qdqtune.autotune.region_search import get_tensor_consumer_node_indices as get_tensor_consumer_node_indices
 from qdqtune.autotune.region_search import has_quantizable_operations as has_quantizable_operations
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, one_line
 from qdqtune.graph.model import GRAPH, Model, Use
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
-from qdqtune.placement.files import parsed_yaml, write_yaml, wrong_part
+from qdqtune.placement.files import parsed_yaml, write_yaml
 from qdqtune.placement.possible import can_carry
 from qdqtune.search import region as search
 from qdqtune.search.regions import cache, patterns
@@ -526,6 +526,6 @@ class PatternCache:
             try:
                 return cls.from_dict(interface)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise BadOption(f"{path} is no pattern cache: {wrong_part(error)}") from error
+                raise BadOption(f"{path} is no pattern cache: {one_line(error)}") from error
         entries = cache.read_cache(path).items()
         return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])

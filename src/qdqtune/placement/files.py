@@ -206,8 +206,3 @@ def parsed_yaml(path: Path, what: str) -> Any:
         return yaml.load(text, Loader=LOADER)
     except (*SCALAR_ERRORS, RecursionError, yaml.YAMLError) as error:
         raise BadOption(f"{path} is no {what} file, or damaged: {one_line(error)}") from error
-
-
-def wrong_part(error: Exception) -> str:
-    """What is wrong with values that a file holds, from what Python raised when it read them."""
-    return f"it lacks {error}" if isinstance(error, KeyError) else f"a part has another form ({one_line(error)})"
