@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
-from qdqtune.search.front import undominated
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
@@ -141,15 +141,13 @@ def _map(run: FinishedRun) -> Map:
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
     """The groups with the most time, and one bar for all others. Groups that are `alike` share a bar."""
-    if not sum(g.float_ms or 0.0 for g in drawn.groups):
+    rows = [(_bar(drawn, numbers), numbers) for numbers in alike(drawn)]
+    rows = sorted((row for row in rows if longest([row[0]])), key=lambda row: -longest([row[0]]))
+    rest = [number for _, numbers in rows[BARS:] for number in numbers]
+    if not any(group.float_ms for group in drawn.groups):
         return ()
-    rows = [row for numbers in alike(drawn) if longest([row := _bar(drawn, numbers)])]
-    rows.sort(key=lambda row: -longest([row]))
-    if rest := rows[BARS:]:
-        tuned = None if rest[0].tuned_ms is None else sum(bar.tuned_ms or 0.0 for bar in rest)
-        floats, conversions = sum(bar.float_ms for bar in rest), sum(bar.conversion_ms for bar in rest)
-        rows[BARS:] = [Bar(f"the other {sum(bar.groups for bar in rest)} groups", "", None, floats, tuned, conversions)]
-    return tuple(rows)
+    others = [replace(_bar(drawn, rest), name=f"the other {len(rest)} groups", node="", group=None)] if rest else []
+    return (*(bar for bar, _ in rows[:BARS]), *others)
 
 
 def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
@@ -164,7 +162,6 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
         sum(g.float_ms or 0.0 for g in groups),
         None if first.tuned_ms is None else sum(g.tuned_ms or 0.0 for g in groups),
         sum(g.conversion_ms for g in groups),
-        len(groups),
     )
 
 
@@ -175,7 +172,7 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     if drawn.tuned and run.here["final_ms"] is not None:
         text += f", {drawn.tuned} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
-    at = f" at {counted(int(threads), 'thread')}" if threads else ""
+    at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""
     text += f", as measured in rounds{at}, divided among the layers as the engine reports them of profiled inferences."
     spent = sum(group.conversion_ms for group in drawn.groups)
     what = OWN if run.keeps_own_pairs else "the tuned model"
@@ -206,7 +203,6 @@ def _points(run: FinishedRun) -> Iterator[Point]:
     if run.keeps_own_pairs and (own := run.summary["ratio"]) is not None:
         yield Point(OWN, Speed(1 / own), run.summary["output_sqnr_db"], True, False, True)
     ratios = ratios_to_float(run.history, run.plan)
-    best = undominated(run.history, run.plan)
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
     for placement, trial in last.items():
         is_final = placement == run.placement and not run.keeps_own_pairs
@@ -215,8 +211,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
         ends = Speed(1 / ratios[placement])
         if is_final and (final := run.summary["ratio"]) is not None:
             ends = speed(Ratio(final, run.summary["ratio_low"], run.summary["ratio_high"]))
-        name = f"candidate {trial.number}" + (", unbeaten" if placement in best else "")
-        yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
+        yield Point(f"candidate {trial.number}", ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 
 
 def candidates(run: FinishedRun) -> Iterator[Candidate]:

@@ -132,8 +132,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the chart of times: one group, or several `groups` that are alike, of which `group` is the number of the
-    first and `node` its first node; `group` is None for the sum of all others. `tuned_ms` is without conversions."""
+    """A row of the chart of times: one group, or several that are alike, of which `group` is the number of the first
+    and `node` its first node; `group` is None for the sum of all others. `tuned_ms` is without conversions."""
 
     name: str
     node: str
@@ -141,7 +141,6 @@ class Bar:
     float_ms: float
     tuned_ms: float | None
     conversion_ms: float
-    groups: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,7 @@
 "use strict";
-// The switch of colours, and the map of the model. What comes from the model is put into the page as text only.
+// The map of the model. What comes from the model is put into the page as text only.
 (() => {
   const byId = (id) => document.getElementById(id);
-  const theme = byId("theme");
-  const remember = (value) => { try { localStorage.setItem("qdqtune-theme", value); } catch { /* a page from a file may not */ } };
-  const recall = () => { try { return localStorage.getItem("qdqtune-theme") || ""; } catch { return ""; } };
-  const paint = (value) => { document.documentElement.style.colorScheme = value; };
-  theme.value = recall();
-  paint(theme.value);
-  theme.addEventListener("change", () => { paint(theme.value); remember(theme.value); });
-
   const done = () => { document.documentElement.dataset.ready = "yes"; performance.mark("ready"); };
   const source = byId("data");
   if (!source) { done(); return; }
