@@ -108,12 +108,7 @@ class Cluster:
         return total
 
     def devices(self, workers: int | None, most: int = 0) -> tuple[Device, ...]:
-        """Devices for `workers` workers, by default for as many as the cluster can hold. Ray decides where each runs.
-
-        Raises:
-            BadOption: no node has as many cores as `most`.
-            EngineUnavailable: the cluster cannot hold so many workers.
-        """
+        """Devices for `workers` workers, by default for as many as there is room for. Ray decides where each runs."""
         if most > self.cores_each and not self.capacity(most):
             raise BadOption(f"{most} threads: no node of the cluster has as many CPUs, see ray status")
         fit = self.capacity(self.cores_each)
@@ -124,11 +119,7 @@ class Cluster:
         return tuple(Device(f"worker-{n}") for n in range(1, 1 + (workers or fit)))
 
     def start(self, log: Path, device: Device) -> FarWorker:
-        """A worker on any free device of the cluster.
-
-        Raises:
-            EngineUnavailable: none is free, or another version of qdqtune is installed there.
-        """
+        """A worker on any free device of the cluster."""
         gpus = 1 if needs_gpu(self.spec) else 0
         wants = {"num_cpus": self.cores_each, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote()

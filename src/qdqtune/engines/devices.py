@@ -160,11 +160,7 @@ def divide_cores(
     free: Sequence[Sequence[int]], workers: int, each: int, *, are_others_in_use: bool = False
 ) -> list[tuple[int, ...]]:
     """The `each` cores of each worker. `free` are logical cores, grouped by physical core; a group is split only if
-    necessary.
-
-    Raises:
-        BadOption: there are fewer than `workers` x `each` free cores.
-    """
+    necessary."""
     count, wanted = sum(map(len, free)), workers * each
     if count < wanted:
         others = ", the others being in use by other runs of qdqtune" if are_others_in_use else ""

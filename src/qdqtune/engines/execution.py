@@ -95,11 +95,7 @@ class Execution:
 
     @contextmanager
     def constant_file(self) -> Iterator[ConstantFile]:
-        """`constants`, or a new file in a temporary folder.
-
-        Raises:
-            OutputError: the file cannot be made.
-        """
+        """`constants`, or a new file in a temporary folder."""
         if self.constants is not None:
             yield self.constants
             return

@@ -145,11 +145,7 @@ PLAIN_OPTIONS = frozenset({
 
 def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
     """An engine that a file from elsewhere describes, with those of its options that cannot name files, libraries or
-    programs; and the names of the others.
-
-    Raises:
-        BadOption: the option `provider` names another provider than the engine.
-    """
+    programs; and the names of the others."""
     spec = normal(spec)
     known, given = table_of(provider_of(spec)).plain, spec.options.get("provider_options")
     own = given if isinstance(given, Mapping) else {}

@@ -129,19 +129,11 @@ class Runner:
     # The engine
 
     def describe(self) -> dict[str, str]:
-        """`Engine.describe` in the worker process.
-
-        Raises:
-            BadOption, EngineUnavailable: the engine cannot be opened.
-        """
+        """`Engine.describe` in the worker process."""
         return dict(self._ask("describe"))
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """`Engine.numeric_format` in the worker process.
-
-        Raises:
-            BadOption, EngineUnavailable: the engine cannot be opened, or has no kernels for that type.
-        """
+        """`Engine.numeric_format` in the worker process."""
         return cast(NumericFormat, self._ask("numeric_format", quant_type))
 
     @property
@@ -285,11 +277,7 @@ class Runner:
     # Requests to the worker
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The answer to a request that concerns no model.
-
-        Raises:
-            EngineUnavailable: the request fails.
-        """
+        """The answer to a request that concerns no model."""
         with rewording(f"engine {self._spec.name!r} does not work here", EngineUnavailable):
             return self._ask_of((), name, *arguments, what="answering")
 

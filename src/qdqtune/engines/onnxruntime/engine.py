@@ -72,11 +72,6 @@ RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 
 def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
-    """Make the engine.
-
-    Raises:
-        EngineUnavailable: the provider is not installed, or has no device here.
-    """
     table, library = table_of(options.provider), options.library
     if not library and not table.plugin:
         available = ort.get_available_providers()

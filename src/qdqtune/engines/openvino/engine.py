@@ -35,11 +35,6 @@ refusals_in_words = partial(
 
 
 def create(options: OpenVinoOptions) -> OpenVino:
-    """Make the engine.
-
-    Raises:
-        EngineUnavailable: this build of OpenVINO cannot use the CPU.
-    """
     core = ov.Core()
     if DEVICE not in core.available_devices:
         raise EngineUnavailable("OpenVINO here has no CPU plug-in: pip install --force-reinstall openvino")

@@ -250,11 +250,7 @@ def greeting(program: Program, limit: float) -> dict[str, Any]:
 
 
 def check_version(words: dict[str, Any], host: str) -> None:
-    """Refuse a program by its greeting.
-
-    Raises:
-        EngineUnavailable: it has another version of qdqtune.
-    """
+    """Refuse a program by its greeting."""
     if words["version"] != __version__:
         raise EngineUnavailable(
             f"{host} has qdqtune {words['version']}, and here is {__version__}: install one version everywhere"
@@ -263,11 +259,7 @@ def check_version(words: dict[str, Any], host: str) -> None:
 
 def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
     """A model file whose external data lie in files that are named by their content, and the bytes of these, which are
-    read when they are used.
-
-    Raises:
-        BadOption: a file cannot be read.
-    """
+    read when they are used."""
     contents: dict[str, Array] = {}
     with reading(path):
         proto = onnx.load(path, load_external_data=False)

@@ -20,12 +20,7 @@ from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 
 def create(options: CachedOptions) -> TensorRt:
-    """The engine on the current GPU.
-
-    Raises:
-        BadOption: there is no such plug-in library.
-        EngineUnavailable: TensorRT, cuda-python, a GPU or what a plug-in library needs is missing.
-    """
+    """The engine on the current GPU."""
     trt = vendor_module("tensorrt", "TensorRT", "pip install 'qdqtune[tensorrt]'")
     if not hasattr(trt.IExecutionContext, "execute_async_v3"):
         raise EngineUnavailable(f"TensorRT {trt.__version__} is too old: install 8.6 or later")
@@ -35,11 +30,7 @@ def create(options: CachedOptions) -> TensorRt:
 
 
 def vendor_module(name: str, product: str, remedy: str) -> Any:
-    """The vendor's module.
-
-    Raises:
-        EngineUnavailable: the module, or a library that it needs, is missing; `remedy` says what to do.
-    """
+    """The vendor's module."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:

@@ -98,12 +98,7 @@ def logger_of(trt: Any) -> Any:
 
 
 def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
-    """Load TensorRT's own plug-ins, and those in `libraries`.
-
-    Raises:
-        BadOption: a library is no file.
-        EngineUnavailable: a library cannot be loaded.
-    """
+    """Load TensorRT's own plug-ins, and those in `libraries`."""
     trt.init_libnvinfer_plugins(logger_of(trt), "")
     registry = trt.get_plugin_registry()
     for library in libraries:
@@ -118,13 +113,7 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
 
 
 def build_plan(trt: Any, model: Path, options: TensorRtOptions, times: TimingCache | None) -> Any:
-    """The serialized engine of a model file, as a buffer. `times` is None if the builder measures nothing.
-
-    Raises:
-        EngineFailure: the parser or the builder refuses the model.
-        BadOption: shapes are missing or wrong.
-        OutputError: the timing cache cannot be written.
-    """
+    """The serialized engine of a model file, as a buffer. `times` is None if the builder measures nothing."""
     logger = logger_of(trt)
     logger.clear()
     builder = trt.Builder(logger)

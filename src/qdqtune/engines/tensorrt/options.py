@@ -84,11 +84,7 @@ class CachedOptions(TensorRtOptions):
 
 
 def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as an `EngineSpec` holds them. Shapes may be texts such as input:1x3x224x224, libraries a single path.
-
-    Raises:
-        BadOption: a text is no shape.
-    """
+    """Options as an `EngineSpec` holds them. Shapes may be texts such as input:1x3x224x224, libraries a single path."""
     chosen = dict(options)
     for name in SHAPE_OPTIONS:
         shapes = chosen.get(name)
@@ -129,11 +125,7 @@ def _may_be_timing_cache(path: Path) -> bool:
 
 def spans(spec: EngineSpec) -> dict[str, Span]:
     """Smallest, usual and largest sizes by input, from the engine's options and from trtexec_args, which take
-    precedence.
-
-    Raises:
-        BadOption: the shapes inside trtexec_args cannot be read.
-    """
+    precedence."""
     if spec.name not in TENSORRT_FAMILY:
         return {}
     given = [dict(spec.options.get(name) or {}) for name in SHAPE_OPTIONS]

@@ -386,11 +386,7 @@ def assign(
 
     A node belongs to the first layer that mentions it in its name, or else in its metadata. Nodes that no layer
     mentions are assigned by `coverage.cover`: TensorRT, too, fuses a DQ with its reader and other nodes with the
-    producer of their input.
-
-    Raises:
-        BadOption: no layer mentions a node of the model, or most mention none.
-    """
+    producer of their input."""
     home: dict[str, int] = {}
     for number, layer in enumerate(layers):
         for name in names.mentioned(layer.name):

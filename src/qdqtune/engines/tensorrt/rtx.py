@@ -25,12 +25,7 @@ class RtxOptions(TensorRtOptions):
 
 
 def create(options: RtxOptions) -> TensorRt:
-    """The engine on the current GPU; for a `target` other than that GPU an engine that builds and cannot run.
-
-    Raises:
-        BadOption: no such target or plug-in library.
-        EngineUnavailable: TensorRT-RTX is missing, or there is no GPU and no `target`.
-    """
+    """The engine on the current GPU; for a `target` other than that GPU an engine that builds and cannot run."""
     trt = vendor_module("tensorrt_rtx_bindings", "TensorRT-RTX", "pip install 'qdqtune[tensorrt-rtx]'")
     target = options.target
     known = [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]

@@ -93,12 +93,7 @@ class TrtexecOptions(CachedOptions):
 
 
 def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
-    """Make the engine. `launch` runs the program.
-
-    Raises:
-        BadOption: trtexec_args cannot be read, or have a flag that users must not set.
-        EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
-    """
+    """Make the engine. `launch` runs the program."""
     arguments = _checked_flags(options.trtexec_args)
     path = shutil.which(options.trtexec)
     if path is None:
@@ -259,11 +254,7 @@ class Trtexec:
         return any(flag_name(flag) in flags for flag in self.arguments)
 
     def shape_flags(self, sizes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Flags for the dynamic inputs, which have these sizes now: for the shapes that the user gives, or for these.
-
-        Raises:
-            BadOption: the user gives shapes for some of the inputs only.
-        """
+        """Flags for dynamic inputs, which have these sizes now: for the shapes that the user gives, or for these."""
         if self._sets(SHAPE_FLAGS) or not sizes:
             return []
         spans = {name: self.options.shapes(name) for name in sizes}
@@ -293,11 +284,7 @@ class TrtexecModel:
         return self._engine.start_seconds
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
-        """The plan for inputs of these sizes. It is built at the first call.
-
-        Raises:
-            EngineFailure: trtexec refuses the model.
-        """
+        """The plan for inputs of these sizes. It is built at the first call."""
         shapes = tuple(self._engine.shape_flags({name: sizes[name] for name in _dynamic(self._graph)}))
         if shapes not in self._plans:
             plan = self._file(f"{len(self._plans)}.plan")
