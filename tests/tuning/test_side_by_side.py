@@ -95,15 +95,15 @@ def test_jobs_of_a_lost_worker_are_done_by_the_others(model, monkeypatch, many_c
 
     def lost(self: Workers, log: Path, device: devices.Device) -> Any:
         worker = started(self, log, device)
-        request = worker.request
+        ask = worker.ask
 
-        def refused(name: str, arguments: tuple[Any, ...], *more: Any) -> tuple[bool, Any]:
+        def refused(message: tuple[str, Any], limit: float) -> tuple[bool, Any]:
             with others:
-                if name == "build" and device.name == "worker-2":
+                if message[0] == "build" and device.name == "worker-2":
                     return False, EngineUnavailable("its driver is gone")
-            return request(name, arguments, *more)
+            return ask(message, limit)
 
-        worker.request = refused  # type: ignore[method-assign]
+        worker.ask = refused  # type: ignore[method-assign]
         return worker
 
     monkeypatch.setattr(Workers, "__call__", lost)

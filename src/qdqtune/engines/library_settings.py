@@ -73,16 +73,16 @@ def session_settings(threads: int) -> dict[str, Any]:
     }
 
 
-def openvino_configuration(threads: int, precision: str, *, denormals_as_zero: bool) -> dict[str, Any]:
+def openvino_configuration(options: OpenVinoOptions) -> dict[str, Any]:
     """The properties that OpenVINO compiles models with."""
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
-        "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": options.threads,
+        "INFERENCE_PRECISION_HINT": options.precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
         "ENABLE_CPU_PINNING": False,
-        "CPU_DENORMALS_OPTIMIZATION": denormals_as_zero,
+        "CPU_DENORMALS_OPTIMIZATION": options.denormals_as_zero,
     }
 
 
@@ -95,8 +95,8 @@ def library_settings(
     options, threads = spec.options, int(spec.options.get("threads", 1))
     as_zero = described.get("denormals_as_zero") != "no"
     if spec.name == "openvino":
-        precision = described.get("precision", "f32")
-        return {"configuration": openvino_configuration(threads, precision, denormals_as_zero=as_zero)}
+        chosen = OpenVinoOptions(threads, described.get("precision", "f32"), as_zero)
+        return {"configuration": openvino_configuration(chosen)}
     if spec.name == "trtexec":
         return _trtexec(spec, described, sizes)
     if spec.name in TENSORRT_FAMILY:

@@ -70,7 +70,11 @@ class WorkerPool(Generic[W]):
                         raise_if_closed()
                         return job(worker)
                 except EngineUnavailable as error:
-                    is_lost = self._is_lost(worker, error)
+                    with self._lock:
+                        is_lost = len(self._workers) > 1  # the last one is not: its job fails instead
+                        if is_lost:
+                            self._workers.remove(worker)
+                            self._losses.append(error)
                     if not is_lost:
                         raise
                 finally:
@@ -91,15 +95,6 @@ class WorkerPool(Generic[W]):
                 is_closed = True
                 threads.shutdown(cancel_futures=True)
                 self._notify_lost()
-
-    def _is_lost(self, worker: W, error: EngineUnavailable) -> bool:
-        """Take a worker out of the pool, unless it is the last one: its job fails instead."""
-        with self._lock:
-            if len(self._workers) > 1:
-                self._workers.remove(worker)
-                self._losses.append(error)
-                return True
-        return False
 
     def _notify_lost(self) -> None:
         while self._losses:

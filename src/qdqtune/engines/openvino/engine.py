@@ -70,8 +70,7 @@ class OpenVino:
 
     def configuration(self, **more: Any) -> dict[str, Any]:
         """The properties that models are compiled with; `more` are added, or replace some."""
-        own = self._options
-        return openvino_configuration(own.threads, own.precision, denormals_as_zero=own.denormals_as_zero) | more
+        return openvino_configuration(self._options) | more
 
 
 class OpenVinoModel:
