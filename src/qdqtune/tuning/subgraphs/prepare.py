@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -325,14 +325,12 @@ class ProgressFile(Silent):
 
 @dataclass(frozen=True)
 class Profiled:
-    """The groups timed alone, and the `search` that starts from them. `progress` is an observer of that search; `why`
-    says by number of a group why it was not timed."""
+    """The groups timed alone, and the `search` that starts from them. `progress` is an observer of that search."""
 
     search: SubgraphSearch
     progress: ProgressFile
     kinds: tuple[GroupKind, ...]
-    why: Mapping[int, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def shortfall(self) -> str | None:
@@ -370,7 +368,10 @@ def profile(run: Run) -> Profiled:
     progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, deadline, timed=is_timed) as profiler:
         by_kind = profiler.all(kinds, progress.timed)
-    profiles = {u.number: passthrough_profile(parts, u, times[u.number]) for u in parts.units}
+    profiles: dict[int, Profile] = {}
+    for number, reason in why.items():
+        untimed = passthrough_profile(parts, parts.units[number], times[number])
+        profiles[number] = replace(untimed, failures={"": reason})
     for kind in kinds:
         profiles |= dict.fromkeys((unit.number for unit in kind.units), by_kind[kind.number])
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
@@ -390,7 +391,7 @@ def profile(run: Run) -> Profiled:
     log = settings.output_dir / LOGS / GROUP_LOG
     with writing(log):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
-    return Profiled(search, progress, kinds, why, tuple(notes))
+    return Profiled(search, progress, kinds, tuple(notes))
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
@@ -454,7 +455,8 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     rows = []
     for unit in parts.units:
         profile = search.selection.profiles[unit.number]
-        chosen = search.selection.option(unit.number) or profile.best
+        accepted = search.selection.option(unit.number)
+        chosen = accepted or profile.best
         kept = unit.number in running or format_in(unit, final) is not None
         nodes = [parts.model.nodes[n] for n in unit.nodes]
         row = GroupOutcome(
@@ -466,26 +468,26 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
             quantized_ms=chosen.ms if chosen else None,
             gain_in_model=saved[unit.number] if saved and final else None,
             kept=kept,
-            why=_why(unit.number, profiled, profile, final, kept=kept, is_tried=bool(history)),
+            why=_why(profile, final, accepted=accepted is not None, kept=kept, is_tried=bool(history)),
         )
         rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
 
 
-def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool, is_tried: bool) -> str:
-    accepted, best = profiled.search.selection.option(number) is not None, profile.best
+def _why(profile: Profile, final: Placement, *, accepted: bool, kept: bool, is_tried: bool) -> str:
+    best = profile.best
     is_slower_alone = best is None or best.ms >= profile.float_ms
     if kept and not accepted:
         return "kept: joins neighbours"
     if kept:
         return "kept: saves conversions" if is_slower_alone else "kept"
-    if number in profiled.why and not accepted:
-        return profiled.why[number]
+    if accepted and final:
+        return "slower in the model"
+    if accepted:
+        return "model not faster" if is_tried else "not tried in the model"
+    if "" in profile.failures:
+        return profile.failures[""]
     if not profile.options and profile.failures:
         scheme, reason = next(iter(profile.failures.items()))
-        return f"scheme {scheme} fails: {reason}" if scheme else reason
-    if not accepted:
-        return "slower alone" if is_slower_alone else "conversions cost more"
-    if final:
-        return "slower in the model"
-    return "model not faster" if is_tried else "not tried in the model"
+        return f"scheme {scheme} fails: {reason}"
+    return "slower alone" if is_slower_alone else "conversions cost more"
