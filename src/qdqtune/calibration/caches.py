@@ -204,8 +204,12 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
             "other tensors; calibrate this file anew"
         )
     unused = dict(cache.unusable) | {n: _why_unused(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
-    computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
-    wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
+    wanted = set[str]()
+    for node in (node for node in model.nodes if not node.domain):
+        if node.op in COMPUTE:
+            wanted.update(node.inputs[:2])
+        if node.op in INTEGER_KERNELS:
+            wanted.update(node.inputs)
     lacking = tuple(t for t in tensors if t in wanted and t not in ranges)
     return Matched(cache.source, Ranges(ranges, is_given=True), exact, derived, lacking, unused)
 

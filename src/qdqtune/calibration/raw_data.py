@@ -52,7 +52,8 @@ def raw_files(source: Path) -> list[Path]:
 
 def settings_files(source: Path, folders: Sequence[Path]) -> list[Path]:
     """The files that say how to make arrays of raw data: those beside the data, or else in `folders` of the model."""
-    return [path for names in SETTINGS if (path := first_beside(names, _places(source, folders))) is not None]
+    places = _places(source, folders)
+    return [path for path in (first_beside(names, places) for names in SETTINGS) if path is not None]
 
 
 def raw_samples(
@@ -150,8 +151,8 @@ class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def _picture_settings(path: Path) -> PictureSettings:
     content = _read_object(path)
-    if isinstance(nested := content.get("image_processor"), dict):
-        content = nested
+    nested = content.get("image_processor")
+    content = nested if isinstance(nested, dict) else content
     content = {name: value for name, value in content.items() if value is not None}
     try:
         settings = msgspec.convert(content, PictureSettings)
@@ -176,7 +177,8 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
     fitting = [spec for spec in fitting if spec.name == "pixel_values"] or fitting
     if len(fitting) != 1:
         raise BadData(f"{source} holds pictures, which fit an input of rank 4: the model has {listed(tuple(specs))}")
-    if (origin := first_beside(PICTURE_SETTINGS, places)) is None:
+    origin = first_beside(PICTURE_SETTINGS, places)
+    if origin is None:
         like = '{"size": {"height": 224, "width": 224}, "rescale_factor": 0.00392, "do_normalize": false}'
         raise BadData(
             f"how are the pictures in {source} scaled? Put a {PICTURE_SETTINGS[0]} beside the model or the pictures, "
@@ -238,7 +240,8 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
 
 
 def _resized(height: int, width: int, size: Mapping[str, int | None], origin: Path) -> tuple[int, int]:
-    if (high := size.get("height")) and (wide := size.get("width")):
+    high, wide = size.get("height"), size.get("width")
+    if high and wide:
         return high, wide
     short, long = size.get("shortest_edge"), size.get("longest_edge")
     if not short:
@@ -270,7 +273,8 @@ def texts_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) 
     ids = next((spec for spec in specs if spec.name == IDS and len(spec.shape) == 2), None)
     if ids is None:
         raise BadData(f"{source} holds texts, which need an input {IDS}: the model has {listed(tuple(specs))}")
-    if (path := first_beside(TOKENIZER, places)) is None:
+    path = first_beside(TOKENIZER, places)
+    if path is None:
         how = "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
         raise BadData(f"{source} holds texts: put their {TOKENIZER[0]} beside the model or the texts ({how})")
     try:

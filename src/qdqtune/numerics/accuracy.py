@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -42,7 +43,8 @@ def concern(accuracy: Accuracy) -> str | None:
     if lost is not None and lost < FLOOR_DB:
         state = "computes something else than" if lost < FLOOR_DB / 2 else "differs much from"
         return f"the output SQNR is {lost:.1f} dB: below {FLOOR_DB:g} dB a model {state} the float model"
-    if (part := loss_of_slice(accuracy)) is not None:
+    part = loss_of_slice(accuracy)
+    if part is not None:
         return part
     if accuracy.agreement is not None and accuracy.agreement < MOST_EQUAL:
         return f"only {accuracy.agreement:.1%} of the integers in the outputs are those of the float model"
@@ -74,7 +76,8 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     values, as those of boxes do, and differ, missing values count as zeros.
     """
     scores = scores or scores_of(reference)
-    if 0 < (count := len(outputs)) < len(reference):
+    count = len(outputs)
+    if 0 < count < len(reference):
         first = accuracy(reference[:count], outputs, scores.first(count))
         return replace(first, at_most_db=sqnr_db(reference, [*outputs, *reference[count:]]))
     floats, agreements = _paired(reference, outputs), []
@@ -270,14 +273,16 @@ def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
     """
     slices = list[Slice]()
     for name, arrays in pairs.items():
-        rank = arrays[0][0].ndim
-        if any(array.ndim != rank for pair in arrays for array in pair):
+        shapes = [array.shape for array in chain.from_iterable(arrays)]
+        rank = len(shapes[0])
+        if any(len(shape) != rank for shape in shapes):
             continue
         for axis in range(1, rank):
-            lengths = {array.shape[axis] for pair in arrays for array in pair}
+            lengths = {shape[axis] for shape in shapes}
             if len(lengths) > 1 or not 1 <= max(lengths) <= MOST_SLICES:
                 continue
-            if (span := _worst_slices(arrays, axis)) is not None:
+            span = _worst_slices(arrays, axis)
+            if span is not None:
                 start, stop, db, is_lost = span
                 index = [":"] * rank
                 index[axis] = str(start) if stop == start + 1 else f"{start}:{stop}"
@@ -305,7 +310,7 @@ def _worst_slices(pairs: Pairs, axis: int) -> tuple[int, int, float, bool] | Non
         error = wide - actual
         squares = (np.einsum("ijk,ijk->j", values, values) for values in (wide, error))
         powers.append(np.array([*squares, wide.sum((0, 2))]))
-        ends.append(np.array([end for values in (exact, actual) for end in (values.min((0, 2)), -values.max((0, 2)))]))
+        ends.append(np.array([exact.min((0, 2)), -exact.max((0, 2)), actual.min((0, 2)), -actual.max((0, 2))]))
     count = sum(exact.size // exact.shape[axis] for exact, _ in pairs)
     if count < LEAST_VALUES:
         return None

@@ -345,7 +345,8 @@ def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
         for edge in sorted(found, key=lambda edge: edge == last):
             edges.setdefault(edge.tensor, []).append(edge)
     for slot, tensor in enumerate(model.outputs):
-        if (edge := Edge(tensor, "", slot)) in pairs:
+        edge = Edge(tensor, "", slot)
+        if edge in pairs:
             edges.setdefault(tensor, []).append(edge)
     return tuple(_rounding(model, tensor, tuple(at), pairs[at[0]]) for tensor, at in edges.items())
 
