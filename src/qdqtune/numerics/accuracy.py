@@ -277,11 +277,19 @@ def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
         rank = len(shapes[0])
         if any(len(shape) != rank for shape in shapes):
             continue
-        for axis in range(1, rank):
-            lengths = {shape[axis] for shape in shapes}
-            if len(lengths) > 1 or not 1 <= max(lengths) <= MOST_SLICES:
-                continue
-            span = _worst_slices(arrays, axis)
+        lengths = [{shape[axis] for shape in shapes} for axis in range(rank)]
+        axes = [axis for axis in range(1, rank) if len(lengths[axis]) == 1 and 1 <= max(lengths[axis]) <= MOST_SLICES]
+        sums: dict[int, list[tuple[Array, Array]]] = {axis: [] for axis in axes}
+        for exact, actual in arrays:
+            wide = exact.astype(np.float64)
+            error = wide - actual
+            for axis in axes if exact.size else ():
+                sums[axis].append(
+                    _sums(*(a.reshape(prod(a.shape[:axis]), a.shape[axis], -1) for a in (exact, actual, wide, error)))
+                )
+        total = sum(exact.size for exact, _ in arrays)
+        for axis, own in sums.items():
+            span = _worst_slices(own, total // max(lengths[axis]))
             if span is not None:
                 start, stop, db, is_lost = span
                 index = [":"] * rank
@@ -298,27 +306,24 @@ def loss_of_slice(accuracy: Accuracy) -> str | None:
     return f"{accuracy.slice_name} lost its values: {accuracy.slice_db:.1f} dB, {hidden}"
 
 
-def _worst_slices(pairs: Pairs, axis: int) -> tuple[int, int, float, bool] | None:
-    """Start and stop of the worst slices along an axis, the least SQNR of them in dB, and whether they are lost."""
-    powers: list[Array] = []
-    ends: list[Array] = []
-    for pair in pairs:
-        if not pair[0].size:
-            continue
-        exact, actual = (array.reshape(prod(array.shape[:axis]), array.shape[axis], -1) for array in pair)
-        wide = exact.astype(np.float64)
-        error = wide - actual
-        squares = (np.einsum("ijk,ijk->j", values, values) for values in (wide, error))
-        powers.append(np.array([*squares, wide.sum((0, 2))]))
-        ends.append(np.array([exact.min((0, 2)), -exact.max((0, 2)), actual.min((0, 2)), -actual.max((0, 2))]))
-    count = sum(exact.size // exact.shape[axis] for exact, _ in pairs)
+def _sums(exact: Array, actual: Array, wide: Array, error: Array) -> tuple[Array, Array]:
+    """Of each slice [before, slices, behind] of one sample: signal, noise and sum; least and negative largest value in
+    the float model, then in the other one."""
+    squares = (np.einsum("ijk,ijk->j", values, values) for values in (wide, error))
+    ends = exact.min((0, 2)), -exact.max((0, 2)), actual.min((0, 2)), -actual.max((0, 2))
+    return np.array([*squares, wide.sum((0, 2))]), np.array(ends)
+
+
+def _worst_slices(sums: Sequence[tuple[Array, Array]], count: int) -> tuple[int, int, float, bool] | None:
+    """Start and stop of the worst slices along an axis, the least SQNR of them in dB, and whether they are lost; from
+    the `_sums` of all samples, in which a slice has `count` values."""
     if count < LEAST_VALUES:
         return None
-    sums: Array = sum(powers, np.zeros(1))
-    signal, noise, total = sums
+    powers: Array = sum((powers for powers, _ in sums), np.zeros(1))
+    signal, noise, total = powers
     if not noise.any():
         return None
-    least, negative_most, low, negative_high = np.min(ends, axis=0)
+    least, negative_most, low, negative_high = np.min([ends for _, ends in sums], axis=0)
     size = np.sqrt(signal / count)
     judged = np.flatnonzero((size > RESOLVED * size.max()) & ~((least >= 0) & (-negative_most <= NEVER)))
     if not judged.size:
