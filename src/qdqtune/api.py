@@ -22,7 +22,6 @@ from threading import Event
 from typing import Any, ParamSpec, TypeVar
 
 from qdqtune.cli import progress as lines
-from qdqtune.commands import apply as applying
 from qdqtune.commands import build as building
 from qdqtune.commands import check as checking
 from qdqtune.commands import inspect as inspecting
@@ -37,10 +36,8 @@ from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.execution import cancelled_by
 from qdqtune.errors import BadOption, Cancelled
 from qdqtune.explanation.page import write_report
-from qdqtune.explanation.report import report_of_run
 from qdqtune.options import REQUIRED, Option, Options, anything, flags_of, option, options_of
 from qdqtune.system.writing import temporary_folder
-from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Observer, Observers, Silent, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
@@ -128,7 +125,7 @@ class CompareCall(CallOptions, CompareOptions):
 
 
 @dataclass(kw_only=True)
-class ApplyCall(ModelCallOptions, applying.ApplyOptions):
+class ApplyCall(ModelCallOptions, quantizing.ApplyOptions):
     """Keywords of `apply`."""
 
 
@@ -173,12 +170,12 @@ def _tune(options: TuneCall, observer: Observer) -> Result:
         return tune_settings(options.model, observer)
     done = tune_settings(options.settings(), observer)
     if options.report:
-        write_report(report_of_run(done.folder), done.folder / REPORT, flags_of(TuneOptions))
+        write_report(done.folder, flags_of(TuneOptions))
     return done
 
 
 tune, quantize = function(TuneCall, _tune), function(QuantizeCall, quantizing.quantize)
-apply, verify = function(ApplyCall, applying.apply), function(VerifyCall, verifying.verify)
+apply, verify = function(ApplyCall, quantizing.apply), function(VerifyCall, verifying.verify)
 check, layers = function(CheckCall, checking.check), function(LayersCall, checking.layers)
 build, inspect = function(BuildCall, building.build), function(InspectCall, inspecting.inspect)
 

@@ -33,14 +33,15 @@ LONGEST_SECONDS = 366 * 24 * 3600
 class Kind:
     """A type of options. `convert` makes the value of text or of an object, and raises ValueError with the reason.
 
-    A kind takes "one" value, "several" in a list or a mapping, or "anything". `reads` gives the files that a text names
-    to be read, `what` is their name in messages (by default that of the option). `writes` gives the files that are
-    written, from the path, the option's name and the values of all options; `usual` the path if the user names none.
+    A kind takes "one" value, a "list" or a text, "several" in a list, a mapping or repeated options (None for none), or
+    "anything". `reads` gives the files that a text names to be read, `what` is their name in messages (by default that
+    of the option). `writes` gives the files that are written, from the path, the option's name and the values of all
+    options; `usual` the path if the user names none.
     """
 
     convert: Callable[[Any], Any]
     metavar: str = "TEXT"
-    takes: Literal["one", "several", "anything"] = "one"
+    takes: Literal["one", "list", "several", "anything"] = "one"
     choices: tuple[str, ...] = ()
     is_path: bool = False
     reads: Callable[[str], Iterable[Path]] | None = None
@@ -63,8 +64,8 @@ class Option(Generic[In, Out]):
     type that it gives.
 
     `help` explains the option, `default_in_words` a default of None. `short` explains in a few words those that most
-    users need: `--help` lists the others by name only. A repeated option gets all its texts at once. `flags` are the
-    spellings on the command line, by default two dashes and the name of the field.
+    users need: `--help` lists the others by name only. `flags` are the spellings on the command line, by default two
+    dashes and the name of the field.
     """
 
     name: str
@@ -78,13 +79,12 @@ class Option(Generic[In, Out]):
         *,
         short: str = "",
         default_in_words: str = "",
-        is_repeated: bool = False,
         is_positional: bool = False,
         flags: str = "",
         metavar: str = "",
     ) -> None:
         self.kind, self.default, self.help, self.group, self.short = kind, default, help, group, short
-        self.default_in_words, self.is_repeated, self.is_positional = default_in_words, is_repeated, is_positional
+        self.default_in_words, self.is_positional = default_in_words, is_positional
         self.metavar, self.flags = metavar or "|".join(kind.choices) or kind.metavar, tuple(flags.split())
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -111,6 +111,11 @@ class Option(Generic[In, Out]):
     def flag(self) -> str:
         """The longest spelling on the command line."""
         return max(self.flags, key=len)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the command line takes it more than once."""
+        return self.kind.takes == "several"
 
     @property
     def usual(self) -> str:
@@ -300,7 +305,7 @@ def assignments(what: str, *, numbers_only: bool = False) -> Kind:
             value_of[name] = written if numbers_only and not isinstance(parsed, int | float) else parsed
         return value_of
 
-    return Kind(convert, takes="several")
+    return Kind(convert, "NAME=VALUE", takes="several")
 
 
 # Kinds of files
@@ -376,7 +381,8 @@ def anything(kind: Kind | None = None) -> Kind:
 
 
 SWITCH, TEXT, COUNT, SECONDS = Kind(bool, ""), Kind(_text), in_range(1, make=int), Kind(_seconds)
-NAMES, WORDS, SHAPES = Kind(_names, takes="several"), Kind(_words, takes="several"), Kind(_shapes, takes="several")
+NAMES, WORDS = Kind(_names, takes="several"), Kind(_words, takes="several")
+SHAPES = Kind(_shapes, "NAME:1x3x224x224", "several")
 FILE = reads()
 OF_RUN = Kind(lambda value: Path(check_name(value)), "FILE", is_path=True)
 """A run's folder, or a file that a run writes elsewhere; `tuning.folder.check_run` checks it."""

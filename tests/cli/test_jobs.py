@@ -15,8 +15,7 @@ from conftest import Call
 from models import normal
 from processes import ran
 from qdqtune.cli.fleet import named
-from qdqtune.cli.run import read_jobs
-from qdqtune.cli.tune import TuneArguments
+from qdqtune.cli.tune import TuneArguments, read_jobs
 from qdqtune.errors import BadOption
 from runs import environment, hopeless, mixed, write
 
@@ -201,7 +200,7 @@ def test_odd_files_are_refused_in_one_line_and_bounded_memory(tmp_path: Path) ->
     code = """
 import json, re, resource, sys
 from pathlib import Path
-from qdqtune.cli.run import read_jobs
+from qdqtune.cli.tune import read_jobs
 from qdqtune.errors import BadOption
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 most = pages * resource.getpagesize() + (600 << 20)

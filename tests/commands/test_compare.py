@@ -15,7 +15,7 @@ from command_lines import errors
 from conftest import Call
 from models import INT8, build, joined, normal, ranges
 from qdqtune import compare
-from qdqtune.commands.gate import Gated, GateOptions, junit, markdown
+from qdqtune.commands.compare import Gated, GateOptions, junit, markdown
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load

@@ -10,10 +10,9 @@ import pytest
 
 from decoders import CALLS, WEIGHTS, decoder, written
 from models import build
-from qdqtune.calibration.prepare import Data
+from qdqtune.calibration.options import DataOptions
 from qdqtune.calibration.workloads import WorkloadFile
-from qdqtune.commands.inputs import metric_source, model_file, sample_source
-from qdqtune.commands.source import built_for, prepared_for
+from qdqtune.commands.inputs import built_for, metric_source, model_file, prepared_for, sample_source
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.tensorrt.options import built_for_sample
@@ -111,5 +110,5 @@ def test_samples_or_sizes_each_are_enough_for_an_engine_that_builds_for_sizes() 
     larger = EngineSpec("tensorrt-rtx", {"opt_shapes": {"x": [9, 4]}})
     assert built_for_sample(larger, model, sample).options["opt_shapes"] == {"x": [9, 4]}
     assert built_for_sample(EngineSpec("fake"), model, sample) == EngineSpec("fake")
-    prepared = prepared_for(model, EngineSpec("tensorrt-rtx", sized), Data(), EXECUTION)
+    prepared = prepared_for(model, EngineSpec("tensorrt-rtx", sized), DataOptions(), EXECUTION)
     assert prepared.samples.first(1)[0]["x"].shape == (3, 4)

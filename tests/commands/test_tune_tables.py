@@ -12,7 +12,7 @@ from rich.console import Console
 
 from qdqtune.calibration.inputs import input_specs
 from qdqtune.cli.progress import Progress
-from qdqtune.commands.tune_tables import result_table
+from qdqtune.commands.tune import result_table
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load

@@ -17,7 +17,7 @@ import yaml
 from conftest import Call
 from engine_contract import quantized_conv_model
 from models import UINT8
-from qdqtune.commands.gate import BEGINNING
+from qdqtune.commands.compare import BEGINNING
 from runs import environment
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,7 +16,7 @@ import yaml
 from command_lines import COMMANDS
 from conftest import Call
 from documents import ROOT, blocks, options_of_commands, quickly, run_command
-from qdqtune.cli.checks import SKILL
+from qdqtune.cli.commands import SKILL
 from qdqtune.cli.main import EXIT_CODES
 from qdqtune.engines import MODULES
 from qdqtune.timing.ratios import Verdict

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from qdqtune.commands.compare import CompareOptions
-from qdqtune.commands.tune_tables import result_table
+from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.engines.machine import MachineFacts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.commands.tune_tables import front_table
+from qdqtune.commands.tune import front_table
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file

@@ -14,7 +14,7 @@ import pytest
 
 from models import INT8, build, conv_net, normal, ranges
 from observers import Log
-from qdqtune.commands.tune_tables import result_table
+from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, Failure

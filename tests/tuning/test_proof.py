@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from qdqtune.commands.tune_tables import result_table
+from qdqtune.commands.tune import result_table
 from qdqtune.errors import BadModel
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.constants import inner_tensors

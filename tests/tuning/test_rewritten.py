@@ -13,7 +13,7 @@ import pytest
 
 from models import build, normal
 from qdqtune.commands.explain import explain_run
-from qdqtune.commands.tune_tables import result_table
+from qdqtune.commands.tune import result_table
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, EngineRefused, Failure
 from qdqtune.graph import rewrites

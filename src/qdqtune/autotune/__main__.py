@@ -27,6 +27,7 @@ from qdqtune.autotune.workflows import TIMING_CACHE, AutotuneOptions, RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import Command
+from qdqtune.commands.tune import NO_IMPROVEMENT
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.options import options_of
 from qdqtune.tuning.folder import SUMMARY
@@ -56,9 +57,9 @@ def run(options: AutotuneOptions) -> int:
     code = tune.run(replace(options, **changed), logs)
     if logs:
         logs.finish()
-    if code in (0, tune.NO_IMPROVEMENT) and not options.dry_run:
+    if code in (0, NO_IMPROVEMENT) and not options.dry_run:
         _tell_results(options.output_dir / SUMMARY, as_machine=options.as_machine)
-    return 0 if code == tune.NO_IMPROVEMENT else code
+    return 0 if code == NO_IMPROVEMENT else code
 
 
 def _tell_results(summary: Path, *, as_machine: bool) -> None:

@@ -137,7 +137,6 @@ class AutotuneOptions(TuneArguments):
         "TensorRT: shared library with plug-ins. Repeatable.",
         "Engine",
         flags="--plugin-libraries --plugins",
-        is_repeated=True,
     )
     min_sqnr: Any = _changed("min_sqnr", default=None, default_in_words="none")
     min_agreement: Any = _changed("min_agreement", default=None, default_in_words="none")
@@ -157,7 +156,6 @@ class AutotuneOptions(TuneArguments):
         "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo (with "
         "--profilingVerbosity=detailed), not from the engine at hand.",
         "Engine",
-        metavar="FILE",
     )
     regions: Option[Division, Division] = REGIONS
     default_dq_dtype: Option[FloatType, FloatType] = option(

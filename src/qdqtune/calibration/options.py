@@ -73,8 +73,6 @@ class DataOptions(Options):
         "Model",
         short="sizes of dynamic inputs for measuring",
         flags="--input-shape",
-        metavar="NAME:1x3x224x224",
-        is_repeated=True,
     )
     seed: Int = option(
         in_range(0, make=int),
@@ -139,7 +137,6 @@ class CacheOption(Options):
         "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), or "
         "ONNX Runtime's calibration.json. Tensors that it lacks stay in float.",
         "Data",
-        metavar="FILE",
     )
 
 
@@ -173,6 +170,4 @@ class FixOption(Options):
         "Make an input constant; an If that it decides is folded. Repeatable.",
         "Model",
         flags="--fix-input",
-        metavar="NAME=VALUE",
-        is_repeated=True,
     )

@@ -60,14 +60,14 @@ def _workloads(value: Any) -> tuple[WorkloadFile, ...]:
 
 def workloads_option() -> Any:
     return option(
-        Kind(_workloads, takes="several", is_path=True, reads=lambda text: [_file(text).path], what="workload"),
+        Kind(
+            _workloads, "FILE:WEIGHT", "several", is_path=True, reads=lambda text: [_file(text).path], what="workload"
+        ),
         None,
         "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
         "what counts is the mean time of all calls. Without `calibration_data` these are the samples, too.",
         "Data",
         flags="--workload",
-        metavar="FILE:WEIGHT",
-        is_repeated=True,
     )
 
 

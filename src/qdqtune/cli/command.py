@@ -49,7 +49,6 @@ class Word(click.ParamType[Any]):
         self.kind, self.name = kind, "path" if kind.is_path else "text"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The choices, or files."""
         if self.kind.is_path:
             return [CompletionItem(incomplete, type="file")]
         return [CompletionItem(word) for word in self.kind.choices if word.startswith(incomplete)]
@@ -69,7 +68,6 @@ class Parameter(click.Option):
 
     @property
     def label(self) -> str:
-        """Its flags and the name of its value."""
         return " ".join([", ".join(sorted(self.opts, key=len)), self.own.metavar]).strip()
 
 
@@ -148,7 +146,6 @@ class Command(click.Command):
         return values
 
     def invoke(self, ctx: click.Context) -> int | None:
-        """Run the command, with flags in its errors."""
         with _flags_in_errors():
             return self.body(ctx.params["options"])
 
@@ -167,7 +164,6 @@ class Command(click.Command):
                                               break_on_hyphens=False) + "\n")  # fmt: skip
 
     def explain(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the usage and the whole help of every option."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         for group, options in self.groups():
@@ -187,7 +183,6 @@ class Command(click.Command):
 
 
 def _line(label: str, own: Option[Any, Any], width: int) -> str:
-    """The line of a usual option in `--help`: a long name of its value is shortened."""
     if len(label) > NAME_COLUMNS - 2:
         label = f"{', '.join(sorted(own.flags, key=len))} {own.flag.rpartition('-')[2].upper()}"
     words = with_flags(own.short)
@@ -214,7 +209,7 @@ def command(kind: type[Options]) -> Callable[[Callable[..., int | None]], Comman
         name = body.__name__.removesuffix("_command")
         if issubclass(kind, Terminal):
             return Command(name, kind, body)
-        both: type[Options] = dataclass(kw_only=True)(type(kind.__name__, (Terminal, kind), {"__doc__": kind.__doc__}))
+        both: type[Options] = dataclass(kw_only=True)(type(kind.__name__, (Terminal, kind), {}))
         return Command(name, both, wraps(body)(lambda options: body(options, options)))
 
     return made

@@ -106,7 +106,6 @@ class Job:
 
     @property
     def model(self) -> str:
-        """The file of the model."""
         return str(self.options.model)
 
     def row(self) -> dict[str, Any]:

@@ -106,9 +106,9 @@ def _failed(text: str, code: int) -> int:
 class Later(click.Command):
     """A command whose module is imported only when it is run or completed; lists of commands show its `summary`."""
 
-    def __init__(self, name: str, module: str, summary: str) -> None:
+    def __init__(self, name: str, summary: str) -> None:
         super().__init__(name, help=summary)
-        self._module = module
+        self._module = f"qdqtune.cli.{'tune' if name in ('tune', 'run') else 'commands'}"
 
     @property
     def command(self) -> Command:
@@ -138,33 +138,22 @@ def app() -> None:
 
 
 SUMMARIES = {
-    "tune": {"tune": "Find the fastest Q/DQ placement for MODEL."},
-    "quantize": {
-        "quantize": "Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and "
-        "no timing.",
-    },
-    "models": {
-        "apply": "Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, "
-        "no timing.",
-        "build": "Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized "
-        "ONNX file.",
-        "compare": "Time every other of FILES against the first, in the same rounds on fresh builds of all.",
-        "inspect": "Show what MODEL holds: inputs and outputs, operators, and what keeps it from running in 8 bits.",
-    },
-    "checks": {
-        "check": "Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.",
-        "debug": "Find which tensor breaks the outputs of a quantized model.",
-        "doctor": "Show which engines work on this machine, on what hardware, and what to install for the others.",
-    },
-    "runs": {
-        "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what it takes.",
-        "report": "Write the report of a finished run: one HTML file that works offline and makes no request.",
-        "verify": "Say whether what a run has proven holds on this machine.",
-    },
-    "run": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
+    "tune": "Find the fastest Q/DQ placement for MODEL.",
+    "apply": "Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.",
+    "build": "Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized "
+    "ONNX file.",
+    "compare": "Time every other of FILES against the first, in the same rounds on fresh builds of all.",
+    "quantize": "Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.",
+    "inspect": "Show what MODEL holds: inputs and outputs, operators, and what keeps it from running in 8 bits.",
+    "check": "Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.",
+    "debug": "Find which tensor breaks the outputs of a quantized model.",
+    "doctor": "Show which engines work on this machine, on what hardware, and what to install for the others.",
+    "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what it takes.",
+    "report": "Write the report of a finished run: one HTML file that works offline and makes no request.",
+    "verify": "Say whether what a run has proven holds on this machine.",
+    "run": "Tune the models that a YAML file names, and say at the end what became of each.",
 }
-"""Commands by module, each with the first sentence of its help, so that lists of commands need no import."""
+"""The first sentence of each command's help, so that lists of commands need no import."""
 
-for _module, _commands in SUMMARIES.items():
-    for _name, _summary in _commands.items():
-        app.add_command(Later(_name, f"qdqtune.cli.{_module}", _summary))
+for _name, _summary in SUMMARIES.items():
+    app.add_command(Later(_name, _summary))

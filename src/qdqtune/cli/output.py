@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import shlex
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +11,7 @@ import click
 
 from qdqtune import errors
 from qdqtune.cli.streams import escaped_lines, styled
-from qdqtune.commands.shown import Table
+from qdqtune.commands.shown import Shown, Table
 from qdqtune.errors import escaped
 
 if TYPE_CHECKING:
@@ -61,7 +58,6 @@ def say_notes(notes: Iterable[str]) -> None:
 
 
 def say_exception() -> None:
-    """Show the exception that is being handled, with its traceback."""
     console(is_error=True).print_exception()
 
 
@@ -93,14 +89,33 @@ def width() -> int:
     return here.width if here.is_terminal else WIDE
 
 
+def present(done: Shown, *, as_machine: bool) -> int:
+    """Print the result of a command, as JSON or for people. Gives the exit code."""
+    if as_machine:
+        print_json(done.to_dict())
+    else:
+        print_parts(done.parts())
+    return done.exit_code
+
+
+def print_parts(parts: Iterable[str | Table]) -> None:
+    """Print lines for people, and tables that have rows."""
+    for part in parts:
+        if isinstance(part, str):
+            print_lines([part])
+        elif part.rows:
+            show(part)
+
+
 def show(table: Table) -> None:
-    """Print a table on standard output. Where that is no terminal, every cell is whole and on one line. On a narrow
-    terminal the widest columns are folded: nothing is cut, and short words stay whole."""
+    """Print a table on standard output, without empty columns. Where that is no terminal, every cell is whole and on
+    one line. On a narrow terminal the widest columns are folded: nothing is cut, and short words stay whole."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table as RichTable
     from rich.text import Text
 
+    table = table.filled
     drawn = RichTable(box=box.SIMPLE_HEAD, title_style="", title_justify="left", pad_edge=False)
     drawn.title = escape(table.title) or None
     for number, column in enumerate(table.columns):
@@ -120,22 +135,9 @@ def show(table: Table) -> None:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines for people. Line breaks in names are escaped."""
-    print("\n".join(escaped(with_flags(line)) for line in lines))
-
-
-def print_prose(lines: Iterable[str]) -> None:
-    """As `print_lines`, but lines are broken between words on a terminal: for text that nobody copies to a shell."""
-    columns = width()
-    for line in (escaped(with_flags(line)) for line in lines):
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        print(textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
+    for line in lines:
+        print(escaped(with_flags(line)))
 
 
 def print_json(value: object) -> None:
-    """Print a result as JSON."""
     print(json.dumps(value, indent=2))
-
-
-def to_exclude(nodes: Iterable[str]) -> str:
-    """The options of `quantize` that keep these nodes in float, quoted for a shell."""
-    return " ".join(f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes)

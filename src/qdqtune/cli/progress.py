@@ -43,8 +43,9 @@ def run(command: Callable[[O, Progress], R], options: O, terminal: Terminal) -> 
     options as they are typed."""
     with shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
         done = command(options, observer)
-    done = replace(done, notes=tuple(map(with_flags, done.notes)))
-    say_notes(done.notes)
+    if done.notes:
+        done = replace(done, notes=tuple(map(with_flags, done.notes)))
+        say_notes(done.notes)
     return done
 
 
@@ -78,7 +79,6 @@ class Progress:
             self._live.stop()
 
     def stage(self, text: str) -> None:
-        """Show another stage."""
         self._stage, self._steps, self._ends = text, "", None
         self._begun = time.monotonic()
         if self._live is None:
@@ -94,15 +94,12 @@ class Progress:
             self._say(f"{self._stage}: {self._steps}{left and f', {left}'}")
 
     def note(self, text: str) -> None:
-        """Print the note."""
         self._say(f"note: {with_flags(text)}")
 
     def patterns(self, tuned: Sequence[Pattern]) -> None:
-        """Print how many there are."""
-        self._say(counts_of(tuned))
+        self._say(f"patterns: {len(tuned)}, in {sum(len(pattern.instances) for pattern in tuned)} regions")
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """Print a line about the candidate."""
         self._steps = f"{state.builds} of {state.limit} builds"
         self._ends = None if state.seconds_left is None else time.monotonic() + state.seconds_left
         self._say(line(trial, outcome, state))
@@ -121,13 +118,7 @@ class Progress:
         return row
 
 
-def counts_of(tuned: Sequence[Pattern]) -> str:
-    """How many patterns region mode tunes, on which the time of a search depends, and in how many regions."""
-    return f"patterns: {len(tuned)}, in {sum(len(pattern.instances) for pattern in tuned)} regions"
-
-
 def _outcome(trial: Trial, outcome: str, state: State) -> str:
-    """The result of a candidate: its speed against the float model with the interval, and whether it is taken."""
     if failed := failure(trial):
         return f"failed: {failed.reason}"
     if isinstance(trial.result, CostsByRule):
@@ -172,7 +163,6 @@ def _verdict(trial: Trial, outcome: str, state: State) -> str:
 
 
 def line(trial: Trial, outcome: str, state: State) -> str:
-    """The line that is printed about a candidate."""
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
     best = f"  best {speed(state.best_ratio)}" if state.timed else ""

@@ -57,11 +57,9 @@ class SafeStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the underlying stream."""
         return self._stream.encoding or "utf-8"
 
     def fileno(self) -> int:
-        """The descriptor of the underlying stream."""
         return self._stream.fileno()
 
     def isatty(self) -> bool:
@@ -69,7 +67,6 @@ class SafeStream(io.TextIOBase):
         return not self._is_gone and self._stream.isatty()
 
     def writable(self) -> bool:
-        """True: text may be written."""
         return True
 
     def write(self, text: str) -> int:
@@ -80,7 +77,6 @@ class SafeStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the underlying stream."""
         self._safely(self._stream.flush)
 
     def _safely(self, call: Callable[..., object], *arguments: str) -> None:

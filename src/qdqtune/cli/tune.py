@@ -1,4 +1,4 @@
-"""`qdqtune tune`: the search, and what is printed of its result."""
+"""`qdqtune tune` and `run`: searches, and what is printed of their results."""
 
 from __future__ import annotations
 
@@ -6,32 +6,46 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from qdqtune.calibration.options import check_cache
 from qdqtune.cli import fleet, progress
 from qdqtune.cli.command import Terminal, command, command_line, seconds_so_far
-from qdqtune.cli.output import print_json, print_lines, say, say_notes, show
+from qdqtune.cli.fleet import Job, run_jobs
+from qdqtune.cli.output import flags, print_json, print_lines, print_parts, say, say_notes
 from qdqtune.cli.streams import INTERRUPTED
-from qdqtune.commands.tune import Result, TuneOptions, tune
-from qdqtune.commands.tune_tables import front_table, groups_table, rule_table
-from qdqtune.errors import BadOption, ConstraintUnmet, QdqtuneError
+from qdqtune.commands.inputs import check_options
+from qdqtune.commands.tune import Result, TuneOptions, front_table, tune
+from qdqtune.engines.options import WorkerOptions
+from qdqtune.errors import BadOption, InputError, QdqtuneError, one_line
 from qdqtune.explanation.formatting import builds, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
-from qdqtune.options import REQUIRED, SWITCH, TEXT, Flag, Kind, MaybeText, option, texts_of
+from qdqtune.options import (
+    FILE,
+    REQUIRED,
+    SWITCH,
+    TEXT,
+    File,
+    Flag,
+    Kind,
+    MaybeText,
+    flags_of,
+    option,
+    options_of,
+    texts_of,
+)
+from qdqtune.placement.files import parsed_yaml
 from qdqtune.timing.limits import failure
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import FINAL, LOGS, REPORT
 from qdqtune.tuning.front import pick as pick_point
 from qdqtune.tuning.observer import Observer, Observers
 from qdqtune.tuning.options import MODELS
-from qdqtune.tuning.records import GroupOutcome
 
 CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
 """Matches names of candidate files, which differ in reasons that are otherwise equal."""
-
-NO_IMPROVEMENT = 3
-"""The exit code where nothing faster was found."""
 
 
 def _models(value: Any) -> Path | tuple[Path, ...]:
@@ -47,14 +61,11 @@ def _models(value: Any) -> Path | tuple[Path, ...]:
 
 @dataclass(kw_only=True)
 class TuneArguments(Terminal, TuneOptions):
-    """The options of `tune` on the command line."""
-
     model: Any = option(
         Kind(_models, takes="several", is_path=True, reads=MODELS.reads, what=MODELS.what),
         REQUIRED,
         "ONNX files, or folders of them.",
         is_positional=True,
-        is_repeated=True,
         metavar="MODEL",
     )
     pick: MaybeText = option(
@@ -103,7 +114,15 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
         QdqtuneError: see `qdqtune.tuning.loop.tune`.
     """
     if options.pick is not None:
-        return ship_point(options.output_dir, options.pick, as_machine=options.as_machine)
+        folder = options.output_dir
+        summary = pick_point(folder, options.pick)
+        if options.as_machine:
+            print_json(dict(summary))
+        else:
+            print_parts([front_table(summary), f"{folder / FINAL} is point {options.pick}"])
+        if (folder / REPORT).exists():
+            _write_report(folder)
+        return 0
     settings = options.settings(command_line())
     if settings.time_budget is not None and not options.dry_run:  # imports have taken a second of it
         settings = replace(settings, time_budget=max(1e-3, settings.time_budget - seconds_so_far()))
@@ -121,61 +140,34 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
         if options.as_machine:
             print_json(vars(result))
         else:
-            _print_estimate(result)
+            spent = builds(result.builds - result.rewrite_builds, result.rewrite_builds)
+            print_lines([
+                f"regions: {result.regions}",
+                f"patterns: {result.patterns}",
+                f"builds: at most {spent}, without the proof",
+                f"time: about {duration(result.seconds)} (float model: {result.latency * 1e3:.3f} ms)",
+            ])  # fmt: skip
         return 0
     say_notes((*result.notes, *filter(None, [_failure_note(result)])))
     if options.as_machine:
         print_json(dict(result.summary))
     else:
-        _print(result)
+        print_parts(result.parts())
     if options.report:
         _write_report(result.folder, quiet=options.quiet)
-    return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
+    return result.exit_code
 
 
 def _write_report(folder: Path, *, quiet: bool = False) -> None:
     """Write the report. It comes last, so that an error in it cannot hide the result."""
-    from qdqtune.cli.runs import leave_report  # slow to import: --help does without it
+    from qdqtune.explanation.page import write_report  # slow to import: --help does without it
 
     try:
-        path = leave_report(folder)
+        path = write_report(folder, flags())
         if not quiet:
             say(f"{path} shows how it went")
     except QdqtuneError as error:
         say_notes([f"no report.html: {error}"])
-
-
-def ship_point(folder: Path, point: str, *, as_machine: bool) -> int:
-    """Make another point of a front the file that ships. Gives the exit code."""
-    summary = pick_point(folder, point)
-    if as_machine:
-        print_json(dict(summary))
-    else:
-        show(front_table(summary))
-        print(f"{folder / FINAL} is point {point}")
-    if (folder / REPORT).exists():
-        _write_report(folder)
-    return 0
-
-
-def _print(result: Result) -> None:
-    """Print the result as tables, and a line that names the file to use."""
-    groups = [row for row in result.recorded.rows if isinstance(row, GroupOutcome)]
-    if groups:
-        show(groups_table(groups))
-    if result.summary.get("front"):
-        show(front_table(result.summary))
-    elif "by_rule" in result.summary:
-        show(rule_table(result.summary))
-    show(result.table())
-    if not result.improved:
-        print_lines([result.in_words()])
-        return
-    what = "the tuned model" if result.placement else "the float model with the changes told above"
-    if "by_rule" in result.summary:
-        what = "the cheapest by rule that holds the limits on accuracy; it was not timed"
-    unchecked = "; nobody has checked its accuracy" if result.summary["unchecked"] else ""
-    print_lines([f"{result.file} is {what}{unchecked}"])
 
 
 def _failure_note(result: Result) -> str | None:
@@ -192,11 +184,92 @@ def _failure_note(result: Result) -> str | None:
     return f"{which} failed{share}: {commonest.rstrip('.')} (see {result.folder / LOGS / f'trial_{first:03}.log'})"
 
 
-def _print_estimate(estimate: Estimate) -> None:
-    spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
-    print_lines([
-        f"regions: {estimate.regions}",
-        f"patterns: {estimate.patterns}",
-        f"builds: at most {spent}, without the proof",
-        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)",
-    ])  # fmt: skip
+# Jobs of a YAML file, all checked before the first one begins
+
+
+MOST_CHARACTERS = 300
+"""Most characters of what is said of a wrong value: a file may hold any text."""
+
+KEYS = {"model": "model"} | {
+    flag.lstrip("-"): name for name, flag in flags_of(TuneArguments).items() if name not in options_of(Terminal)
+}
+"""The options of `tune`, by flag without dashes."""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """A jobs file: options of `tune` for each job, and for all of them."""
+
+    jobs: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    defaults: Any = msgspec.field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class RunOptions(Terminal, WorkerOptions):
+    file: File = option(FILE, REQUIRED, "The YAML file.", is_positional=True)
+
+
+@command(RunOptions)
+def run_command(options: RunOptions) -> int:
+    """Tune the models that a YAML file names, and say at the end what became of each.
+
+    `jobs` is a list of options of tune by name, with a `model` each; `defaults` are options for all of them. A job that
+    fails does not end the others, and the same command goes on where it was stopped. The exit code is that of the worst
+    job. With --workers, so many models are tuned at a time, each on a GPU or cores of its own. A jobs file is as a
+    command line: it may name code that is run (evaluate, calibration-data, trtexec).
+
+    \b
+    qdqtune run jobs.yaml --json
+    qdqtune run jobs.yaml --workers 4 --cores-per-worker 2
+    """
+    return run_jobs(read_jobs(options.file), options, options)
+
+
+def read_jobs(path: Path) -> list[Job]:
+    """The jobs of a file: `defaults` for all, and `jobs`, a list of options by name with a `model` each.
+
+    Raises:
+        BadOption: it cannot be read, is no such file, or holds what `qdqtune tune` would refuse at its start.
+    """
+    try:
+        file = msgspec.convert(parsed_yaml(path, "jobs"), _File)
+    except msgspec.ValidationError as error:
+        raise BadOption(
+            f"{path} names no jobs ({one_line(error)}): give `jobs:`, a list of jobs, which are "
+            "options by name with a `model` each, and `defaults:`, options for all"
+        ) from error
+    defaults = _values(file.defaults, f"{path}, defaults")
+    if "model" in defaults:
+        raise BadOption(f"{path}, defaults: each job names its own model")
+    jobs = []
+    for number, given in enumerate(file.jobs, 1):
+        where = f"{path}, job {number}"
+        own = _values(given, where)
+        model = own.get("model")
+        if not isinstance(model, str):
+            raise BadOption(f"{where} has no model: give the name of a file")
+        usual = {"output_dir": f"{Path(model).stem}_tuned"}
+        try:
+            options = TuneArguments(**(usual | defaults | own))
+            check_options(options)
+            options.spec()
+        except (InputError, OSError) as error:
+            raise BadOption(f"{where} ({model:.100}): {error!s:.{MOST_CHARACTERS}}") from error
+        jobs.append(Job(options))
+    return jobs
+
+
+def _values(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise BadOption(f"{where} takes options by name, not {given!r:.60}")
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        word = "on" if key is True else str(key).replace("_", "-")  # YAML reads the key `on` as true
+        name = KEYS.get(word)
+        if name is None:
+            raise BadOption(f"{where}: there is no option {key!r:.60}: keys are those of qdqtune tune --help-all")
+        if name in values:
+            raise BadOption(f"{where}: {word} comes twice")
+        if value is None:
+            raise BadOption(f"{where}: {word} takes a value, not nothing")
+        values[name] = value
+    return values

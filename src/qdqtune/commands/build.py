@@ -47,8 +47,6 @@ def _outputs(path: Path, name: str, given: Values) -> list[Output]:
 
 @dataclass
 class BuildOptions(EngineOptions, ModelOption):
-    """The options of `build`."""
-
     output: File = option(
         writes(_outputs), REQUIRED, "File to write.", "Output", short="file to write", flags="-o --output"
     )
@@ -64,7 +62,6 @@ class Artifact(Shown):
     seconds: float
 
     def in_words(self) -> str:
-        """The files, their format and size, and the duration of the build."""
         written, size = " and ".join(map(str, self.files)), f"{self.nbytes / 1e6:.1f} MB"
         return f"{written}: {FORMATS[self.engine]}, {size}, built in {self.seconds:.1f} s"
 
@@ -98,7 +95,6 @@ def build(options: BuildOptions, observer: Observer | None = None) -> Artifact:
 
 
 def artifact(output: Path, option: str, engine: str) -> list[Output]:
-    """The files that `build` writes for an engine."""
     if engine == "openvino":
         return [Output(file, option, written_as(ARTIFACT)) for file in (output, output.with_suffix(".bin"))]
     return model_outputs(output, option, ARTIFACT)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,8 @@ import numpy as np
 from onnx import TensorProto
 
 from qdqtune.calibration.options import DataOptions
-from qdqtune.commands.inputs import ModelOption, execution_of
+from qdqtune.commands.inputs import ModelOption, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, milliseconds
-from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import Fallback, fallback
 from qdqtune.engines.machine import is_simulated
@@ -23,7 +24,7 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, InputError, parsed_json, rewording
+from qdqtune.errors import BadOption, ConstraintUnmet, InputError, parsed_json, rewording
 from qdqtune.explanation import unfused
 from qdqtune.explanation.formatting import counted, placed
 from qdqtune.explanation.unfused import Finding, allow, is_low
@@ -52,14 +53,12 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
         None,
         "Read what trtexec --exportLayerInfo wrote of MODEL, and run nothing.",
         "Engine",
-        metavar="FILE",
     )
     profile_json: MaybeFile = option(
         FILE,
         None,
         "The times to it: what trtexec --exportProfile wrote.",
         "Engine",
-        metavar="FILE",
     )
     on: MaybeText = on_option()
 
@@ -93,11 +92,19 @@ class Layers(Shown):
         """The sum of the layers' times; None if the engine gives none."""
         return time_of(self.layers)
 
+    @property
+    def in_8_bits(self) -> int:
+        """How many layers run in 8 bits."""
+        return sum(is_low(layer.precision) for layer in self.layers)
+
+    @property
+    def where(self) -> str:
+        """The engine, and the other machine."""
+        return self.engine if self.machine is None else f"{self.engine} on {self.machine}"
+
     def in_words(self) -> str:
-        """How many layers, how many of them in 8 bits, and their time."""
-        low = sum(is_low(layer.precision) for layer in self.layers)
-        on = " on ".join(filter(None, (self.engine, self.machine)))
-        return f"{len(self.layers)} layers on {on}, {low} in 8 bits, {milliseconds(self.time_ms) or '?'} ms"
+        count = f"{len(self.layers)} layers on {self.where}, {self.in_8_bits} in 8 bits"
+        return f"{count}, {milliseconds(self.time_ms) or '?'} ms"
 
     def table(self) -> Table:
         """The layers, the longest first."""
@@ -106,7 +113,7 @@ class Layers(Shown):
             (", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.elsewhere, x.name) for x in ordered
         ]
         columns = ("nodes", "kind", "precision", "ms", "runs elsewhere", "layer")
-        return Table(columns, rows).filled
+        return Table(columns, rows)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -137,7 +144,7 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> Layers:
         reported = read_report(options.graph_json, options.profile_json, read(path))
         return Layers("tensorrt", reported, numbers=TENSORRT[quant_type])
     spec, execution = options.spec(options.input_shapes), execution_of(options)
-    (sample,) = prepared_for(graph, spec, data_of(options, execution, path), execution, 0).samples.first(1)
+    (sample,) = prepared_for(graph, spec, options, execution, [path], most=0).samples.first(1)
     spec = built_for_sample(spec, graph, sample)
     there, machine = on_device(options.on, execution)
     with temporary_runner(spec, there) as runner:
@@ -164,8 +171,6 @@ OF_WEIGHTS = re.compile(r"[wW][48]")
 
 @dataclass(kw_only=True)
 class CheckOptions(LayersOptions):
-    """The options of `check`."""
-
     allow_boundary: Names = option(
         WORDS,
         (),
@@ -174,25 +179,22 @@ class CheckOptions(LayersOptions):
         "Model",
         short="nodes that are meant to be so",
         metavar="WILDCARD",
-        is_repeated=True,
     )
 
 
 @dataclass(frozen=True, repr=False)
 class Checked(Shown):
     """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so no
-    finding fails. `layers` are empty if the model has no pairs, but for execution providers: `fallback` is what they
-    leave to others. `machine` is the other one that ran them, if any."""
+    finding fails. `profile` has no layers if the model has no pairs, but for execution providers: `fallback` is what
+    they leave to others."""
 
     model: Path
     graph: Model
-    engine: str
-    layers: tuple[Layer, ...]
+    profile: Layers
     findings: tuple[Finding, ...]
     measured: bool = False
     notes: tuple[str, ...] = ()
     fallback: Fallback | None = None
-    machine: str | None = None
 
     @property
     def passes(self) -> bool:
@@ -202,27 +204,20 @@ class Checked(Shown):
     @property
     def running(self) -> list[Layer]:
         """The layers that take time."""
-        return [layer for layer in self.layers if layer.kind != "folded"]
-
-    @property
-    def layers_in_8_bits(self) -> int:
-        """How many of the layers run in 8 bits."""
-        return sum(is_low(layer.precision) for layer in self.running)
+        return [layer for layer in self.profile.layers if layer.kind != "folded"]
 
     def in_words(self) -> str:
-        """What runs in 8 bits, and how many findings fail."""
-        if not self.layers:
+        if not self.profile.layers:
             return f"{self.model}: no pairs, nothing to check"
         failing = [finding for finding in self.findings if finding.fails]
         total, spent = time_of(self.running), time_of(failing)
         share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
         on_weights = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in self.running)
         also = f", {on_weights} on weights in fewer bits" if on_weights else ""
-        count = f"{self.layers_in_8_bits} of {len(self.running)} layers in 8 bits{also}"
+        count = f"{self.profile.in_8_bits} of {len(self.running)} layers in 8 bits{also}"
         ran = f"{placed(placement_in(strip_pairs(self.graph), self.graph))}, {count}"
         notes = counted(len(self.findings) - len(failing), "note")
-        on = " on ".join(filter(None, (self.engine, self.machine)))
-        return f"{self.model} on {on}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
+        return f"{self.model} on {self.profile.where}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
     def table(self) -> Table:
         """The findings, those with one cause together; those that fail come first, the most time first."""
@@ -239,15 +234,36 @@ class Checked(Shown):
         columns = ("what", "counts as", "ms", "nodes", "why")
         return Table(columns, rows, least_widths={"why": 40})
 
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.passes else ConstraintUnmet.exit_code
+
+    def parts(self) -> Iterator[str | Table]:
+        yield self.table()
+        if unknown := [layer for layer in self.running if layer.kind == "unknown"]:
+            spent_there, first = time_of(unknown) or 0.0, f"{unknown[0].name:.60}"
+            yield f"{len(unknown)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
+        yield self.in_words()
+        if self.fallback is not None:
+            yield self.fallback.in_words()
+        failing = [finding for finding in self.findings if finding.fails]
+        if self.measured and failing:
+            yield "a search on this engine has found these pairs (placement.yaml beside the file): nothing to do"
+        elif failing:
+            names = (name for finding in failing for name in (finding.cause, *finding.nodes) if name)
+            first = next((f" --allow-boundary {shlex.quote(glob.escape(name))}, all of it with" for name in names), "")
+            accepted = f"what is meant to be so is accepted with{first} --allow-boundary '*'"
+            yield f"{accepted}; `qdqtune tune MODEL --from-qdq` measures which pairs pay"
+
     def to_dict(self) -> dict[str, Any]:
         findings = [replace(finding, fails=finding.fails and not self.measured) for finding in self.findings]
         return {
             "model": str(self.model),
-            "engine": self.engine,
-            **({} if self.machine is None else {"machine": self.machine}),
+            "engine": self.profile.engine,
+            **({} if self.profile.machine is None else {"machine": self.profile.machine}),
             "pairs": sum(node.op == DQ for node in self.graph.nodes),
             "layers": len(self.running),
-            "layers_in_8_bits": self.layers_in_8_bits,
+            "layers_in_8_bits": self.profile.in_8_bits,
             "time_ms": time_of(self.running),
             "failing": sum(finding.fails for finding in findings),
             "findings": [asdict(finding) for finding in findings],
@@ -274,7 +290,8 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
     graph, is_report = load(path), options.graph_json is not None
     notes = () if is_report else tuple(filter(None, [unwatched(options.spec(options.input_shapes))]))
     if not is_quantized(graph) and (is_report or options.engine_name not in PROVIDERS):
-        return Checked(path, graph, "tensorrt" if is_report else options.engine_name, (), (), notes=notes)
+        nothing = Layers("tensorrt" if is_report else options.engine_name, ())
+        return Checked(path, graph, nothing, (), notes=notes)
     profile = _profile(options, path, graph)
     left = None
     if profile.engine in PROVIDERS:
@@ -286,7 +303,7 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
         many = f"{counted(wide, 'weight')} of 8 bits: sums of products overflow {at}"
         notes += (f"{many}; quantize or tune {at}, or with `portable`",)
     measured = profile.described is not None and _is_measured(path, graph, profile.described)
-    return Checked(path, graph, profile.engine, profile.layers, findings, measured, notes, left, profile.machine)
+    return Checked(path, graph, profile, findings, measured, notes, left)
 
 
 def _weights_of_8_bits(graph: Model) -> int:

@@ -1,36 +1,45 @@
-"""`qdqtune compare`: times a user's files against the first of them, as the proof of a search does."""
+"""`qdqtune compare`: times a user's files against the first of them, as the proof of a search does, and says what they
+hold of limits, for continuous integration also as JUnit XML and Markdown."""
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+from xml.etree import ElementTree
 
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions
 from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
-from qdqtune.commands.gate import RUNS, Gated, GateOptions
-from qdqtune.commands.inputs import execution_of
-from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
+from qdqtune.commands.inputs import built_for, execution_of, prepared_for
+from qdqtune.commands.shown import Shown, Table, plain
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
 from qdqtune.engines.runner import Runner, temporary_runner
-from qdqtune.errors import BadOption, EngineRefused, rewording
+from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineRefused, escaped, rewording
 from qdqtune.explanation.formatting import counted, samples
 from qdqtune.graph.loading import files_of, load
-from qdqtune.graph.model import Model
-from qdqtune.numerics.accuracy import NOT_FINITE, accuracy, closeness_cell, concern, is_finite, slice_cell
+from qdqtune.numerics.accuracy import (
+    NOT_FINITE,
+    accuracy,
+    closeness_cell,
+    concern,
+    decibels,
+    integers_differ,
+    is_finite,
+    slice_cell,
+)
 from qdqtune.numerics.metrics import ScoreOption
 from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs, equal_share, scores_of
-from qdqtune.options import Int, MaybeText, ValuesByInput, assignments, in_range, option
+from qdqtune.options import Int, MaybeNumber, MaybeText, Options, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
+from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
 from qdqtune.tuning.file_race import Racer
@@ -40,8 +49,98 @@ from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.shipping import Compared
 from qdqtune.types import Accuracy, Mix, Sample, Workload
 
+Outcome = Literal["holds", "undecided", "missed", "failed"]
+"""Of a limit, the best first: "undecided" where the measurement cannot tell, "failed" where there is none."""
+
+RUNS = "runs"
+"""The limit that a file misses which the engine does not run."""
+
+
 DEFAULT_ROUNDS = 24
 """Rounds of each pair of builds by default. Chosen, not measured."""
+
+
+@dataclass(kw_only=True)
+class GateOptions(Options):
+    """Limits on a file that is compared with another; what is None sets none."""
+
+    fail_below: MaybeNumber = option(
+        in_range(0, is_open=True),
+        None,
+        "Exit code 4 if a file is less than X times as fast: if the whole interval of its speedup lies below X, so "
+        "that noise fails nothing. Where X lies in the interval, it is told as undecided, and passes.",
+        "Accuracy",
+        short="exit code 4 if it is surely less fast than so",
+        metavar="X",
+    )
+    min_sqnr: MaybeNumber = option(
+        in_range(),
+        None,
+        "Exit code 4 if the output SQNR is lower, in dB; needs samples.",
+        "Accuracy",
+        short="exit code 4 if the output SQNR is lower",
+        metavar="DB",
+    )
+    min_agreement: MaybeNumber = option(
+        in_range(0, 1),
+        None,
+        "Exit code 4 if integers in outputs, or best classes, agree in a smaller share; needs samples.",
+        "Accuracy",
+        metavar="SHARE",
+    )
+
+    @property
+    def needs_samples(self) -> bool:
+        return self.min_sqnr is not None or self.min_agreement is not None
+
+    def of_speed(self, file: str, ratio: Ratio | None) -> Iterator[Gated]:
+        """What the speedup of a file holds; nothing without that limit."""
+        if (least := self.fail_below) is None:
+            return
+        limit, told = f"at least {least:g}x as fast", "not timed" if ratio is None else ratio.speedup
+        if ratio is not None and ratio.low is not None and 1 / ratio.low < least:
+            yield Gated(file, limit, "missed", f"{told}, and all of the interval lies below")
+        elif ratio is not None and ratio.high is not None and 1 / ratio.high >= least:
+            yield Gated(file, limit, "holds", told)
+        else:
+            yield Gated(file, limit, "undecided", told)
+
+    def of_outputs(self, file: str, accuracy: Accuracy | None, unlike: str) -> Iterator[Gated]:
+        """What the outputs of a file hold; `unlike` says why they cannot be compared."""
+        for limits, limit in (
+            (Limits(min_sqnr=self.min_sqnr), f"output SQNR of at least {self.min_sqnr or 0:g} dB"),
+            (Limits(min_agreement=self.min_agreement), f"agreement of at least {self.min_agreement or 0:.4g}"),
+        ):
+            if not limits.are_set:
+                continue
+            if accuracy is None:
+                yield Gated(file, limit, "failed", f"outputs were not compared{': ' if unlike else ''}{unlike}")
+            elif limits.min_sqnr is not None and integers_differ(accuracy.sqnr_db, accuracy.agreement):
+                yield Gated(file, limit, "undecided", "the outputs hold integers: `min_agreement` is about these")
+            elif limits.min_agreement is not None and equal_share(accuracy) is None:
+                yield Gated(file, limit, "undecided", "no output holds integers or scores of classes (`scores`)")
+            else:
+                missed, sqnr, share = limits.missed(accuracy), accuracy.sqnr_db, equal_share(accuracy)
+                held = f"{share:.1%}" if limits.min_agreement is not None and share is not None else decibels(sqnr)
+                yield Gated(file, limit, "missed" if missed else "holds", missed or held)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """What became of one limit on one file, and why."""
+
+    file: str
+    limit: str
+    outcome: Outcome
+    told: str
+
+    @property
+    def passes(self) -> bool:
+        return self.outcome in ("holds", "undecided")
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.outcome}: {self.file}, {self.limit}: {self.told}"
 
 
 @dataclass(kw_only=True)
@@ -55,22 +154,17 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
         "An input that tune made constant: files that still have it get this value. Repeatable.",
         "Model",
         flags="--fix-input",
-        metavar="NAME=VALUE",
-        is_repeated=True,
     )
     timing_runs: Int = option(in_range(12, make=int), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search")
     warmup_runs: Int = warmup_option()
 
     @property
     def plan(self) -> Plan:
-        """The rounds of a comparison: one verdict, after `timing_runs` rounds."""
         return Plan((self.timing_runs,), warmup=self.warmup_runs)
 
 
 @dataclass(kw_only=True)
 class CompareOptions(EngineOptions, MeasureOptions):
-    """The options of `compare`, besides its files."""
-
     takes_several_threads: ClassVar[bool] = True
 
     on: MaybeText = on_option()
@@ -90,12 +184,10 @@ class Comparison(Shown):
 
     @property
     def gated(self) -> tuple[Gated, ...]:
-        """What became of each limit on each file."""
         return tuple(one for row in self.rows for one in row.gated(self.gate))
 
     @property
     def passes(self) -> bool:
-        """Whether no limit is missed."""
         return all(one.passes for one in self.gated)
 
     @property
@@ -110,11 +202,9 @@ class Comparison(Shown):
 
     @property
     def refusals(self) -> list[str]:
-        """Why files cannot be compared, a sentence each."""
         return [f"{row.name} cannot be compared: {row.reason}" for row in self.rows if row.reason]
 
     def in_words(self) -> str:
-        """Each file with its verdict."""
         told = [f"{row.name} {f'failed, {row.reason}' if row.reason else row.told}" for row in self.rows]
         return f"{'; '.join(told)} (against {self.first})"
 
@@ -140,7 +230,17 @@ class Comparison(Shown):
             if row.ms and row.first_ms:
                 rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
                 caption.append(f"inferences a second of {row.name}: {rates}")
-        return Table(columns, cells, "\n".join(caption), f"first: {self.first}").filled
+        return Table(columns, cells, "\n".join(caption), f"first: {self.first}")
+
+    @property
+    def exit_code(self) -> int:
+        if self.refusals:
+            return EngineFailure.exit_code
+        return 0 if self.passes else ConstraintUnmet.exit_code
+
+    def parts(self) -> Iterator[str | Table]:
+        yield self.table()
+        yield from (one.in_words for one in self.gated if one.limit != RUNS)
 
     def to_dict(self) -> dict[str, Any]:
         found = self.scores or NO_SCORES
@@ -171,13 +271,20 @@ def compare(
     busy_note = busy(spec, machine)
     if options.fail_below is not None and not is_timed:
         raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
-    data = data_of(options, execution, *files)
-    if shapes and data.calibration_data is None and not data.workloads and not data.input_shapes:
-        data = replace(data, input_shapes=shapes)
     fixed_in = [fixed_inputs(file, options.fix_inputs) for file in files]
-    models = comparable(files, [{name: options.fix_inputs[name] for name in one} for one in fixed_in])
+    if len(files) < 2:
+        raise BadOption("compare needs at least two files")
+    kept = ({name: options.fix_inputs[name] for name in one} for one in fixed_in)
+    models = [load(file, fix_inputs=own) for file, own in zip(files, kept, strict=True)]
+    wanted, *others = map(input_specs, models)
+    for file, specs in zip(files[1:], others, strict=True):
+        known = {spec.name: spec for spec in specs}
+        fits = known.keys() == {spec.name for spec in wanted}
+        if not fits or any(known[w.name].dtype != w.dtype or not known[w.name].fits(w.shape) for w in wanted):
+            told = f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)})"
+            raise BadOption(f"{told}: `fix_inputs` names those that were made constant")
     asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
-    prepared = prepared_for(models[0], spec, data, execution, fixed=options.fix_inputs)
+    prepared = prepared_for(models[0], spec, options, execution, files, fixed=options.fix_inputs, shapes=shapes)
     if options.needs_samples and not prepared.has_real_samples:
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
     threads = options.threads or ()
@@ -200,7 +307,11 @@ def compare(
             asked=options.scores,
             reference_from=cpu,
         )
-    notes = told_of_inputs(options, prepared)
+    notes = []
+    if options.calibration_data is None and not workloads:
+        origin = f"the inputs are those of the run beside it, {prepared.samples.origin}"
+        random = "inputs are random, which says nothing of accuracy: none is told"
+        notes.append(f"no `calibration_data`: {origin if prepared.has_real_samples else random}")
     warnings = {row.file: concern(row.accuracy) for row in rows if row.accuracy is not None}
     warnings |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warnings.items() if warning]
@@ -267,7 +378,6 @@ class Row:
 
     @property
     def told(self) -> str:
-        """The words, and the speedup if there is one."""
         return f"{self.words}, {self.ratio.speedup}" if self.ratio else self.words
 
     @property
@@ -276,36 +386,14 @@ class Row:
         return self.ratio.verdict if self.ratio else None
 
     def gated(self, gate: GateOptions) -> tuple[Gated, ...]:
-        """What became of each limit."""
         if self.reason:
             return (Gated(self.name, RUNS, "failed", self.reason),)
         return (*gate.of_speed(self.name, self.ratio), *gate.of_outputs(self.name, self.accuracy, self.unlike))
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON values."""
         fields = asdict(replace(self, scores=None)) | {"verdict": self.verdict}
         hidden = HIDDEN if self.workloads else HIDDEN | {"workloads"}
         return {name: value for name, value in fields.items() if name not in hidden}
-
-
-def comparable(files: Sequence[Path], fixed: Sequence[Mapping[str, float | int | str]]) -> list[Model]:
-    """The models in the files, with the inputs made constant that are `fixed` in each.
-
-    Raises:
-        BadModel: one of them cannot be read.
-        BadOption: fewer than two files, or one that takes other inputs than the first.
-    """
-    if len(files) < 2:
-        raise BadOption("compare needs at least two files")
-    models = [load(file, fix_inputs=own) for file, own in zip(files, fixed, strict=True)]
-    wanted, *others = map(input_specs, models)
-    for file, specs in zip(files[1:], others, strict=True):
-        known = {spec.name: spec for spec in specs}
-        fits = known.keys() == {spec.name for spec in wanted}
-        if not fits or any(known[w.name].dtype != w.dtype or not known[w.name].fits(w.shape) for w in wanted):
-            told = f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)})"
-            raise BadOption(f"{told}: `fix_inputs` names those that were made constant")
-    return models
 
 
 def compare_files(
@@ -349,17 +437,28 @@ def compare_files(
         except EngineRefused as refused:
             rows.append(Row(str(file), reason=str(refused)))
     racing = [Path(row.file) for row in rows if not row.reason]
-    compared: dict[str, tuple[Compared, ...] | str] = {}
+    raced: dict[str, tuple[Compared, ...] | str] = {}
     if reference_from is None and racing:
         observer.stage(f"timing {', '.join(file.name for file in racing)} against {first.name}")
         precision = EFFORTS["default"].precision_seconds
         racer = Racer(runner, plan, seed, views_of(timed, counts), observer, precision_seconds=precision)
-        compared = _raced(racer, first, racing)
-    return [
-        replace(_with_times(row, compared.get(row.file), at, timed), threads=count if len(counts) > 1 else None)
-        for at, count in enumerate(counts)
-        for row in rows
-    ]
+        raced = _raced(racer, first, racing)
+    done = []
+    for at, count in enumerate(counts):
+        for row in rows:
+            compared = raced.get(row.file)
+            if isinstance(compared, str):
+                row = Row(row.file, reason=compared)
+            elif compared is not None:
+                one = compared[at]
+                parts = [
+                    Part(workload.name, workload.share, 1e3 * part.a_seconds, 1e3 * part.b_seconds, part.ratio)
+                    for workload, part in zip(timed, one.by_workload, strict=False)
+                ]
+                first_ms, ms = 1e3 * one.a_seconds, 1e3 * one.b_seconds
+                row = replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, workloads=tuple(parts))
+            done.append(replace(row, threads=count if len(counts) > 1 else None))
+    return done
 
 
 def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> Row:
@@ -386,16 +485,32 @@ def _raced(racer: Racer, first: Path, others: Sequence[Path]) -> dict[str, tuple
     return {str(other): race.compared(0, 1 + at) for at, other in enumerate(others)}
 
 
-def _with_times(row: Row, compared: tuple[Compared, ...] | str | None, at: int, timed: Mix) -> Row:
-    """The row with what the race has shown in context number `at`."""
-    if compared is None:
-        return row
-    if isinstance(compared, str):
-        return Row(row.file, reason=compared)
-    one = compared[at]
-    parts = tuple(
-        Part(workload.name, workload.share, 1e3 * part.a_seconds, 1e3 * part.b_seconds, part.ratio)
-        for workload, part in zip(timed, one.by_workload, strict=False)
-    )
-    first_ms, ms = 1e3 * one.a_seconds, 1e3 * one.b_seconds
-    return replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, workloads=parts)
+TAGS: Mapping[Outcome, str] = {"undecided": "skipped", "missed": "failure", "failed": "error"}
+"""What JUnit calls an outcome."""
+
+
+BEGINNING = "<!-- made by qdqtune -->"
+"""First line of Markdown, by which the action finds its comment on a pull request."""
+
+
+def junit(gated: Sequence[Gated]) -> str:
+    """The outcomes as JUnit XML: a test case for each limit of each file; an undecided one counts as skipped."""
+    found = Counter(one.outcome for one in gated)
+    told = {"tests": len(gated), "skipped": found["undecided"], "failures": found["missed"], "errors": found["failed"]}
+    suites = ElementTree.Element("testsuites")
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": "qdqtune", **{n: str(k) for n, k in told.items()}})
+    for one in gated:
+        case = ElementTree.SubElement(suite, "testcase", classname=escaped(one.file), name=one.limit)
+        if one.outcome in TAGS:
+            ElementTree.SubElement(case, TAGS[one.outcome], message=escaped(one.told))
+        else:
+            ElementTree.SubElement(case, "system-out").text = escaped(one.told)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, "unicode", xml_declaration=True) + "\n"
+
+
+def markdown(told: str, table: Table | None, gated: Sequence[Gated], notes: Sequence[str] = ()) -> str:
+    """A result as Markdown: a sentence, its table, the outcome of each limit, notes."""
+    lines = [BEGINNING, f"**qdqtune:** {plain(told)}", "", *([] if table is None else table.markdown())]
+    lines += [f"- {plain(text)}" for text in (*(one.in_words for one in gated), *(f"note: {n}" for n in notes))]
+    return "\n".join(lines).rstrip() + "\n"

@@ -1,4 +1,4 @@
-"""`qdqtune debug`: which tensor breaks the outputs of a quantized model.
+"""`qdqtune debug`: which tensor breaks the outputs of a quantized model. `quantize --report` has the same ranking.
 
 It ranks tensors by what their pairs alone do to the outputs, as ONNX defines them, and takes the worst out until the
 outputs are healthy. Then it measures what the engine computes of the pairs that are left.
@@ -6,48 +6,340 @@ outputs are healthy. Then it measures what the engine computes of the pairs that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import glob
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from onnx import TensorProto
 
 from qdqtune.calibration.inputs import fixed_inputs
-from qdqtune.calibration.observe import Outputs, onnxruntime_session
+from qdqtune.calibration.observe import ModelRun, Outputs, observe, onnxruntime_session, running
 from qdqtune.calibration.options import DataOptions, FixOption
-from qdqtune.calibration.prepare import prepare
-from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, execution_of
+from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.source import data_of
-from qdqtune.commands.worst_tensors import (
-    UNKNOWN_NOISE,
-    WORST,
-    Damage,
-    SwitchedPairs,
-    described,
-    noise,
-    switched_pairs,
-)
+from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.tensorrt.options import check_inputs
-from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
-from qdqtune.explanation.formatting import counted, samples
+from qdqtune.errors import BadModel, BadOption, ConstraintUnmet, EngineFailure, EngineRefused, rewording
+from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, kept_in, load_for
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load, with_opset
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import REARRANGES
 from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.graph.saving import ConstantFile
-from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, loss_of_slice
+from qdqtune.numerics.accuracy import ANOTHER_SIZE, FLOOR_DB, accuracy, is_finite, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.numerics.simulation import check_stripped
+from qdqtune.numerics.simulation import Block, check_stripped, halved
 from qdqtune.options import MaybeNumber, Option, anything, in_range, option
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.placement.switches import file_pairs, with_file_pairs
+from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Placement, noise_of, sqnr_of
+from qdqtune.types import Array, Placement, Sample, noise_of, sqnr_of
+
+# The limits are chosen, not measured.
+
+WORST = 10
+"""Most tensors that a report lists, and that are suspected of a fault."""
+
+TENTH_DB = 10.0
+"""A tensor makes a tenth of the error or more if its SQNR is at most `TENTH_DB` above that of the whole model."""
+
+MOST_INFERENCES = 400
+"""Up to so many tensors are measured one by one, on as many samples as that leaves; more are halved in blocks."""
+
+MOST_SAMPLES = 4
+"""Most samples that tensors are measured on: those with the largest error."""
+
+UNKNOWN_NOISE = 1e3
+"""The noise that stands for outputs which are NaN or infinite, have other shapes, or are missing."""
+
+LOUDEST = 999.0
+"""The largest noise of finite outputs."""
+
+OFF = 0.05
+"""Two ranges are alike if they differ by less than this share of the tensor's range."""
+
+COARSE = 3.0
+"""A pair's range is too wide if it is this many times that of the float tensor: it wastes more than a bit."""
+
+SENSITIVE = "its range fits: the network is sensitive there"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What the pairs of one tensor do to the outputs.
+
+    `nodes` are the nodes to keep in float: those that read the tensor through the pairs, or the node that makes a graph
+    output. `noise` is that of the outputs with these pairs alone, `without` that of the pairs that are left without
+    them, where that was measured. `float_range` are the values of the float tensor on the samples, `quantized_range`
+    those that the pairs can represent. `joined` are the ranges of the tensors that a Concat joins to this one.
+    """
+
+    tensor: str
+    kind: Kind
+    nodes: tuple[str, ...]
+    noise: float
+    float_range: tuple[float, float]
+    quantized_range: tuple[float, float]
+    scale: tuple[float, float]
+    zero_point: tuple[float, float]
+    joined: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    without: float | None = None
+
+    @property
+    def output_db(self) -> float | None:
+        """The SQNR of the worst output with these pairs alone; -30 if outputs are not finite, None without error."""
+        return sqnr_of(self.noise)
+
+    @property
+    def reason(self) -> str:
+        """In words, what is wrong with the pairs, judged by their range and that of the float tensor."""
+        low, high = self.quantized_range
+        least, most = self.float_range
+        if not np.isfinite(self.quantized_range).all():
+            return "its scale is no finite number"
+        if low == high:
+            return "its pair can give one value only"
+        width = max(most - least, np.finfo(np.float64).tiny)
+        if self.kind != "activation":
+            off = max(abs(low - least), abs(high - most)) > OFF * width
+            return "its constant has other values than the float one" if off else SENSITIVE
+        cut = max(low - least, most - high, 0.0) / width
+        if cut > OFF:
+            return f"its pair cuts off {100 * min(cut, 1):.0f} % of the range"
+        if high - low > COARSE * max(most - least, most, -least):
+            return f"its pair spends its steps on a range {(high - low) / width:.3g} times as wide"
+        sizes = {name: max(map(abs, ends)) for name, ends in self.joined.items()}
+        if sizes and max(sizes.values()) > ANOTHER_SIZE * min(sizes.values()):
+            told = ", ".join(f"{name} up to {size:.4g}" for name, size in sizes.items())
+            return f"a Concat gives one scale to parts of unlike size: {told}"
+        return SENSITIVE
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tensor as JSON values; NaN and infinite ends of ranges are text, since JSON has no such numbers."""
+        row = {name: value for name, value in asdict(self).items() if name not in ("noise", "without")}
+        for name in ("float_range", "quantized_range", "scale", "zero_point"):
+            row[name] = [end if np.isfinite(end) else str(end) for end in row[name]]
+        without = {} if self.without is None else {"without_db": sqnr_of(self.without)}
+        return row | {"output_db": self.output_db, **without, "reason": self.reason}
+
+
+def noise(reference: Outputs, outputs: Outputs) -> float:
+    """The power of the error relative to that of the signal, for the worst output, or for a slice of one that is lost.
+
+    For integer outputs, such as class numbers, the share of values that differ, if that is larger.
+    """
+    if not is_finite(outputs):
+        return UNKNOWN_NOISE
+    shapes = ((r[name].shape, o[name].shape) for r, o in zip(reference, outputs, strict=True) for name in r)
+    if any(a != b for a, b in shapes):
+        return UNKNOWN_NOISE
+    judged = accuracy(reference, outputs, NO_SCORES)
+    of_slice = noise_of(judged.slice_db) if judged.slice_is_lost and judged.slice_db is not None else 0.0
+    wrong = min(max(judged.noise, of_slice), LOUDEST)
+    return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
+
+
+def errors_by_sample(reference: Outputs, outputs: Outputs) -> list[float]:
+    """How much of the error each sample makes, in the worst output: its power relative to that of the signal of all
+    samples, so that one whose outputs are next to nothing counts for nothing. Of integers the share that differs."""
+    errors = []
+    signals = {
+        name: sum(float(np.sum(np.square(r[name], dtype=np.float64))) for r in reference)
+        for name, array in reference[0].items()
+        if array.dtype.kind == "f"
+    }
+    for r, o in zip(reference, outputs, strict=True):
+        if not is_finite([o]) or any(r[name].shape != o[name].shape for name in r):
+            errors.append(UNKNOWN_NOISE)
+            continue
+        parts = []
+        for name, wanted in r.items():
+            if wanted.dtype.kind == "f":
+                error = float(np.sum(np.square(wanted.astype(np.float64) - o[name])))
+                parts.append(error / signals[name] if signals[name] else error)
+            else:
+                parts.append(float(np.mean(wanted != o[name])))
+        errors.append(max(parts))
+    return errors
+
+
+class SwitchedPairs:
+    """The float model with a switch at every pair of a file, on ONNX Runtime without optimization, which computes pairs
+    as ONNX defines them. One build serves all sets of pairs.
+
+    Raises:
+        EngineFailure: ONNX Runtime does not run it, or outputs of the float model are not finite.
+    """
+
+    def __init__(self, pairs: Sequence[FilePair], samples: Sequence[Sample], run: ModelRun) -> None:
+        self._pairs, self.samples, self._run = pairs, samples, run
+        self.tensors = tuple(dict.fromkeys(pair.tensor for pair in pairs))
+        self.reference = self.outputs(())
+        if not is_finite(self.reference):
+            raise EngineFailure(
+                "outputs of the float model are NaN or infinite on ONNX Runtime without optimization: nothing can be "
+                "compared with them"
+            )
+
+    def outputs(self, on: Iterable[str]) -> Outputs:
+        tensors = set(on)
+        switches = {f"{SWITCH}{i}": np.asarray(pair.tensor in tensors) for i, pair in enumerate(self._pairs)}
+        with rewording("ONNX Runtime cannot run the model with a switch at every pair"):
+            return self._run(sample | switches for sample in self.samples)
+
+    def noise(self, on: Iterable[str]) -> float:
+        """The noise that the pairs of some tensors make."""
+        return noise(self.reference, self.outputs(on))
+
+    def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
+        """Keep only the samples that make most of the error in these outputs, if the noise on them is above `limit`.
+        The noise of the outputs on the samples that are kept."""
+        reference, most = self.reference, max(1, min(MOST_SAMPLES, MOST_INFERENCES // len(self.tensors)))
+        errors = errors_by_sample(reference, outputs)
+        worst = sorted(sorted(range(len(errors)), key=lambda i: -errors[i])[:most])
+        kept = [reference[i] for i in worst]
+        there = noise(kept, [outputs[i] for i in worst])
+        if there <= limit:
+            return noise(reference, outputs)
+        self.samples, self.reference = [self.samples[i] for i in worst], kept
+        return there
+
+    def ranking(self) -> dict[str, float]:
+        """The noise that each tensor makes alone, the largest first."""
+
+        def of_block(block: Block) -> float:
+            start, stop = block
+            return self.noise(self.tensors[start:stop])
+
+        count = len(self.tensors)
+        if count <= MOST_INFERENCES:
+            alone = [of_block((i, i + 1)) for i in range(count)]
+        else:
+            alone = halved(count, of_block, MOST_INFERENCES)
+        order = sorted(range(count), key=lambda i: -alone[i])
+        return {self.tensors[i]: alone[i] for i in order}
+
+
+@contextmanager
+def switched_pairs(
+    float_model: Model,
+    quantized: Model,
+    pairs: Sequence[FilePair],
+    samples: Sequence[Sample],
+    execution: Execution = EXECUTION,
+) -> Iterator[SwitchedPairs]:
+    """The `pairs` of `quantized` on its float model, each with a switch."""
+    model = with_file_pairs(float_model, pairs, quantized, switched=True)
+    with running(model, execution, fuse=False) as run:  # ONNX Runtime's fusions do not look outside of an If
+        yield SwitchedPairs(pairs, samples, run)
+
+
+def damages(
+    float_model: Model, quantized: Model, samples: Sequence[Sample], execution: Execution = EXECUTION
+) -> list[Damage]:
+    """The `WORST` tensors of a quantized model, the largest damage first; biases apart.
+
+    Raises:
+        EngineFailure: ONNX Runtime cannot run the float model with switches.
+    """
+    float_model = with_opset(float_model, quantized.opset)
+    pairs = [pair for pair in file_pairs(float_model, quantized)[0] if pair.kind != "bias"]
+    with switched_pairs(float_model, quantized, pairs, samples, execution) as switched:
+        switched.narrow(switched.outputs(switched.tensors))
+        worst = dict(list(switched.ranking().items())[:WORST])
+        return described(float_model, pairs, worst, switched.samples, execution)
+
+
+def described(
+    model: Model,
+    pairs: Sequence[FilePair],
+    noises: Mapping[str, float],
+    samples: Sequence[Sample],
+    execution: Execution,
+) -> list[Damage]:
+    """The tensors of `noises`, in order, with what `samples` and the file tell of them."""
+    joined = {tensor: _joined(model, tensor) for tensor in noises}
+    ranges = _float_ranges(model, list(dict.fromkeys([*joined, *chain(*joined.values())])), samples, execution)
+    damaged = []
+    for tensor, alone in noises.items():
+        own = [pair for pair in pairs if pair.tensor == tensor]
+        readers = tuple(dict.fromkeys(e.node for pair in own for e in pair.edges if e.node))
+        damaged.append(
+            Damage(
+                tensor,
+                own[0].kind,
+                readers or (model.nodes[model.producers[tensor]].name,),
+                alone,
+                ranges[tensor],
+                _min_max(np.array([representable(pair) for pair in own])),
+                _min_max(np.concatenate([pair.scale.ravel() for pair in own])),
+                _min_max(np.concatenate([pair.zero_point.ravel() for pair in own])),
+                {name: ranges[name] for name in joined[tensor]},
+            )
+        )
+    return damaged
+
+
+def to_exclude(
+    found: Sequence[Damage], output_db: float | None, leaves_some: Callable[[tuple[str, ...]], bool]
+) -> tuple[str, ...]:
+    """The nodes of the tensors that make a tenth or more of the error of a model with `output_db`, the worst first.
+
+    `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as something does.
+    """
+    chosen: tuple[str, ...] = ()
+    for damage in found:
+        if output_db is None or damage.output_db is None or damage.output_db > output_db + TENTH_DB:
+            continue
+        more = tuple(dict.fromkeys((*chosen, *damage.nodes)))
+        if not leaves_some(more):
+            break
+        chosen = more
+    return chosen
+
+
+def exclusion(nodes: Iterable[str]) -> str:
+    """The options of `quantize` that keep these nodes in float, quoted for a shell."""
+    return " ".join(f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes)
+
+
+def _float_ranges(
+    model: Model, tensors: Sequence[str], samples: Sequence[Sample], execution: Execution
+) -> dict[str, tuple[float, float]]:
+    ranges = {name: _min_max(model.constants[name].array()) for name in tensors if name in model.constants}
+    computed = [name for name in tensors if name not in ranges]
+    for tensor, values in observe(model, computed, samples, execution=execution):
+        low, high = _min_max(values)
+        before = ranges.get(tensor, (low, high))
+        ranges[tensor] = min(low, before[0]), max(high, before[1])
+    return ranges
+
+
+def _joined(model: Model, tensor: str) -> tuple[str, ...]:
+    """The tensors that a Concat joins to this one, whose pair gives all of them one scale; empty without a Concat."""
+    maker = model.maker(tensor)
+    while maker is not None and maker.op in REARRANGES:
+        maker = model.maker(maker.inputs[0])
+    return maker.inputs if maker is not None and maker.op == "Concat" else ()
+
+
+def _min_max(values: Array) -> tuple[float, float]:
+    wide = values.astype(np.float64)
+    return float(wide.min()), float(wide.max())
+
+
+# The command
+
 
 # The limits below are chosen, not measured.
 
@@ -66,8 +358,6 @@ WORSE = 2.0
 
 @dataclass(kw_only=True)
 class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
-    """The options of `debug`."""
-
     quantized: Option[ModelLike | None, ModelLike | None] = option(
         anything(MODEL), None, "The quantized model.", is_positional=True, metavar="[QUANTIZED]"
     )
@@ -84,7 +374,7 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """The result of `debug`. Noise is relative to the signal, of the worst output; see `worst_tensors.noise`.
+    """The result of `debug`. Noise is relative to the signal, of the worst output.
 
     `noise` is that of `file` on the `engine` on all `samples`. The next values are measured on the `examined` worst
     samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest` without the guilty
@@ -111,7 +401,6 @@ class Diagnosis(Shown):
 
     @property
     def guilty(self) -> tuple[Damage, ...]:
-        """The tensors that break the outputs."""
         return tuple(damage for damage in self.suspects if damage.without is not None)
 
     @property
@@ -121,7 +410,6 @@ class Diagnosis(Shown):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the outputs are as close as asked for."""
         return self.noise <= self.limit
 
     @property
@@ -129,8 +417,11 @@ class Diagnosis(Shown):
         """The nodes to keep in float, which removes all guilty pairs."""
         return tuple(dict.fromkeys(node for damage in self.guilty for node in damage.nodes))
 
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.is_healthy else ConstraintUnmet.exit_code
+
     def in_words(self) -> str:
-        """How close the outputs are, and whether that is healthy."""
         state = "healthy" if self.is_healthy else "not healthy"
         on = samples(self.samples, self.is_held_out)
         return f"output SQNR {level(self.noise)} on {self.engine}, on {on}: {state} at a limit of {level(self.limit)}"
@@ -153,6 +444,32 @@ class Diagnosis(Shown):
         columns = ("tensor", "", "nodes to exclude", "float", "pair", "SQNR alone", "without", "why")
         return Table(columns, rows, least_widths={"why": 20})
 
+    def parts(self) -> Iterator[str | Table]:
+        if self.placement:
+            yield f"{self.file}: {placed(self.placement)}"
+        yield self.in_words()
+        if self.is_healthy:
+            return
+        if self.examined < self.samples:
+            where = counted(self.examined, "sample")
+            yield f"examined on the {where} with most of the error: {level(self.noise_there)} there"
+        if self.by_numbers is not None:
+            yield f"as ONNX defines its arithmetic: {level(self.by_numbers)}"
+        yield self.table()
+        if self.largest:
+            yield (
+                "the damage that is left is spread over many tensors, none is guilty; the largest alone are listed: "
+                "calibrate otherwise, or exclude several (quantize --report)"
+            )
+        if self.guilty:
+            state = "healthy" if self.rest is not None and self.rest <= self.limit else "still not healthy"
+            yield f"without them on {self.engine}: {level(self.rest or 0.0)}, {state}"
+            yield f"to keep them in float: qdqtune quantize MODEL {exclusion(self.excluded)}"
+        if not self.suspects and self.unexamined:
+            yield f"no examined tensor is guilty, but {self.unexamined} not examined: see the notes"
+        elif not self.suspects:
+            yield "no single tensor is guilty"
+
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values. SQNR in dB, None for equal outputs, -30 if outputs are not finite."""
         return {
@@ -174,6 +491,7 @@ class Diagnosis(Shown):
             "guilty": [damage.to_dict() for damage in self.guilty],
             "largest": [damage.to_dict() for damage in self.largest],
             "nodes_to_exclude": self.excluded,
+            "flags": exclusion(self.excluded),
             "notes": self.notes,
         }
 
@@ -213,10 +531,8 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     if not pairs:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {model}?")
     spec = options.spec(options.input_shapes)
-    check_inputs(spec, plain)
     execution = execution_of(options)
-    data = data_of(options, execution, None if is_alone else file, model)
-    prepared = prepare(plain, data, execution, fixed=options.fix_inputs)
+    prepared = prepared_for(plain, spec, options, execution, (file, model), fixed=options.fix_inputs)
     if not prepared.has_real_samples:
         raise BadOption("random inputs say nothing of a model's outputs: give `calibration_data`")
     fixed = fixed_inputs(model, options.fix_inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,8 +19,6 @@ from qdqtune.tuning.finished import read_run
 
 @dataclass(kw_only=True)
 class ExplainOptions(Options):
-    """The options of `explain`."""
-
     folder: File = option(FILE, REQUIRED, "Output folder of a finished run.", is_positional=True, metavar="DIR")
     pattern: MaybeText = option(
         TEXT, None, "Only this node, or those that match.", is_positional=True, metavar="[NODE|PATTERN]"
@@ -42,7 +41,6 @@ class Explained(Shown):
         return tally(self.rows)
 
     def in_words(self) -> str:
-        """What shipped; or, for a single unit, why it runs as it does."""
         if self.is_part and len(self.rows) == 1:
             (row,) = self.rows
             return f"{', '.join(row.nodes)} ({', '.join(row.operators)}): {row.state}; {row.why}"
@@ -51,11 +49,17 @@ class Explained(Shown):
     def table(self) -> Table:
         """The units by state and reason, or one by one if only some were asked for."""
         if self.is_part:
-            titles = ("nodes", "operators", "runs in", "why", "ms", "float, ms")
             rows = [
-                (", ".join(row.nodes), ", ".join(row.operators), row.state, row.why, *_times(row)) for row in self.rows
+                (
+                    ", ".join(row.nodes),
+                    ", ".join(row.operators),
+                    f"{row.state}{row.precision and f', {row.precision}'}",
+                    row.why,
+                    *_times(row),
+                )
+                for row in self.rows
             ]
-            return Table(titles, rows)
+            return Table(("nodes", "operators", "runs in", "why", "ms", "float, ms"), rows, least_widths={"why": 30})
         sums: list[tuple[str, ...]] = [
             (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0])) for each in self.tallies
         ]
@@ -65,6 +69,11 @@ class Explained(Shown):
         caption = "" if is_timed else "no ms: the builds of this run have no layer times, so that no node has a time"
         columns = ("nodes", "runs in", "ms", "float, ms", "why not in 8 bits", "such as")
         return Table(columns, sums, caption)
+
+    def parts(self) -> Iterator[str | Table]:
+        if not self.is_part:
+            yield f"{self.folder}: {self.headline}"
+        yield self.table()
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -1,12 +1,12 @@
-"""Writes models, samples and metrics of Python programs to files that the package reads, and checks which files the
-options of a command may write."""
+"""Writes models, samples and metrics of Python programs to files that the package reads, checks which files the options
+of a command may write, and finds the samples that options name."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -21,20 +21,32 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from qdqtune.calibration.options import SamplesLike
+from qdqtune.calibration.options import DataOptions, SamplesLike
+from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
 from qdqtune.calibration.samples import LABELS, files_named
 from qdqtune.calibration.user_code import checked_count, read_in_thread
-from qdqtune.calibration.workloads import WorkloadFile
+from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
-from qdqtune.engines.tensorrt.options import libraries_in, timing_cache
+from qdqtune.engines.tensorrt.options import check_inputs, libraries_in, spans, timing_cache, usual_shapes, with_spans
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
+from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import Predict
-from qdqtune.options import REQUIRED, Option, Options, anything, option, options_of, reads
+from qdqtune.options import (
+    REQUIRED,
+    Option,
+    Options,
+    anything,
+    option,
+    options_of,
+    reads,
+)
 from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
+from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings
 
@@ -246,3 +258,53 @@ def check_options(options: Options) -> None:
         outputs += timing_cache(Path(cache), "`engine_options` timing_cache")
     if outputs:
         check_outputs(outputs, inputs)
+
+
+def prepared_for(
+    model: Model,
+    spec: EngineSpec,
+    options: DataOptions,
+    execution: Execution,
+    files: Iterable[Path] = (),
+    *,
+    fixed: Collection[str] = (),
+    most: int = MOST_JUDGED,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Prepared:
+    """A model for an engine, and the samples that options name, in files (see `on_disk`): see `prepare`.
+
+    If they name none, and one of the model `files` lies in the folder of a run, the samples of that run. Random samples
+    have `shapes`, or the sizes that the engine tunes for, unless the user names others.
+
+    Raises:
+        BadOption: the engine or the user names shapes that the inputs cannot have.
+        BadData: the samples do not fit the model.
+    """
+    check_inputs(spec, model)
+    files, source = tuple(files), options.calibration_data
+    data = Data(
+        None if source is None else str(source),
+        options.calibration_samples,
+        options.input_shapes,
+        options.seed,
+        tuple(getattr(options, "workloads", ())),
+        tuple(dict.fromkeys(file.parent for file in files)),
+    )
+    if source is None and not data.input_shapes and not data.workloads:
+        beside = next(filter(None, (data_beside(file, execution) for file in files)), None)
+        if beside is None:
+            data = replace(data, input_shapes=shapes or usual_shapes(spec, None))
+        else:
+            data = replace(beside, calibration_samples=data.calibration_samples, seed=data.seed, workloads=())
+    return prepare(model, data, execution, fixed=fixed, most=most)
+
+
+def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:
+    """`spec` with the range of input sizes over all workloads, if the engine takes such ranges and none are set.
+
+    Raises:
+        BadData: a workload cannot be read.
+    """
+    if spec.name not in TENSORRT_FAMILY or not workloads or spans(spec):
+        return spec
+    return with_spans(spec, spans_of(workloads, fixed))

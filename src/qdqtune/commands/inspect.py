@@ -44,8 +44,6 @@ REGIONS: Any = option(
 
 @dataclass(kw_only=True)
 class InspectOptions(RewriteOption, FixOption, ModelOption):
-    """The options of `inspect`."""
-
     engine: Text = option(
         choice(*sorted(MODULES)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
     )
@@ -74,7 +72,6 @@ class Inspection(Shown):
     values: Mapping[str, Any]
 
     def in_words(self) -> str:
-        """How many regions and patterns."""
         summary = self.values["summary"]
         patterns = len(self.values["patterns"])
         return f"{self.values['nodes']} nodes in {summary['regions']} regions of {patterns} patterns"

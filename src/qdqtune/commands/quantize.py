@@ -1,30 +1,29 @@
-"""`qdqtune quantize`: makes a Q/DQ model of a float model by placement rules, without measuring latency.
+"""`qdqtune quantize` and `apply`: put pairs into a float model, by placement rules or as a placement file has them.
 
-It loads the model, calibrates, places pairs by the engine's rules, inserts and saves them, and compares the outputs, if
-there are enough samples on some that calibration has not seen.
+Both load the model, calibrate, insert the pairs, save the file, and compare the outputs, if there are enough samples on
+some that calibration has not seen. Nothing is timed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qdqtune.calibration.caches import Matched
+from qdqtune.calibration.caches import Matched, from_file
 from qdqtune.calibration.observe import MOST_OPTIMIZED
-from qdqtune.calibration.options import FixOption, check_cache
-from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared, hidden_work
+from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, RangeOptions, RewriteOption, check_cache
+from qdqtune.calibration.prepare import LEAST_JUDGED, Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.samples import HELD_OUT
-from qdqtune.calibration.scales import Ranges
-from qdqtune.commands.inputs import METRIC, MetricLike, execution_of
+from qdqtune.calibration.scales import Calibration, Ranges
+from qdqtune.commands.debug import Damage, damages, exclusion, to_exclude
+from qdqtune.commands.inputs import METRIC, MetricLike, ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.source import SourceOptions
-from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
-from qdqtune.engines import MERGED, MODULES, EngineSpec
+from qdqtune.engines import MERGED, MODULES, THREADED, EngineSpec
 from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
@@ -32,59 +31,198 @@ from qdqtune.engines.formats import (
     checked_weight_format,
     numeric_format,
     portable,
+    usual_precision,
     weight_formats_like,
 )
+from qdqtune.engines.options import time_limit_option
 from qdqtune.engines.runner import Handle, Runner, reused_workers
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
-from qdqtune.explanation.formatting import counted, placed
-from qdqtune.graph.float16 import converted
+from qdqtune.explanation.formatting import counted, placed, samples
+from qdqtune.graph.float16 import Precision, converted, load_for
+from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.rewrites import allowed
-from qdqtune.graph.saving import CONSTANTS, ConstantFile, save
-from qdqtune.numerics.accuracy import accuracy, closeness, concern, decibels, is_finite, slice_cell
+from qdqtune.graph.model_folder import model_in
+from qdqtune.graph.operators import integer_operators
+from qdqtune.graph.rewrites import Rewrites, allowed
+from qdqtune.graph.saving import CONSTANTS, ConstantFile, model_outputs, nbytes, save
+from qdqtune.numerics.accuracy import (
+    accuracy,
+    closeness,
+    closeness_of,
+    concern,
+    decibels,
+    integers_differ,
+    is_finite,
+    slice_cell,
+)
+from qdqtune.numerics.fitting import fitted, with_wide
+from qdqtune.numerics.half_precision import by_ranges, in_half_precision
 from qdqtune.numerics.metrics import (
     LabelOptions,
     Metric,
+    ScoreOption,
     check_metric,
     load_evaluation,
     measure,
     open_labelled,
     option_of,
 )
-from qdqtune.numerics.scores import NO_SCORES, Score, Scores, doubt, equal_share, loss_high, scores_of
+from qdqtune.numerics.scores import (
+    NO_SCORES,
+    Score,
+    Scores,
+    asked_outputs,
+    doubt,
+    equal_share,
+    loss_high,
+    scores_of,
+)
+from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import (
+    FILE,
+    REQUIRED,
     SWITCH,
     TEXT,
     WORDS,
+    Duration,
+    File,
     Flag,
+    MaybeFile,
     MaybeText,
     Names,
     Option,
     Text,
+    Values,
     anything,
     choice,
     option,
+    writes,
 )
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
-from qdqtune.placement.files import every_edge
+from qdqtune.placement.files import every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges, weight_only_edges
+from qdqtune.placement.possible import NO_WIDE, possible_edges, weight_only_edges
+from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.options import portable_option, quant_type_option
-from qdqtune.types import Edge, QuantType
+from qdqtune.tuning.options import portable_option, precision_option, quant_type_option
+from qdqtune.types import Accuracy, Edge, Listener, NumericFormat, Placement, QuantType
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A float model that pairs can be put into: `graph`, and `shaped`, the same model with fixed input shapes.
+
+    `prepared` holds its samples, None where the model is not run. `matched` holds the ranges of a calibration cache,
+    None where none was given. `notes` are for the user.
+    """
+
+    graph: Model
+    shaped: Model
+    prepared: Prepared | None
+    matched: Matched | None
+    notes: tuple[str, ...]
+
+    def ranges(
+        self,
+        how: Calibration,
+        numbers: NumericFormat,
+        placed: Callable[[Ranges], Placement],
+        listener: Listener,
+    ) -> Ranges:
+        """The ranges of the cache, or else calibrated ones of tensors with pairs. `placed` maps ranges to the
+        placement."""
+        if self.matched is not None:
+            return self.matched.ranges
+        if self.prepared is None:
+            return Ranges({})
+        return fitted(self.prepared, how, numbers, placed, listener=listener, only_placed=True)
+
+
+def _beside(given: Values) -> Path | None:
+    """The default path of the Q/DQ model: beside the float model."""
+    if not isinstance(given["model"], str | Path):
+        raise BadOption("the model lies in memory: give `output`, the file to write")
+    path = model_in(Path(given["model"]))
+    return path.with_suffix(".qdq.onnx") if path.name else None
+
+
+@dataclass(kw_only=True)
+class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeOptions, ModelOption):
+    """The options of a command that puts pairs into a float model."""
+
+    output: MaybeFile = option(
+        writes(lambda path, name, _: model_outputs(path, name), _beside),
+        None,
+        "File to write.",
+        "Output",
+        short="file to write",
+        flags="-o --output",
+        default_in_words="MODEL with .qdq.onnx",
+    )
+    precision: Option[Precision | None, Precision | None] = precision_option()
+    time_limit: Duration = time_limit_option()
+
+    @property
+    def target(self) -> Path:
+        """The file to write: the named one, or else one beside the model."""
+        return self.output or Path(str(self.model)).with_suffix(".qdq.onnx")
+
+    def precision_on(self, engine: str) -> Precision:
+        return self.precision or usual_precision(engine)
+
+    def prepared(
+        self,
+        engine: str,
+        fixed: Mapping[str, Any],
+        opset: int,
+        rewrites: Rewrites,
+        execution: Execution,
+        observer: Observer,
+        *,
+        is_run: bool,
+    ) -> PreparedModel:
+        """The model for an engine, with inputs made constant that are `fixed`, and its samples or the ranges of
+        `calibration_cache`.
+
+        With a cache, samples are drawn only if `is_run`. Without a `precision` the model gets the usual one of the
+        engine, where its values allow it.
+
+        Raises:
+            InputError: model, cache and samples cannot be used, or not together; or the model is quantized.
+        """
+        path = Path(str(self.model))
+        observer.stage(f"reading {path.name}")
+        graph, _ = load_for(path, self.precision_on(engine), fixed, opset, rewrites)
+        operators = integer_operators(graph)
+        if is_quantized(graph) or operators:
+            parts = "Q/DQ pairs" if is_quantized(graph) else f"8-bit operators ({', '.join(operators)})"
+            raise BadModel(f"{path} already has {parts}: give the float model")
+        prepared, cache = None, self.calibration_cache
+        if cache is None or is_run:
+            observer.stage("looking at the values")
+            source = None if self.calibration_data is None else str(self.calibration_data)
+            data = Data(source, self.calibration_samples, self.input_shapes, self.seed, folders=(path.parent,))
+            drawn = prepare(graph, data, execution, fixed=fixed)
+            lowered, _, notes = in_half_precision(drawn, self.precision, usual_precision(engine))
+            prepared, more = lowered.sized_for(engine)
+            graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *lowered.hints, *more)
+        else:
+            graph, notes = by_ranges(graph, self.precision_on(engine), cache, path)
+            shaped = with_input_shapes(graph, self.input_shapes)
+        asked_outputs(self.scores, shaped.outputs)  # refuses other names before the work begins
+        matched = None if cache is None else from_file(cache, graph, path)
+        return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 
 def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
-    return option(WORDS, (), help, "Model", metavar=metavar, is_repeated=True, **how)
+    return option(WORDS, (), help, "Model", metavar=metavar, **how)
 
 
 @dataclass(kw_only=True)
 class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
-    """The options of `quantize`."""
-
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
     per_channel: Option[bool | None, bool | None] = option(
         SWITCH,
@@ -187,7 +325,7 @@ class Quantized(Shown):
     `measured` is the user's metric before and after. `damages` is the report, the worst tensor first.
     """
 
-    output: Path
+    options: QuantizeOptions
     placed: PlacedByRules
     sqnr_db: float | None = None
     judged: int = 0
@@ -208,11 +346,13 @@ class Quantized(Shown):
 
     @property
     def metric(self) -> tuple[float, float] | None:
-        """The user's metric before and after."""
         return None if self.measured is None else (self.measured[0].value, self.measured[1].value)
 
+    @property
+    def output(self) -> Path:
+        return self.options.target
+
     def in_words(self) -> str:
-        """The file, how many tensors have a pair, and how close its outputs are."""
         near = closeness(self.sqnr_db, self.agreement) if self.is_finite else "not finite"
         near = near if self.judged else "not compared"
         return f"{self.output}, {placed(self.placed.placement)}, outputs {near}"
@@ -228,6 +368,40 @@ class Quantized(Shown):
         rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), d.reason) for d in self.damages]
         return Table(("rounded alone", "read by", "output SQNR", "why"), rows)
 
+    def parts(self) -> Iterator[str | Table]:
+        if self.options.report:
+            yield self.table()
+            yield self.damage_table()
+        if self.options.weight_only is None:
+            numbers = f"{self.options.quant_type.upper()} as {self.options.engine} wants it"
+            yield f"{self.output}: {placed(self.placed.placement)} ({numbers})"
+        else:
+            kinds = ", ".join(f"{count} as {name}" for name, count in self.placed.counts)
+            size = nbytes(self.output) / nbytes(Path(str(self.options.model)))
+            yield f"{self.output}: weights stored in fewer bits: {kinds}; {size:.0%} of the file's size"
+        if not self.judged:
+            yield "not compared with the float model: give --calibration-data for that"
+        else:
+            agreement = "" if self.agreement is None else f", agreement {self.agreement:.1%}"
+            near = closeness(self.sqnr_db, self.agreement) if self.is_finite else "unknown"
+            is_integer = integers_differ(self.sqnr_db, self.agreement)
+            told = f"outputs: {near}" if is_integer else f"output SQNR {near}{agreement}"
+            yield f"{told}, on {samples(self.judged, self.is_held_out)}"
+            if self.worst_slice:
+                yield f"worst slice of the outputs: {self.worst_slice}"
+            if self.is_finite:
+                yield self.scores.told
+        if self.loudest:
+            yield f"to keep in float what makes a tenth of the error or more: {exclusion(self.loudest)}"
+        elif self.damages and self.sqnr_db is not None:
+            yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
+        if self.measured is not None:
+            before, after = self.measured
+            name = f"{before.name} on {len(before.by_sample)} samples" if before.name else str(self.options.evaluate)
+            high = loss_high(before, after)
+            most = "" if high is None else f"; loss at most {max(high, 0):.2g} (95 %)"
+            yield f"{name}: {before.value:g} before, {after.value:g} after{most}"
+
     def to_dict(self) -> dict[str, Any]:
         metric: dict[str, Any] | None = None
         if self.measured is not None:
@@ -237,6 +411,9 @@ class Quantized(Shown):
                 metric |= {"name": before.name, "samples": len(before.by_sample)}
                 metric |= {"loss_high": loss_high(before, after)}
         return {
+            "engine": self.options.engine,
+            "quant_type": self.options.quant_type,
+            **({"weight_only": dict(self.placed.counts)} if self.options.weight_only else {}),
             "output": str(self.output),
             "edges": len(self.placed.placement),
             "rules": dict(self.placed.counts),
@@ -282,16 +459,13 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     # A cache names tensors that rewrites of the engine's own kind would take away.
     rewrites = allowed(options.rewrites, () if options.calibration_cache else MERGED.get(options.engine, ()))
     metric: Metric | None = None if options.evaluate is None else load_evaluation(str(options.evaluate), execution)
-    observer.stage(f"reading {path.name}")
-    graph = options.float_model(options.engine, options.fix_inputs, numbers.opset, rewrites)
-    options.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
-    if options.is_run:
-        observer.stage("looking at the values")
-    ready = options.prepared(graph, options.engine, options.fix_inputs, execution, is_run=options.is_run)
+    fixed, is_run = options.fix_inputs, options.is_run
+    ready = options.prepared(options.engine, fixed, numbers.opset, rewrites, execution, observer, is_run=is_run)
     shaped, prepared = ready.shaped, ready.prepared
+    options.allowed(shaped, frozenset())  # refuses names that fit nothing, before the work begins
     if options.is_labelled:
         data = None if options.calibration_data is None else str(options.calibration_data)
-        how: Any = {"limit": options.calibration_samples, "fixed": options.fix_inputs, "folders": (path.parent,)}
+        how: Any = {"limit": options.calibration_samples, "fixed": fixed, "folders": (path.parent,)}
         metric = open_labelled(options.label_file, options.metric, data, shaped, execution, **how)
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
@@ -314,7 +488,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         hidden = hidden_work(ready.graph)
         raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
     quantized = Inserter(ready.graph, ranges, numbers).insert(placed.placement)
-    done = Quantized(options.target, placed)
+    done = Quantized(options, placed)
     with checked_output(options.target, options.engine, execution, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
         if prepared is not None:
@@ -390,7 +564,7 @@ def _judged(
         notes.append(f"no `calibration_data`{': scales come from random inputs' * options.sees_data}")
     elif not prepared.is_held_out and options.sees_data:
         notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
-    done = Quantized(options.target, placed, None, judged, prepared.is_held_out, measured, notes=tuple(notes))
+    done = Quantized(options, placed, None, judged, prepared.is_held_out, measured, notes=tuple(notes))
     if not judged:
         return done
     for outputs, whose in ((expected, "float"), (returned, "quantized")):
@@ -420,3 +594,136 @@ def _measured(metric: Metric, runner: Runner, handle: Handle, floats: Handle) ->
             if refused.failure.stage not in ("output", "run"):
                 raise
             raise BadOption(f"{option_of(metric)} cannot be used: {refused}") from refused
+
+
+# `apply`
+
+
+@dataclass(kw_only=True)
+class ApplyOptions(SourceOptions):
+    placement: File = option(
+        FILE, REQUIRED, "placement.yaml of a tuning run.", "Model", short="placement.yaml of a run"
+    )
+    engine: MaybeText = option(
+        TEXT,
+        None,
+        "Engine whose numeric format to use; it need not be installed here.",
+        "Engine",
+        default_in_words="that of the placement",
+        metavar="NAME",
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Applied(Shown):
+    """What `apply` has written. `lost` are edges of the placement that the model lacks, or has no scale for."""
+
+    output: Path
+    placement: Placement
+    lost: tuple[Edge, ...]
+    accuracy: Accuracy | None = None
+    """The accuracy of the outputs on ONNX Runtime; None if it cannot run them, or inputs are random."""
+    matched: Matched | None = None
+    """The ranges of the calibration cache that the model has tensors for; None without a cache."""
+    notes: tuple[str, ...] = ()
+    scores: Scores | None = None
+    """The scores of classes among the outputs; None where these were not compared."""
+
+    def in_words(self) -> str:
+        words = f"{self.output}: {placed(self.placement)}"
+        if self.accuracy is None:
+            return words
+        what = "outputs" if self.accuracy.sqnr_db is None else "output SQNR"
+        return f"{words}, {what} against float: {closeness_of(self.accuracy)}"
+
+    def parts(self) -> Iterator[str | Table]:
+        yield self.in_words()
+        if self.scores is not None:
+            yield self.scores.told
+
+    def to_dict(self) -> dict[str, Any]:
+        accuracy = None if self.accuracy is None else asdict(self.accuracy)
+        found = self.scores or NO_SCORES
+        cache = {} if self.matched is None else {"cache": self.matched.as_json()}
+        lost = [str(edge) for edge in self.lost]
+        return {
+            "output": str(self.output),
+            "edges": len(self.placement),
+            "lost": lost,
+            "accuracy": accuracy,
+            "scores": found.as_json(),
+            "scores_told": found.told,
+            **cache,
+        }
+
+
+def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
+    """Put the pairs of a placement file into a model, with scales calibrated anew, and write it.
+
+    Calibration and rewrites are those of the placement file, unless options say otherwise.
+
+    Raises:
+        InputError: model, placement, data or options cannot be used, or no edge of the placement is in the model.
+        EngineFailure: the engine does not load the written model.
+        OutputError: the output cannot be written.
+    """
+    check_cache(options, options)
+    observer, path = observer or Silent(), Path(str(options.model))
+    recorded = read_placement_file(options.placement)
+    engine = options.engine or recorded.engine
+    numbers = numeric_format(engine, "fp8" if recorded.quant_type == "fp8" else "int8")
+    if recorded.portable and engine in THREADED:
+        numbers = portable(engine, numbers)
+    rewrites = recorded.rewrites if options.rewrites == "auto" else allowed(options.rewrites)
+    execution, is_run = execution_of(options), bool(options.calibration_data)
+    ready = options.prepared(engine, recorded.fix_inputs, numbers.opset, rewrites, execution, observer, is_run=is_run)
+
+    def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
+        return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
+
+    if recorded.placement and not existing(ready.shaped, recorded.placement, every_edge(ready.shaped))[0]:
+        count = len(recorded.placement) + len(recorded.placement.weight_only)
+        raise BadModel(f"{path} has none of the {count} edges of {options.placement}: is it the same network?")
+    how = options.calibration if options.has_method else recorded.calibration
+    ranges = ready.ranges(how, numbers, lambda found: replace(known(found)[0], wide=frozenset()), observer)
+    placed, lost = known(ranges)
+    if recorded.placement and not placed:
+        raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
+    notes = [*ready.notes]
+    if (narrow := recorded.placement.wide & placed.edges - placed.wide) and numbers.wide is not None:
+        names = counted(len({edge.tensor for edge in narrow}), "weight")
+        notes.append(f"{names} of 16 bits beside activations of 8 have 8, too: no engine computes with both")
+    if placed.wide and numbers.wide is None:
+        notes.append(NO_WIDE.format(engine))
+        placed = replace(placed, wide=frozenset())
+    elif placed.wide and ready.prepared is not None:
+        ranges = with_wide(ready.prepared, ranges, numbers)
+    inserter = Inserter(ready.graph, ranges, numbers)
+    with checked_output(options.target, engine, execution) as fresh:
+        quantized = inserter.insert(placed)
+        save(converted(quantized, "bf16") if options.precision_on(engine) == "bf16" else quantized, fresh)
+        judged, scores = None, None
+        try:
+            judged, scores = _simulated(ready, inserter, placed, engine, options.scores)
+        except EngineRefused as refused:
+            notes.append(f"outputs were not compared: {refused}")
+    if ready.prepared is not None and not ready.prepared.has_real_samples:
+        notes.append("no `calibration_data`: the scales come from random inputs")
+    if not recorded.placement:
+        notes.append("this placement holds no pair: with none was the model fastest, or within the limits")
+    if lost:
+        scaled = "" if ready.matched is None else " or without a scale"
+        notes.append(f"{counted(len(lost), 'edge')} of the placement not in this model{scaled}, the first: {lost[0]}")
+    if judged is not None and (warning := concern(judged)):
+        notes.append(warning)
+    return Applied(options.target, placed, lost, judged, ready.matched, tuple(notes), scores)
+
+
+def _simulated(
+    ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str, asked: Sequence[str]
+) -> tuple[Accuracy | None, Scores | None]:
+    if ready.prepared is None or not ready.prepared.has_real_samples:
+        return None, None
+    samples, execution = ready.prepared.judging, ready.prepared.execution
+    with Simulation(inserter, samples, engine, execution=execution, asked=asked) as simulation:
+        return simulation.accuracy(placed), simulation.scores

@@ -1,12 +1,13 @@
-"""The base class of results: a sentence as `repr`, a table for notebooks and terminals, and plain values as JSON."""
+"""The base class of results: a sentence as `repr`, lines and tables for terminals and notebooks, and values as JSON."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from typing import Any
+
+from qdqtune.errors import escaped
 
 MOST_ROWS = 30
 """Most rows of a table that a notebook shows."""
@@ -30,9 +31,26 @@ class Table:
         told = [n for n, name in enumerate(self.columns) if not name or any(row[n] for row in self.rows)]
         return replace(self, columns=[self.columns[n] for n in told], rows=[[r[n] for n in told] for r in self.rows])
 
+    def markdown(self, most: int | None = None) -> list[str]:
+        """The lines of the table in Markdown, with at most so many rows, and the caption below."""
+        filled = self.filled
+        rows = [filled.columns, ["---"] * len(filled.columns), *filled.rows[:most]] if self.rows else []
+        rest = len(self.rows[:most]) - len(self.rows)
+        below = [f"and {-rest} more"] * bool(rest) + self.caption.splitlines()
+        lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]
+        return [*lines, "", *(line for text in below for line in (plain(text), ""))]
+
 
 class Shown:
-    """A result of a command, which shows itself in Python and in notebooks."""
+    """A result of a command, which shows itself in Python, in notebooks and on a terminal."""
+
+    notes: tuple[str, ...] = ()
+    """What the user should know besides."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command."""
+        return 0
 
     @abstractmethod
     def in_words(self) -> str:
@@ -42,6 +60,11 @@ class Shown:
         """The result as a table; empty where the sentence says it all."""
         return Table((), ())
 
+    def parts(self) -> Iterator[str | Table]:
+        """What the command line prints, from top to bottom: lines, and tables, of which empty ones are left out."""
+        yield self.table()
+        yield self.in_words()
+
     @abstractmethod
     def to_dict(self) -> Mapping[str, Any]:
         """The result as JSON values."""
@@ -49,17 +72,13 @@ class Shown:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.in_words()}>"
 
-    def _repr_html_(self) -> str:
-        """HTML for notebooks. Everything is escaped, since names come from models."""
-        table = self.table()
-        head = "".join(f"<th>{escape(title)}</th>" for title in table.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows[:MOST_ROWS]
-        )
-        rest = f"<p>and {len(table.rows) - MOST_ROWS} more</p>" if len(table.rows) > MOST_ROWS else ""
-        shown = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if table.rows else ""
-        below = "".join(f"<p>{escape(line)}</p>" for line in table.caption.splitlines())
-        return f"<div><p>{escape(self.in_words())}</p>{shown}{rest}{below}</div>"
+    def _repr_markdown_(self) -> str:
+        return "\n".join([plain(self.in_words()), "", *self.table().markdown(MOST_ROWS)])
+
+
+def plain(text: str) -> str:
+    """Text in which Markdown and HTML see no marks, as names come from models: one line, escaped where needed."""
+    return "".join(f"\\{c}" if c in r"\`*_|<>[]" else c for c in escaped(text)).replace("@", "@\u200b")
 
 
 def milliseconds(ms: float | None) -> str:

@@ -58,7 +58,7 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
     bound = _bound(module, example_inputs)
     given = bound.arguments
     takes_names = all(p.kind in NAMED for p in bound.signature.parameters.values())
-    sizes = [value.shape[0] for value in _tensors(given) if value.ndim]
+    sizes = [value.shape[0] for value in _tensors(given) if _is_batch(value)]
     repeats = 2 if 1 in sizes else 1  # the exporter takes a size of 1 for a constant
     size = sum(value.nbytes for value in (*module.parameters(), *module.buffers()))
 
@@ -75,8 +75,8 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
     with _evaluating(module), _silent():
         if sizes:
             try:
-                examples = _mapped(given, lambda one: one.repeat(repeats, *[1] * (one.ndim - 1)) if one.ndim else one)
-                write(examples, _mapped(given, lambda one: {0: BATCH} if one.ndim else None, otherwise=None))
+                examples = _mapped(given, lambda v: v.repeat(repeats, *[1] * (v.ndim - 1)) if _is_batch(v) else v)
+                write(examples, _mapped(given, lambda value: {0: BATCH} if _is_batch(value) else None))
                 return
             except BadModel:  # the batch is a constant of the module
                 path.unlink(missing_ok=True)
@@ -103,16 +103,17 @@ def _bound(module: Any, example_inputs: Any) -> inspect.BoundArguments:
         raise BadModel(f"`example_inputs` are not what forward of {type(module).__name__} takes: {error}") from error
 
 
-def _mapped(value: Any, change: Callable[[Any], Any], otherwise: Any = ...) -> Any:
-    """A structure of tensors with each changed; what is no tensor becomes `otherwise`, or stays where that is not
-    given."""
+def _is_batch(value: Any) -> bool:
+    return bool(getattr(value, "ndim", 0))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A structure of tensors and other values with each changed."""
     if isinstance(value, Mapping):
-        return {name: _mapped(one, change, otherwise) for name, one in value.items()}
+        return {name: _mapped(one, change) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_mapped(one, change, otherwise) for one in value])
-    if hasattr(value, "ndim"):
-        return change(value)
-    return value if otherwise is ... else otherwise
+        return type(value)([_mapped(one, change) for one in value])
+    return change(value)
 
 
 def _tensors(value: Any) -> Iterator[Any]:

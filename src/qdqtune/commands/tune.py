@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,26 +11,28 @@ from qdqtune.calibration.options import RangeOptions, check_cache
 from qdqtune.calibration.prepare import USUAL_JUDGED
 from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
 from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.inputs import METRIC, MetricLike, ModelOption
+from qdqtune.commands.inputs import METRIC, MetricLike, ModelOption, built_for
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.source import built_for
-from qdqtune.commands.tune_tables import result_table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores, usual_threads
 from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.remote.connection import Destination
 from qdqtune.engines.tensorrt.options import usual_shapes
-from qdqtune.explanation.result_rows import is_judged
-from qdqtune.numerics.accuracy import closeness
+from qdqtune.errors import ConstraintUnmet
+from qdqtune.explanation.formatting import built, counted, duration
+from qdqtune.explanation.result_rows import NOT_MEASURED, by_rule, is_judged, remarks, result_rows
+from qdqtune.numerics.accuracy import closeness, closeness_cell
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Flag, MaybeInt, Option, anything, choice, in_range, option
 from qdqtune.search.region import Config
-from qdqtune.timing.ratios import Plan, least_rounds, speed
+from qdqtune.timing.limits import failure
+from qdqtune.timing.ratios import Plan, Ratio, least_rounds, speed
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
+from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.settings import (
     BY_RULE_BUILDS,
     EFFORTS,
@@ -53,6 +55,10 @@ SHORT_BUDGET = 120.0
 """A time budget of at most so many seconds is short. Chosen, not measured."""
 
 
+NO_IMPROVEMENT = 3
+"""The exit code where nothing faster was found."""
+
+
 def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: bool = False) -> Plan:
     """The plan of a candidate's comparison: `looks` of the effort, or `FEW_LOOKS`; the last look at `last` rounds."""
     if not has_few:
@@ -64,8 +70,6 @@ def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: boo
 
 @dataclass(kw_only=True)
 class TuneOptions(ModelOption, SearchOptions, EngineOptions, RangeOptions):
-    """The options of `tune`."""
-
     takes_several_threads: ClassVar[bool] = True
 
     effort: Option[Preset, Preset] = option(
@@ -190,7 +194,6 @@ class Result(Shown, result.Result):
         return explain_run(self.folder, pattern)
 
     def in_words(self) -> str:
-        """How many times as fast what ships is, and how exact; or why nothing faster ships."""
         is_timed = "by_rule" not in self.summary
         if self.improved:
             accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
@@ -210,8 +213,29 @@ class Result(Shown, result.Result):
         more = "; calibration was cut short, so more time may find one" if is_cut_short else ""
         return f"{outcome}: {self.file} is {copied}{more}"
 
+    @property
+    def exit_code(self) -> int:
+        if self.improved:
+            return 0
+        return ConstraintUnmet.exit_code if self.unmet else NO_IMPROVEMENT
+
+    def parts(self) -> Iterator[str | Table]:
+        yield groups_table([row for row in self.recorded.rows if isinstance(row, GroupOutcome)])
+        if self.summary.get("front"):
+            yield front_table(self.summary)
+        elif "by_rule" in self.summary:
+            yield rule_table(self.summary)
+        yield self.table()
+        if not self.improved:
+            yield self.in_words()
+            return
+        what = "the tuned model" if self.placement else "the float model with the changes told above"
+        if "by_rule" in self.summary:
+            what = "the cheapest by rule that holds the limits on accuracy; it was not timed"
+        unchecked = "; nobody has checked its accuracy" if self.summary["unchecked"] else ""
+        yield f"{self.file} is {what}{unchecked}"
+
     def table(self) -> Table:
-        """Float and tuned model side by side."""
         return result_table(self)
 
     def to_dict(self) -> Mapping[str, Any]:
@@ -227,3 +251,104 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """
     done = loop.tune(settings, observer)
     return Result(**vars(done), folder=settings.output_dir)
+
+
+LARGEST_GROUPS = 20
+"""The most rows of the table of groups."""
+
+
+def result_table(found: result.Result) -> Table:
+    """Latency, speedup, pairs and accuracy of the float and of the tuned model; below, what the search has spent and
+    what outputs were compared."""
+    summary = found.summary
+    failed = sum(failure(trial) is not None for trial in found.history)
+    between = sum(trial.proposal.origin == "front" for trial in found.history)  # not shown while the search runs
+    besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
+    candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
+    caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
+    return Table(("", "baseline", "final"), result_rows(summary), "\n".join([caption, *remarks(summary)]))
+
+
+def front_table(summary: Mapping[str, Any]) -> Table:
+    """A table of the proven points of a front, with a column for each number of threads if there are several."""
+    cells, rows = [], summary["front"]
+    counts = [at["threads"] for row in rows[:1] for at in row["by_threads"]]
+    for row in rows:
+        compared = row["by_threads"] if len(counts) > 1 else [row]
+        ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in compared)
+        metric = "" if row["metric"] is None else f"{row['metric']:g}"
+        cells.append((row["name"], *ends, metric, _tensors(row), *_judged(row, summary)))
+    speedups = [f"at {counted(n, 'thread')}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
+    caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
+    return Table(("point", *speedups, "metric", "tensors", *JUDGED), cells, caption)
+
+
+def rule_table(summary: Mapping[str, Any]) -> Table:
+    """A table of the candidates of a search by rule, which times nothing."""
+    cells = [
+        (
+            str(row["number"]),
+            row["origin"],
+            "failed" if row["elsewhere"] is None else str(row["elsewhere"]),
+            f"{row['tensors_16']} of {row['tensors']}",
+            str(row["weights_16"] or ""),
+            str(row["conversions"]),
+            *(_judged(row, summary) if row["elsewhere"] is not None else ("", "", _mark(row))),
+        )
+        for row in by_rule(summary)
+    ]
+    caption = "not timed: nodes elsewhere count first, then bytes in 16 bits and of conversions, then those of weights"
+    columns = ("candidate", "from", "nodes elsewhere", "in 16 bits", "weights too", "conversions")
+    return Table((*columns, *JUDGED), cells, caption)
+
+
+JUDGED = ("SQNR, dB", "agreement", "")
+"""The last columns of these tables: how close the outputs are, and what that means."""
+
+
+def _judged(row: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, str, str]:
+    agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+    if not is_judged(summary):
+        return NOT_MEASURED, agreement, _mark(row)
+    db, judged = closeness_cell(row["sqnr_db"], row["agreement"]), row.get("samples", summary["accuracy_samples"])
+    few = "" if judged == summary["accuracy_samples"] else f" ({counted(judged, 'sample')})"
+    return f"{db}{few}", agreement, _mark(row)
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    """Whether a candidate ships, or why it may not."""
+    if row["shipped"]:
+        return "ships"
+    return {True: "", False: "below the limits", None: "metric not computed"}[row["holds_limits"]]
+
+
+def _tensors(row: Mapping[str, Any]) -> str:
+    """How many tensors have a pair, and how many weights have a weight format (a count, or counts by format)."""
+    weights = row.get("weights") or 0
+    count = weights if isinstance(weights, int) else sum(weights.values())
+    return str(row["pairs"]) + (f" + {count} weights" if count else "")
+
+
+def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
+    """The kinds of groups that take the most time in float: gain alone and in the model, and the verdict.
+
+    Equal groups with one verdict share a row.
+    """
+    together: dict[tuple[int | None, str], list[GroupOutcome]] = {}
+    for group in outcomes:
+        if group.kind is not None:
+            together.setdefault((group.kind, group.why), []).append(group)
+    rows = []
+    for groups in list(together.values())[:LARGEST_GROUPS]:
+        first = groups[0]
+        more = [f"and {len(first.nodes) - 1} more"] if len(first.nodes) > 1 else []
+        more += [f"({len(groups)} times)"] if len(groups) > 1 else []
+        alone = "" if first.gain_alone is None else f"{first.gain_alone:+.3f}"
+        gains = [group.gain_in_model for group in groups if group.gain_in_model is not None]
+        gain = f"{sum(gains) / len(gains):+.3f}" if gains else ""
+        rows.append((" ".join([first.nodes[0], *more]), first.scheme or "", alone, gain, first.why))
+    rest = len(together) - len(rows)
+    caption = "the largest groups: ms that each saves alone, and in the model with its conversions"
+    caption += f"; {rest} more kinds in summary.json" if rest > 0 else ""
+    widths = {"group": 24, "scheme": 0, "verdict": 20}
+    return Table(("group", "scheme", "alone", "in model", "verdict"), rows, caption, least_widths=widths)

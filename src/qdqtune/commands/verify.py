@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqtune.commands.compare import CompareOptions, Comparison, MeasureOptions, compare
-from qdqtune.commands.gate import Gated, GateOptions
+from qdqtune.commands.compare import CompareOptions, Comparison, Gated, GateOptions, MeasureOptions, compare
 from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import THREADED, EngineSpec, threads_of
@@ -16,6 +15,7 @@ from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import Threads, on_device, on_option, threads_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
+from qdqtune.errors import ConstraintUnmet
 from qdqtune.options import (
     OF_RUN,
     REQUIRED,
@@ -31,13 +31,14 @@ from qdqtune.timing.ratios import overlap
 from qdqtune.tuning.deploy import DeploySettings, changed_files, read_settings
 from qdqtune.tuning.observer import Observer
 
+CANNOT_TELL = 3
+"""The exit code where a measurement decides nothing."""
+
 Finding = Literal["holds", "does not hold", "cannot tell"]
 
 
 @dataclass
 class VerifyOptions(MeasureOptions):
-    """The options of `verify`."""
-
     folder: File = option(
         OF_RUN, REQUIRED, "The output folder of a finished run.", is_positional=True, metavar="FOLDER"
     )
@@ -48,8 +49,6 @@ class VerifyOptions(MeasureOptions):
         "An option of the engine as it is here, such as the path of a program or plug-in. Repeatable.",
         "Engine",
         flags="--engine-option",
-        metavar="NAME=VALUE",
-        is_repeated=True,
     )
     time_limit: Duration = time_limit_option()
     on: MaybeText = on_option()
@@ -70,15 +69,16 @@ class Verified(Shown):
 
     @property
     def holds(self) -> bool:
-        """Whether what was proven holds here."""
         return self.finding == "holds"
 
+    @property
+    def exit_code(self) -> int:
+        return {"holds": 0, "cannot tell": CANNOT_TELL}.get(self.finding, ConstraintUnmet.exit_code)
+
     def in_words(self) -> str:
-        """The finding in one line."""
         return f"{self.finding}: {self.why}"
 
     def table(self) -> Table:
-        """The comparison of float and tuned model; empty if nothing was measured."""
         return super().table() if self.comparison is None else self.comparison.table()
 
     def to_dict(self) -> dict[str, Any]:

@@ -67,15 +67,13 @@ Threads = Option[int | str | Sequence[int] | None, tuple[int, ...] | None]
 def threads_option(default: str) -> Any:
     """The option `threads`: the numbers of threads that files are timed at, by `default` in words."""
     return option(
-        Kind(_threads, takes="several"),
+        Kind(_threads, "1,4,16", "several"),
         None,
         "CPU threads of onnxruntime and openvino. One gives the most stable timing. tune, compare and verify take "
         "several, such as 1,4: what tune ships is slower at none of them and faster at one.",
         "Engine",
         short="of a CPU; one is the steadiest",
         default_in_words=default,
-        metavar="1,4,16",
-        is_repeated=True,
     )
 
 
@@ -106,8 +104,6 @@ class EngineOptions(Options):
         "An option of the engine, which doctor lists; VALUE is JSON or text. Repeatable.",
         "Engine",
         flags="--engine-option",
-        metavar="NAME=VALUE",
-        is_repeated=True,
     )
     time_limit: Duration = time_limit_option()
 

@@ -17,8 +17,10 @@ from markupsafe import Markup
 from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
 from qdqtune.explanation.formatting import duration
+from qdqtune.explanation.report import report_of_run
 from qdqtune.explanation.report_values import Report
 from qdqtune.system.writing import atomic_write
+from qdqtune.tuning.folder import REPORT
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
 
@@ -26,10 +28,17 @@ PARTS = Path(__file__).parent / "page"
 """The folder of the template, the style and the script."""
 
 
-def write_report(report: Report, path: Path, flags: Mapping[str, str]) -> None:
-    """Write a report. `flags` spell the options that it names (see `with_flags`)."""
-    with atomic_write(path, "page") as fresh:
+def write_report(folder: Path, flags: Mapping[str, str]) -> Path:
+    """Write the report of the run in `folder`, and give its path. `flags` spell the options that it names (see
+    `with_flags`).
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    report = report_of_run(folder)
+    with atomic_write(folder / REPORT, "page") as fresh:
         fresh.write_text(render(report, flags), encoding="utf-8")
+    return folder / REPORT
 
 
 def render(report: Report, flags: Mapping[str, str]) -> str:

@@ -289,7 +289,6 @@ class LabelOptions(Options):
         "that calibration does not see are the fairest.",
         "Data",
         short="right answers, one for each sample",
-        metavar="FILE",
     )
     metric: Text = option(
         Kind(_metric, choices=METRIC_NAME.choices),
@@ -332,7 +331,6 @@ class ScoreOption(Options):
         "Accuracy",
         default_in_words="what the float model's values show",
         metavar="NAME[:AXIS]",
-        is_repeated=True,
     )
 
 

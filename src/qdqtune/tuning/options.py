@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -111,7 +111,7 @@ def _wildcards(value: Any) -> tuple[str, ...]:
     return wildcards
 
 
-WILDCARDS = Kind(_wildcards, "FILE", "several", is_path=True, reads=FILE.reads)
+WILDCARDS = Kind(_wildcards, "FILE", "list", is_path=True, reads=FILE.reads)
 """Wildcards of node names: a sequence of them, or a file with one a line. Empty lines and lines that begin with # are
 skipped."""
 
@@ -144,13 +144,12 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Numbers of the pairs; fp8 is E4M3, where the engine has it, and needs opset 19."
     )
     formats: Option[str | Sequence[str] | None, tuple[str, ...] | None] = option(
-        NAMES,
+        replace(NAMES, takes="list"),
         None,
         "What may be used, by commas: int8 (or fp8) for pairs, w8 and w4 for weights alone, or exactly w4b32, w8b128; "
         "d8 (d7 on x86 without VNNI) for products whose activations get their scale at run time.",
         "Model",
         default_in_words="all that the engine has",
-        metavar="NAMES",
     )
     portable: Flag = portable_option()
     precision: Option[Precision | None, Precision | None] = precision_option()

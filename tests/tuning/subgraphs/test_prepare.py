@@ -11,7 +11,7 @@ import pytest
 from conftest import Call
 from models import build, feeds, normal, run
 from observers import Log
-from qdqtune.commands.tune_tables import groups_table
+from qdqtune.commands.tune import groups_table
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
