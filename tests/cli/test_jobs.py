@@ -254,10 +254,10 @@ def test_jobs_go_before_defaults_and_repeat_what_can_be_repeated(tmp_path: Path)
         "jobs: [{model: x/a.onnx, fix-input: c=3, restart: false, report: true}, {model: b.onnx, seed: 0x10}]"
     )
     first, second = read_jobs(file)
-    assert first.options == TuneArguments(
+    assert first == TuneArguments(
         model=Path("x/a.onnx"), output_dir="a_tuned", engine="fake", threads=2, fix_inputs={"c": 3}
     )
-    assert second.options == TuneArguments(
+    assert second == TuneArguments(
         model=Path("b.onnx"), output_dir="b_tuned", engine="fake", threads=2, report=False, fix_inputs={"a": 1, "b": 2},
         restart=True, seed=16,
     )  # fmt: skip
@@ -266,7 +266,7 @@ def test_jobs_go_before_defaults_and_repeat_what_can_be_repeated(tmp_path: Path)
 def test_a_job_may_run_on_a_machine_with_more_cores(tmp_path: Path) -> None:
     (tmp_path / "jobs.yaml").write_text("jobs: [{model: a.onnx, threads: 4096}]")
     (job,) = read_jobs(tmp_path / "jobs.yaml")
-    assert job.options.spec().options == {"threads": 4096}
+    assert job.spec().options == {"threads": 4096}
 
 
 def test_devices_and_folders_are_not_read() -> None:

@@ -25,7 +25,6 @@ from qdqtune.calibration.options import SamplesLike
 from qdqtune.cli import progress
 from qdqtune.cli.tune import TuneArguments
 from qdqtune.commands.inputs import on_disk
-from qdqtune.commands.inspect import REGIONS
 from qdqtune.commands.tune import search_plan, tune
 from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.runner import Runner
@@ -157,7 +156,12 @@ class AutotuneOptions(TuneArguments):
         "--profilingVerbosity=detailed), not from the engine at hand.",
         "Engine",
     )
-    regions: Option[Division, Division] = REGIONS
+    regions: Option[Division, Division] = option(
+        choice("auto", "names", "topology"),
+        "auto",
+        "Divide the graph by node names, by topology, or by what fits.",
+        "Search",
+    )
     default_dq_dtype: Option[FloatType, FloatType] = option(
         choice("float16", "float32", "bfloat16"),
         "float32",

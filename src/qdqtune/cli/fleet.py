@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import geometric_mean
@@ -96,26 +96,7 @@ def run_on_ray() -> int:
     raise EngineUnavailable(f"{name} has ended the run: the same command goes on from what was measured")
 
 
-@dataclass
-class Job:
-    """One model to tune: the options of `tune`, and how it ended."""
-
-    options: TuneOptions
-    code: int = 0
-    result: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def model(self) -> str:
-        return str(self.options.model)
-
-    def row(self) -> dict[str, Any]:
-        """What became of the model, as `--json` prints it; of a dry run, the estimate."""
-        is_estimate = "latency" in self.result
-        facts = self.result if is_estimate else {name: self.result.get(name) for name in FACTS}
-        return {"model": self.model, "exit_code": self.code, **facts}
-
-
-def run_jobs(jobs: Sequence[Job], options: WorkerOptions, terminal: Terminal) -> int:
+def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Terminal) -> int:
     """Tune models and print what became of each. Gives the worst exit code.
 
     Raises:
@@ -123,10 +104,9 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, terminal: Terminal) ->
         KeyboardInterrupt: this process was interrupted, or a job.
     """
     begun = time.monotonic()
-    devices, more = _devices([job.options.spec() for job in jobs], options)
+    devices, more = _devices([job.spec() for job in jobs], options)
     more |= {"as_machine": True, "quiet": terminal.quiet, "verbose": terminal.verbose}
-    _tune_all(jobs, devices, more)
-    rows = [job.row() for job in jobs]
+    rows = _tune_all(jobs, devices, more)
     if terminal.as_machine:
         print_json(rows)
     elif all("latency" in row for row in rows):
@@ -134,7 +114,8 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, terminal: Terminal) ->
     else:
         show(_table(rows))
         print_lines([_summary(rows, time.monotonic() - begun)])
-    return max((job.code for job in jobs), key=lambda code: CODES.index(code) if code in CODES else len(CODES) + code)
+    codes: list[int] = [row["exit_code"] for row in rows]
+    return max(codes, key=lambda code: CODES.index(code) if code in CODES else len(CODES) + code)
 
 
 def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Sequence[Device], dict[str, Any]]:
@@ -153,28 +134,32 @@ def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Seq
         return (ANYWHERE,) * len(devices), {"ray": options.ray, "workers": 1, "cores_per_worker": each}
 
 
-def _tune_all(jobs: Sequence[Job], devices: Sequence[Device], more: Mapping[str, Any]) -> None:
-    """Tune all models with `more` options, one on each device at a time; when one is interrupted, all are."""
+def _tune_all(jobs: Sequence[TuneOptions], devices: Sequence[Device], more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tune all models with `more` options, one on each device at a time; when one is interrupted, all are. Gives what
+    became of each, as `--json` prints it; of a dry run, the estimate."""
     free = SimpleQueue[Device]()
     for device in devices:
         free.put(device)
     command, of_fleet = command_line(), WorkerOptions.__annotations__
     with lifeline() as (pipe, holder), ThreadPoolExecutor(len(devices)) as pool:
 
-        def run(job: Job) -> None:
-            values = {name: value for name, value in job.options.raw.items() if name not in of_fleet}
+        def run(job: TuneOptions) -> dict[str, Any]:
+            values = {name: value for name, value in job.raw.items() if name not in of_fleet}
             device = free.get()
             try:
-                job.code, job.result = ask({"options": {**values, **more}, "command": command}, device, pipe)
+                code, result = ask({"options": {**values, **more}, "command": command}, device, pipe)
             finally:
                 free.put(device)
-            if job.code == INTERRUPTED:
+            if code == INTERRUPTED:
                 raise KeyboardInterrupt
+            facts = result if "latency" in result else {name: result.get(name) for name in FACTS}
+            return {"model": str(job.model), "exit_code": code, **facts}
 
         try:
             running = [pool.submit(run, job) for job in jobs]
             for done in wait(running, return_when=FIRST_EXCEPTION).done:
                 done.result()
+            return [done.result() for done in running]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             holder.close()  # which ends the children that still run
@@ -241,8 +226,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 # Models that the command line names
 
 
-def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[Job]:
-    """A job for each model, which goes to a folder of its own, with the options that were typed.
+def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOptions]:
+    """The options that were typed for each model, which goes to a folder of its own.
 
     Raises:
         BadOption: a model does not exist.
@@ -252,7 +237,7 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[Job]:
             commas = "; several values of one option are parted by commas, like 8,1" if not model.suffix else ""
             raise BadOption(f"{model}: cannot read the model: No such file or directory{commas}")
         own = {"model": model, "output_dir": options.output_dir / folder}
-        yield Job(type(options)(**(options.raw | own)))
+        yield type(options)(**(options.raw | own))
 
 
 def named(models: Sequence[Path]) -> dict[Path, str]:
@@ -261,10 +246,7 @@ def named(models: Sequence[Path]) -> dict[Path, str]:
     stems = Counter(model.stem for model in models)
     names: dict[Path, str] = {}
     for model in models:
-        stem = name = model.stem if stems[model.stem] == 1 else f"{model.absolute().parent.name}_{model.stem}"
-        number = 1
-        while name in names.values():
-            number += 1
-            name = f"{stem}-{number}"
-        names[model] = name
+        stem = model.stem if stems[model.stem] == 1 else f"{model.absolute().parent.name}_{model.stem}"
+        numbered = (f"{stem}-{number}" for number in count(2))
+        names[model] = next(name for name in chain([stem], numbered) if name not in names.values())
     return names

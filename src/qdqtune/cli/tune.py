@@ -13,7 +13,7 @@ import msgspec
 from qdqtune.calibration.options import check_cache
 from qdqtune.cli import fleet, progress
 from qdqtune.cli.command import Terminal, command, command_line, seconds_so_far
-from qdqtune.cli.fleet import Job, run_jobs
+from qdqtune.cli.fleet import run_jobs
 from qdqtune.cli.output import flags, print_json, print_lines, print_parts, say, say_notes
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.inputs import check_options
@@ -224,7 +224,7 @@ def run_command(options: RunOptions) -> int:
     return run_jobs(read_jobs(options.file), options, options)
 
 
-def read_jobs(path: Path) -> list[Job]:
+def read_jobs(path: Path) -> list[TuneArguments]:
     """The jobs of a file: `defaults` for all, and `jobs`, a list of options by name with a `model` each.
 
     Raises:
@@ -254,7 +254,7 @@ def read_jobs(path: Path) -> list[Job]:
             options.spec()
         except (InputError, OSError) as error:
             raise BadOption(f"{where} ({model:.100}): {error!s:.{MOST_CHARACTERS}}") from error
-        jobs.append(Job(options))
+        jobs.append(options)
     return jobs
 
 

@@ -34,13 +34,6 @@ from qdqtune.tuning.subject import tuned_graph
 MOST_FREQUENT = 10
 """How many patterns, and how many kinds of operators, are listed."""
 
-REGIONS: Any = option(
-    choice("auto", "names", "topology"),
-    "auto",
-    "Divide the graph by node names, by topology, or by what fits.",
-    "Search",
-)
-
 
 @dataclass(kw_only=True)
 class InspectOptions(RewriteOption, FixOption, ModelOption):

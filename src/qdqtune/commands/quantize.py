@@ -626,8 +626,7 @@ class Applied(Shown):
     matched: Matched | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
     notes: tuple[str, ...] = ()
-    scores: Scores | None = None
-    """The scores of classes among the outputs; None where these were not compared."""
+    scores: Scores = NO_SCORES
 
     def in_words(self) -> str:
         words = f"{self.output}: {placed(self.placement)}"
@@ -638,12 +637,11 @@ class Applied(Shown):
 
     def parts(self) -> Iterator[str | Table]:
         yield self.in_words()
-        if self.scores is not None:
+        if self.accuracy is not None:
             yield self.scores.told
 
     def to_dict(self) -> dict[str, Any]:
         accuracy = None if self.accuracy is None else asdict(self.accuracy)
-        found = self.scores or NO_SCORES
         cache = {} if self.matched is None else {"cache": self.matched.as_json()}
         lost = [str(edge) for edge in self.lost]
         return {
@@ -651,8 +649,8 @@ class Applied(Shown):
             "edges": len(self.placement),
             "lost": lost,
             "accuracy": accuracy,
-            "scores": found.as_json(),
-            "scores_told": found.told,
+            "scores": self.scores.as_json(),
+            "scores_told": self.scores.told,
             **cache,
         }
 
@@ -702,13 +700,16 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     with checked_output(options.target, engine, execution) as fresh:
         quantized = inserter.insert(placed)
         save(converted(quantized, "bf16") if options.precision_on(engine) == "bf16" else quantized, fresh)
-        judged, scores = None, None
-        try:
-            judged, scores = _simulated(ready, inserter, placed, engine, options.scores)
-        except EngineRefused as refused:
-            notes.append(f"outputs were not compared: {refused}")
-    if ready.prepared is not None and not ready.prepared.has_real_samples:
-        notes.append("no `calibration_data`: the scales come from random inputs")
+        judged, scores, prepared = None, NO_SCORES, ready.prepared
+        if prepared is not None and prepared.has_real_samples:
+            given: Any = {"execution": prepared.execution, "asked": options.scores}
+            try:
+                with Simulation(inserter, prepared.judging, engine, **given) as simulation:
+                    judged, scores = simulation.accuracy(placed), simulation.scores
+            except EngineRefused as refused:
+                notes.append(f"outputs were not compared: {refused}")
+        elif prepared is not None:
+            notes.append("no `calibration_data`: the scales come from random inputs")
     if not recorded.placement:
         notes.append("this placement holds no pair: with none was the model fastest, or within the limits")
     if lost:
@@ -717,13 +718,3 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     if judged is not None and (warning := concern(judged)):
         notes.append(warning)
     return Applied(options.target, placed, lost, judged, ready.matched, tuple(notes), scores)
-
-
-def _simulated(
-    ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str, asked: Sequence[str]
-) -> tuple[Accuracy | None, Scores | None]:
-    if ready.prepared is None or not ready.prepared.has_real_samples:
-        return None, None
-    samples, execution = ready.prepared.judging, ready.prepared.execution
-    with Simulation(inserter, samples, engine, execution=execution, asked=asked) as simulation:
-        return simulation.accuracy(placed), simulation.scores
