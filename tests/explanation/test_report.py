@@ -16,7 +16,7 @@ from qdqtune.commands.explain import explain_run
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import MOST_DOTS, Axis, dots, longest, of_strips, scatter, spanning
-from qdqtune.explanation.formatting import builds, built, origin_in_words, title
+from qdqtune.explanation.formatting import builds, built, title
 from qdqtune.explanation.model_map import MOST_CELLS, alike, blocks, draw
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import OWN, report_of_run
@@ -348,12 +348,6 @@ def test_how_close_outputs_are_is_told_alike_everywhere(accuracy: Accuracy, told
     equal = equal_share(accuracy)
     here = (closeness_of(accuracy), closeness(accuracy.sqnr_db, equal), closeness_cell(accuracy.sqnr_db, equal))
     assert here == (told, short, cell)
-
-
-def test_every_origin_has_words() -> None:
-    assert origin_in_words("cut") == "the cut of the prices"
-    assert origin_in_words("compute") == "the rule 'compute'"
-    assert origin_in_words("mine") == "the candidate 'mine'"
 
 
 # Charts: where marks stand follows from values, and what lies outside of an axis stands at its end

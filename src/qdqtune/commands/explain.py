@@ -105,7 +105,8 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
     headline = verdict(run).headline
     if run.placement:
         headline += f"; what ships is {shipped_origin(run)}"
-    if (left := run.summary.get("fallback")) is not None:
+    left = run.summary.get("fallback")
+    if left is not None:
         headline += f"; {left.in_words()}"
     rows = explanations(run)
     if pattern is not None:

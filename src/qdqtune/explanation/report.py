@@ -91,7 +91,8 @@ def verdict(run: FinishedRun) -> Headline:
     summary = run.summary
     name, is_timed = title(Path(summary["model"])), summary.get("timed", True)
     unchecked = ", accuracy not measured" if summary["unchecked"] else ""
-    if is_timed and summary["shipped"] == "tuned" and (ratio_to_float := summary["ratio"]) is not None:
+    ratio_to_float = summary["ratio"]
+    if is_timed and summary["shipped"] == "tuned" and ratio_to_float is not None:
         measured = speed(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
         meaning = (
             f"Side by side an inference takes {1 - ratio_to_float:.0%} less time; over all rounds the medians are "
@@ -102,7 +103,8 @@ def verdict(run: FinishedRun) -> Headline:
         return Headline(headline, meaning, not unchecked, measured)
     engine = summary["engine"]["engine"]
     untimed = "" if is_timed else f" {engine} is a simulator here: nothing was timed, and no speed is claimed."
-    if (row := next((row for row in by_rule(summary) if row["shipped"]), None)) is not None:
+    row = next((row for row in by_rule(summary) if row["shipped"]), None)
+    if row is not None:
         left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
         bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
         meaning = (
@@ -112,8 +114,9 @@ def verdict(run: FinishedRun) -> Headline:
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if run.keeps_own_pairs:
         kept = "your own Q/DQ file as it is"
-        if (own := summary["final_ms"]) is not None:
-            kept += f", which takes {own:.4g} ms where the float model takes {summary['baseline_ms']:.4g} ms"
+        final_ms, float_ms = summary["final_ms"], summary["baseline_ms"]
+        if final_ms is not None:
+            kept += f", which takes {final_ms:.4g} ms where the float model takes {float_ms:.4g} ms"
     without = summary["fastest_without_limits"]
     if not is_timed and not is_judged(summary):
         headline, why = f"Accuracy was not measured for {name}", "Without samples nothing in 8 or 16 bits ships"
@@ -133,7 +136,7 @@ def verdict(run: FinishedRun) -> Headline:
 
 
 def _map(run: FinishedRun) -> Map:
-    error_db = {tensor: EQUAL_DB if (db := sqnr_of(noise)) is None else db for tensor, noise in run.alone.items()}
+    error_db = {tensor: sqnr_of(noise) or 0.0 if noise else EQUAL_DB for tensor, noise in run.alone.items()}
     tuned = OWN if run.keeps_own_pairs else "tuned" if run.placement else ""
     floats = "rewritten float" if "gave" in run.summary["rewrites"] else "float"
     return draw(run.model, explanations(run), error_db, tuned, floats)
@@ -188,7 +191,8 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
     if run.summary["baseline_ms"] and run.summary["final_ms"]:
         before, after = (f"{1e3 / ms:.4g}" for ms in (run.summary["baseline_ms"], run.summary["final_ms"]))
         yield Fact("inferences a second", after, f"float: {before}")
-    if (left := run.summary.get("fallback")) is not None:
+    left = run.summary.get("fallback")
+    if left is not None:
         yield Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
 
@@ -200,8 +204,9 @@ def _points(run: FinishedRun) -> Iterator[Point]:
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
     if not run.summary.get("timed", True) or not is_judged(run.summary):
         return
-    if run.keeps_own_pairs and (own := run.summary["ratio"]) is not None:
-        yield Point(OWN, Speed(1 / own), run.summary["output_sqnr_db"], True, False, True)
+    final = run.summary["ratio"]
+    if run.keeps_own_pairs and final is not None:
+        yield Point(OWN, Speed(1 / final), run.summary["output_sqnr_db"], True, False, True)
     ratios = ratios_to_float(run.history, run.plan)
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
     for placement, trial in last.items():
@@ -209,7 +214,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
         if is_final and proven:
             continue
         ends = Speed(1 / ratios[placement])
-        if is_final and (final := run.summary["ratio"]) is not None:
+        if is_final and final is not None:
             ends = speed(Ratio(final, run.summary["ratio_low"], run.summary["ratio_high"]))
         yield Point(f"candidate {trial.number}", ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 

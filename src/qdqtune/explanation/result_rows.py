@@ -18,30 +18,30 @@ NOT_MEASURED = "not measured"
 def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value of the float model, and value of what ships, from the content of summary.json."""
     improved = summary["shipped"] == "tuned"
+    bits, weights, without = summary.get("bits"), summary.get("weights"), summary["fastest_without_limits"]
     rows = _latency_rows(summary) if "by_rule" not in summary else [("latency", "not timed", "not timed")]
     if improved and summary["ratio_to_given"] is not None:
         rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
     rewrites = summary["rewrites"]
     if "gave" in rewrites:
-        has_pairs = summary["edges"] or summary.get("weights")
+        has_pairs = summary["edges"] or weights
         gave = rewrites["gave"] if has_pairs else summary["ratio"]
         rows.append((f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave)))
         if has_pairs:
             rows.append(("  and by the placement", "1x", speed(rewrites["placement_gave"])))
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
-    if (bits := summary.get("bits")) and bits["tensors"]:
+    if bits and bits["tensors"]:
         rows.append(("  of these activations in 16 bits", "", f"{bits['tensors_16']} of {bits['tensors']}"))
         rows.append(("  of these weights in 16 bits", "", str(bits["weights_16"])))
-    if (chosen := next((row for row in by_rule(summary) if row["shipped"]), None)) is not None:
-        rows.append(("nodes that run elsewhere", "", str(chosen["elsewhere"])))
-    if weights := summary.get("weights"):
+    rows += [("nodes that run elsewhere", "", str(row["elsewhere"])) for row in by_rule(summary) if row["shipped"]]
+    if weights:
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
     if tells_accuracy(summary):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):
             rows.append(("output SQNR against float", "", closeness_of(replace(judged, agreement=None, top1=None))))
-        if part := slice_cell(judged):
-            rows.append(("  of the worst slice", "", part))
+        if slice_cell(judged):
+            rows.append(("  of the worst slice", "", slice_cell(judged)))
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
@@ -49,7 +49,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
     elif not is_judged(summary):
         rows.append(("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))
-    if (without := summary["fastest_without_limits"]) is not None:
+    if without is not None:
         ratio = f" at {closeness(without['sqnr_db'], without['agreement'])}" if is_judged(summary) else ""
         rows.append(("fastest without limits, unproven", "", f"{speed(without['ratio'])}{ratio}"))
     if summary["metric_before"] is not None:
@@ -58,8 +58,8 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         count = summary.get("metric_samples")
         name = f"{summary['metric']}, {count} samples" if count else "your metric"
         rows.append((name, f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
-        if improved and (high := summary.get("metric_loss_high")) is not None:
-            rows.append(("  loss at most (95 %)", "", f"{max(high, 0):.2g}"))
+        if improved and summary.get("metric_loss_high") is not None:
+            rows.append(("  loss at most (95 %)", "", f"{max(summary['metric_loss_high'], 0):.2g}"))
     return rows
 
 
@@ -67,12 +67,12 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     """What stands below the rows: for what it was tuned, what was not taken and why, what outputs were compared."""
     if summary["tuned_for"]:
         yield f"tuned for {summary['tuned_for']}"
-    without = summary["fastest_without_limits"]
+    without, judged = summary["fastest_without_limits"], summary["accuracy_samples"]
     if without is not None and without["missed"]:
         yield f"the fastest without limits was not taken: {without['missed']}"
     for why in summary.get("calibration_cut_short", ()):
         yield f"calibration was cut short: {why}; `restart` with a larger `time_budget` calibrates anew"
-    if (judged := summary["accuracy_samples"]) and (without is not None or tells_accuracy(summary)):
+    if judged and (without is not None or tells_accuracy(summary)):
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
         yield f"outputs compared on {samples(judged, is_held_out)}{seen}"

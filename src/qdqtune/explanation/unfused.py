@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -56,13 +56,13 @@ class Finding:
     belong together.
     """
 
-    kind: Symptom
-    layer: str
-    nodes: tuple[str, ...]
-    time_ms: float | None
     reason: str
     cause: str = ""
     fails: bool = True
+    kind: Symptom = "standalone pair"
+    nodes: tuple[str, ...] = ()
+    layer: str = ""
+    time_ms: float | None = None
 
 
 def is_low(precision: str) -> bool:
@@ -81,8 +81,13 @@ def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None =
     `layers` name nodes of `model`; other names are ignored. `numbers` is the numeric format of the engine: with it,
     pairs in another format are given as a reason.
     """
-    findings = _Findings(model, layers, numbers)
-    return tuple(filter(None, map(findings.of_layer, range(len(layers)))))
+    graph = _Graph(model, layers, numbers)
+    findings = []
+    for number, layer in enumerate(layers):
+        finding = graph.finding(number)
+        if finding is not None:
+            findings.append(replace(finding, layer=layer.name, time_ms=layer.time_ms))
+    return tuple(findings)
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
@@ -97,15 +102,7 @@ def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Findin
     )
 
 
-class _Reason(NamedTuple):
-    """Why a layer runs, and the node that causes it; it does not fail where the model needs it."""
-
-    text: str
-    cause: str = ""
-    fails: bool = True
-
-
-class _Findings:
+class _Graph:
     def __init__(self, model: Model, layers: Sequence[Layer], numbers: NumericFormat | None) -> None:
         self._model = model
         self._layers = layers
@@ -122,7 +119,8 @@ class _Findings:
             if node.name in self._low:
                 self._low_by_operator.setdefault(node.op, []).append(node)
 
-    def of_layer(self, number: int) -> Finding | None:
+    def finding(self, number: int) -> Finding | None:
+        """What a layer is a finding about, without its name and time; None if it is none."""
         layer = self._layers[number]
         if layer.name.startswith(self._tables) or layer.kind in ("folded", "unknown"):
             return None
@@ -133,16 +131,16 @@ class _Findings:
         stored = [self._formats[node.name].name for node in nodes if node.name in self._formats]
         conversion = None
         if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
-            conversion = self._conversion(layer, pairs)
+            conversion = self._conversion(pairs)
         if layer.kind == "quantize" and stored:
-            reason = _Reason(f"the engine does not draw weights of {stored[0]} into the product behind")
-            return _finding("standalone pair", layer, pairs, reason)
+            text = f"the engine does not draw weights of {stored[0]} into the product behind"
+            return Finding(text, nodes=_names(pairs))
         if layer.elsewhere:
             # The conversions at the model's float inputs and outputs may run anywhere.
             is_border = conversion is not None and not conversion.fails
             fails = not is_border and bool(pairs or meant)
-            reason = _Reason(f"runs {layer.elsewhere}", fails=fails)
-            return _finding("boundary" if is_border else "elsewhere", layer, nodes, reason)
+            kind: Symptom = "boundary" if is_border else "elsewhere"
+            return Finding(f"runs {layer.elsewhere}", fails=fails, kind=kind, nodes=_names(nodes))
         if conversion is not None:
             # A compute kernel that names only a Q is the rest of the operator in front of it, and no conversion.
             return None if layer.kind == "compute" and conversion.fails else conversion
@@ -151,7 +149,8 @@ class _Findings:
         if not meant or not is_float(layer.precision):
             return None
         first = next((node for node in meant if node.op in COMPUTE), meant[0])
-        return _finding("float compute" if layer.kind == "compute" else "reformat", layer, meant, self._in_float(first))
+        kind = "float compute" if layer.kind == "compute" else "reformat"
+        return replace(self._in_float(first), kind=kind, nodes=_names(meant))
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
         """Whether a convolution or product has a pair; or another operator has pairs on all inputs, and one of its
@@ -172,13 +171,12 @@ class _Findings:
         before = [dq for dq in dqs if self._of_dequantize(dq).fails]
         return any(conversion.name in self._alone for conversion in before + behind)
 
-    def _conversion(self, layer: Layer, pairs: Sequence[Node]) -> Finding:
+    def _conversion(self, pairs: Sequence[Node]) -> Finding:
         if not pairs:
-            reason = _Reason("the engine names no node for it, and may have added it")
-            return _finding("standalone pair", layer, (), reason)
-        reasons = [self._of_quantize(n) if n.op == "QuantizeLinear" else self._of_dequantize(n) for n in pairs]
-        reason = min(reasons, key=lambda each: (each.text == UNKNOWN, not each.fails))
-        return _finding("standalone pair" if reason.fails else "boundary", layer, pairs, reason)
+            return Finding("the engine names no node for it, and may have added it")
+        findings = [self._of_quantize(n) if n.op == "QuantizeLinear" else self._of_dequantize(n) for n in pairs]
+        foremost = min(findings, key=lambda each: (each.reason == UNKNOWN, not each.fails))
+        return replace(foremost, nodes=_names(pairs))
 
     def _inserted(self, number: int) -> Finding | None:
         """A layer that the engine has added and that takes time, if it stands beside one in 8 bits."""
@@ -189,31 +187,30 @@ class _Findings:
         is_free = layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms)
         if is_free or not any(is_low(each.precision) for each in beside):
             return None
+        text = "the engine changes layout or type"
         if len(beside) < 2:
-            return _finding("boundary", layer, (), _Reason("the engine changes layout or type", fails=False))
-        fails = any(is_float(each.precision) for each in beside)
-        names = [name for each in beside if is_float(each.precision) for name in each.nodes]
-        nodes = [self._model.node(name) for name in names if name in self._model.index_of]
-        cause = next((node for node in nodes if node.op not in QDQ), None)
-        place = "" if cause is None else f" beside {_named(cause)}, which runs in float"
-        reason = _Reason(f"the engine changes layout or type{place}", cause.name if cause else "", fails)
-        return _finding("reformat", layer, (), reason)
+            return Finding(text, fails=False, kind="boundary")
+        in_float = [each for each in beside if is_float(each.precision)]
+        names = [name for each in in_float for name in each.nodes if name in self._model.index_of]
+        cause = next((name for name in names if self._model.node(name).op not in QDQ), "")
+        place = f" beside {_named(self._model.node(cause))}, which runs in float" if cause else ""
+        return Finding(text + place, cause, fails=bool(in_float), kind="reformat")
 
     # ---- reasons
 
-    def _of_quantize(self, q: Node) -> _Reason:
+    def _of_quantize(self, q: Node) -> Finding:
         tensor = q.inputs[0]
         maker = self._model.maker(tensor)
         if tensor in self._model.constants:
-            return _Reason("it quantizes a constant, which the engine has not done in advance")
+            return Finding("it quantizes a constant, which the engine has not done in advance")
         if self._comes_from_input(tensor):
             dqs = self._readers(q.outputs[0])
             readers = [node for dq in dqs for node in self._readers(dq.outputs[0])]
             if not all(dq.name in self._alone for dq in dqs) or any(node.name in self._low for node in readers):
-                return _Reason("first Q behind a float input of the model", fails=False)
-            return self._in_float(readers[0]) if readers else _Reason(UNKNOWN)
+                return Finding("first Q behind a float input of the model", fails=False, kind="boundary")
+            return self._in_float(readers[0]) if readers else Finding(UNKNOWN)
         if maker is None:
-            return _Reason(UNKNOWN)
+            return Finding(UNKNOWN)
         unmoved = tensor
         while (mover := self._model.maker(unmoved)) is not None and mover.op in KEEPS_VALUES:
             unmoved = mover.inputs[0]
@@ -224,30 +221,31 @@ class _Findings:
             return self._in_float(maker)
         users = self._float_users(tensor)
         if users:
-            return _Reason(f"the result of {_named(maker)} is read in float as well: {users}", maker.name)
-        return _Reason(UNKNOWN) if before is None else self._twice(before, q)
+            return Finding(f"the result of {_named(maker)} is read in float as well: {users}", maker.name)
+        return Finding(UNKNOWN) if before is None else self._twice(before, q)
 
-    def _of_dequantize(self, dq: Node) -> _Reason:
+    def _of_dequantize(self, dq: Node) -> Finding:
         tensor = end = dq.outputs[0]
         outputs = self._model.outputs
         while len(behind := self._readers(end)) == 1 and behind[0].op in PASSES and end not in outputs:
             end = behind[0].outputs[0]
         if not behind and end in outputs:
-            return _Reason("last DQ in front of a float output of the model", fails=False)
+            return Finding("last DQ in front of a float output of the model", fails=False, kind="boundary")
         readers = self._readers(tensor)
-        if again := next((node for node in readers if node.op == "QuantizeLinear"), None):
-            return self._twice(dq, again)
+        again = [node for node in readers if node.op == "QuantizeLinear"]
+        if again:
+            return self._twice(dq, again[0])
         in_float = [node for node in readers if node.name not in self._low]
         if in_float:
             return self._in_float(in_float[0])
-        return _Reason(f"{tensor} is an output of the model as well" if tensor in outputs else UNKNOWN)
+        return Finding(f"{tensor} is an output of the model as well" if tensor in outputs else UNKNOWN)
 
-    def _twice(self, dq: Node, q: Node) -> _Reason:
+    def _twice(self, dq: Node, q: Node) -> Finding:
         if self._same_numbers(dq, q):
-            return _Reason(f"{q.name} follows {dq.name} with the same scale: one pair is enough")
-        return _Reason(f"{q.name} follows {dq.name} with another scale: give both pairs one")
+            return Finding(f"{q.name} follows {dq.name} with the same scale: one pair is enough")
+        return Finding(f"{q.name} follows {dq.name} with another scale: give both pairs one")
 
-    def _in_float(self, node: Node) -> _Reason:
+    def _in_float(self, node: Node) -> Finding:
         """Why a node, or the one in front of it that engines fuse it with, runs in float."""
         before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
         if before is not None and before.op not in QDQ and before.name not in self._low:
@@ -261,7 +259,7 @@ class _Findings:
             self._output(node),
             self._kernel(node),
         ]
-        return _Reason(f"{_named(node)} runs in float: {next(filter(None, reasons), UNKNOWN)}", node.name)
+        return Finding(f"{_named(node)} runs in float: {next(filter(None, reasons), UNKNOWN)}", node.name)
 
     def _without_pair(self, node: Node, tensor: str) -> str:
         if node.op not in COMPUTE or not any(map(self._is_constant, self._operands(node))):
@@ -361,7 +359,7 @@ class _Findings:
     def _readers(self, tensor: str) -> list[Node]:
         """The nodes that read a tensor's values. Those that ask for its shape do not count."""
         users = dict.fromkeys(use.node for use in self._model.uses(tensor) if use.node != GRAPH)
-        return [node for i in users if (node := self._model.nodes[i]).op not in ASKS_SHAPE]
+        return [self._model.nodes[i] for i in users if self._model.nodes[i].op not in ASKS_SHAPE]
 
     def _like(self, node: Node) -> list[Node]:
         """Nodes of the same operator that run in 8 bits: what they have cannot be a reason."""
@@ -383,14 +381,15 @@ class _Findings:
         return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")
 
     def _comes_from_input(self, tensor: str) -> bool:
-        while (maker := self._model.maker(tensor)) and maker.op in PASSES and maker.name not in self._low:
+        maker = self._model.maker(tensor)
+        while maker is not None and maker.op in PASSES and maker.name not in self._low:
             tensor = maker.inputs[0]
+            maker = self._model.maker(tensor)
         return tensor in self._model.inputs
 
 
-def _finding(kind: Symptom, layer: Layer, nodes: Iterable[Node], reason: _Reason) -> Finding:
-    names = tuple(node.name for node in nodes)
-    return Finding(kind, layer.name, names, layer.time_ms, reason.text, reason.cause, reason.fails)
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
 def _named(node: Node) -> str:

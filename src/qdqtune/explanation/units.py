@@ -204,9 +204,10 @@ class _Table:
         part = f"part of {shipped_origin(run)}, which was measured as a whole"
         if run.is_by_rule:
             part = f"8 bits cost the least, and the outputs hold {self._limit}"
-        if elsewhere := next((layer.elsewhere for layer in ran if layer.elsewhere), ""):
-            reason: Reason = "no kernel for this operator"
-            return replace(row, state="elsewhere", reason=reason, detail=f"it runs {elsewhere}")
+        elsewhere = [layer.elsewhere for layer in ran if layer.elsewhere]
+        if elsewhere:
+            detail = f"it runs {elsewhere[0]}"
+            return replace(row, state="elsewhere", reason="no kernel for this operator", detail=detail)
         if not run.placement.wide.isdisjoint(unit.inputs):
             detail = f"with 8 bits here too, the outputs would miss {self._limit}"
             return replace(row, state="16 bits", precision="uint16", reason="accuracy limit", detail=detail)
@@ -216,12 +217,11 @@ class _Table:
             return replace(row, state=state, detail=f"its weights alone are {weight_format.name}, {part}")
         if state == "float":
             if ran and all(layer.kind == "folded" for layer in ran):
-                return replace(
-                    row, state="in advance", detail="the engine computes it once, before the first inference"
-                )
+                return replace(row, state="in advance", detail="the engine computes it once, when it is built")
             if not run.possible.issuperset(unit.inputs + unit.weights):
                 return replace(row, reason="not tried", detail="the nodes that you have listed leave it in float")
-            if without_kernel := self._without_kernel(unit):
+            without_kernel = self._without_kernel(unit)
+            if without_kernel:
                 return replace(row, reason="no kernel for this operator", detail=without_kernel)
         build, ships = self._shown(unit, row.otherwise), self._times.get(run.placement)
         saves = False
@@ -257,14 +257,12 @@ class _Table:
         if all(node.op in WITHOUT_KERNEL for node in nodes):
             return f"{nodes[0].op} computes no values in 8 bits"
         if not unit.inputs:
-            inside = {tensor for node in nodes for tensor in node.outputs} | model.constants.keys() | {""}
+            inside = set(model.constants).union([""], *(node.outputs for node in nodes))
             for node in nodes:
-                for edge in node.into:
-                    if edge.tensor not in inside:
-                        why = (
-                            refusal(model, edge.tensor, node.index, edge.index) or "the range of its values is unknown"
-                        )
-                        return f"no pair can stand on its input {edge.tensor}: {why}"
+                for slot, tensor in enumerate(node.inputs):
+                    if tensor not in inside:
+                        why = refusal(model, tensor, node.index, slot) or "the range of its values is unknown"
+                        return f"no pair can stand on its input {tensor}: {why}"
             return "it reads no tensor but constants"
         reported = [(each.trial.placement, each.states) for each in self._builds if each.trial and each.trial.layers]
         if run.shipped_layers:
@@ -283,7 +281,8 @@ class _Table:
             return "accuracy limit", f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
         if row.more_ms is not None and row.more_ms > NOISE * (row.ms or 0.0):
             return "conversions cost more than it saves" if saves else "no gain beyond noise", ""
-        if lost := self._lost_accuracy(unit):
+        lost = self._lost_accuracy(unit)
+        if lost:
             return "accuracy limit", lost
         if row.more_ms is not None or row.ms == 0:
             return "no gain beyond noise", ""
