@@ -55,9 +55,11 @@ def run(options: AutotuneOptions) -> int:
             changed[name] = None
     logs = RegionLogs(options.output_dir) if options.mode == "region" else None
     code = tune.run(replace(options, **changed), logs)
+    if options.dry_run:
+        return code
     if logs:
         logs.finish()
-    if code in (0, NO_IMPROVEMENT) and not options.dry_run:
+    if code in (0, NO_IMPROVEMENT):
         _tell_results(options.output_dir / SUMMARY, as_machine=options.as_machine)
     return 0 if code == NO_IMPROVEMENT else code
 
