@@ -10,7 +10,6 @@ and a QuantizeLinear of the other convert it; engines make one operator of the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -274,13 +273,16 @@ def wide_tensors(model: Model, placement: Placement) -> frozenset[str]:
     without a pair; and what comes as floats and has a reader in 16 bits."""
     if not placement.wide:
         return frozenset()
-    reads: dict[str, bool | None] = {}
+    reads: dict[str, bool] = {}  # whether the maker of a tensor reads 16 bits; without those that read floats only
     for node in model.nodes:
-        bits = _bits_read(model, placement, node, reads)
-        reads |= dict.fromkeys(filter(None, node.outputs), bits)
-    stored = {e.tensor for e in placement.edges} - model.constants.keys()
+        activations = [e for e in node.into if e.tensor not in model.constants and is_float(model, e.tensor)]
+        paired = [e in placement.wide for e in activations if e in placement.edges]
+        bits = paired or [reads[e.tensor] for e in activations if e.tensor in reads]
+        if bits:
+            reads.update(dict.fromkeys(node.outputs, any(bits)))
     wanted = {e.tensor for e in placement.wide}
-    return frozenset(t for t in stored if (t in wanted if (bits := reads.get(t)) is None else bits))
+    stored = {e.tensor for e in placement.edges} - model.constants.keys()
+    return frozenset(t for t in stored if reads.get(t, t in wanted))
 
 
 def wide_weights(model: Model, placement: Placement) -> frozenset[str]:
@@ -294,15 +296,6 @@ def computable(model: Model, placement: Placement) -> Placement:
     weights = wide_weights(model, placement)
     alone = frozenset(e for e in placement.wide if e.tensor in weights and e.node not in wide)
     return replace(placement, wide=placement.wide - alone) if alone else placement
-
-
-def _bits_read(model: Model, placement: Placement, node: Node, reads: dict[str, bool | None]) -> bool | None:
-    """Whether a node reads 16 bits; None if it reads floats only. `reads` has the same for the maker of each tensor."""
-    activations = [e for e in node.into if e.tensor not in model.constants and is_float(model, e.tensor)]
-    paired = [e in placement.wide for e in activations if e in placement.edges]
-    known: Iterable[bool | None] = paired or (reads.get(e.tensor) for e in activations)
-    found = [bits for bits in known if bits is not None]
-    return any(found) if found else None
 
 
 def conversions(model: Model, placement: Placement, stored: frozenset[str]) -> frozenset[Edge]:

@@ -68,7 +68,6 @@ class Quantizer:
         self._model, self._ranges, self._format = model, ranges, fmt
         self._constants: dict[str, Range] = {}
         self._weights: dict[tuple[str, int | None, bool], Quantization] = {}
-        self._activations: dict[tuple[Range, np.dtype[np.generic], bool, bool], Quantization] = {}
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
@@ -80,7 +79,11 @@ class Quantizer:
         members: dict[Member, Range] = {t: self._ranges.activations[t] for t in read if t not in constants}
         members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
         shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
-        joined = joined_for_convolutions(self._model, placement) if self._format.unsigned else frozenset[str]()
+        joined = set[str]()  # outputs of Concats that a convolution reads
+        for edge in placement if self._format.unsigned else ():
+            maker, user = self._model.maker(edge.tensor), self._model.user(edge)
+            if maker and user and (maker.op, maker.domain, user.op, user.domain) == ("Concat", "", "Conv", ""):
+                joined.add(edge.tensor)
         wide: Set[Member] = {*placement.wide, *wide_tensors(self._model, placement)}
         activations: dict[str, Quantization] = {}
         for member, values in common_ranges(self._model, members, placement, shared).items():
@@ -129,11 +132,8 @@ class Quantizer:
             least = fixed.scale * (self._format.wide.high - self._format.wide.low)
         values = self._ranges.wide.get(tensor, values) if wide else values
         values = Range(values.low, max(values.high, min(values.low, 0.0) + least))
-        key = (values, float_type(self._model, tensor), is_joined, wide)
-        if key not in self._activations:
-            found = scales.of_range(values, self._format, key[1], wide=wide)
-            self._activations[key] = scales.without_sign(found) if is_joined else found
-        return self._activations[key]
+        found = scales.of_range(values, self._format, float_type(self._model, tensor), wide=wide)
+        return scales.without_sign(found) if is_joined else found
 
     def _constant_range(self, tensor: str) -> Range:
         """The range of a constant that is quantized like an activation: the given one, or that of its values."""
@@ -242,13 +242,6 @@ def common_ranges(
     return {m: common[root(m)] for m in own}
 
 
-def joined_for_convolutions(model: Model, placement: Placement) -> frozenset[str]:
-    """Outputs of Concats that a convolution reads through a pair."""
-    joins = (node.outputs[0] for node in model.nodes if node.op == "Concat" and not node.domain)
-    paired = ((t, model.user(e)) for t in joins for e in model.edges(t) if e in placement)
-    return frozenset(t for t, user in paired if user is not None and user.op == "Conv" and not user.domain)
-
-
 def _join(
     model: Model, placement: Placement, operators: Set[str], common: dict[Member, Range], root: Mapping[Member, Member]
 ) -> None:
@@ -271,30 +264,22 @@ def _join(
         given = common[root[join.outputs[0]]]
         uses = [e for e in join.into if e in placement]
         for of in {root[e if e in root else e.tensor] for e in uses}:
-            read = (e for m in members[of] for e in ([m] if isinstance(m, Edge) else edges[m]))
             if _width(given) > NEAR_RANGE * _width(common[of]):
                 continue
-            if _reads_alone(model, join, read, operators, root, of) and _still_clamps(
-                model, members[of], common[of], given
-            ):
+            read = (e for m in members[of] for e in ([m] if isinstance(m, Edge) else edges[m]))
+            users = [model.user(e) for e in read]
+            # each leads to the Concat, or to one of `operators` whose outputs are in the same group
+            is_alone = all(
+                n is not None and (n is join or (n.op in operators and all(root.get(o) == of for o in n.outputs if o)))
+                for n in users
+            )
+            if is_alone and _still_clamps(model, members[of], common[of], given):
                 common[of] = given
 
 
 def _width(values: Range) -> float:
     """The width of a range that is extended to include zero, as scales require."""
     return max(values.high, 0.0) - min(values.low, 0.0)
-
-
-def _reads_alone(
-    model: Model, join: Node, edges: Iterable[Edge], operators: Set[str], root: Mapping[Member, Member], of: Member
-) -> bool:
-    """Whether each of `edges`, those of the group `of`, leads to the Concat `join`, or to one of `operators` whose
-    outputs are in the same group."""
-    readers = [model.user(e) for e in edges]
-    return all(
-        n is not None and (n is join or (n.op in operators and all(root.get(o) == of for o in n.outputs if o)))
-        for n in readers
-    )
 
 
 def _still_clamps(model: Model, members: Sequence[Member], own: Range, given: Range) -> bool:
