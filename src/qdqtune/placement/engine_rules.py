@@ -301,11 +301,6 @@ INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
 """Operators whose integer kernels in ONNX Runtime save time between quantized neighbours."""
 
 
-def compute_inputs(queries: GraphQueries) -> Iterable[Edge]:
-    """Activation and weight of Conv, ConvTranspose, Gemm and MatMul."""
-    return start_placements.compute_inputs(queries.model, queries.possible)
-
-
 def attention_results(queries: GraphQueries) -> Iterator[Edge]:
     """The edges that read an attention's second product, also through copies, if both products have pairs."""
     for attention in queries.attentions:
@@ -387,11 +382,6 @@ def compute_results(queries: GraphQueries) -> Iterator[Edge]:
             yield from uses
 
 
-def integer_operators(queries: GraphQueries) -> Iterable[Edge]:
-    """Inputs and results of operators with an integer kernel whose inputs are all quantized."""
-    return start_placements.integer_islands(queries.model, queries.possible, INTEGER)
-
-
 def everywhere(queries: GraphQueries) -> Iterable[Edge]:
     """Every edge that can carry a pair, but for those between an operator that computes and the clamp behind it."""
     for edge in queries.possible:
@@ -462,7 +452,7 @@ RULES: tuple[Rule, ...] = (
     Rule("running-sums", "of values in 8 bits the NPU gets a CumSum wrong", SIMULATED, NPU, INT8,
          running_sums),
     Rule("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
-         EVERY, BOTH, compute_inputs, places=True),
+         EVERY, BOTH, lambda queries: start_placements.compute_inputs(queries.model, queries.possible), places=True),
     Rule("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",
          LIBRARY, TENSORRT, INT8, attention_results, places=True),
     Rule("attention-parts", "a product that makes queries, keys and values at once runs in 8 bits, or in fewer "
@@ -483,7 +473,8 @@ RULES: tuple[Rule, ...] = (
     Rule("compute-results", "an integer convolution, or MatMul with a bias, is made of DQ, operator and Q",
          MEASURED, ONNXRUNTIME, INT8, compute_results, places=True),
     Rule("integer-operators", "between quantized neighbours integer kernels save the conversions", MEASURED,
-         ONNXRUNTIME, INT8, integer_operators, places=True),
+         ONNXRUNTIME, INT8,
+         lambda queries: start_placements.integer_islands(queries.model, queries.possible, INTEGER), places=True),
     Rule("everywhere", "what carries no pair runs in float16 there, or on the CPU with a border on either side",
          QNN, NPU, INT8, everywhere, places=True),
 )  # fmt: skip

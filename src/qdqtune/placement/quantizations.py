@@ -7,7 +7,7 @@ all its inputs have the same scale. `common_ranges` finds the tensors that share
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from onnx import helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Range, Ranges
-from qdqtune.graph.model import Model, Node
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.possible import biased_layer_at, clamp_bounds, conversions, weight_role, wide_tensors
 from qdqtune.types import Array, Edge, NumericFormat, Placement

@@ -14,9 +14,6 @@ STATIC = COMPUTE | INTEGER_KERNELS | {
 }  # fmt: skip
 """Operators that ONNX Runtime's quantize_static puts pairs around, besides MOVERS and CLAMPS behind a pair."""
 
-TAKES_SEVERAL = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
-"""Operators of INTEGER_KERNELS whose values come from several tensors."""
-
 
 def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
     """All inputs of Conv, ConvTranspose, Gemm and MatMul; all else stays in float."""
@@ -76,7 +73,7 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
             continue
         if node.op in STATIC:
             marked.update(t for t in (*node.inputs[:1], *node.outputs) if t)
-            if node.op in COMPUTE | TAKES_SEVERAL:
+            if node.op in COMPUTE | INTEGER_KERNELS:
                 marked.update(t for t in (node.inputs if node.op == "Concat" else node.inputs[:2]) if t)
         elif node.op == "Gather" and node.inputs[0] in model.constants:
             marked.update((node.inputs[0], *node.outputs))

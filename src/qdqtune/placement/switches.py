@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS
-from qdqtune.graph.simplifying import UniqueNames, names_in
+from qdqtune.graph.simplifying import UniqueNames, drop_unused, names_in
 from qdqtune.placement.insertion import RAW_OUTPUT
 from qdqtune.placement.reading import Pair, counterpart, dequantized, ends, is_conversion, pairs_of, twins_of
 from qdqtune.types import Array, Edge
@@ -65,7 +65,6 @@ class _Writer:
         names = UniqueNames(names_in(model.proto.graph))
         shown = dict.fromkeys(e.tensor for e in self._numbers if e.is_graph_output)
         self._raw = {tensor: names.fresh(tensor + RAW_OUTPUT) for tensor in shown}
-        self._bypassed = {rounding.tensor for rounding in roundings if rounding.source != rounding.tensor}
         self._made: dict[int, str] = {}
         self._nodes: list[onnx.NodeProto] = []
         self._added: dict[str, Constant] = {}
@@ -76,11 +75,14 @@ class _Writer:
             self._add_node(node, proto)
         for slot, tensor in enumerate(model.outputs):
             self._read(Edge(tensor, "", slot))
-        result = rebuild(model, [n for n in self._nodes if not self._is_replaced(n)], self._added)
+        result = rebuild(model, self._nodes, self._added)
         if self._is_switched:
             switches = (f"{SWITCH}{number}" for number in range(len(self._roundings)))
             result.proto.graph.input.extend(helper.make_tensor_value_info(s, TensorProto.BOOL, []) for s in switches)
-        return result
+            return result
+        large = dict(result.large)
+        drop_unused(result.proto.graph, large)  # such as a clamp that a rounding replaces
+        return Model(result.proto, large)
 
     def _add_node(self, node: Node, proto: onnx.NodeProto) -> None:
         copy, rounded = deepcopy(proto), [e for e in node.into if e in self._numbers]
@@ -91,15 +93,6 @@ class _Writer:
         for slot, tensor in enumerate(node.outputs):
             copy.output[slot] = self._raw.get(tensor, tensor)
         self._nodes.append(copy if weight is None else self._switched_reader(copy, weight, node.outputs[0]))
-
-    def _is_replaced(self, node: onnx.NodeProto) -> bool:
-        """Whether a node is a clamp that a rounding replaces, and that no node reads any more."""
-        if node.op_type not in CLAMPS or node.output[0] not in self._bypassed:
-            return False
-        if self._is_switched or any(use.slot < 0 for use in self._model.uses(node.output[0])):
-            return False
-        read = {name for other in self._nodes for name in other.input} | set(self._model.outputs)
-        return node.output[0] not in read
 
     def _read(self, edge: Edge) -> str:
         """The tensor that the user of an edge reads; its rounding is written at the first call."""
