@@ -53,24 +53,6 @@ def test_large_constants_are_converted_when_they_are_read() -> None:
     assert half.inputs == ("x",)
 
 
-def test_masks_stay_finite_and_infinities_infinite() -> None:
-    text = """net (float[2,4] x) => (float[2,4] y, float[2,4] z) {
-        [masked] m = Add(x, mask)
-        [soft] y = Softmax(m)
-        [cut] z = Add(x, inf)
-    }"""
-    mask = np.array([0, -3.4e38, 0, -1e9], np.float32)
-    model = build(text, {"mask": mask, "inf": np.array([0, -np.inf, np.inf, 0], np.float32)})
-    half = converted(model, "fp16")
-    low = np.finfo(np.float16).min
-    np.testing.assert_array_equal(half.constants["mask"].array(), np.array([0, low, 0, low], np.float16))
-    np.testing.assert_array_equal(half.constants["inf"].array(), np.array([0, -np.inf, np.inf, 0], np.float16))
-    x = normal(2, 4)
-    (outputs,) = run(half, [{"x": x}])
-    np.testing.assert_allclose(outputs["y"], run(model, [{"x": x}])[0]["y"], atol=2e-3)
-    assert np.isfinite(outputs["y"]).all()
-
-
 def test_unsafe_operators_stay_in_float32() -> None:
     """Two of them read one tensor: the Cast in front of both is there once. Max and Min round nothing."""
     text = """net (float[2,4] x) => (float[2,4] y) {

@@ -288,27 +288,6 @@ def test_outputs_and_bodies_that_read_a_pair_directly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "expected"),
-    [
-        (np.uint8(0), (0, 255)), (np.uint8(100), (-100, 155)), (np.int8(0), (-127, 127)), (np.int8(-128), (0, 255)),
-        (np.uint16(0), (0, 65535)), (np.int16(0), (-32767, 32767)),
-    ],
-)  # fmt: skip
-def test_ranges_are_what_a_pair_can_represent(zero: np.generic, expected: tuple[int, int]) -> None:
-    text = """net (float[N,4] x) => (float[N,4] y) {
-        xq = QuantizeLinear(x, s, z)
-        xd = DequantizeLinear(xq, s, z)
-        [relu] y = Relu(xd)
-    }"""
-    model = build("net (float[N,4] x) => (float[N,4] y) { [relu] y = Relu(x) }")
-    quantized = build(text, {"s": np.float32(0.5), "z": zero}, opset=21)
-    reading = read_placement(model, quantized)
-    assert reading.placement.edges == {Edge("x", "relu", 0)}
-    assert bool(reading.placement.wide) == (zero.itemsize == 2)
-    assert reading.ranges.activations == {"x": Range(expected[0] / 2, expected[1] / 2)}
-
-
-@pytest.mark.parametrize(
     ("scale", "zero", "axis", "kept"),
     [
         (np.float32([1, 2, 3, 4]), np.zeros(4, np.int8), 0, False),

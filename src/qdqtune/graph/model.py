@@ -131,15 +131,11 @@ class Constant:
     def of(array: Array) -> Constant:
         """A constant with these values, which stay in memory."""
         array = np.asarray(array, order="C")
-        key = content_key(array.dtype, array.shape, array.tobytes() if array.nbytes < LARGE_BYTES else _bytes(array))
+        key = content_key(array.dtype, array.shape, _bytes(array))
         return Constant(key, _element_type(array.dtype), array.shape, lambda: array)
 
     def to_proto(self, name: str) -> onnx.TensorProto:
-        tensor: onnx.TensorProto
-        if self.dtype == onnx.TensorProto.STRING:
-            tensor = numpy_helper.from_array(self.array(), name)
-        else:  # as `from_array` writes it, a few times as fast
-            tensor = onnx.TensorProto(name=name, data_type=self.dtype, dims=self.shape, raw_data=bytes(self.data()))
+        tensor: onnx.TensorProto = numpy_helper.from_array(self.array(), name)
         return tensor
 
 

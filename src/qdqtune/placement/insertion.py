@@ -13,6 +13,7 @@ floats of its sums behind it: the nodes that ONNX Runtime fuses into one kernel.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import cached_property
 from typing import Any
@@ -123,9 +124,10 @@ class _Writer:
         for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
             if node.index in gone:
                 continue
-            inputs = self._inputs(node)
+            edges = node.into
+            inputs = self._inputs(node, edges)
             outputs = [renamed.get(tensor, tensor) for tensor in node.outputs]
-            weights = [edge for edge in node.into if edge in placement.weight_formats]
+            weights = [edge for edge in edges if edge in placement.weight_formats]
             if (*inputs, *outputs) == (*node.inputs, *node.outputs) and not weights:
                 self._nodes.append(proto)
                 continue
@@ -145,9 +147,9 @@ class _Writer:
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 
-    def _inputs(self, node: Node) -> list[str]:
+    def _inputs(self, node: Node, edges: Iterable[Edge]) -> list[str]:
         decision, paired = self._decision, self._placement.edges
-        inputs = [self._dequantized(e) if e in paired else self._raw.get(e.tensor, e.tensor) for e in node.into]
+        inputs = [self._dequantized(e) if e in paired else self._raw.get(e.tensor, e.tensor) for e in edges]
         if node.index in decision.biases or node.index in decision.shifted:
             slot = 2 if node.op in TAKES_BIAS else decision.shifted[node.index].slot
             inputs = [*inputs[:2], *[""] * (slot + 1 - len(inputs[:2]))]
