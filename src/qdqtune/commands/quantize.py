@@ -101,9 +101,9 @@ from qdqtune.options import (
 )
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
-from qdqtune.placement.files import every_edge, existing, read_placement_file
+from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import NO_WIDE, possible_edges, weight_only_edges
+from qdqtune.placement.possible import NO_WIDE, every_edge, possible_edges, weight_only_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent

@@ -150,11 +150,6 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
     return computable(model, Placement.of(known.values(), formats.items(), wide)), tuple(lost)
 
 
-def every_edge(model: Model) -> frozenset[Edge]:
-    edges = {edge for node in model.nodes for edge in node.into}
-    return frozenset(edges | {Edge(t, "", slot) for slot, t in enumerate(model.outputs)})
-
-
 def _behind_casts(model: Model, edge: Edge) -> Edge:
     """The model's edge into the same node input, if only casts between float types come between; else `edge`."""
     index = model.index_of.get(edge.node)

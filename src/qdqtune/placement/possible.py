@@ -75,11 +75,15 @@ def unscaled(model: Model, tensor: str, ranges: Ranges) -> str | None:
     return None if np.isfinite(constant.array()).all() else "its values are not all finite"
 
 
+def every_edge(model: Model) -> frozenset[Edge]:
+    edges = {Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs)}
+    return frozenset(edges.union(*(node.into for node in model.nodes)))
+
+
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     """Every edge that can carry a pair (`can_carry`), of tensors that have a scale."""
-    edges = [(e, node.index) for node in model.nodes for e in node.into]
-    edges += [(Edge(t, "", slot), GRAPH) for slot, t in enumerate(model.outputs)]
-    able = [e for e, node in edges if can_carry(model, e.tensor, node, e.index)]
+    places = {**model.index_of, "": GRAPH}
+    able = [e for e in every_edge(model) if can_carry(model, e.tensor, places[e.node], e.index)]
     scaled = {t for t in {e.tensor for e in able} if unscaled(model, t, ranges) is None}
     return frozenset(e for e in able if e.tensor in scaled)
 
@@ -174,9 +178,8 @@ def format_refusal(weight: Weight, weight_format: WeightFormat) -> str | None:
 
 def weight_only_edges(model: Model) -> frozenset[Edge]:
     """Every use of a weight that may have a weight format: a matrix of finite values."""
-    read = (edge for node in model.nodes if node.op in WEIGHT_ONLY_OPS for edge in node.into)
-    weights = ((edge, w) for edge in read if (w := weight_at(model, edge)) is not None)
-    return frozenset(edge for edge, w in weights if np.isfinite(w.constant.array()).all())
+    weights = ((edge, weight_at(model, edge)) for edge in every_edge(model))
+    return frozenset(e for e, w in weights if w is not None and np.isfinite(w.constant.array()).all())
 
 
 def compute_edges(node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:

@@ -22,8 +22,8 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.scores import Score
-from qdqtune.placement.files import every_edge, read_placement_file
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.possible import every_edge, possible_edges
 from qdqtune.placement.reading import placement_in
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime, node_times
