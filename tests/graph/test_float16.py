@@ -135,6 +135,23 @@ def test_integers_and_casts_to_float() -> None:
     np.testing.assert_allclose(run(half, [feed])[0]["y"], run(model, [feed])[0]["y"], atol=1e-2)
 
 
+def test_scales_of_a_resize_stay_float32_and_made_up_values_take_the_type_of_their_readers() -> None:
+    text = """net (float[1,2,2,2] x, int64[4] sizes) => (float[1,2,H,W] y, float[1,2,2,2] z) {
+        [double] s = Add(scales, scales)
+        [resize] r = Resize(x, , s)
+        [zeros] o = ConstantOfShape(sizes)
+        [noise] n = RandomNormal <shape=[1,2,2,2], scale=2.0> ()
+        [add] a = Add(o, n)
+        [sum] z = Add(x, a)
+        [last] y = Neg(r)
+    }"""
+    model = build(text, {"scales": np.float32([0.5, 0.5, 1, 1])})
+    half = converted(model, "fp16")
+    check(half)
+    assert {dtypes(half)[t] for t in ("r", "o", "n", "a")} == {"float16"}
+    assert dtypes(half)[half.node("resize").inputs[2]] == "float32"
+
+
 def test_a_model_in_float16_stays_as_it_is() -> None:
     model = conv_net(half=True)
     assert [n.op for n in converted(model, "fp16").nodes] == [n.op for n in model.nodes]
