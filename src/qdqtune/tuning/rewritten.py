@@ -28,7 +28,6 @@ from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import Form, RewriteRecord, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import IN_A_HURRY, Caveat
 from qdqtune.tuning.subject import Subject, open_subject, placement_by_rules
 from qdqtune.types import Measurement
 
@@ -60,26 +59,17 @@ def with_rewrites(ready: Ready) -> Ready:
         OutputError: a file cannot be written.
         QdqtuneError: see `errors`.
     """
-    store, subject = ready.store, ready.subject
-    finished = store.get("rewrites", TriedRewrites)
-    earlier = finished or store.hurried("rewrites", TriedRewrites)
-    records = store.values("rewrite:", RewriteRecord).values()
-    if finished is None or any(_is_open(record, ready.settings) for record in records):
-        if not (names := _applicable(ready.settings, subject)):
-            return ready
-        ready.observer.stage(f"trying rewrites: {', '.join(names)}")
-        ready.runner.feed(at_each(subject.mix, ready.settings.thread_counts))
-        with ExitStack() as loaded:
-            trying = _Trying(ready, loaded)
-            found, subject = trying.all(names)
-        if earlier is not None and earlier.names != found.names:
-            store.forget()  # candidates were made of another float model
-        store.put(f"rewrites{IN_A_HURRY}" if trying.is_cut_short else "rewrites", found)
-        return replace(ready, found=found, subject=subject)
-    if finished.names:
-        rewrites = replace(subject.rewrites, names=finished.names)
-        subject = open_subject(ready.settings, ready.runner, ready.execution, rewrites)
-    return replace(ready, found=finished, subject=subject)
+    names = _applicable(ready.settings, ready.subject)
+    if not names:
+        return ready
+    with ExitStack() as loaded:
+        tried, subject = _Trying(ready, loaded).all(names)
+    earlier = ready.store.get("rewrites", TriedRewrites)
+    if earlier is not None and earlier.names != tried.names:
+        ready.store.forget("rewrite:")  # candidates were made of another float model
+    if earlier != tried:
+        ready.store.put("rewrites", tried)
+    return replace(ready, found=tried, subject=subject)
 
 
 def _is_open(record: RewriteRecord, settings: Settings) -> bool:
@@ -111,42 +101,38 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
 
 @dataclass
 class _Trying:
-    """Races models with a rewrite more against the model without, "" below. Builds are unloaded by `loaded`. It
-    `is_cut_short` if time, or an accident of the engine, left something open."""
+    """Races models with a rewrite more against the model without, "" below. Builds are unloaded by `loaded`."""
 
     ready: Ready
     loaded: ExitStack
-    subjects: dict[str, Subject] = field(default_factory=dict)
+    subjects: dict[tuple[str, ...], Subject] = field(default_factory=dict)
     builds: dict[tuple[Form, str], Handle] = field(default_factory=dict)
-    is_cut_short: bool = False
 
     def __post_init__(self) -> None:
         self.begun = time.monotonic()
-        self.subjects[""] = self.ready.subject
+        self.subjects[()] = self.ready.subject
 
     def all(self, names: Sequence[str]) -> tuple[TriedRewrites, Subject]:
+        """The rewrites that were tried, by the records of earlier sessions or anew, and the model with those that are
+        kept. What time or an accident of the engine has left open has no record, or one that is open."""
         settings, store = self.ready.settings, self.ready.store
         notes: list[str] = []
         tried: list[Tried] = []
-        builds = 0
-        for name in names:
-            try:
-                self.subjects[name] = self._opened((name,))
-            except BadModel as error:
-                notes.append(f"rewrite {name} was passed over: {error}")
-        left = [name for name in names if name in self.subjects]
+        builds, left = 0, list(names)
         for form in FORMS if settings.has_pairs else FORMS[:1]:
             record = store.get(f"rewrite:{form}", RewriteRecord)
             is_of_these = record is not None and record.results.keys() <= set(left)  # more rounds may have kept others
             if left and (record is None or not is_of_these or _is_open(record, settings)):
                 if self.is_late(READINGS):
-                    self.is_cut_short = True
                     notes += [f"rewrite {name} was not tried: no room for its builds" for name in left]
                     break
-                caveat = Caveat()
-                record = self._raced(form, left, caveat)
-                self.is_cut_short |= caveat.is_lost
-                store.put(f"rewrite:{form}", record, on_disk=not caveat.is_lost)
+                if not self.builds:
+                    self.ready.observer.stage(f"trying rewrites: {', '.join(names)}")
+                    self.ready.runner.feed(at_each(self.ready.subject.mix, settings.thread_counts))
+                record = self._raced(form, left)
+                failures = [result for result in record.results.values() if isinstance(result, Failure)]
+                is_lost = any(failed.is_transient for failed in failures)
+                store.put(f"rewrite:{form}", record, on_disk=not is_lost)
             if not left or record is None:
                 break
             builds += record.builds
@@ -158,16 +144,17 @@ class _Trying:
                 if tried[-1].kept or measured is None:
                     left.remove(name)
         found = TriedRewrites(tuple(tried), builds, tuple(notes))
-        return found, self.subjects[found.names[0]] if len(found.names) == 1 else self._opened(found.names)
+        return found, self._opened(*found.names)
 
-    def _opened(self, names: tuple[str, ...]) -> Subject:
+    def _opened(self, *names: str) -> Subject:
+        """The model with more rewrites. Raises BadModel if one of them fails."""
         ready = self.ready
-        if not names:
-            return ready.subject
-        rewrites = replace(ready.subject.rewrites, names=(*ready.subject.rewrites.names, *names))
-        return open_subject(ready.settings, ready.runner, ready.execution, rewrites)
+        if names not in self.subjects:
+            rewrites = replace(ready.subject.rewrites, names=(*ready.subject.rewrites.names, *names))
+            self.subjects[names] = open_subject(ready.settings, ready.runner, ready.execution, rewrites)
+        return self.subjects[names]
 
-    def _raced(self, form: Form, names: Sequence[str], caveat: Caveat) -> RewriteRecord:
+    def _raced(self, form: Form, names: Sequence[str]) -> RewriteRecord:
         """The race in one form; without results where the engine refuses the model without a rewrite, or rules place no
         pair in it."""
         runner, settings, before = self.ready.runner, self.ready.settings, len(self.builds)
@@ -177,8 +164,10 @@ class _Trying:
             try:
                 handle = self._built(form, name)
             except EngineRefused as refused:
-                caveat.is_lost |= refused.is_transient
                 results[name] = refused.failure
+                continue
+            except BadModel as error:
+                results[name] = Failure("build", str(error))
                 continue
             if handle is not None:
                 handles[name] = handle
@@ -194,7 +183,6 @@ class _Trying:
                 if name:
                     results[name] = self._checked(name, times.pair(0, place))
         except EngineRefused as refused:
-            caveat.is_lost |= refused.is_transient
             results |= dict.fromkeys(filter(None, handles), refused.failure)
         return RewriteRecord(results=results, builds=builds)
 
@@ -214,7 +202,7 @@ class _Trying:
     def _built(self, form: Form, name: str) -> Handle | None:
         """The build of a model, made when it is first asked for; None where rules place no pair."""
         if (form, name) not in self.builds:
-            file = self._file(form, self.subjects[name])
+            file = self._file(form, self._opened(name) if name else self.ready.subject)
             if file is None:
                 return None
             handle = self.ready.runner.load(file, f"rewrite_{name}_{form}" if name else "kept")

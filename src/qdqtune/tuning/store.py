@@ -11,7 +11,7 @@ import fcntl
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from threading import RLock
@@ -19,18 +19,7 @@ from typing import IO, Any, Literal, Self, TypeVar, cast
 
 import msgspec
 
-from qdqtune.errors import (
-    BadData,
-    BadModel,
-    BadOption,
-    BadState,
-    BaselineFailed,
-    EngineRefused,
-    Failure,
-    parsed_json,
-    reading,
-    writing,
-)
+from qdqtune.errors import BadState, EngineRefused, Failure, parsed_json, reading, writing
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 
@@ -41,9 +30,6 @@ run mixes two kinds of candidates. A test notices such a change."""
 LINE_START = b'{"key": "'
 BEGINNING = LINE_START + b'run", '
 """The beginning of every state file."""
-
-WRONG_INPUT = BadOption, BadData, BadModel, BaselineFailed
-"""Errors after which users change what the fingerprint holds: an option, the samples or the model."""
 
 OF_THE_START = ("ranges", "float:", "repeatability", "metric:")
 """Beginnings of keys from before the first candidate."""
@@ -116,8 +102,7 @@ class Store:
     """The state file of one run, locked against other processes. A context manager. Several threads may use it.
 
     The first line is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
-    difference is named. Where a run ends by what the user gave, before its first candidate, the file is emptied: the
-    corrected command, whose fingerprint is another, is not refused.
+    difference is named. A file without a candidate is emptied for another run: users correct their first commands.
     """
 
     def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NO_STAMPS) -> None:
@@ -154,12 +139,8 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with self._file:
-            is_wrong = isinstance(error, WRONG_INPUT) and not error.is_transient
-            if is_wrong and all(key.startswith(OF_THE_START) for key in self.journal.lines):
-                with suppress(OSError):
-                    self._file.truncate(0)
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def memo(self, key: str, kind: type[T], compute: Callable[[], T], caveat: Caveat | None = None) -> T:
         """The value of a key from this session or an earlier one; else what `compute` gives, which is stored, or the
@@ -193,10 +174,6 @@ class Store:
                 return cast(T, value)
         return self.journal.get(key, kind)
 
-    def hurried(self, key: str, kind: type[T]) -> T | None:
-        """The value that an earlier session has computed in a hurry; None if there is none."""
-        return self.journal.get(key + IN_A_HURRY, kind)
-
     def has(self, key: str) -> bool:
         """Whether a key has a value or a failure."""
         return key in self._own or key + IN_A_HURRY in self._own or key in self.journal.lines
@@ -229,13 +206,18 @@ class Store:
             self.journal.lines[key] = Line(key, row.get("value"), failure, where=str(self.path))
             self._own[key] = value
 
-    def forget(self) -> None:
-        """Forget everything that was measured: another float model, or another engine, is measured from now on."""
+    def forget(self, but: str) -> None:
+        """Forget everything that was measured, as another float model is measured from now on, but for the keys that
+        begin so."""
+        start = LINE_START.decode() + but
+        kept = [line for line in self.lines() if line.startswith(start)]
+        head = self.lines()[0]
         with writing(self.path):
             self._file.truncate(0)
-        self._append(_head(self.journal.fingerprint))
-        self.journal.lines.clear()
-        self._own.clear()
+            write_through(self._file, "".join(f"{line}\n" for line in (head, *kept)).encode())
+        for values in (self.journal.lines, self._own):
+            for key in [key for key in values if not key.startswith(but)]:
+                del values[key]
 
     def lines(self) -> list[str]:
         """The lines of the file, without an incomplete last one."""
@@ -248,10 +230,13 @@ class Store:
             write_through(self._file, line)
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
-        """The content of the file. If the file is empty, its first line is written, with the fingerprint."""
+        """The content of the file. If it is empty, or of another run without a candidate, it begins anew, with the
+        fingerprint as its first line."""
         self._file.seek(0)
         content = self._file.read()
-        if (journal := _journal(content, self.path)) is None:
+        journal = _journal(content, self.path)
+        is_begun = journal is not None and not all(key.startswith(OF_THE_START) for key in journal.lines)
+        if journal is None or (journal.fingerprint != fingerprint and not is_begun):
             self._file.truncate(0)
             self._append(_head(fingerprint))
             return Journal(fingerprint)
