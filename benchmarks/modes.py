@@ -97,7 +97,7 @@ def tuned(entry: zoo.Entry, task: Task, mode: Mode, folder: Path) -> Facts:
     )  # fmt: skip
     summary = folder / "summary.json"
     facts = json.loads(summary.read_text()) if summary.exists() else tune(settings).summary
-    names = ("builds", "proof_builds", "seconds", "predicted_ratio", "ratio", "pairs", "shipped")
+    names = ("builds", "proof_builds", "seconds", "ratio", "pairs", "shipped")
     return {name: facts[name] for name in names} | {"file": str(folder / "optimized_final.onnx")}
 
 

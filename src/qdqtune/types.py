@@ -336,11 +336,6 @@ class Measurement(msgspec.Struct, frozen=True, tag=True):
         parts = tuple(part for part, share in zip(self.parts, shares, strict=True) if share)
         return Measurement(a, b, parts if len(parts) > 1 else ())
 
-    def __add__(self, later: Measurement) -> Measurement:
-        """This measurement with later rounds appended."""
-        parts = tuple(first + more for first, more in zip(self.parts, later.parts, strict=True))
-        return Measurement(self.a + later.a, self.b + later.b, parts)
-
 
 @dataclass(frozen=True)
 class Times:

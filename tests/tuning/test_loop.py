@@ -13,7 +13,6 @@ import onnx
 import pytest
 
 from models import INT8, build, conv_net, normal, ranges
-from observers import Log
 from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
@@ -42,11 +41,6 @@ pytestmark = pytest.mark.usefixtures("workers")
 
 PROOF_BUILDS = 2 * USUAL_BUILDS
 """The builds of a proof of one file that its first block decides."""
-
-SUMMARY = {
-    "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",
-    "seconds", "patterns", "regions", "pairs", "output_sqnr_db", "seed", "versions",
-}  # fmt: skip
 
 
 def never_slower(model: Path) -> None:
@@ -95,9 +89,8 @@ class TestAnImprovement:
             assert cost(path) == pytest.approx(final)
         assert 0 < len(best) < len(tuned)
 
-    def test_the_summary_has_every_key_and_agrees_with_the_files(self, improved: Path, result: Result) -> None:
+    def test_the_summary_agrees_with_the_files(self, improved: Path, result: Result) -> None:
         summary = json.loads(out(improved, "summary.json").read_text())
-        assert summary.keys() >= SUMMARY
         assert summary["ratio"] == pytest.approx(cost(out(improved, "optimized_final.onnx")) / cost(improved))
         assert summary["ratio_low"] <= summary["ratio"] <= summary["ratio_high"] < 1
         assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
@@ -124,15 +117,6 @@ class TestAnImprovement:
         times = [latency(inserter.insert(t.placement).to_proto()) for t in accepted]
         assert times == sorted(times, reverse=True)
         assert all(t.against == before.placement for before, t in pairwise(accepted) if t.number - before.number > 4)
-
-    def test_the_same_call_again_measures_nothing_and_writes_the_same(self, improved: Path, result: Result) -> None:
-        names = ("baseline.onnx", "optimized_final.onnx", "placement.yaml", "autotuner_state.yaml")
-        before = {name: out(improved, name).read_bytes() for name in names}
-        log = Log()
-        again = tune(settings(improved), log)
-        assert {name: out(improved, name).read_bytes() for name in names} == before
-        assert again.history == result.history
-        assert all(state.replayed for _, _, state in log.trials)
 
 
 def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, workers: Workers) -> None:
@@ -165,7 +149,6 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
     assert out(model, "optimized_final.onnx").read_bytes() == out(model, "baseline.onnx").read_bytes()
     assert read_placement_file(out(model, "placement.yaml")).placement == Placement()
     summary = json.loads(out(model, "summary.json").read_text())
-    assert summary.keys() >= SUMMARY
     assert (summary["ratio"], summary["ratio_low"], summary["pairs"], summary["output_sqnr_db"]) == (1.0, None, 0, None)
     assert not is_quantized(load(out(model, "baseline.onnx")))
 

@@ -86,7 +86,6 @@ def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(model: Path
     assert expected.patterns == 4
     assert expected.seconds > 0
     assert not out(model, "autotuner_state.yaml").exists()
-    assert tune(settings(model)).summary["patterns"] == expected.patterns
 
 
 @pytest.mark.usefixtures("workers")

@@ -137,7 +137,8 @@ def test_finalists_are_the_best_of_the_search_and_then_the_fastest_that_hold_the
 
 
 def test_the_fastest_ships_or_the_most_exact_of_those_that_are_equal_to_it() -> None:
-    fast, near, slow = tried(0.5, 1, exactness=21.0), tried(0.504, 2, exactness=30.0), tried(0.7, 3, exactness=50.0)
+    measured = ((1, 0.5, 21.0), (2, 0.504, 30.0), (3, 0.7, 50.0))
+    fast, near, slow = (tried(ratio, number, trial=trial(number, ratio, db)) for number, ratio, db in measured)
     assert shipped([slow, fast]) == fast
     assert shipped([fast, near, slow]) == near
     assert shipped([fast, replace(near, missed="too few dB")]) == fast

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE
-from qdqtune.timing.ratios import Plan, judge
+from qdqtune.timing.ratios import Plan, judge, with_ratios
 from qdqtune.types import LOW_PRECISIONS, CostsByRule, Placement, Proposal, Trial
 
 MOST_PRODUCTS = 0.5
@@ -35,9 +35,8 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
     """The time of each placement without a failure as a share of the float model's: the medians of the comparisons
     that lead from it to the float model, multiplied."""
     ratios = {Placement(): 1.0}
-    for trial in history:
-        measured = judge(trial, plan)
-        if measured is not None and trial.against in ratios:
+    for trial, measured in with_ratios(history, plan):
+        if trial.against in ratios:
             ratios[trial.placement] = ratios[trial.against] * measured.median
     return ratios
 

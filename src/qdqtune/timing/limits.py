@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
 from qdqtune.errors import EngineRefused, Failure
 from qdqtune.numerics.accuracy import loss_of_slice
 from qdqtune.numerics.scores import Score, agrees, can_tell, loss_high
-from qdqtune.timing.ratios import Plan, Verdict, judge
+from qdqtune.timing.ratios import Plan, Verdict, judge, with_ratios
 from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
 
 
@@ -104,8 +105,8 @@ class Limits:
         """
         trial = replace(trial, holds=self.on_outputs(trial.accuracy))
         ratio = judge(trial, plan)
-        best = min((f.median for r in rivals if wins(r, plan) and (f := judge(r, plan)) is not None), default=None)
-        if ratio is None or ratio.verdict != "faster" or (best is not None and best <= ratio.median):
+        best = min((r.median for t, r in with_ratios(rivals, plan) if r.verdict == "faster" and t.holds), default=inf)
+        if ratio is None or ratio.verdict != "faster" or best <= ratio.median:
             return trial
         return self.with_metric(trial, metric)
 
@@ -144,12 +145,6 @@ def _below(db: float, floor: float) -> str:
     return next((text for digits in range(1, 6) if float(text := f"{db:.{digits}f}") < floor), f"{db:g}")
 
 
-def wins(trial: Trial, plan: Plan) -> bool:
-    """Whether a judged trial may be taken: it is faster than the best so far, and holds the limits."""
-    ratio = judge(trial, plan)
-    return ratio is not None and ratio.verdict == "faster" and trial.holds is True
-
-
 def failure(trial: Trial) -> Failure | None:
     return trial.result if isinstance(trial.result, Failure) else None
 
@@ -167,7 +162,7 @@ def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
     """Whether candidates were faster, but none of them holds the limits. A metric is computed only for what was faster,
     in the search or in the proof. Where none was faster, those count that may be, as far as rounds can tell: whether
     noise makes such a one faster must not change what users are told."""
-    judged = [(ratio.verdict, t) for t in history if (ratio := judge(t, plan)) is not None]
-    faster = [t for verdict, t in judged if verdict == "faster" or t.metric is not None]
-    first = faster or [t for verdict, t in judged if verdict == "undecided"]
+    compared = with_ratios(history, plan)
+    faster = [t for t, ratio in compared if ratio.verdict == "faster" or t.metric is not None]
+    first = faster or [t for t, ratio in compared if ratio.verdict == "undecided"]
     return bool(first) and all(t.holds is False for t in first)

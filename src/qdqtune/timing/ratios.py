@@ -15,7 +15,7 @@ comparison has stopped, for whatever reason: stopping where nothing is decided c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -294,3 +294,9 @@ def judge(trial: Trial, plan: Plan) -> Ratio | None:
         ratio_of_costs = trial.result.b / trial.result.a
         return Ratio(ratio_of_costs, ratio_of_costs, ratio_of_costs)
     return ratio(trial.result, plan)
+
+
+def with_ratios(trials: Iterable[Trial], plan: Plan) -> list[tuple[Trial, Ratio]]:
+    """The candidates that did not fail, each with its ratio."""
+    found = ((trial, judge(trial, plan)) for trial in trials)
+    return [(trial, ratio) for trial, ratio in found if ratio is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import ceil
@@ -283,17 +283,13 @@ class TrialWorker:
             return self.load(placement, f"best{self._mark}")
 
 
-def trial_seconds(
-    plan: Plan, build: float, seconds: float, turn: float, judged: int, start: float, profiled: int
-) -> float:
+def trial_seconds(plan: Plan, floats: FloatRecord, judged: int, profiled: int) -> float:
     """The least seconds that a candidate takes which is as fast as the float model: its build, its outputs on `judged`
-    samples, the first look of its comparison and its layers in so many `profiled` inferences. A build of the float
-    model takes `build` seconds, an inference `seconds`, and its part in a round `turn`. With `start` (see
-    `Plan.round_seconds`), rounds give outputs.
-    """
+    samples, the first look of its comparison and its layers in so many `profiled` inferences."""
+    turn, start = floats.turn_seconds, floats.start_seconds
     comparison = 2 * (plan.warmup_seconds(turn, start) + plan.round_seconds(turn, start) * plan.looks[0])
-    builds = 2 * build if profiled else build  # many engines build once more for a layer report
-    return builds + judged * seconds + profiled * turn + start + comparison
+    builds = (2 if profiled else 1) * floats.build_seconds  # many engines build once more for a layer report
+    return builds + judged * floats.seconds + profiled * turn + start + comparison
 
 
 def profiled_runs(seconds: float) -> int:
@@ -330,17 +326,14 @@ class Bench:
     @property
     def trial_seconds(self) -> float:
         """The least seconds that a candidate takes if it is as fast as the float model."""
-        return self._trial_seconds(self._conditions.plan, profiled_runs(self.floats.seconds))
+        samples = self._conditions.samples
+        return trial_seconds(self._conditions.plan, self.floats, len(samples), profiled_runs(self.floats.seconds))
 
     @property
     def brief_seconds(self) -> float:
         """The same for a candidate that is timed in few rounds, without a layer report."""
-        return self._trial_seconds(replace(self._conditions.plan, looks=BRIEF_LOOKS), 0)
-
-    def _trial_seconds(self, plan: Plan, profiled: int) -> float:
-        floats, judged = self.floats, len(self._conditions.samples)
-        parts = floats.build_seconds, floats.seconds, floats.turn_seconds, judged, floats.start_seconds
-        return trial_seconds(plan, *parts, profiled)
+        plan = replace(self._conditions.plan, looks=BRIEF_LOOKS)
+        return trial_seconds(plan, self.floats, len(self._conditions.samples), 0)
 
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, *, is_brief: bool = False
@@ -386,7 +379,12 @@ class Bench:
         with closing(self._pool.results(ask)) as results:
             for _, trials in results:
                 for trial in trials:
-                    self._keep(trial)
+                    failed = failure(trial)
+                    is_lost = failed is not None and failed.is_transient
+                    stored = replace(trial, number=0)
+                    self._store.put(
+                        _key(trial.placement, trial.against), stored, on_disk=not is_lost, order="deterministic"
+                    )
                 yield from trials
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
@@ -411,12 +409,6 @@ class Bench:
             if worker is not self._first:
                 worker.runner.close()
         self._pool = WorkerPool([self._first])
-
-    def _keep(self, trial: Trial) -> None:
-        failed = failure(trial)
-        is_lost = failed is not None and failed.is_transient
-        key = _key(trial.placement, trial.against)
-        self._store.put(key, replace(trial, number=0), on_disk=not is_lost, order="deterministic")
 
     def metric(self, placement: Placement) -> Score:
         """The user's metric of a placement, on the engine.
@@ -455,16 +447,16 @@ class Bench:
                 stack.callback(self._runner.unload, handle)
                 return handle
 
-            def given_accuracy() -> Accuracy:
-                return accuracy(self.reference, self._outputs(build(), fixed), self.scores)
-
-            exactness = self._store.memo(f"given:{len(self._conditions.samples)} samples", Accuracy, given_accuracy)
-            if evaluation is None:
-                return exactness, None
-            try:
-                return exactness, self._metric("given", evaluation, build)
-            except EngineRefused:
-                return exactness, None
+            exactness = self._store.memo(
+                f"given:{len(self._conditions.samples)} samples",
+                Accuracy,
+                lambda: accuracy(self.reference, self._outputs(build(), fixed), self.scores),
+            )
+            metric = None
+            if evaluation is not None:
+                with suppress(EngineRefused):
+                    metric = self._metric("given", evaluation, build)
+            return exactness, metric
 
     def float_file(self, file: Path, given: Path, fixed: Sample) -> Accuracy:
         """How near the outputs of the float model, as it was written to `file`, are to those of the user's own.

@@ -22,6 +22,7 @@ from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.records import FloatRecord
 from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.run import labelled_metric, user_function
 from qdqtune.tuning.settings import Settings
@@ -76,9 +77,10 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     schemes = len(subject.tuned) * settings.config.schemes_per_region
     has_products = any(node.op in COMPUTE for node in subject.shaped.nodes)
     trials = min(settings.search_builds, schemes + 5) if has_products else 0
-    build, judged = handle.build_seconds, len(subject.accuracy)
+    build = handle.build_seconds
+    floats = FloatRecord(seconds=latency, turn_seconds=latency, build_seconds=build, start_seconds=launch)
     plan, each_round = settings.plan, settings.plan.round_seconds(latency, launch)
-    candidate = trial_seconds(plan, build, latency, latency, judged, launch, profiled_runs(latency))
+    candidate = trial_seconds(plan, floats, len(subject.accuracy), profiled_runs(latency))
     copies = FEWEST_BUILDS if launch else USUAL_BUILDS
     proof = len(settings.thread_counts) * 2 * copies * (build + each_round * settings.proof[0])
     rewrite_builds = most_builds(settings, subject)
@@ -88,7 +90,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
     return Estimate(
-        regions=subject.region_count,
+        regions=sum(len(pattern.instances) for pattern in subject.tuned),
         patterns=len(subject.tuned),
         builds=trials + 1 + rewrite_builds,
         latency=latency,

@@ -45,7 +45,6 @@ from qdqtune.tuning.proof import (
     proof_of,
     prove,
     race_finished,
-    trial_of,
     unproven_file,
 )
 from qdqtune.tuning.result import write_placement_of
@@ -61,7 +60,7 @@ from qdqtune.tuning.shipping import (
 )
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
-from qdqtune.types import Placement, Trial, noise_of
+from qdqtune.types import EQUAL_DB, Placement, Trial, noise_of
 
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
 
@@ -74,31 +73,22 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
     placements = _promising(history, run)
     queue = Finalists(placements, len(placements), are_points=True)
     raced = race_finished(queue, Field(run.settings.model), history, run)
-    proven, trials = dict[Placement, Attempt](), dict[Placement, Trial]()
-    metrics: dict[Placement, float | None] = {}
+    proven: dict[Placement, Attempt] = {}
     for attempt in raced.attempts:
-        placement, trial = attempt.placement, trial_of(attempt.placement, history)
-        if not is_proven(attempt.to_float) or trial is None:
-            continue
-        proven[placement], trials[placement], metrics[placement] = attempt, trial, None
-        if run.settings.has_metric:
-            try:
-                metrics[placement] = run.bench.metric(placement).value
-            except EngineRefused as refused:
-                proven[placement] = replace(attempt, missed=attempt.missed or str(refused))
-        keep_rounds(placement, first_faster(attempt.to_float), run.store)
-    tradeoffs = {p: Tradeoff(attempt.ratio.median, trials[p].exactness) for p, attempt in proven.items()}
+        if is_proven(attempt.to_float):
+            proven[attempt.placement] = _with_metric(attempt, run) if run.settings.has_metric else attempt
+            keep_rounds(attempt.placement, first_faster(attempt.to_float), run.store)
+    tradeoffs = {p: Tradeoff(attempt.ratio.median, attempt.exactness) for p, attempt in proven.items()}
     points = [proven[placement] for placement in unbeaten(tradeoffs)]
     with writing(folder):
         folder.mkdir(exist_ok=True)
     rows, files, stems = [], dict[Placement, Path](), Counter[str]()
     for point in points:
-        placement, decibels = point.placement, trials[point.placement].sqnr_db
-        stem = "exact" if decibels is None else f"{decibels:.0f}db"
+        stem = "exact" if point.exactness == EQUAL_DB else f"{point.exactness:.0f}db"
         stems[stem] += 1
         name = stem if stems[stem] == 1 else f"{stem}-{stems[stem]}"
-        files[placement] = _named(placement, name, run)
-        rows.append(_row(name, point, trials[placement], metrics[placement], files[placement], run))
+        files[point.placement] = _named(point.placement, name, run)
+        rows.append(_row(name, point, files[point.placement], run))
     if not points:
         run.output.clear(FRONT)
     notes = raced.notes
@@ -110,7 +100,7 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
     if (won := shipped(points)) is not None:
         run.given.check()
         copy_model(files[won.placement], run.settings.output_dir / FINAL)
-        proof = proof_of(won, trials[won.placement], notes, raced.builds, run.store)
+        proof = proof_of(won, notes, raced.builds, run.store)
     else:
         proof = prove(history, run)
         apart = (PROVEN_APART,) if proof.shipped == "tuned" else ()
@@ -119,6 +109,14 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
     for row, point in zip(rows, points, strict=True):
         row["shipped"] = point.placement == proof.placement
     return proof, rows
+
+
+def _with_metric(attempt: Attempt, run: Run) -> Attempt:
+    assert attempt.trial is not None  # it may ship
+    try:
+        return replace(attempt, trial=replace(attempt.trial, metric=run.bench.metric(attempt.placement).value))
+    except EngineRefused as refused:
+        return replace(attempt, missed=attempt.missed or str(refused))
 
 
 def _promising(history: Sequence[Trial], run: Run) -> tuple[Placement, ...]:
@@ -146,8 +144,9 @@ def _named(placement: Placement, name: str, run: Run) -> Path:
     return file
 
 
-def _row(name: str, point: Attempt, trial: Trial, metric: float | None, file: Path, run: Run) -> dict[str, Any]:
-    placement, mix, shown = point.placement, run.subject.mix, first_faster(point.to_float)
+def _row(name: str, point: Attempt, file: Path, run: Run) -> dict[str, Any]:
+    placement, mix, trial, shown = point.placement, run.subject.mix, point.trial, first_faster(point.to_float)
+    assert trial is not None
     assert trial.accuracy is not None  # a point was measured
     return {
         "name": name,
@@ -159,7 +158,7 @@ def _row(name: str, point: Attempt, trial: Trial, metric: float | None, file: Pa
         "sqnr_db": trial.sqnr_db,
         "agreement": equal_share(trial.accuracy),
         "accuracy": asdict(trial.accuracy),
-        "metric": metric,
+        "metric": trial.metric,
         "pairs": count_pairs(placement),
         "edges": len(placement),
         "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
@@ -220,7 +219,6 @@ def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -
         "ratio_low": row["low"],
         "ratio_high": row["high"],
         "ratio_to_given": None,
-        "predicted_ratio": None,
         "pairs": row["pairs"],
         "float_nodes": row["float_nodes"],
         "output_sqnr_db": row["sqnr_db"],

@@ -124,8 +124,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         else:
             copy_model(folder / BASELINE, folder / FINAL)
             notes.append(CHANGES_ALONE.format(run.subject.changes))
-        trial = trial_of(won.placement, history) if won.placement else _float_file(run)
-        return proof_of(won, trial, notes, builds, run.store)
+        return proof_of(won, notes, builds, run.store)
     if settings.from_qdq:
         is_given = pairs_hold
     elif is_folded:
@@ -316,9 +315,9 @@ def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Atte
         return replace(attempt, missed="its accuracy was not measured") if attempt.placement else attempt
     trial = run.limits.with_metric(trial, run.bench.metric)
     if trial.holds:
-        return replace(attempt, exactness=trial.exactness)
+        return replace(attempt, trial=trial)
     limits = run.limits if attempt.placement else _float_limits(run)
-    return replace(attempt, missed=limits.why_refused(trial) or "")
+    return replace(attempt, trial=trial, missed=limits.why_refused(trial) or "")
 
 
 def trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
@@ -326,7 +325,7 @@ def trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
     return next((t for t in history if t.placement == placement and t.accuracy is not None), None)
 
 
-def proof_of(won: Attempt, trial: Trial | None, notes: Sequence[str], builds: int, store: Store) -> Proof:
+def proof_of(won: Attempt, notes: Sequence[str], builds: int, store: Store) -> Proof:
     """The proof of a file that ships, with figures of the context that is shown."""
     best = first_faster(won.to_float)
     keep_rounds(won.placement, best, store)
@@ -340,7 +339,7 @@ def proof_of(won: Attempt, trial: Trial | None, notes: Sequence[str], builds: in
         builds=builds,
         contexts=won.to_float,
         in_file=won.placement,
-        trial=trial,
+        trial=won.trial,
     )
 
 

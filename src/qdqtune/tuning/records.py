@@ -50,9 +50,9 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     turn_seconds: float
     build_seconds: float
     start_seconds: float
-    kinds: tuple[str, ...]
-    axis: dict[str, int]
-    classes: dict[str, int]
+    kinds: tuple[str, ...] = ()
+    axis: dict[str, int] = {}
+    classes: dict[str, int] = {}
     why_no_scores: str = ""
 
     @property

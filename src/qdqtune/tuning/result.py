@@ -29,13 +29,13 @@ from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
 from qdqtune.timing.limits import failure
-from qdqtune.timing.ratios import Plan, Ratio, judge
+from qdqtune.timing.ratios import Plan, Ratio, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.records import GroupOutcome, Shipped, Tried, job_of
+from qdqtune.tuning.records import GroupOutcome, Shipped, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads
@@ -175,8 +175,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     """What summary.json holds in every mode, without the front and the seconds of the run."""
     settings, subject, final, tuned = run.settings, run.subject, proof.in_file, proof.ratio
     accuracy = None if proof.trial is None else proof.trial.accuracy
-    predicted = None if proof.trial is None else proof.trial.proposal.predicted
-    description, is_judged = run.runner.describe(), settings.has_samples
+    description, is_judged, is_tuned = run.runner.describe(), settings.has_samples, proof.shipped == "tuned"
+    is_changed = is_tuned and (bool(final) or subject.precision != "fp32")  # its outputs may differ from the user's
     summary = {
         "format": FORMAT,
         "model": str(settings.model),
@@ -188,7 +188,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "shipped": proof.shipped,
         **({} if settings.is_timed else {"timed": False}),
         "accuracy": "measured" if is_judged else "not measured",
-        "unchecked": _is_unchecked(proof, run),
+        "unchecked": is_changed and not is_judged and not settings.has_metric,
         "baseline_ms": None if proof.float_seconds is None else proof.float_seconds * 1e3,
         "final_ms": None if proof.final_seconds is None else proof.final_seconds * 1e3,
         "ratio": proof.time_to_float,
@@ -199,10 +199,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         **({"workloads": rows_by_workload(proof.contexts, subject.mix)} if len(subject.mix) > 1 else {}),
         "builds": 1 + run.found.builds + len(history),
         "proof_builds": proof.builds,
-        "predicted_ratio": predicted,
         "trials": len(history),
-        "patterns": len(subject.tuned),
-        "regions": subject.region_count,
         "pairs": count_pairs(final),
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
         **({} if subject.numbers.wide is None else {"bits": bits_of(subject.shaped, final)}),
@@ -224,14 +221,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
             settings.engine.name: description.get("version", ""),
         },
     }
-    after, is_tuned = _metric_after(proof, run), proof.shipped == "tuned"
-    return summary | run.limits.summary(history, settings.plan, after, is_tuned=is_tuned)
-
-
-def _is_unchecked(proof: Proof, run: Run) -> bool:
-    """Whether what ships computes other outputs than the user's file, and nobody has measured how close these are."""
-    is_changed = proof.shipped == "tuned" and (bool(proof.in_file) or run.subject.precision != "fp32")
-    return is_changed and not run.settings.has_samples and not run.settings.has_metric
+    return summary | run.limits.summary(history, settings.plan, _metric_after(proof, run), is_tuned=is_tuned)
 
 
 def _metric_after(proof: Proof, run: Run) -> Score | None:
@@ -249,18 +239,11 @@ def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
     made, found = run.subject.rewrites, run.found
     row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
     if found.tried:
-        row |= {"tried": [_tried(one) for one in found.tried], "builds": found.builds}
+        row["builds"] = found.builds
     is_only_rewritten = run.subject.precision == "fp32" and not run.settings.fix_inputs  # else these gave a part
     if found.names and proof.ratio is not None and is_only_rewritten:
         row |= {"gave": found.ratio, "placement_gave": proof.ratio.median / found.ratio}
     return row
-
-
-def _tried(rewrite: Tried) -> dict[str, Any]:
-    ratio = rewrite.ratio
-    ends = {} if ratio is None else {"low": ratio.low, "high": ratio.high}
-    median = None if ratio is None else ratio.median
-    return {"name": rewrite.name, "form": rewrite.form, "ratio": median, **ends, "kept": rewrite.kept}
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
@@ -287,13 +270,9 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
 
 def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:
     """The best candidate that seemed faster if none was accepted: how fast, and what would decide it."""
-    floats = ratios_to_float(history, plan)
-    seeming = [
-        (measured.scaled(floats[trial.against]), trial)
-        for trial in history
-        if (measured := judge(trial, plan)) is not None and trial.holds is not False
-    ]
-    ratio, trial = min(seeming, key=lambda pair: pair[0].median, default=(None, None))
+    floats, able = ratios_to_float(history, plan), [t for t in history if t.holds is not False]
+    seeming = [(trial, measured.scaled(floats[trial.against])) for trial, measured in with_ratios(able, plan)]
+    trial, ratio = min(seeming, key=lambda pair: pair[1].median, default=(None, None))
     if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
         return None
     return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
@@ -333,42 +312,38 @@ class RunLogWriter(Silent):
         return time.monotonic() - self._clock
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        self._times[trial.number] = self.seconds
+        self._times[trial.number] = round(self.seconds, 2)
 
     def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
-        settings = run.settings
+        settings, other = run.settings, run.settings.machine
+        if other is None:
+            machine = Machine(devices.usable_cores(), (self._load, devices.load()), platform.platform())
+        else:  # what else it does is known from before the run only
+            machine = Machine(other.cores, (other.load, None), other.system, other.where)
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),
             command=settings.command,
             settings=changed(settings),
             engine=settings.engine,
             calibration=f"{settings.calibration.method} on {run.subject.prepared.samples.origin}",
-            machine=_measuring(settings, self._load),
+            machine=machine,
             plan=settings.plan,
             proof=settings.proof,
-            trials=tuple(map(self._logged, history)),
+            trials=tuple(
+                LoggedTrial(
+                    of=job_of(trial.placement.digest, trial.against.digest),
+                    accepted=trial.accepted,
+                    holds=trial.holds,
+                    metric=trial.metric,
+                    seconds=self._times.get(trial.number),
+                )
+                for trial in history
+            ),
             notes=notes,
             seconds=round(self.seconds, 2),
         )
         values: Mapping[str, Any] = plain(log)
         return values
-
-    def _logged(self, trial: Trial) -> LoggedTrial:
-        seconds = self._times.get(trial.number)
-        return LoggedTrial(
-            of=job_of(trial.placement.digest, trial.against.digest),
-            accepted=trial.accepted,
-            holds=trial.holds,
-            metric=trial.metric,
-            seconds=None if seconds is None else round(seconds, 2),
-        )
-
-
-def _measuring(settings: Settings, load_before: float | None) -> Machine:
-    """The machine that measures. What else another one does is known from before the run only."""
-    if (other := settings.machine) is not None:
-        return Machine(other.cores, (other.load, None), other.system, other.where)
-    return Machine(devices.usable_cores(), (load_before, devices.load()), platform.platform())
 
 
 def changed(settings: Settings) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.race import Block, between_files
-from qdqtune.timing.ratios import Plan, Ratio, judge, overlap
+from qdqtune.timing.ratios import Plan, Ratio, overlap, with_ratios
 from qdqtune.tuning.contexts import View
 from qdqtune.types import Measurement, Mix, Placement, Trial
 
@@ -109,19 +109,18 @@ def accepted(
     """The trials of one batch, at most one of them marked as accepted: the fastest that won, or the most accurate of
     those that are equal to it. If none won: a trial that is more accurate than the `best` so far, and not slower as far
     as the rounds can tell. None of the placements that are `slower` than float in a context."""
-    able = [t for t in trials if t.holds is True and t.placement not in slower]
-    judged = [(ratio, t) for t in able if (ratio := judge(t, plan))]
-    alike = [(ratio, t) for ratio, t in judged if ratio.verdict == "faster"]
+    able = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
+    alike = [(t, r) for t, r in able if r.verdict == "faster"]
     if alike:
-        fastest, _ = min(alike, key=lambda pair: (pair[0].median, -pair[1].number))
-        alike = [(r, t) for r, t in alike if is_alike(r, fastest)]
+        _, fastest = min(alike, key=lambda pair: (pair[1].median, -pair[0].number))
+        alike = [(t, r) for t, r in alike if is_alike(r, fastest)]
     elif best is not None:
-        even = [(r, t) for r, t in judged if r.verdict == "undecided" and r.median <= 1]
-        alike = [(r, t) for r, t in even if round(t.exactness) > round(best.exactness)]
+        even = [(t, r) for t, r in able if r.verdict == "undecided" and r.median <= 1]
+        alike = [(t, r) for t, r in even if round(t.exactness) > round(best.exactness)]
     if not alike:
         return list(trials)
     # Whole dB: less is no reason to prefer one to another.
-    _, chosen = min(alike, key=lambda pair: (-round(pair[1].exactness), pair[0].median, -pair[1].number))
+    chosen, _ = min(alike, key=lambda pair: (-round(pair[0].exactness), pair[1].median, -pair[0].number))
     return [replace(t, accepted=t is chosen) for t in trials]
 
 
@@ -157,8 +156,8 @@ class Attempt:
 
     `to_given` compares it with the user's own file where that is another: it has pairs, or other inputs. The file
     `must_beat_given` if these pairs hold the limits, or if inputs were fixed. `to_rewritten` compares it with the float
-    model without pairs where that was rewritten. `missed` is the limit on accuracy that it
-    misses, in words; `exactness` is its output SQNR in dB.
+    model without pairs where that was rewritten. `trial` is what was measured of it if it may ship, `missed` the limit
+    on accuracy that it misses, in words.
     """
 
     placement: Placement
@@ -167,7 +166,12 @@ class Attempt:
     must_beat_given: bool = False
     to_rewritten: tuple[Compared, ...] = ()
     missed: str | None = None
-    exactness: float = 0.0
+    trial: Trial | None = None
+
+    @property
+    def exactness(self) -> float:
+        """Output SQNR in dB; 0 if it was not measured."""
+        return 0.0 if self.trial is None else self.trial.exactness
 
     @property
     def ratio(self) -> Ratio:

@@ -125,11 +125,6 @@ class Subject:
         left = set(names) - {edge.node for edge in placement}
         return [node.name for node in self.model.nodes if node.op in start_placements.STATIC and node.name in left]
 
-    @property
-    def region_count(self) -> int:
-        """Number of regions in the patterns that region mode tunes."""
-        return sum(len(pattern.instances) for pattern in self.tuned)
-
     def suggestions(self) -> dict[str, Placement]:
         """Placements of the whole model to try first, by origin: the user's own, then those of the rules."""
         given = {}
@@ -169,7 +164,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     check_device(settings.engine, runner, settings.machine)
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
-    are_files_checked = rewrites is not None
+    is_first = rewrites is None
     if rewrites is None:
         # Nothing that the engine makes by itself where the user's other files name nodes.
         names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
@@ -223,12 +218,13 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     )
     grouped = patterns.group(shaped, regions)
     chosen = filtered(shaped, grouped, settings.node_filter)
-    if not are_files_checked and settings.pattern_cache is not None:
-        cache.read_cache(settings.pattern_cache)
-    if not are_files_checked and settings.graph_json is not None:
-        groups.from_file(shaped, settings.graph_json)
-    if not are_files_checked and settings.calibration_cache is not None:
-        from_file(settings.calibration_cache, shaped, settings.model)
+    if is_first:
+        if settings.pattern_cache is not None:
+            cache.read_cache(settings.pattern_cache)
+        if settings.graph_json is not None:
+            groups.from_file(shaped, settings.graph_json)
+        if settings.calibration_cache is not None:
+            from_file(settings.calibration_cache, shaped, settings.model)
     return Subject(
         prepared=prepared,
         numbers=numbers,

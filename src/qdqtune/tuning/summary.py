@@ -13,7 +13,7 @@ from qdqtune.errors import BadOption, check_file, reading
 from qdqtune.timing.ratios import Plan, Verdict
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import Mode
-from qdqtune.tuning.records import Form, GroupOutcome, Shipped
+from qdqtune.tuning.records import GroupOutcome, Shipped
 from qdqtune.types import Accuracy
 
 FORMAT = 1
@@ -79,23 +79,11 @@ class FrontPoint(TypedDict):
     workloads: NotRequired[list[OnWorkload]]
 
 
-class TriedRewrite(TypedDict):
-    """A rewrite that was measured; its ratio is None if it failed."""
-
-    name: str
-    form: Form
-    ratio: Positive | None
-    low: NotRequired[Positive | None]
-    high: NotRequired[Positive | None]
-    kept: bool
-
-
 class Rewritten(TypedDict):
     """The rewrites of the float model; `gave` is the ratio due to them, `placement_gave` that due to the placement."""
 
     folded: bool
     names: list[str]
-    tried: NotRequired[list[TriedRewrite]]
     builds: NotRequired[Count]
     gave: NotRequired[Positive]
     placement_gave: NotRequired[Positive]
@@ -170,10 +158,7 @@ class Summary(TypedDict):
     workloads: NotRequired[list[OnWorkload]]
     builds: Count
     proof_builds: Count
-    predicted_ratio: float | None
     trials: Count
-    patterns: Count
-    regions: Count
     pairs: Count
     weights: NotRequired[dict[str, Count]]
     edges: Count

@@ -12,7 +12,7 @@ from qdqtune.errors import BadOption, one_line
 from qdqtune.placement.files import VERSION, read_yaml
 from qdqtune.search.regions.discovery import Point, Scheme
 from qdqtune.search.regions.patterns import Pattern, scheme_of
-from qdqtune.timing.ratios import Plan, judge
+from qdqtune.timing.ratios import Plan, with_ratios
 from qdqtune.types import Placement, Trial
 
 
@@ -71,9 +71,8 @@ def cache_of(
     for pattern in patterns:
         region = pattern.instances[0]
         entries = [(scheme_of(pattern, region, final[0].edges), final[1])]
-        own = [(t, judge(t, plan)) for t in history if t.proposal.pattern == pattern.digest]
-        trials = [(t, measured) for t, measured in own if measured is not None]
-        for trial, measured in sorted(trials, key=lambda item: item[1].median):
+        own = with_ratios([t for t in history if t.proposal.pattern == pattern.digest], plan)
+        for trial, measured in sorted(own, key=lambda item: item[1].median):
             scheme = scheme_of(pattern, region, trial.placement.edges)
             if measured.verdict == "faster" and all(len(scheme ^ other) >= minimum_distance for other, _ in entries):
                 entries.append((scheme, measured.median))
