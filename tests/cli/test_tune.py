@@ -110,7 +110,7 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
         reached |= {
             field.name for field in fields(Settings) if getattr(given, field.name) != getattr(usual, field.name)
         }
-    others = {"model", "accuracy_samples", "min_sqnr_worst", "on", "machine", *OF_SETTINGS}
+    others = {"model", "accuracy_samples", "on", "machine", *OF_SETTINGS}
     assert reached == {field.name for field in fields(Settings)} - others
 
 

@@ -35,7 +35,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 CALIBRATIONS = {"minmax": Calibration(), "usual": DEFAULT_CALIBRATION}
 ASKS: Mapping[str, Mapping[str, Any]] = {
     "nothing": {},
-    "limits": {"min_sqnr": 40.0, "min_sqnr_worst": 38.0, "accuracy_samples": 3},
+    "limits": {"min_sqnr": 40.0, "accuracy_samples": 3},
     "scores": {"scores": ("y:2",), "min_agreement": 1.0, "min_sqnr": None, "accuracy_samples": 3},
     "metric": {"metric": "cosine", "max_drop": 5e-4},
     "function": {"evaluate": SCORE, "max_drop": 0.01},

@@ -154,8 +154,7 @@ def check_run(settings: Settings) -> None:
         raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another `output_dir`")
     outputs = _in_folder(folder, dict.fromkeys(_files(settings)))
     named = {output.path for output in outputs}
-    present = _present(folder, set(_folders(settings, lines)))
-    outputs += [output for output in present if output.path not in named]
+    outputs += [output for output in _present(folder, lines) if output.path not in named]
     of_state = "`output_dir`" if settings.state_file is None else "`state_file`"
     outputs.append(Output(state, of_state, may_continue, makes_folder=True))
     outputs.append(Output(pattern_cache_of(state), of_state, written_as("record"), makes_folder=True))
@@ -178,9 +177,9 @@ def _in_folder(folder: Path, names: Iterable[str]) -> list[Output]:
     return [Output(folder / name, "`output_dir`", is_ours, folder, makes_folder=True) for name in names]
 
 
-def _present(folder: Path, parts: Collection[str]) -> Iterator[Output]:
-    """What lies in the subfolders of a run. Files there may be deleted, and are no inputs; in the subfolders `parts`
-    files of the names that the run writes are on the list."""
+def _present(folder: Path, lines: Collection[str]) -> Iterator[Output]:
+    """What lies in the subfolders of a run. Files there may be deleted, and are no inputs; those of the names that runs
+    write are on the list, logs by their folder."""
     is_ours = in_list(folder)
     for part, patterns in WRITTEN.items():
         check_inside(folder / part, folder)
@@ -190,18 +189,8 @@ def _present(folder: Path, parts: Collection[str]) -> Iterator[Output]:
                 check_single(path)
             if path.is_file():
                 is_named = path.parent == folder / part and any(path.match(pattern) for pattern in patterns)
-                must_be_ours = part in parts and is_named
+                must_be_ours = is_named and f"{part}/" not in lines
                 yield Output(path, "`output_dir`", is_ours if must_be_ours else Path.exists, folder, makes_folder=True)
-
-
-def lines_of_state(progress: Path) -> list[str]:
-    """The lines of the state file that a progress file holds; empty if it is no progress file of this version."""
-    try:
-        lines = parsed_json(progress.read_text(encoding="utf-8"))["state"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return []
-    is_ours = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
-    return lines if is_ours and lines and lines[0].encode().startswith(BEGINNING) else []
 
 
 def restored_state(settings: Settings) -> str | None:
@@ -211,10 +200,15 @@ def restored_state(settings: Settings) -> str | None:
     path = settings.output_dir / PROGRESS
     if settings.mode != "subgraph" or settings.restart or settings.state.exists():
         return None
-    if not (lines := lines_of_state(path)):
+    try:
+        lines = parsed_json(path.read_text(encoding="utf-8"))["state"]
+        content = "".join(f"{line}\n" for line in lines).encode()
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    if not content.startswith(BEGINNING):  # of another version
         return None
     with writing(settings.state):
-        settings.state.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        settings.state.write_bytes(content)
     return f"{settings.state} is gone: this run goes on from {path}; `restart` starts over"
 
 
@@ -252,17 +246,6 @@ def alone(folder: Path) -> Iterator[None]:
             with writing(folder / LIST):
                 stack.enter_context(_locked(folder))
         yield
-
-
-def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
-    if f"{LOGS}/" not in listed:
-        yield LOGS
-    if settings.mode == "region":
-        yield REGION_MODELS
-    if settings.mode == "subgraph":
-        yield GROUP_MODELS
-    if settings.front:
-        yield FRONT
 
 
 def _files(settings: Settings) -> Iterator[str]:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -53,28 +53,19 @@ FRONT_FLOOR = 1e-7
 
 
 class LazyMapping(Mapping[Key, Found]):
-    """A mapping with known keys whose values are computed, all at once, when the first is read."""
+    """A mapping whose values are computed, all at once, when the first is read."""
 
-    def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:
-        self._keys, self._find = dict.fromkeys(keys), find
-
-    @cached_property
-    def _found(self) -> Mapping[Key, Found]:
-        return self._find()
+    def __init__(self, find: Callable[[], Mapping[Key, Found]]) -> None:
+        self._find = cache(find)
 
     def __getitem__(self, key: Key) -> Found:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._found[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return self._find()[key]
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._keys)
+        return iter(self._find())
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._find())
 
 
 def binding_noise_of(run: Run) -> Noise | None:
@@ -131,7 +122,7 @@ def noise_of(run: Run) -> Noise | None:
 
     if is_front:  # its search needs all values from the start
         return Noise(subject.shaped, tensor_noise(), limits.max_noise, simulate=noise_at, weight_noise=weight_noise())
-    of_tensors, of_weights = LazyMapping(tensors, tensor_noise), LazyMapping(weights, weight_noise)
+    of_tensors, of_weights = LazyMapping(tensor_noise), LazyMapping(weight_noise)
     return Noise(subject.shaped, of_tensors, limits.max_noise, simulate=noise_at, weight_noise=of_weights)
 
 
@@ -152,19 +143,17 @@ def _counted(run: Run, accuracy: Accuracy | None) -> float | None:
 def noise_of_bits(run: Run) -> Noise:
     """The noise of rounding each tensor alone in 8 and in 16 bits; the latter is zero where the engine has none. That
     of placements is simulated until this has taken `TIME_SHARE`."""
-    subject, alone = run.subject, _Alone(run, _floor(run), TIME_SHARE)
-    tensors = sorted({e.tensor for e in subject.possible})
-    none, ends = dict.fromkeys(tensors, 0.0), list[float]()
+    subject, alone, ends = run.subject, _Alone(run, _floor(run), TIME_SHARE), list[float]()
 
     def noise_at(placement: Placement) -> float | None:
         if not ends:
             ends.append(alone.deadline)
         return None if time.monotonic() > ends[0] else _counted(run, predicted_accuracy(run, placement))
 
-    narrow = LazyMapping(tensors, lambda: none | dict(alone.tensors()))
+    narrow = LazyMapping(alone.tensors)
     wide: Mapping[str, float] = {}
     if subject.numbers.wide is not None:
-        wide = LazyMapping(tensors, lambda: none | dict(alone.tensors(narrow)))
+        wide = LazyMapping(lambda: alone.tensors(narrow))
     return Noise(subject.shaped, narrow, run.limits.max_noise, simulate=noise_at, wide_noise=wide)
 
 

@@ -517,11 +517,9 @@ def _widths(ready: Ready) -> tuple[int, int]:
 def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget: Budget, observer: Observer) -> Limits:
     """The limits on accuracy, with the metric of the float model. Raises BadOption if a limit cannot be held, or is
     about outputs that the model does not have."""
-    holds_floats = "f" in bench.floats.kinds
-    for name in ("min_sqnr", "min_sqnr_worst"):
-        if isinstance(getattr(settings, name), float) and not holds_floats:
-            other = "use `min_agreement` or `evaluate`"
-            raise BadOption(f"`{name}` is about float outputs, and the model has none: {other}")
+    if isinstance(settings.min_sqnr, float) and "f" not in bench.floats.kinds:
+        other = "use `min_agreement` or `evaluate`"
+        raise BadOption(f"`min_sqnr` is about float outputs, and the model has none: {other}")
     limits = _about(bench, settings.limits)
     if isinstance(settings.min_agreement, float) and settings.has_samples and limits.min_agreement is None:
         observer.note(f"no output holds integers, and {bench.floats.scores.told}. `min_agreement` has no effect")

@@ -23,7 +23,7 @@ from qdqtune.search.region import Config
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, least_rounds
 from qdqtune.tuning.contexts import counts_of
-from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions, Switched
+from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions
 
 FRONT_LEAST, FRONT_BUILDS = 8, 18
 """Builds of a run for a front (least, usual); the proof of its points comes on top. Chosen, not measured."""
@@ -91,8 +91,7 @@ class Settings(SearchOptions):
 
     `builds` is what the search may spend, the float model's build included. The builds of the proof come on top.
     `evaluate` names the user's metric (see `numerics.metrics`), in place of `labels` and `metric`.
-    `accuracy_samples` is the most samples on which outputs are compared, `min_sqnr_worst` the `min_sqnr` of the worst
-    sample alone, since a good mean may hide one that is broken; by default less than that of the mean.
+    `accuracy_samples` is the most samples on which outputs are compared.
     `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
     `calibration_data`.
     `command` is the command line, for the run log only.
@@ -109,7 +108,6 @@ class Settings(SearchOptions):
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
     calibration_data: str | None = None
     accuracy_samples: int = MOST_JUDGED
-    min_sqnr_worst: Switched = "auto"
     calibration: Calibration = DEFAULT_CALIBRATION
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
@@ -221,10 +219,12 @@ class Settings(SearchOptions):
         return self._on_outputs(has_metric=False) if self.has_samples else Limits()
 
     def _on_outputs(self, *, has_metric: bool) -> Limits:
-        floor = self.min_sqnr if self.min_sqnr != "auto" else None if has_metric else FLOOR_DB
-        worst, equal = self.min_sqnr_worst, self.min_agreement
-        worst = worst if worst != "auto" else None if floor is None else floor - APART_DB
-        equal = equal if equal != "auto" else None if floor is None or has_metric else MOST_EQUAL
+        floor, equal = self.min_sqnr, self.min_agreement
+        if floor == "auto":
+            floor = None if has_metric else FLOOR_DB
+        if equal == "auto":
+            equal = None if floor is None or has_metric else MOST_EQUAL
+        worst = None if floor is None else floor - APART_DB  # a good mean may hide a sample that is broken
         return Limits(floor, min_agreement=equal, min_sqnr_worst=worst)
 
     @property
