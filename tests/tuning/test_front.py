@@ -96,6 +96,8 @@ def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
         settings(model, mode="region", front=True, builds=30)
     with pytest.raises(BadOption, match="no finished run"):
         pick(tmp_path, "24db")
+    with pytest.raises(BadOption, match="weighs speed against accuracy, which takes samples"):
+        tune(settings(model, mode="cut", front=True, builds=25, calibration_data=None))
 
 
 def test_a_front_ships_as_small_a_gain_as_the_same_run_without_it(model: Path, workers: Workers) -> None:
@@ -120,8 +122,3 @@ def test_a_run_without_a_front_leaves_none_of_an_earlier_one(model: Path) -> Non
     (folder / "mine.onnx").write_text("of the user")
     tune(settings(model, mode="cut", builds=25))
     assert [path.name for path in folder.iterdir()] == ["mine.onnx"]
-
-
-def test_a_front_takes_samples(model: Path) -> None:
-    with pytest.raises(BadOption, match="weighs speed against accuracy, which takes samples"):
-        tune(settings(model, mode="cut", front=True, builds=25, calibration_data=None))

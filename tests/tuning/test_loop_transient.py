@@ -43,27 +43,21 @@ def raising(error: BaseException, when: Callable[[Build], bool]) -> Refuse:
     return refused
 
 
-def at(number: int) -> Callable[[Build], bool]:
-    return lambda build: build.number == number
-
-
 def is_tuned(build: Build) -> bool:
     """Whether it is a candidate of the search, and not the float model."""
     return build.is_candidate and build.log.stem.startswith("trial")
 
 
-def run(model: Path, mode: str, name: str = "out") -> Result:
-    front: dict[str, Any] = {"mode": "cut", "front": True, "builds": 14} if mode == "front" else {"mode": mode}
-    return tune(settings(model, **{"builds": 8, **front, "output_dir": model.parent / name}))
+def run(model: Path, mode: str) -> Result:
+    return tune(settings(model, builds=8, mode=mode))
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A run in which nothing failed: its result, what it wrote, and the number of its builds."""
+    """A run in which nothing failed: its result, and what it wrote."""
 
     found: Result
     files: dict[str, bytes]
-    builds: int
 
 
 @pytest.fixture(scope="session")
@@ -73,27 +67,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
     @cache
     def ran(mode: str) -> Whole:
         model = write(mixed(), tmp_path_factory.mktemp("whole"))
-        with in_process() as workers:
-            found = run(model, mode)
-        return Whole(found, shipped(model.parent / "out"), len(workers.builds))
+        with in_process():
+            return Whole(run(model, mode), shipped(model.parent / "out"))
 
     return ran
-
-
-@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
-def test_one_kill_at_any_build_changes_nothing(
-    model: Path, workers: Workers, mode: str, whole: Callable[[str], Whole]
-) -> None:
-    expected, builds = whole(mode), whole(mode).builds
-    assert builds > 8
-    for number in sorted({*range(0, builds, 11), builds - 1}):
-        workers.builds.clear()
-        workers.refused = raising(EOFError(), at(number))
-        found = run(model, mode, f"killed_{number}")
-        assert len(workers.builds) > builds  # it was killed, and asked again
-        assert found.history == expected.found.history
-        assert found.notes == expected.found.notes
-        assert shipped(model.parent / f"killed_{number}") == expected.files
 
 
 @pytest.mark.parametrize(("mode", "error"), [("subgraph", SHORT[0]), *(("cut", error) for error in SHORT)])
