@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
                 if node.name not in layer_of and node.op not in FIRST_IN_FUSION:
                     join_producer(node, borders)
             for node in reversed([node for node in others if node.name not in layer_of]):
-                owners = [n for t in node.outputs if t not in borders for n in owners_of(readers(model, t))]
+                following = [readers(model, tensor) for tensor in node.outputs if tensor not in borders]
+                owners = owners_of(chain.from_iterable(following))
                 if owners:
                     layer_of[node.name] = min(owners)
     for node in others:
@@ -131,8 +133,8 @@ def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
 def wrong_nodes(operators: Mapping[str, str], layers: Sequence[Layer]) -> str:
     """Why the layers do not cover a model, whose nodes are `operators` by name: each node must be in one layer, and
     each product in one that computes. "" if they do."""
-    named = Counter(node for layer in layers for node in layer.nodes)
-    computed = {node for layer in layers if layer.kind == "compute" for node in layer.nodes}
+    named = Counter(chain.from_iterable(layer.nodes for layer in layers))
+    computed = set[str]().union(*(layer.nodes for layer in layers if layer.kind == "compute"))
     wrong = {
         "nodes in no layer": operators.keys() - named.keys(),
         "nodes in several layers": {node for node, count in named.items() if count > 1},

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired, run
 
@@ -169,7 +170,7 @@ def divide_cores(
             f"{count}{others}: give fewer workers, or fewer `cores_per_worker`"
         )
     whole = [cores for cores in free if cores]
-    order = [cores[0] for cores in whole] if len(whole) >= wanted else [core for cores in whole for core in cores]
+    order = [cores[0] for cores in whole] if len(whole) >= wanted else list(chain.from_iterable(whole))
     return [tuple(order[n * each : (n + 1) * each]) for n in range(workers)]
 
 

@@ -309,8 +309,8 @@ class CostModel:
     def _runs_in_integers(self, node: Node) -> bool:
         if node.op not in RUN_ON_INTEGERS:
             return False
-        operands = node.inputs[: 1 if node.op in MOVE_DATA else 2 if node.op in COMPUTE else None]
-        makers = [self.maker(name) for name in operands]
+        count = 2 if node.op in COMPUTE else None
+        makers = [self.maker(name) for name in node.inputs[: 1 if node.op in MOVE_DATA else count]]
         readers = self._readers(self._final_tensor(node))
         return (
             all(m is not None and m.op == "DequantizeLinear" for m in makers)

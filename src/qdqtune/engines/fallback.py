@@ -66,7 +66,9 @@ def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:
     of constants, is on the side of what it reads."""
     nodes = {node.name: node for node in model.nodes}
     ran = [x for x in layers if x.kind not in ("folded", "unknown", "copy") and (x.nodes or x.kind != "reformat")]
-    side = {name: bool(layer.elsewhere) for layer in ran for name in layer.nodes}
+    side = dict[str, bool]()
+    for layer in ran:
+        side |= dict.fromkeys(layer.nodes, bool(layer.elsewhere))
     left = list[Left]()
     for layer in (layer for layer in ran if layer.elsewhere):
         for name in layer.nodes or (layer.name,):

@@ -134,7 +134,8 @@ def listed(folder: Path) -> set[str] | None:
         return None
     if first != HEAD and (lines or not HEAD.startswith(first)):
         return None
-    return {line for line in lines[:-1] if (parts := Path(line).parts) and ".." not in parts and parts[0] != "/"}
+    paths = {line: Path(line).parts for line in lines[:-1]}
+    return {line for line, parts in paths.items() if parts and ".." not in parts and parts[0] != "/"}
 
 
 def in_list(folder: Path) -> Callable[[Path], bool]:

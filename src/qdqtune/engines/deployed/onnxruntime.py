@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 here = Path(__file__).resolve().parent
+runs = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
 library, model = settings["library"], str(here.parent / settings["model"])
 provider, provider_options = library["provider"], library["provider_options"]
@@ -21,8 +22,8 @@ options.execution_mode = getattr(ort.ExecutionMode, library["execution_mode"])
 options.intra_op_num_threads = library["intra_op_num_threads"]
 for name, value in library["config_entries"].items():
     options.add_session_config_entry(name, value)
-if plugin := library["plugin"]:
-    file = library["provider_library"] or import_module(plugin).get_library_path()
+if library["plugin"]:
+    file = library["provider_library"] or import_module(library["plugin"]).get_library_path()
     ort.register_execution_provider_library(provider, file)
     devices = [device for device in ort.get_ep_devices() if device.ep_name == provider]
     options.add_provider_for_devices(devices[:1], provider_options)
@@ -34,7 +35,7 @@ rng, inputs, times = np.random.default_rng(0), {}, []
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own
     values = rng.standard_normal(shape) if "float" in dtype else np.ones(shape)
     inputs[name] = values.astype(str if dtype == "object" else dtype)
-for _ in range(runs := int(sys.argv[1]) if len(sys.argv) > 1 else 100):
+for _ in range(runs):
     begun = time.perf_counter()
     session.run(None, inputs)
     times.append(time.perf_counter() - begun)

@@ -28,12 +28,14 @@ config, profile = builder.create_builder_config(), builder.create_optimization_p
 for name in () if is_strong else ("FP16", "INT8"):
     config.set_flag(getattr(trt.BuilderFlag, name))
 tensors = [network.get_input(i) for i in range(network.num_inputs)]
-for tensor in (dynamic := [tensor for tensor in tensors if -1 in tuple(tensor.shape)]):
+dynamic = [tensor for tensor in tensors if -1 in tuple(tensor.shape)]
+for tensor in dynamic:
     shape = settings["inputs"][tensor.name][1]
     profile.set_shape(tensor.name, *(library[which].get(tensor.name, shape) for which in ("min", "opt", "max")))
 if dynamic:
     config.add_optimization_profile(profile)
-if (plan := builder.build_serialized_network(network, config)) is None:
+plan = builder.build_serialized_network(network, config)
+if plan is None:
     raise SystemExit("TensorRT built no engine: see its messages above")
 
 
@@ -51,7 +53,8 @@ for name, (dtype, shape) in settings["inputs"].items():
     is_short = engine.get_tensor_dtype(name) == trt.DataType.INT32  # 8.6 makes integers of 64 bits narrower
     array = np.ones(shape, np.int32 if is_short else dtype)
     context.set_input_shape(name, array.shape)
-    context.set_tensor_address(name, address := checked(cuda.cudaMalloc(array.nbytes)))
+    address = checked(cuda.cudaMalloc(array.nbytes))
+    context.set_tensor_address(name, address)
     to_device = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
     checked(cuda.cudaMemcpyAsync(address, array.ctypes.data, array.nbytes, to_device, stream))
     checked(cuda.cudaStreamSynchronize(stream))

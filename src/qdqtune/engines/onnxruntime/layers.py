@@ -12,6 +12,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,8 @@ def assigned_layers(
     `parts` have the name of their provider, and names and operators of their nodes, as ONNX Runtime assigns them. `log`
     is what it and the provider have said of that. Nodes in the body of an If or Loop count with that one.
     """
-    inner = {node.name for body in list(graphs(model.proto.graph))[1:] for node in body.node}
+    bodies = list(graphs(model.proto.graph))[1:]
+    inner = {node.name for node in chain.from_iterable(body.node for body in bodies)}
     parts = [(ep, nodes) for ep, nodes in parts if not all(name in inner for name, _ in nodes)]
     names = [tuple(name.removesuffix(IN_PASSES) for name, _ in nodes) for _, nodes in parts]
     covered, rest = cover(model, [Claim(each) for each in names])

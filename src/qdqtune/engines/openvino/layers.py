@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -93,7 +94,7 @@ def report(
     claims, precisions = [], []
     for name in running:
         fused = [tags[int(tagged[1])] for tagged in TAG.finditer(infos[name]["originalLayersNames"])]
-        nodes = tuple(dict.fromkeys(node for part in fused for node in part.nodes))
+        nodes = tuple(dict.fromkeys(chain.from_iterable(part.nodes for part in fused)))
         constants = _constants_read(before[name], before, fixed, tags)
         precisions.append(_precision(infos[name], any(part.is_logical for part in fused)))
         if precisions[-1] == "INT8":  # then its weights have 8 bits as well

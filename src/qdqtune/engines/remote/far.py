@@ -99,7 +99,7 @@ class FarSession(Session):
             reply = answer_undisturbed(self, *pickle.loads(request, buffers=arrays))
         except OutputError as error:
             reply = False, error
-        self.contents.forget({digest for digests in self._constants.values() for digest in digests})
+        self.contents.forget(set().union(*self._constants.values()))
         if isinstance(reply[1], OutputError):  # other hosts may have room, so only this worker is lost
             return False, EngineUnavailable(str(reply[1]))
         return reply

@@ -145,7 +145,8 @@ class Execution:
             if name not in inputs:
                 raise EngineFailure(f"TensorRT: there is no array for input {name!r}")
             self._bind_input(name, np.asarray(inputs[name], self._dtype(name), order="C"))
-        if unknown := self._context.infer_shapes():
+        unknown = self._context.infer_shapes()
+        if unknown:
             raise EngineFailure(f"TensorRT: the shapes of {', '.join(unknown)} remain unknown")
         for name in self._outputs:
             shape = tuple(self._context.get_tensor_shape(name))

@@ -402,9 +402,9 @@ def assign(
             "without --profilingVerbosity=detailed"
         )
     for number, layer in enumerate(layers):
-        if foreign := FOREIGN.search(layer.name):
-            for between in _between(names, *foreign.groups()):
-                home.setdefault(between, number)
+        foreign = FOREIGN.search(layer.name)
+        for between in _between(names, *foreign.groups()) if foreign else ():
+            home.setdefault(between, number)
     claims: list[list[str]] = [[] for _ in layers]
     for name, number in home.items():
         claims[number].append(name)
