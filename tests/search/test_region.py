@@ -162,8 +162,8 @@ def test_mutations_start_from_the_fastest_schemes_of_a_pattern() -> None:
     many = replace(strategy, config=Config(minimum_schemes_to_mutate=1, top_percent_to_mutate=1.0))
     assert len(list(many._parents(pattern, best, history, ratios))) > 3
     rng = np.random.default_rng(0)
-    sampled = [consistent(strategy.model, p.placement) for p in strategy._mutated(pattern, found, rng, 0)][:40]
-    near = [{consistent(strategy.model, strategy._turned(pattern, parent, [(p, False)])) for p in pattern.points}
+    sampled = [consistent(strategy.model, p.placement) for p in strategy._mutated(pattern, found, rng)][:40]
+    near = [{consistent(strategy.model, strategy._turned(pattern, parent, [p])) for p in pattern.points}
             for parent in found]  # fmt: skip
     assert all(p in set().union(*near) for p in sampled[: len(pattern.points)])
     assert all(set(sampled) & (reached - near[0]) for reached in near[1:] if reached - near[0])

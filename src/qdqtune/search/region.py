@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, combinations, islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 
 MUTATED = "mutated"
 """The origin of placements that change a few insertion points of a pattern."""
-SETS_PER_TRIAL = 4
-"""Sets of insertion points of a pattern that are looked at for each trial so far, to find one whose placement was not
-measured: several may mean the same placement. Chosen, not measured."""
 WITHIN_LIMITS = "within the limits"
 """The origin of placements that are estimated to hold the limits on accuracy."""
 LIMIT_TRIES = 6
@@ -99,7 +96,7 @@ class RegionSearch:
         then mutations of the `parents`, the fastest first. `number` is that of the next trial. Earlier trials are
         ignored."""
         alternatives = replace(self, patterns=(pattern,))._alternatives(best, list(self.seeds.items()))
-        mutated = self._mutated(pattern, parents, np.random.default_rng((self.seed, number)), number)
+        mutated = self._mutated(pattern, parents, np.random.default_rng((self.seed, number)))
         return self._fresh(chain(alternatives, mutated), set(), Counter())
 
     def _fresh(
@@ -211,7 +208,7 @@ class RegionSearch:
         able = {p.digest: p for p in self.patterns if p.points and not self._is_done(p.digest, spent)}
         weights = {digest: (1e-9 + self._work(p)) ** 0.5 for digest, p in able.items()}
         parents = {digest: self._parents(p, best, history, ratios) for digest, p in able.items()}
-        mutated = {digest: self._mutated(p, parents[digest], rng, len(history)) for digest, p in able.items()}
+        mutated = {digest: self._mutated(p, parents[digest], rng) for digest, p in able.items()}
         while mutated:
             shares = np.array([weights[digest] for digest in mutated])
             digest = list(mutated)[int(rng.choice(len(mutated), p=shares / shares.sum()))]
@@ -233,12 +230,9 @@ class RegionSearch:
         parents = dict.fromkeys([best, *(_with_part_of(best, domain, other) for other in measured)])
         yield from islice(parents, most)
 
-    def _mutated(
-        self, pattern: Pattern, parents: Iterable[Placement], rng: np.random.Generator, number: int
-    ) -> Iterator[Proposal]:
-        """Placements that differ from one of the `parents` in a few insertion points of a pattern, in every instance:
-        first at random, earlier parents more often; then by all sets of changes to the first parent, up to a count that
-        the `number` trials so far cannot have used up."""
+    def _mutated(self, pattern: Pattern, parents: Iterable[Placement], rng: np.random.Generator) -> Iterator[Proposal]:
+        """Placements that differ from one of the `parents` in a few insertion points of a pattern, drawn at random, in
+        every instance; earlier parents more often."""
         known, points, config = list(parents), pattern.points, self.config
         if not points:
             return
@@ -250,35 +244,18 @@ class RegionSearch:
             chosen = frozenset(points[int(i)] for i in rng.choice(len(points), count, replace=False))
             if (parent, chosen) not in seen:
                 seen.add((parent, chosen))
-                turns = [(point, False) for point in chosen]
-                yield Proposal(MUTATED, self._turned(pattern, known[parent], turns), pattern.digest)
-        for together in self._all_turns(pattern, known[0], number):
-            yield Proposal(MUTATED, self._turned(pattern, known[0], together), pattern.digest)
+                yield Proposal(MUTATED, self._turned(pattern, known[parent], chosen), pattern.digest)
 
-    def _all_turns(self, pattern: Pattern, parent: Placement, number: int) -> Iterator[Iterable[tuple[Point, bool]]]:
-        """Sets of (point, is bare) that change `parent` (see `_turned`), the smallest sets first, at most
-        `SETS_PER_TRIAL` for each of the `number` trials and one more. Of turns with equal effect only one is used."""
-        alone: dict[Placement, tuple[Point, bool]] = {}
-        for point in pattern.points:
-            for is_bare in (True, False):
-                placement = self._turned(pattern, parent, [(point, is_bare)])
-                alone.setdefault(consistent(self.model, placement), (point, is_bare))
-        turns = [turn for placement, turn in alone.items() if placement != parent]
-        together = (chosen for count in range(1, 1 + len(turns)) for chosen in combinations(turns, count))
-        yield from islice(together, SETS_PER_TRIAL * (1 + number))
-
-    def _turned(self, pattern: Pattern, parent: Placement, turns: Iterable[tuple[Point, bool]]) -> Placement:
-        """`parent` with the pairs on some insertion points of a pattern added, or removed where all stand there. Unless
-        a point is bare, a pair also comes to the other input of a compute operator."""
+    def _turned(self, pattern: Pattern, parent: Placement, points: Iterable[Point]) -> Placement:
+        """`parent` with the pairs on some insertion points of a pattern added, or removed where all stand there. A pair
+        also comes to the other input of a compute operator."""
         fresh, gone = set[Edge](), set[Edge]()
-        for point, is_bare in turns:
+        for point in points:
             own = self._edges(pattern, [point])
             if own <= parent.edges:
                 gone |= own
-                continue
-            fresh |= own
-            if not is_bare:
-                fresh |= {self._others[e] for e in own if e in self._others}
+            else:
+                fresh |= own | {self._others[e] for e in own if e in self._others}
         return _placement((parent.edges | fresh) - gone, parent.weight_formats)
 
     @cached_property

@@ -113,24 +113,16 @@ def _charge(cut: _Cut, conversion: Conversion, labels: Sequence[int], alpha: int
     """Charge the conversion of a value to one label; a part that takes `alpha` is a yes, with the part's number."""
     maker, price = conversion.maker, conversion.prices[label]
     if label == alpha:  # paid if a reader takes it, and the maker does not
-        if len(conversion.readers) == 1:
-            cut.charge(conversion.readers[0], maker, price)
-            return
         some = cut.decision()
         for reader in conversion.readers:
             cut.charge(reader, some, inf)
         cut.charge(some, maker, price)
         return
-    readers = [reader for reader in conversion.readers if labels[reader] == label]
-    if not readers:
-        return
-    if labels[maker] == label and len(readers) == 1:
-        cut.charge(maker, readers[0], price)
-        return
     # paid if a reader keeps it, and the maker has another or takes `alpha`
     whole = cut.decision(if_no=0.0 if labels[maker] == label else price)
-    for reader in readers:
-        cut.charge(whole, reader, inf)
+    for reader in conversion.readers:
+        if labels[reader] == label:
+            cut.charge(whole, reader, inf)
     if labels[maker] == label:
         cut.charge(maker, whole, price)
 
