@@ -17,13 +17,11 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, wide_weights
 from qdqtune.search import best_of
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
-from qdqtune.search.costs.decisions import everything
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, Rates, RuleCosts
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
-from qdqtune.search.front import NEAR, NEAREST, Tradeoff, between, farthest, unbeaten
+from qdqtune.search.front import NEAR, NEAREST, Tradeoff, farthest, unbeaten
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import (
     Accuracy,
@@ -255,12 +253,7 @@ def test_an_optimum_that_is_slower_in_no_context_comes_before_that_of_all_calls(
     assert all(p.placement != chosen.placement for p in replace(search, contexts=()).propose([trial]))
 
 
-# Where points of a front may lie: between the optima of prices, and far from each other
-CHAIN = "net (float[4,8] x) => (float[4,8] h6) {" + "".join(
-    f"[m{i}] h{i + 1} = MatMul({'x' if i == 0 else f'h{i}'}, w)" for i in range(6)
-) + "}"  # fmt: skip
-
-
+# Where points of a front may lie: far from each other
 def points(*pairs: tuple[float, float]) -> dict[Placement, Tradeoff]:
     """Some placements with these ratios and SQNRs."""
     return {Placement.of([Edge(f"{pair}")]): Tradeoff(*pair) for pair in pairs}
@@ -285,20 +278,6 @@ def test_the_farthest_point_comes_next(candidates, near: float, chosen: tuple[fl
 def test_beaten_points_are_left_out() -> None:
     kept = unbeaten(points((0.9, 50), (0.6, 30), (0.7, 29), (0.6, 28)))
     assert list(kept.values()) == [Tradeoff(0.6, 30), Tradeoff(0.9, 50)]
-
-
-def test_mixtures_of_neighbours_lie_between_them() -> None:
-    model = build(CHAIN, {"w": normal(8, 8)})
-    parts = partition(model, possible_edges(model, ranges(model)), [])
-    costs = Costs(parts, (Price(1.0, 0.5),) * 6, dict.fromkeys(parts.edges, 0.1), dict.fromkeys(parts.edges, 0.1))
-    found = list(between(costs, [everything(parts), Decision()]))
-    stretches = {tuple(sorted(d.quantized)) for d in found}
-    assert (0,) in stretches
-    assert (2, 3, 4) in stretches
-    assert tuple(range(6)) not in stretches
-    assert all(s == tuple(range(s[0], s[-1] + 1)) for s in stretches)
-    lone = next(d for d in found if d.quantized == {3})
-    assert costs.total(lone) == pytest.approx(5 + 0.5 + 0.2)
 
 
 # The search by rule, against outputs and reports that follow from a table

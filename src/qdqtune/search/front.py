@@ -2,15 +2,14 @@
 
 Builds are spent as in cut search, so that the fastest placement is found as well. Further points come from predictions:
 for each price on noise, the optimum of time plus price times noise is a placement that no other beats in both, as far
-as prices and sums of noise are right. Between neighbours that differ much, mixtures of the two are added. Those that
-lie farthest from all measured points are built.
+as prices and sums of noise are right. So are these with one unit decided otherwise. Those that lie farthest from all
+measured points are built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial, noise_of, sqnr_of
+from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial, sqnr_of
 
 MAX_POINTS = 8
 """The most points of a front that are proven. Chosen, not measured."""
@@ -57,17 +56,8 @@ NEAR, NEAREST = 0.25, 0.03
 """Points nearer than `NEAR` to each other count as one; nearer than `NEAREST` where a front would have too few
 points."""
 
-STRETCHES = 6
-"""The number of parts into which `between` divides the difference of two decisions. Chosen, not measured."""
-
 FLIPPED_UNITS = 16
 """How many units are flipped between quantized and float in each optimum, one at a time. Chosen, not measured."""
-
-SIMILAR_SUMS = 2
-"""The sum of noise of a placement is corrected by so many placements with known SQNR: those with the nearest sums."""
-
-SCALE_RANGE = (0.5, 2.0)
-"""Limits of the factor by which measured savings correct predicted ones. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -129,57 +119,29 @@ class FrontSearch:
         measured = undominated(history, self.by_cut.plan)
         taken = list(measured.values())
         near = NEAR if len(measured) >= TARGET_POINTS else NEAREST
-        summed_db = self._summed_db({t.placement: t.exactness for t in history if t.sqnr_db is not None})
-        predicted = {p: Tradeoff(ratio, summed_db(p)) for p, ratio in self._predicted_ratios(history).items()}
-        able = {p: point for p, point in predicted.items() if not is_too_noisy(noise_of(point.db), self.noise.limit)}
-        points = {p: point for p, point in unbeaten(able).items() if not any(other.beats(point) for other in taken)}
+        predicted = self._predicted(history, measured)
+        points = {
+            p: point for p, point in unbeaten(predicted).items() if not any(other.beats(point) for other in taken)
+        }
         chosen = list[Placement]()
         while len(chosen) < self.by_cut.width and (placement := farthest(points, taken, near)) is not None:
             chosen.append(placement)
             taken.append(points[placement])
         return [Proposal("front", p, predicted=points[p].ratio, wants_layers=True) for p in chosen]
 
-    def _predicted_ratios(self, history: Sequence[Trial]) -> dict[Placement, float]:
-        """Placements without a build that are predicted to be fast enough to be worth one, with their predicted ratio
-        to the float model, corrected by what builds have shown."""
+    def _predicted(self, history: Sequence[Trial], measured: Iterable[Placement]) -> dict[Placement, Tradeoff]:
+        """Placements without a build that are predicted to be fast enough to be worth one, and exact enough."""
         costs = self.by_cut.costs(history)
-        path, scale = self._optima_by_noise_price(costs), self._scale(costs, history)
-        tried = {t.placement for t in history} | {Placement()}
-        built = tuple(costs.partition.decision(placement) for placement in undominated(history, self.by_cut.plan))
-        ratios = dict[Placement, float]()
-        for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built)))):
-            ratio = 1 - scale * (1 - costs.total(decision) / costs.float_ms)
-            placement = costs.partition.placement(decision)
-            if ratio <= WORTHWHILE_RATIO and placement not in tried:
-                ratios[placement] = min(ratio, ratios.get(placement, ratio))
-        return ratios
-
-    def _scale(self, costs: Costs, history: Sequence[Trial]) -> float:
-        """The measured saving of builds as a multiple of the predicted one, within `SCALE_RANGE`; 1 without builds."""
-        factors = []
-        for placement, ratio in ratios_to_float(history, self.by_cut.plan).items():
-            predicted = costs.ms(placement) / costs.float_ms
-            if placement and predicted <= WORTHWHILE_RATIO:
-                factors.append((1 - ratio) / (1 - predicted))
-        return float(np.clip(np.median(factors), *SCALE_RANGE)) if factors else 1.0
-
-    def _summed_db(self, known: Mapping[Placement, float]) -> Callable[[Placement], float]:
-        """A function that estimates the SQNR of a placement by its sum of noise, corrected by placements with known
-        SQNR in dB."""
-
-        def db_of(placement: Placement) -> float:
-            db = sqnr_of(self.noise.summed(placement))
-            return EQUAL_DB if db is None else db
-
-        sums = np.array([db_of(placement) for placement in known])
-        off = np.array(list(known.values())) - sums
-
-        def level(placement: Placement) -> float:
-            summed = db_of(placement)
-            like = np.argsort(np.abs(sums - summed), kind="stable")[:SIMILAR_SUMS]
-            return summed + (float(off[like].mean()) if len(like) else 0.0)
-
-        return level
+        path = (*self._optima_by_noise_price(costs), *map(costs.partition.decision, measured))
+        points = dict[Placement, Tradeoff]()
+        for placement in map(costs.partition.placement, (*path, *flipped(costs, path))):
+            ratio, noise = costs.ms(placement) / costs.float_ms, self.noise.summed(placement)
+            if ratio <= WORTHWHILE_RATIO and not is_too_noisy(noise, self.noise.limit):
+                db = sqnr_of(noise)
+                points[placement] = Tradeoff(ratio, EQUAL_DB if db is None else db)
+        for trial in history:
+            points.pop(trial.placement, None)
+        return points
 
     def _optima_by_noise_price(self, costs: Costs) -> tuple[Decision, ...]:
         """The optima of rising prices on noise, each once, the float model last. Prices between two with one optimum
@@ -199,17 +161,6 @@ class FrontSearch:
                 yield from within(middle, decision, high, last)
 
         return tuple(dict.fromkeys((fastest, *within(-1, fastest, len(prices), Decision()), Decision())))
-
-
-def between(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
-    """Mixtures of neighbouring decisions of a path, and of each decision and the last. Units that only the first of the
-    two quantizes are divided into parts in graph order; in each mixture one stretch of parts stays quantized."""
-    for first, second in (*pairwise(path), *((decision, path[-1]) for decision in path[:-2])):
-        units = sorted(first.quantized - second.quantized)
-        ends = sorted({round(i * len(units) / STRETCHES) for i in range(STRETCHES + 1)})
-        for start, stop in combinations(ends, 2):
-            if stop - start < len(units):
-                yield other(costs.partition, first, [*units[:start], *units[stop:]])
 
 
 def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
