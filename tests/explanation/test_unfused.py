@@ -25,8 +25,7 @@ from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Layer, Measurement, NumericFormat, Placement, Proposal, Trial, WeightFormat
-from runs import hopeless, mixed, settings, write
-from runs import rows as lines
+from runs import mixed, settings, write
 from workers import in_process
 
 CONSTANTS: dict[str, Any] = {
@@ -309,12 +308,6 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
         return model.parent / "out", tune(settings(model, mode="cut", builds=8))
 
 
-def run(folder: Path, **changes: object) -> Explained:
-    with in_process():
-        tune(settings(write(mixed(), folder), **changes))
-    return explain_run(folder / "out")
-
-
 def by_name(explained: Explained) -> dict[str, Explanation]:
     return {name: row for row in explained.rows for name in row.nodes}
 
@@ -348,50 +341,6 @@ def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], t
     assert "the rule 'compute'" in explained.headline
     assert {row.state for row in explained.rows} == {"float"}  # the engine fuses no pair without one on the result
     assert by_name(explained)["softmax"].reason == "no kernel for this operator"
-
-
-def test_damage_to_the_outputs_is_told_with_the_limit(tmp_path: Path) -> None:
-    rows = by_name(run(tmp_path, mode="cut", min_sqnr=45.0))
-    assert rows["second"].reason == "accuracy limit"
-    assert "the limit is 45.0 dB" in rows["second"].detail
-    keys = [row["kind"] for row in lines(tmp_path / "out" / "autotuner_state.yaml")]
-    assert keys.index("trial") < keys.index("noise")  # what is built first waits for no noise of single tensors
-
-
-def test_nothing_faster_is_told_of_the_float_model(tmp_path: Path) -> None:
-    with in_process():
-        tune(settings(write(hopeless(), tmp_path), mode="cut", builds=6))
-    explained = explain_run(tmp_path / "out")
-    assert explained.headline.startswith("Nothing faster was found")
-    assert {row.state for row in explained.rows} == {"float"}
-    assert {row.reason for row in explained.rows} <= {
-        "conversions cost more than it saves",
-        "no kernel for this operator",
-    }
-
-
-def test_without_layer_times_no_unit_has_a_time(tmp_path: Path) -> None:
-    explained = run(tmp_path, mode="region", engine=EngineSpec("fake", {"hide_times": True}))
-    rows = by_name(explained)
-    assert all(row.ms is row.more_ms is None for row in explained.rows)
-    assert "no layer times" in explained.table().caption
-    assert rows["second"].state == "8 bits"
-    assert rows["third"].detail == "region search ran it in 8 bits: slower"
-    assert explained.tallies[0].ms is None
-
-
-def test_a_region_search_knows_the_layers_of_float_and_of_what_ships(tmp_path: Path) -> None:
-    rows = by_name(run(tmp_path, mode="region"))
-    assert (rows["second"].ms or 0.0) < (rows["second"].float_ms or 0.0)
-    assert rows["third"].reason == "no gain beyond noise"
-    assert rows["third"].detail == "region search ran it in 8 bits: slower"
-
-
-def test_what_the_user_excludes_is_not_tried(tmp_path: Path) -> None:
-    rows = by_name(run(tmp_path, mode="cut", builds=4, node_filter=("first",)))
-    assert rows["first"].state == "8 bits"
-    assert {row.reason for name, row in rows.items() if name not in ("first", "relu")} == {"not tried"}
-    assert "you have listed" in rows["third"].detail
 
 
 def test_what_computes_shapes_or_reads_no_floats_has_no_kernel(tmp_path: Path) -> None:
