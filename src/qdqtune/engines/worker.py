@@ -155,14 +155,15 @@ class Session:
         seconds: list[list[tuple[float, ...]]] = [[] for _ in numbers]
         for at, number in enumerate(rounds):
             order, calls = order_of(seed, number, len(numbers)), []
-            sample = samples[at] if at < len(samples) else None
-            is_kept = sample is not None and [_sizes(sample)] == [_sizes(workload.inputs) for workload in self._mix]
+            kept = samples[at] if at < len(samples) else None
+            if kept is not None and [_sizes(kept)] != [_sizes(workload.inputs) for workload in self._mix]:
+                kept = None
             for workload, together, turn in zip(self._mix, builds, turns, strict=True):
                 if changes_shapes:  # untimed: engines prepare for other shapes
                     for built in together:
                         built.time(workload.inputs, 1)
-                inputs = sample if is_kept and sample is not None else workload.inputs
-                calls.append(_turns(together, order, inputs, turn, is_kept=is_kept))
+                inputs = workload.inputs if kept is None else kept
+                calls.append(_turns(together, order, inputs, turn, is_kept=kept is not None))
             for own, times in zip(seconds, zip(*calls, strict=True), strict=True):
                 own.append(times)
         return Times(tuple(map(tuple, seconds)), tuple(workload.share for workload in self._mix))

@@ -48,11 +48,6 @@ class TestOnnxRuntime(EngineContract):
     saved = "saved.onnx"
 
 
-class TestOnnxRuntimeThreads(EngineContract):
-    spec = EngineSpec("onnxruntime", {"threads": 2})
-    saved = "saved.onnx"
-
-
 def test_a_missing_provider_names_those_that_exist() -> None:
     with pytest.raises(EngineUnavailable, match=r"it has .*CPUExecutionProvider"):
         open_engine(EngineSpec("onnxruntime", {"provider": "NoSuchExecutionProvider"}))

@@ -189,9 +189,10 @@ class OnnxRuntimeModel:
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         with refusals_in_words():
-            if self._engine.is_recorded:
-                return dict(zip(self._outputs, self._recording(self._known_inputs(inputs)).run(), strict=True))
-            return dict(zip(self._outputs, self._session.run(self._outputs, self._known_inputs(inputs)), strict=True))
+            given = self._known_inputs(inputs)
+            is_recorded = self._engine.is_recorded
+            values = self._recording(given).run() if is_recorded else self._session.run(self._outputs, given)
+            return dict(zip(self._outputs, values, strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, with inputs and outputs on the device."""
