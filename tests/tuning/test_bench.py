@@ -373,6 +373,26 @@ def test_blocks_are_kept_by_the_content_of_the_files(files: list[Path], tmp_path
         assert len(other.logs) == 4
 
 
+def test_what_is_wide_is_made_narrower_in_the_session_that_has_time_for_it_and_not_again(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+
+    class Slow(Script):
+        def load(self, *arguments: Any, **more: Any) -> Handle:
+            clock[0] += 10.0
+            return super().load(*arguments, **more)
+
+    for seconds, builds in ((10.0, 6), (1000.0, 24)):
+        with Store(tmp_path / f"{seconds}.yaml", {"model": "m"}) as store:
+            for is_again in (False, True):
+                slow = Slow(lambda file, build: twice_as_fast(file, build) * (1 + 0.03 * (-1) ** build))
+                wide = racer(slow, store=store, builds=3, precision_seconds=seconds)
+                assert wide.race(files, FIRST_AGAINST_SECOND, "proof").builds == builds
+                assert bool(slow.logs) is not is_again
+
+
 @pytest.mark.parametrize(("stage", "lacks", "tries"), [("crash", False, 3), ("crash", True, 1), ("build", False, 1)])
 def test_only_a_transient_failure_is_tried_again_while_there_is_time(
     files: list[Path], stage: Any, *, lacks: bool, tries: int

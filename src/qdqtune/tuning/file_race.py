@@ -37,6 +37,9 @@ MOST_BYTES = 2 * 2**30
 """Bytes of the files of one race, at most; at least one file races against those that it has to beat. Chosen, not
 measured."""
 
+MOST_BLOCKS = 2 * BLOCK_LOOKS[-1]
+"""Blocks of a race, at most."""
+
 MOST_TRIES = 3
 """How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
 
@@ -85,18 +88,33 @@ class Racer:
             EngineRefused: the engine fails on one of the files.
         """
         is_large = self.runner.memory is not None or 2 * sum(map(nbytes, files)) > SIDE_BY_SIDE
-        builds, begun = 1 if is_large else self.builds, time.monotonic()
+        builds = 1 if is_large else self.builds
         contents = "" if self.store is None else ":".join(content_digest(files_of(file)) for file in files)
+        keys = [f"race:{contents}:{builds}:{n}:{','.join(map(str, self.plan.looks))}" for n in range(MOST_BLOCKS)]
         blocks: list[Block] = []
+        seconds = 0.0  # of a block that was measured in this session
+
+        def is_known() -> bool:
+            return self.store is not None and self.store.has(keys[len(blocks)])
+
         for look in BLOCK_LOOKS:
             needed = 2 * look if builds == 1 else look
             while len(blocks) < needed:
                 self.listener.progress(len(blocks), needed)
-                blocks.append(self._block(files, contents, comparisons, builds, len(blocks), name))
-                if len(blocks) < needed and self._lacks_another(blocks, begun):
+                begun, is_measured = time.monotonic(), not is_known()
+                blocks.append(self._block(files, keys[len(blocks)], comparisons, builds, len(blocks), name))
+                if is_measured:
+                    seconds = time.monotonic() - begun
+                if len(blocks) < needed and self.lacks(seconds):
                     return FileRace(tuple(blocks), self.plan, self.views)
-            if self._lacks_another(blocks, begun) or not self._wants_more(blocks, comparisons, begun):
+            of_views = [[block.at(view.shares) for block in blocks] for view in self.views]
+            if look == BLOCK_LOOKS[-1] or self.lacks(seconds):
                 break
+            if not any(wants_more_builds(seen, comparisons, self.plan) for seen in of_views):
+                # The next look takes about as long as all before. What an earlier session has left wide stays so.
+                has_time = 0 < 2 * len(blocks) * seconds <= self.precision_seconds or is_known()
+                if not has_time or not any(is_imprecise(seen, comparisons, self.plan) for seen in of_views):
+                    break
         return FileRace(tuple(blocks), self.plan, self.views)
 
     def together(self, opponents: Sequence[Path], files: Sequence[Path]) -> Sequence[Path]:
@@ -124,20 +142,10 @@ class Racer:
                 failures[file] = refused.failure
         return failures
 
-    def _lacks_another(self, blocks: Sequence[Block], begun: float) -> bool:
-        return self.lacks((time.monotonic() - begun) / len(blocks))
-
-    def _wants_more(self, blocks: Sequence[Block], comparisons: Comparisons, begun: float) -> bool:
-        of_views = [[block.at(view.shares) for block in blocks] for view in self.views]
-        if any(wants_more_builds(seen, comparisons, self.plan) for seen in of_views):
-            return True
-        twice = 2 * (time.monotonic() - begun)  # the next look takes about as long as all before
-        return twice <= self.precision_seconds and any(is_imprecise(s, comparisons, self.plan) for s in of_views)
-
     def _block(
-        self, files: Sequence[Path], contents: str, comparisons: Comparisons, builds: int, number: int, name: str
+        self, files: Sequence[Path], key: str, comparisons: Comparisons, builds: int, number: int, name: str
     ) -> Block:
-        """Rounds of fresh builds, or those that are known of files with these `contents`."""
+        """Rounds of fresh builds, or those that the store has under this key."""
         caveat = Caveat()
 
         def repeated() -> Times:
@@ -151,8 +159,7 @@ class Racer:
 
         if self.store is None:
             return Block(repeated(), builds)
-        looks = ",".join(map(str, self.plan.looks))
-        return Block(self.store.memo(f"race:{contents}:{builds}:{number}:{looks}", Times, repeated, caveat), builds)
+        return Block(self.store.memo(key, Times, repeated, caveat), builds)
 
     def _fresh(
         self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str, caveat: Caveat
