@@ -1,6 +1,7 @@
 """Numbers and biases are chosen by their effect on the outputs; the means of layers stay those of the float model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,12 +75,17 @@ def positive(net: Model, count: int = 6) -> list[Arrays]:
     return [{"x": (2 + normal(1, 4, 6, 6, seed=i)).astype(dtype)} for i in range(count)]
 
 
-def shifts_of(
+@contextmanager
+def biased(
     net: Model, feeds: list[Arrays], placement: Placement, known: Ranges, numbers: NumericFormat
-) -> dict[str, tuple[float, ...]]:
+) -> Iterator[BiasedPlacement]:
     with bias_session(net, placement, EXECUTION) as session:
-        biased = BiasedPlacement(session, net, placement, numbers, known, feeds, Deaf())
-        return dict(biased.shifts(biased.offsets())) if biased.layers else {}
+        yield BiasedPlacement(session, net, placement, numbers, known, feeds, Deaf())
+
+
+def shifts_of(*arguments: Any) -> dict[str, tuple[float, ...]]:
+    with biased(*arguments) as found:
+        return dict(found.shifts(found.offsets()))
 
 
 def everything(net: Model, known: Ranges) -> Placement:
@@ -128,10 +134,9 @@ def test_its_noise_is_that_of_the_file(numbers: NumericFormat) -> None:
     model = conv_net()
     known, samples = ranges(model), feeds_of(model)
     placement = start_placements.placements(model, possible_edges(model, known))["everything"]
-    with bias_session(model, placement, EXECUTION) as session:
-        biased = BiasedPlacement(session, model, placement, numbers, known, samples, Deaf())
-        real = accuracy(run(model, samples), run(insert(model, placement, known, numbers), samples)).sqnr_db
-        assert biased.db() == pytest.approx(real, abs=0.2)
+    real = accuracy(run(model, samples), run(insert(model, placement, known, numbers), samples)).sqnr_db
+    with biased(model, samples, placement, known, numbers) as found:
+        assert found.db() == pytest.approx(real, abs=0.2)
 
 
 def test_the_constant_behind_a_product_is_its_bias() -> None:
@@ -161,11 +166,10 @@ def test_biases_are_corrected_for_each_sample_by_the_others() -> None:
     feeds = [{"x": np.full((1, 1), 0.4, np.float32)}] * 3
     known = Ranges({"x": Range(-127, 127), "y": Range(-127, 127)})
     placement = Placement.of([Edge("x", "only", 0), Edge("w", "only", 1)])
-    with bias_session(net, placement, EXECUTION) as session:
-        biased = BiasedPlacement(session, net, placement, INT8, known, feeds, Deaf())
-        offsets = biased.offsets()
+    with biased(net, feeds, placement, known, INT8) as found:
+        offsets = found.offsets()
         np.testing.assert_allclose(offsets, 0.4, rtol=1e-5)
-        assert biased.db(offsets) > 40
+        assert found.db(offsets) > 40
     one_sided = np.array([[0.0], [0.0], [50.0]])
     assert [shift[0] for shift in shifts_by_others(one_sided)] == [0.0, 0.0, 0.0]  # chance explains one of two
     assert [shift[0] for shift in shifts_by_others(np.array([[1.0], [2.0]]))] == [2.0, 1.0]
