@@ -13,16 +13,21 @@ import pytest
 from models import FP8, INT8, PLAIN, UINT8, build, normal, ranges
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.explanation import units
 from qdqtune.explanation.unfused import UNKNOWN, Finding, allow, check
 from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.placement.files import PlacementFile, write_placement
+from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.decisions import other
+from qdqtune.search.costs.units import Decision
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.finished import FinishedRun
+from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Layer, Measurement, NumericFormat, Placement, Proposal, Trial, WeightFormat
 from runs import mixed, settings, write
@@ -330,6 +335,25 @@ def test_a_row_has_state_times_and_reason(tuned: tuple[Path, Result]) -> None:
     assert (rows["skip"].source, rows["third"].source, rows["second"].source) == ("measured", "estimated", "")
     assert rows["second"].more_ms is None
     assert "(measured)" in rows["skip"].why
+
+
+def test_a_build_takes_what_a_unit_is_said_to_take_otherwise(tuned: tuple[Path, Result], tmp_path: Path) -> None:
+    run = read_run(tuned[0])
+    table, record = units._Table(run), run.records.get("ranges", RangesRecord)
+    assert record is not None
+    numbers, shipped = open_engine(EngineSpec("fake")).numeric_format("int8"), table.parts.decision(run.placement)
+
+    def built_ms(decision: Decision) -> float:
+        model = insert(run.model, table.parts.placement(decision), record.ranges, numbers)
+        return sum(layer.time_ms or 0.0 for layer in fake_layers(model, tmp_path))
+
+    rows = [(table.row(unit), unit) for unit in table.parts.units]
+    changes = {
+        row.nodes: (row.more_ms, other(table.parts, shipped, [unit.number])) for row, unit in rows if row.more_ms
+    }
+    assert len(changes) == 3
+    for more_ms, decision in changes.values():
+        assert built_ms(decision) - built_ms(shipped) == pytest.approx(more_ms)
 
 
 def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], tmp_path: Path) -> None:
