@@ -411,7 +411,31 @@ def folded(model: Model) -> Model:
             layers[node.outputs[0]] = replace(before, output=node.outputs[0], scale=scale, shift=shift)
             gone.add(node.index)
     changed = {layer.node.index: layer for layer in layers.values() if layer.output != layer.node.outputs[0]}
-    return _with_changed_layers(model, changed, gone) if changed else model
+    if not changed:
+        return model
+    names, added = UniqueNames(names_in(model.proto.graph)), dict[str, Constant]()
+
+    def free(tensor: str, wanted: str) -> str:
+        """The name of the changed constant: its own if it has no other reader, else a new one."""
+        return tensor if tensor and len(model.uses(tensor)) == 1 else names.fresh(wanted)
+
+    nodes = []
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if node.index in gone:
+            continue
+        nodes.append(deepcopy(proto))
+        if node.index not in changed:
+            continue
+        layer, written = changed[node.index], nodes[-1]
+        weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else ""
+        inputs = [node.inputs[0], free(weight, weight), free(bias, f"{node.name}.bias")]
+        before = model.constants[weight]
+        added[inputs[1]] = _times(before, _along_outputs(node, before.shape, layer.scale))
+        added[inputs[2]] = Constant.of(layer.shift.astype(onnx.helper.tensor_dtype_to_np_dtype(before.dtype)))
+        written.input[:], written.output[0] = inputs, layer.output
+        for attribute in [a for a in written.attribute if a.name == "beta"]:
+            written.attribute.remove(attribute)
+    return rebuild(model, nodes, added)
 
 
 def _layer(model: Model, node: Node) -> _Layer | None:
@@ -434,14 +458,19 @@ def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tu
     None if it does something else, or with numbers that are not finite.
     """
     others = [model.constants[t] for t in node.inputs if t != source]
-    one, zero = np.ones(1), np.zeros(1)
+    one, zero, channels = np.ones(1), np.zeros(1), layer.scale.size
     found = None
     if node.op == "BatchNormalization" and node.inputs[0] == source:
-        if not node.attributes.get("training_mode", 0) and all(c.shape == layer.scale.shape for c in others):
+        if not node.attributes.get("training_mode", 0) and all(c.shape == (channels,) for c in others):
             gamma, beta, mean, variance = (c.array().astype(np.float64) for c in others)
             scale = gamma / np.sqrt(variance + node.attributes.get("epsilon", 1e-5))
             found = scale, beta - mean * scale
-    elif node.op in ARITHMETIC and (value := _by_channel(model, layer, others[0])) is not None:
+    elif node.op in ARITHMETIC:
+        rank = len(model.constants[layer.node.inputs[1]].shape)
+        sizes = (*(1,) * (rank - len(others[0].shape)), *others[0].shape)
+        if sizes not in ((1,) * rank, (1, channels, *(1,) * (rank - 2))):
+            return None  # it varies along other axes
+        value = others[0].array().astype(np.float64).reshape(-1)
         match node.op, node.inputs[0] == source:
             case "Mul", _:
                 found = value, zero
@@ -454,43 +483,6 @@ def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tu
             case "Div", True if value.all():
                 found = 1 / value, zero
     return found if found is not None and all(np.isfinite(part).all() for part in found) else None
-
-
-def _by_channel(model: Model, layer: _Layer, constant: Constant) -> Array | None:
-    """A constant operand as float64 [1] or [channels]; None if it varies along other axes."""
-    rank = len(model.constants[layer.node.inputs[1]].shape)
-    sizes = (*(1,) * (rank - len(constant.shape)), *constant.shape)
-    if len(sizes) != rank or sizes not in ((1,) * rank, (1, layer.scale.size, *(1,) * (rank - 2))):
-        return None
-    return constant.array().astype(np.float64).reshape(-1)
-
-
-def _with_changed_layers(model: Model, changed: dict[int, _Layer], gone: set[int]) -> Model:
-    names = UniqueNames(names_in(model.proto.graph))
-    added: dict[str, Constant] = {}
-
-    def free(tensor: str, wanted: str) -> str:
-        """The name of the changed constant: its own if it has no other reader, else a new one."""
-        return tensor if tensor and len(model.uses(tensor)) == 1 else names.fresh(wanted)
-
-    nodes = []
-    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        if node.index in gone:
-            continue
-        copy = deepcopy(proto)
-        if (layer := changed.get(node.index)) is not None:
-            weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else ""
-            inputs = [node.inputs[0], free(weight, weight), free(bias, f"{node.name}.bias")]
-            before = model.constants[weight]
-            added[inputs[1]] = _times(before, _along_outputs(node, before.shape, layer.scale))
-            added[inputs[2]] = Constant.of(layer.shift.astype(onnx.helper.tensor_dtype_to_np_dtype(before.dtype)))
-            del copy.input[:]
-            copy.input.extend(inputs)
-            copy.output[0] = layer.output
-            for attribute in [a for a in copy.attribute if a.name == "beta"]:
-                copy.attribute.remove(attribute)
-        nodes.append(copy)
-    return rebuild(model, nodes, added)
 
 
 def _along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
