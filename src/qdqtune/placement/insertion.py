@@ -28,7 +28,7 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.simplifying import UniqueNames, names_in
-from qdqtune.placement.possible import possible_edges, refusal, unscaled, weight_at
+from qdqtune.placement.possible import every_edge, possible_edges, refusal, unscaled, weight_at
 from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, float_type
 from qdqtune.placement.weight_only import BLOCK_OPSET, FormattedWeights
 from qdqtune.types import Array, Edge, NumericFormat, Placement, WeightFormat
@@ -92,11 +92,10 @@ class Inserter:
             raise ValueError(f"the model has opset {opset}, its pairs need {needed}")
 
     def _problem(self, edge: Edge) -> str | None:
-        model, node = self._model, GRAPH if edge.is_graph_output else self._model.index_of.get(edge.node)
-        slots = () if node is None else model.outputs if node == GRAPH else model.nodes[node].inputs
-        if node is None or not 0 <= edge.index < len(slots) or slots[edge.index] != edge.tensor:
+        if edge not in every_edge(self._model):
             return "the model has no such edge"
-        return refusal(model, edge.tensor, node, edge.index) or unscaled(model, edge.tensor, self._ranges)
+        node = GRAPH if edge.is_graph_output else self._model.index_of[edge.node]
+        return refusal(self._model, edge.tensor, node, edge.index) or unscaled(self._model, edge.tensor, self._ranges)
 
 
 class _Writer:
