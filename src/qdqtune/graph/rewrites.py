@@ -429,9 +429,9 @@ def folded(model: Model) -> Model:
         layer, written = changed[node.index], nodes[-1]
         weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else ""
         inputs = [node.inputs[0], free(weight, weight), free(bias, f"{node.name}.bias")]
-        before = model.constants[weight]
-        added[inputs[1]] = _times(before, _along_outputs(node, before.shape, layer.scale))
-        added[inputs[2]] = Constant.of(layer.shift.astype(onnx.helper.tensor_dtype_to_np_dtype(before.dtype)))
+        values = model.constants[weight]
+        added[inputs[1]] = _times(values, _along_outputs(node, values.shape, layer.scale))
+        added[inputs[2]] = Constant.of(layer.shift.astype(onnx.helper.tensor_dtype_to_np_dtype(values.dtype)))
         written.input[:], written.output[0] = inputs, layer.output
         for attribute in [a for a in written.attribute if a.name == "beta"]:
             written.attribute.remove(attribute)
