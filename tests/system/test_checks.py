@@ -78,7 +78,7 @@ def test_a_result_that_is_the_model_by_another_name_is_refused(call: Call, exter
 
 @pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
 def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: str) -> None:
-    mine = [tmp_path / folder / "notes.txt" for folder in ("candidates", "region_models", "subgraphs", "front", "logs")]
+    mine = [tmp_path / folder / "notes.txt" for folder in ("region_models", "subgraphs", "front", "logs")]
     mine += [tmp_path / "logs" / "worker-mine" / "notes.txt", tmp_path / ".qdqtune-mine" / "notes.txt"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
@@ -109,14 +109,6 @@ def test_a_users_file_with_the_name_of_a_result_is_refused(call, model, tmp_path
     (tmp_path / name).write_text("mine")
     arguments = ["tune", model, *QUICK, *chosen.split(), "-o", tmp_path]
     is_refused(call, tmp_path, "is not of qdqtune's making", *arguments)
-
-
-def test_a_model_in_a_folder_named_candidates_is_tuned_and_stays(call: Call, model: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "o" / "candidates" / "my.onnx"
-    mine.parent.mkdir(parents=True)
-    shutil.copy(model, mine)
-    assert call("tune", mine, *QUICK, "-o", tmp_path / "o")[0] in (0, 3, 4)
-    assert mine.read_bytes() == model.read_bytes()
 
 
 def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model: Path, tmp_path: Path) -> None:

@@ -206,7 +206,6 @@ def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(model:
     with pytest.raises(KeyboardInterrupt):
         tune(settings(model))
     assert not out(model, "optimized_final.onnx").exists()
-    assert not out(model, "candidates").exists()
 
 
 @pytest.mark.parametrize("builds", [4, 9, 17])
@@ -434,7 +433,6 @@ def test_a_float_model_that_the_engine_refuses_ends_the_run(model: Path, tmp_pat
         tune(settings(model))
     assert failure.value.exit_code == 5
     assert not out(model, "optimized_final.onnx").exists()
-    assert not out(model, "candidates").exists()
     with pytest.raises(BaselineFailed):
         estimate(settings(model, output_dir=tmp_path / "other"))
 

@@ -222,9 +222,6 @@ class Budget:
         return f"`time_budget` has ended the search after {spent}: with more time the same command goes on from there"
 
 
-CANDIDATE_FOLDER = "candidates"
-"""The folder for files of candidates, in a folder that is deleted when the run ends."""
-
 FIRST, LESSONS = 3, 2
 """Builds of the first batch, which prices every fusion group; and batches that are to follow it in a search that learns
 from each batch, so that many workers do not spend all builds right after the first. Measured by benchmarks/batches.py:
@@ -325,8 +322,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         execution, _ = on_device(settings.on, execution)
         output = stack.enter_context(OutputFolder(settings))
         with writing(f"to {output.path}"):
-            folder = stack.enter_context(Scratch(output.path)) / CANDIDATE_FOLDER
-            folder.mkdir()
+            folder = stack.enter_context(Scratch(output.path))
         constants = stack.enter_context(ConstantFile(folder / CONSTANTS))
         execution = replace(execution, constants=constants)
         evaluation = user_function(settings, execution)
