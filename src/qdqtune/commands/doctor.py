@@ -18,7 +18,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from time import monotonic
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -265,11 +265,7 @@ def engine_options() -> tuple[EngineOption, ...]:
 
 
 def _type_in_words(hint: Any) -> str:
-    one = (
-        next(part for part in (get_args(hint) or (hint,)) if part is not type(None))
-        if isinstance(hint, UnionType)
-        else hint
-    )
+    one = next(part for part in get_args(hint) if part is not NoneType) if isinstance(hint, UnionType) else hint
     names = {bool: "true or false", int: "integer", str: "text", Sequence: "list of text", Mapping: "values by name"}
     return names[get_origin(one) or one]
 
@@ -278,22 +274,17 @@ def engine_state(name: str, log_dir: Path) -> EngineState:
     """Open one engine or execution provider without options; if that fails and the engine can, for a device that is not
     present."""
     table = PROVIDERS.get(name)
-    notes = "" if table is None else table.notes
-    packages, command = NEEDS.get(name, ((), ""))
-    if table is not None:
-        packages, command = (table.plugin,) if table.plugin else (), table.install
+    if table is None:
+        notes, (packages, command) = "", NEEDS.get(name, ((), ""))
+    else:
+        notes, packages, command = table.notes, (table.plugin,) if table.plugin else (), table.install
     is_complete = all(importlib.util.find_spec(package) for package in packages)
     if table is not None and not is_complete:
         return EngineState(name, "missing", reason="not installed", remedy=command, takes=notes)
     try:
         told = _described(EngineSpec(name), log_dir)
-        return EngineState(
-            name,
-            "simulated" if is_simulated(name) else "usable",
-            told.get("plugin", told["version"]),
-            told["device"],
-            takes=notes,
-        )
+        version = told.get("plugin", told["version"])
+        return EngineState(name, "simulated" if is_simulated(name) else "usable", version, told["device"], takes=notes)
     except QdqtuneError as error:
         reason = one_line(error)
     if table is not None or not is_complete:

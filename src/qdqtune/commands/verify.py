@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from qdqtune.options import (
     options_of,
 )
 from qdqtune.timing.ratios import overlap
-from qdqtune.tuning.deploy import DeploySettings, changed_files, read_settings
+from qdqtune.tuning.deploy import changed_files, read_settings
 from qdqtune.tuning.observer import Observer
 
 CANNOT_TELL = 3
@@ -126,8 +126,8 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if settings.proven.unchecked and options.calibration_data is None:
         notes.append(f"nobody has checked the accuracy of {settings.model}: give `calibration_data`")
 
-    def found(finding: Finding, why: str, *more: str, **measured: Any) -> Verified:
-        return Verified(folder, finding, why, differences, notes=(*notes, *more), **measured)
+    def found(finding: Finding, why: str, **measured: Any) -> Verified:
+        return Verified(folder, finding, why, differences, notes=tuple(notes), **measured)
 
     if settings.shipped != "tuned":
         return found("holds", f"{settings.told}; there is no speedup to check")
@@ -162,39 +162,32 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         min_agreement=options.min_agreement or (proven.min_agreement if done.judged else None),
     )
     gated = tuple(one for row in done.rows for one in row.gated(gate))
-    finding, why = _finding(done, gated, gate, settings, at)
-    more = (*done.notes, *_doubts(done, settings, counts))
-    return found(finding, why, *more, comparison=done, gated=gated)
-
-
-def _finding(
-    done: Comparison, gated: Sequence[Gated], gate: GateOptions, settings: DeploySettings, at: str
-) -> tuple[Finding, str]:
-    """What the comparison `at` the machine that measures says, as the proof would: slower at no number of threads,
-    faster at one, within limits."""
-    if bad := next((one for one in gated if not one.passes), None):
-        return "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
+    # As the proof would: slower at no number of threads, faster at one, within limits.
+    finding: Finding = "cannot tell"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
-    if not settings.proven.timed:  # nothing was said about speed: the outputs decide
+    if bad := next((one for one in gated if not one.passes), None):
+        finding, why = "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
+    elif not proven.timed and done.judged:  # nothing was said about speed: the outputs decide
         near = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
-        told = f"nothing was timed in the search; {', '.join(near) or 'outputs are equal'} {at}"
-        return ("holds", told) if done.judged else ("cannot tell", "nothing was timed, and outputs were not compared")
-    if not timed:
-        return "cannot tell", f"nothing is timed {at}: it is a simulator, or the processor is emulated"
-    own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
-    ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
-    there, exact = settings.proven.speed, "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB"
-    proven = "" if there is None else f" (proven: {there.speedup})"
-    is_held = any(one.outcome == "holds" for row in done.rows for one in gate.of_speed(row.name, row.ratio))
-    told = f"{best.name} is {ratio.speedup} as fast as float {at}{proven}{exact}"
-    return ("holds" if is_held else "cannot tell"), told
-
-
-def _doubts(done: Comparison, settings: DeploySettings, counts: tuple[int | None, ...]) -> Iterator[str]:
-    there, here = settings.proven.speed, [row.ratio for row in done.rows if row.ratio is not None]
-    if there is not None and here and all(r.median > there.median and not overlap(r, there) for r in here):
-        yield f"it is less than was proven, {there.speedup}: the intervals do not overlap"
-    if left := [count for count in settings.proven.threads if count not in counts and counts != (None,)]:
-        yield f"proven at {', '.join(map(str, left))} threads as well, which were not compared here"
+        finding, why = "holds", f"nothing was timed in the search; {', '.join(near) or 'outputs are equal'} {at}"
+    elif not proven.timed:
+        why = "nothing was timed, and outputs were not compared"
+    elif not timed:
+        why = f"nothing is timed {at}: it is a simulator, or the processor is emulated"
+    else:
+        own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
+        ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
+        exact = "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB"
+        before = "" if proven.speed is None else f" (proven: {proven.speed.speedup})"
+        why = f"{best.name} is {ratio.speedup} as fast as float {at}{before}{exact}"
+        if any(one.outcome == "holds" for row in done.rows for one in gate.of_speed(row.name, row.ratio)):
+            finding = "holds"
+    notes += done.notes
+    claim = proven.speed
+    if claim is not None and timed and all(r.median > claim.median and not overlap(r, claim) for r, _ in timed):
+        notes.append(f"it is less than was proven, {claim.speedup}: the intervals do not overlap")
+    if left_out := [count for count in proven.threads if count not in counts and counts != (None,)]:
+        notes.append(f"proven at {', '.join(map(str, left_out))} threads as well, which were not compared here")
     if not done.judged:
-        yield "outputs were not compared, which takes samples: give `calibration_data`"
+        notes.append("outputs were not compared, which takes samples: give `calibration_data`")
+    return found(finding, why, comparison=done, gated=gated)
