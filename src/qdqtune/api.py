@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect as inspection
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import cycle
@@ -72,6 +72,7 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
 
     Raises:
         BadOption: a keyword is unknown, or its value cannot be used.
+        Cancelled: `cancel` is set.
     """
     assert isinstance(kind, type)
     name = run.__name__.strip("_")
@@ -87,9 +88,21 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
             raise BadOption(f"{name} has no option {keyword!r}; {hint}")
         options = kind(*arguments, **keywords)
         check_options(options)
-        watching = observing(options.observer, options.progress, options.cancel)
-        with watching as observer, on_disk(options, execution_of(options)) as here:
-            done = run(here, observer)
+        observers: list[Observer] = [_Log()] if options.observer is None else [_Log(), options.observer]
+        cancel = options.cancel
+
+        def check() -> None:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("cancelled: the same call goes on from what was measured")
+
+        check()
+        with ExitStack() as stack:
+            if cancel is not None:
+                stack.enter_context(cancelled_by(check))
+            if options.progress:
+                observers.insert(0, stack.enter_context(lines.shown()))
+            here = stack.enter_context(on_disk(options, execution_of(options)))
+            done = run(here, Observers(observers))
         for note in getattr(done, "notes", ()):
             LOGGER.warning("%s", note)
         return done
@@ -233,25 +246,3 @@ class _Log(Silent):
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         LOGGER.info("%s", lines.line(trial, outcome, state).strip())
-
-
-@contextmanager
-def observing(observer: Observer | None, progress: bool, cancel: Event | None) -> Iterator[Observer]:
-    """An observer that passes events on to the log, to `observer`, and to a display if `progress` is asked for.
-
-    Raises:
-        Cancelled: `cancel` is set.
-    """
-    observers: list[Observer] = [_Log()] if observer is None else [_Log(), observer]
-
-    def check() -> None:
-        if cancel is not None and cancel.is_set():
-            raise Cancelled("cancelled: the same call goes on from what was measured")
-
-    check()
-    with ExitStack() as stack:
-        if cancel is not None:
-            stack.enter_context(cancelled_by(check))
-        if progress:
-            observers.insert(0, stack.enter_context(lines.shown()))
-        yield Observers(observers)

@@ -110,7 +110,11 @@ def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Term
     if terminal.as_machine:
         print_json(rows)
     elif all("latency" in row for row in rows):
-        show(_estimates(rows))
+        cells = []
+        for row in rows:
+            spent = builds(row["builds"] - row["rewrite_builds"], row["rewrite_builds"])
+            cells.append((row["model"], spent, f"{row['latency'] * 1e3:.3f}", duration(row["seconds"])))
+        show(Table(("model", "builds", "latency, ms", "about"), cells))
     else:
         show(_table(rows))
         print_lines([_summary(rows, time.monotonic() - begun)])
@@ -192,14 +196,6 @@ def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dic
         show(f"error: {NODE_LOST}")
         return EngineUnavailable.exit_code, {}
     return code, result
-
-
-def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
-    cells = []
-    for row in rows:
-        spent = builds(row["builds"] - row["rewrite_builds"], row["rewrite_builds"])
-        cells.append((row["model"], spent, f"{row['latency'] * 1e3:.3f}", duration(row["seconds"])))
-    return Table(("model", "builds", "latency, ms", "about"), cells)
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> str:

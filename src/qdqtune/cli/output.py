@@ -83,12 +83,6 @@ WIDE = 10_000
 """Columns where there is no terminal, so that no table is cut."""
 
 
-def width() -> int:
-    """Columns that a table may take on standard output."""
-    here = console()
-    return here.width if here.is_terminal else WIDE
-
-
 def present(done: Shown, *, as_machine: bool) -> int:
     """Print the result of a command, as JSON or for people. Gives the exit code."""
     if as_machine:
@@ -127,7 +121,9 @@ def show(table: Table) -> None:
         drawn.add_column(Text(column), justify=justify, overflow="fold", min_width=least or None)
     for row in table.rows:  # names may hold anything
         drawn.add_row(*(Text(escaped(cell)) for cell in row))
-    here = console(width=width())
+    here = console()
+    if not here.is_terminal:
+        here = console(width=WIDE)
     here.print(drawn)
     if table.caption:  # in the table it would be broken to the width of that
         here.print(with_flags(table.caption))

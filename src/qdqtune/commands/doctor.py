@@ -723,21 +723,20 @@ def qualify(options: DoctorOptions, observer: Observer) -> Qualification:
         simulation = stack.enter_context(exact)
         engine = EngineAtHand(spec, folder, runner, simulation, execution, observer, capability)
         can_run = described["device"] != "none"
-        checks = [_seen(engine, check, subject, can_run) for check in CHECKS for subject in check.subjects]
+        checks = []
+        for check in CHECKS:
+            for subject in check.subjects:
+                observer.stage(f"{check.name}: {subject}")
+                started, state = monotonic(), get_args(State)[0]
+                try:
+                    if check.runs and not can_run:
+                        raise NotApplicableError("the engine only builds here: its device is not present")
+                    told = check.look(engine, subject)
+                except NotApplicableError as error:
+                    state, told = "not applicable", str(error)
+                except QdqtuneError as error:
+                    state, told = "not held", str(error)
+                checks.append(Seen(check.name, subject, state, told, round(monotonic() - started, 2)))
     machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
     machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
     return Qualification(described, machine, tuple(checks), monotonic() - begun)
-
-
-def _seen(engine: EngineAtHand, check: Check, subject: str, can_run: bool) -> Seen:
-    engine.observer.stage(f"{check.name}: {subject}")
-    begun, state = monotonic(), get_args(State)[0]
-    try:
-        if check.runs and not can_run:
-            raise NotApplicableError("the engine only builds here: its device is not present")
-        told = check.look(engine, subject)
-    except NotApplicableError as error:
-        state, told = "not applicable", str(error)
-    except QdqtuneError as error:
-        state, told = "not held", str(error)
-    return Seen(check.name, subject, state, told, round(monotonic() - begun, 2))

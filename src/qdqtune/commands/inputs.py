@@ -97,10 +97,8 @@ def sample_source(
     Raises:
         BadData: `samples` are no samples, or none at all, or do not end.
     """
-    if samples is None or isinstance(samples, str):
-        return samples
-    if isinstance(samples, Path):
-        return str(samples)
+    if samples is None or isinstance(samples, str | Path):
+        return None if samples is None else str(samples)
     target = folder / "samples"
     target.mkdir()
     if _is_batch(samples):

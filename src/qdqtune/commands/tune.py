@@ -131,6 +131,8 @@ class TuneOptions(ModelOption, SearchOptions, EngineOptions, RangeOptions):
         is_short = self.time_budget is not None and self.time_budget <= SHORT_BUDGET
         # Among the hundreds of candidates of region mode, one in fifty would win by luck.
         has_few = spec.name in LAUNCHED or (is_short and self.mode != "region")
+        # The user names numbers of threads in one of three places.
+        count, is_named = threads_of(spec), isinstance(self.engine, EngineSpec) or "threads" in self.engine_options
         told = {f.name: getattr(self, f.name) for f in fields(SearchOptions)}
         told |= {
             "model": Path(str(self.model)),
@@ -143,7 +145,7 @@ class TuneOptions(ModelOption, SearchOptions, EngineOptions, RangeOptions):
             "proof": effort.proof,
             "precision_seconds": 0.0 if spec.name in LAUNCHED else effort.precision_seconds,  # a start for each turn
             "builds": builds if self.builds is None else self.builds,
-            "threads": self._thread_counts(spec),
+            "threads": (count,) if self.threads is None and is_named and count is not None else self.threads,
             "time_limit": self.time_limit,
             "evaluate": None if self.evaluate is None else str(self.evaluate),
             "workloads": files,
@@ -155,12 +157,6 @@ class TuneOptions(ModelOption, SearchOptions, EngineOptions, RangeOptions):
         if is_simulated(spec.name, machine):
             told["accuracy_samples"] = USUAL_JUDGED
         return Settings(**(told | more))
-
-    def _thread_counts(self, spec: EngineSpec) -> tuple[int, ...] | None:
-        """The numbers of threads that the user names, in one of three places; None for the default."""
-        count = threads_of(spec)
-        is_named = isinstance(self.engine, EngineSpec) or "threads" in self.engine_options
-        return (count,) if self.threads is None and is_named and count is not None else self.threads
 
 
 @dataclass(frozen=True, repr=False)

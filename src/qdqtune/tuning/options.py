@@ -144,7 +144,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Numbers of the pairs; fp8 is E4M3, where the engine has it, and needs opset 19."
     )
     formats: Option[str | Sequence[str] | None, tuple[str, ...] | None] = option(
-        replace(NAMES, takes="list"),
+        replace(NAMES, metavar="NAMES", takes="list"),
         None,
         "What may be used, by commas: int8 (or fp8) for pairs, w8 and w4 for weights alone, or exactly w4b32, w8b128; "
         "d8 (d7 on x86 without VNNI) for products whose activations get their scale at run time.",
