@@ -112,9 +112,6 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     if given is not None and given.accuracy is not None and not pairs_hold:
         notes.append(f"{settings.model.name} does not hold the limits on accuracy: {run.limits.why_refused(given)}")
     won = shipping.shipped(attempts)
-    for attempt in attempts:
-        if attempt.placement and attempt is not won:
-            shutil.rmtree(unproven_file(attempt.placement, run).parent)  # a whole model, which is not needed any more
     if won is not None:
         if won.placement:
             file, final = unproven_file(won.placement, run), folder / FINAL
