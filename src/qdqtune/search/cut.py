@@ -170,7 +170,7 @@ class CutSearch:
         mixed = costs.partition.placement(decision)
         if mixed and self._may_hold(mixed) and mixed not in held.values():
             return {"weights in fewer bits": mixed} | held
-        return held or weights_by_family(self.format_shares, self._may_hold)
+        return held
 
     def _may_hold(self, placement: Placement) -> bool:
         return self.noise is None or self.noise.fits(placement, ())

@@ -134,7 +134,7 @@ def region(run: Run) -> Mode:
         possible=subject.possible,
         seeds={
             **subject.suggestions(),
-            **weights_by_family(run.format_shares, lambda p: noise is None or noise.fits(p, ())),
+            **weights_by_family(run.format_shares),
         },
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,

@@ -306,15 +306,7 @@ def every_decision(units: Partition) -> list[Decision]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_cut_takes_the_cheapest_format_of_every_unit(seed: int) -> None:
-    costs = made_up(seed)
-    decisions = every_decision(costs.partition)
-    assert len(decisions) > 300
-    assert costs.total(cut(costs)) == pytest.approx(min(costs.total(d) for d in decisions))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_each_weight_format_has_its_own_noise(seed: int) -> None:
+def test_the_cut_takes_the_cheapest_format_of_every_unit_with_its_noise(seed: int) -> None:
     costs = made_up(seed)
     stored = {(e.tensor, s.name): 0.03 / s.bits * (1 + i) for i, e in enumerate(SHARES) for s in (W4, W8)}
     noise = Noise(MODEL, dict.fromkeys(("x", "q", "r", "w0", "w1", "w2"), 0.002), limit=0.01, weight_noise=stored)
@@ -322,9 +314,11 @@ def test_each_weight_format_has_its_own_noise(seed: int) -> None:
     def value(decision: Decision, price: float) -> float:
         return costs.total(decision) + price * noise.summed(costs.partition.placement(decision))
 
-    for price in (1.0, 20.0, 200.0):
+    decisions = every_decision(costs.partition)
+    assert len(decisions) > 300
+    for price in (0.0, 1.0, 20.0, 200.0):
         found = value(cut(costs, noise, price), price)
-        assert found == pytest.approx(min(value(d, price) for d in every_decision(costs.partition)))
+        assert found == pytest.approx(min(value(d, price) for d in decisions))
     held = cut_within(costs, noise, 0.01)
     assert noise.summed(costs.partition.placement(held)) <= 0.01
 
@@ -365,11 +359,6 @@ class TestCutWithinLimits:
         silent = costs.partition.placement(cut_within(costs, noise, 1e-12))
         assert noise.summed(silent) == 0
 
-    def test_nothing_is_cheaper_than_the_cut(self, make) -> None:
-        costs = made_up_costs(make())[0]
-        least = costs.total(cut(costs))
-        assert all(least <= costs.total(other) + 1e-9 for other in _random_decisions(costs.partition, 500))
-
     def test_less_allowed_noise_takes_longer_and_is_kept(self, make) -> None:
         costs, noise = made_up_costs(make())
         whole = noise.summed(costs.partition.placement(cut(costs)))
@@ -385,9 +374,10 @@ class TestCutWithinLimits:
         """The cut lies on the convex front: whatever beats it in time makes more noise."""
         costs, noise = made_up_costs(make())
         parts = costs.partition
-        whole = noise.summed(parts.placement(cut(costs)))
+        whole, least = noise.summed(parts.placement(cut(costs))), costs.total(cut(costs))
         found = [cut_within(costs, noise, share * whole) for share in (0.7, 0.4, 0.2)]
         for other in _random_decisions(parts, 2000):
+            assert costs.total(other) >= least - 1e-6
             for decision in found:
                 if noise.summed(parts.placement(other)) <= noise.summed(parts.placement(decision)):
                     assert costs.total(other) >= costs.total(decision) - 1e-6

@@ -8,10 +8,9 @@ bits and write floats.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 from types import MappingProxyType
 from typing import Literal
 
@@ -316,16 +315,12 @@ def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
     )
 
 
-def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
-    """Groups of nodes, by name, as engines usually run them: joined by edges that `everything` leaves bare."""
-    inside = [e for e in possible - start_placements.everything(model, possible).edges if e.node]
-    group_of: dict[str, list[str]] = {}
-    for edge in sorted(inside, key=lambda e: (model.index_of[e.node], e)):
-        maker = model.nodes[model.producers[edge.tensor]].name
-        group = group_of.setdefault(maker, [maker])
-        group.append(edge.node)
-        group_of[edge.node] = group
-    return list({id(group): group for group in group_of.values()}.values())
+def usual_groups(model: Model, possible: frozenset[Edge]) -> list[Group]:
+    """Groups of two or more nodes as engines usually run them: joined by edges that `everything` leaves bare."""
+    bare = possible - start_placements.everything(model, possible).edges
+    pairs = ((model.producers[e.tensor], model.index_of[e.node]) for e in bare if e.node)
+    sets = joined(range(len(model.nodes)), pairs)
+    return [tuple(model.nodes[n].name for n in nodes) for nodes in sets if len(nodes) > 1]
 
 
 def formats_in(placements: Iterable[Placement]) -> FormatShares:
@@ -343,27 +338,21 @@ def expected_share(format_shares: FormatShares, placement: Placement) -> float:
     return sum(shares) / len(shares)
 
 
-def weights_by_family(
-    format_shares: FormatShares, holds: Callable[[Placement], bool] = lambda _: True
-) -> dict[str, Placement]:
+def weights_by_family(format_shares: FormatShares) -> dict[str, Placement]:
     """Placements with every weight in 4 bits, with every one in 8, and with every product quantized dynamically, as far
-    as the formats allow, by name. Each weight gets the most exact format that is `NEARLY_FASTEST`; if that placement
-    fails `holds`, the most exact one of the family. Families are left out where products take `WORTHWHILE_SHARE` of
-    their float time or more."""
+    as the formats allow, by name. Each weight gets the most exact format that is `NEARLY_FASTEST`. Families are left
+    out where products take `WORTHWHILE_SHARE` of their float time or more."""
     seeds = {}
     for family in sorted({s.family for shares in format_shares.values() for s in shares}):
-        for nearness in (NEARLY_FASTEST, inf):
-            formats = {}
-            for edge, shares in format_shares.items():
-                able = {s: share for s, share in shares.items() if s.family == family}
-                near = [s for s, share in able.items() if share <= nearness * min(able.values())]
-                if near:
-                    formats[edge] = max(near, key=lambda s: s.bytes_per_weight)
-            placement = Placement.of((), formats.items())
-            if expected_share(format_shares, placement) < WORTHWHILE_SHARE:
-                seeds[IN_WORDS[family]] = placement
-                if holds(placement):
-                    break
+        formats = {}
+        for edge, shares in format_shares.items():
+            able = {s: share for s, share in shares.items() if s.family == family}
+            near = [s for s, share in able.items() if share <= NEARLY_FASTEST * min(able.values())]
+            if near:
+                formats[edge] = max(near, key=lambda s: s.bytes_per_weight)
+        placement = Placement.of((), formats.items())
+        if expected_share(format_shares, placement) < WORTHWHILE_SHARE:
+            seeds[IN_WORDS[family]] = placement
     return seeds
 
 

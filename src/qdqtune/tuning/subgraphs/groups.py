@@ -91,7 +91,7 @@ def from_file(model: Model, path: Path) -> Grouping:
 
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
     """A group for each compute operator, with what engines usually fuse into it: if the engine reports no layers."""
-    layers = [Layer(group[0], tuple(group), "", None, "compute") for group in usual_groups(model, possible)]
+    layers = [Layer(group[0], group, "", None, "compute") for group in usual_groups(model, possible)]
     return from_layers(model, layers, "as engines usually fuse, since this one reports no layers")
 
 
