@@ -225,7 +225,7 @@ def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Pat
     assert drawn is not None
     assert {node.name: node.why for node in drawn.nodes} == {name: row.why for row in rows for name in row.nodes}
     assert all(row.why for row in rows)
-    hidden = [group for group in drawn.groups if group.state in ("in advance", "shapes")]
+    hidden = [group for group in drawn.groups if group.state in ("computed in advance", "computing shapes")]
     boxes = [group for group in drawn.groups if group not in hidden]
     assert drawn.groups == (*boxes, *hidden)
     assert not any("Reshape" in box.label for box in boxes)
@@ -261,7 +261,7 @@ def test_a_run_says_what_became_of_it_and_why_a_node_runs_as_it_does(
         assert not report.verdict.good
         assert report.map is not None
         assert {group.tuned_ms for group in report.map.groups} == {None}
-        assert {group.state for group in report.map.groups} <= {"float", "shapes", "in advance"}
+        assert {group.state for group in report.map.groups} <= {"float", "computing shapes", "computed in advance"}
         assert report.verdict.headline in render(report, {})
     rows = {node: row for row in explained.rows for node in row.nodes}
     for node, (state, reason, words) in REASONS.get(name, {}).items():

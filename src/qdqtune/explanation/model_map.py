@@ -9,7 +9,7 @@ from itertools import pairwise
 from posixpath import commonpath
 
 from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
-from qdqtune.explanation.units import Explanation, total
+from qdqtune.explanation.units import IN_ADVANCE, Explanation, total
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
 
@@ -24,6 +24,9 @@ INDEX = re.compile(r"(?<=[._/])\d+(?=[._/]|$)")
 
 VIEWS = REARRANGES - {"Transpose"}
 """Operators that only change the shape: they join the group that makes their input."""
+
+SHAPES = "computing shapes"
+"""The state of a group of nodes that compute shapes alone."""
 
 USUAL = 80
 """Most blocks that are shown on one level. Chosen, not measured."""
@@ -102,10 +105,10 @@ def draw(
     of_shapes = _shape_nodes(model)
     home = dict[str, int]()
     groups = list[list[Explanation]]()
-    hidden: dict[str, list[Explanation]] = {"in advance": [], "shapes": []}
+    hidden: dict[str, list[Explanation]] = {IN_ADVANCE: [], SHAPES: []}
     for row in sorted(rows, key=lambda row: max(map(model.index_of.__getitem__, row.nodes))):
-        if row.state == "in advance" or of_shapes.issuperset(row.nodes):
-            hidden["in advance" if row.state == "in advance" else "shapes"].append(row)
+        if row.state == IN_ADVANCE or of_shapes.issuperset(row.nodes):
+            hidden[IN_ADVANCE if row.state == IN_ADVANCE else SHAPES].append(row)
             continue
         inputs = model.node(row.nodes[0]).inputs
         maker = model.maker(inputs[0]) if inputs else None
@@ -142,7 +145,7 @@ def draw(
         boxes.append(
             MapGroup(
                 nodes=tuple(range(first, len(nodes))),
-                label=group_label([node.op for node in nodes[first:]]),
+                label=state if state in hidden else group_label([node.op for node in nodes[first:]]),
                 state=state,
                 float_ms=total(row.float_ms for row in group),
                 tuned_ms=None if ms is None else ms - conversions,

@@ -159,7 +159,7 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
     nodes = [drawn.nodes[number] for number in first.nodes]
     foremost = next((node for node in nodes if node.op not in QDQ), nodes[0])
     return Bar(
-        {"shapes": "computing shapes", "in advance": "computed in advance"}.get(first.state, first.label),
+        first.label,
         many + tail(foremost.name),
         numbers[0],
         sum(g.float_ms or 0.0 for g in groups),

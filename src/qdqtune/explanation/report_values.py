@@ -50,7 +50,7 @@ class MapNode:
 @dataclass(frozen=True)
 class MapGroup:
     """Nodes, by number, that the engine runs together, with reshapes of their results; or all nodes that it computes
-    in advance, or that compute shapes only (state "shapes"). Times come from profiled inferences; None where the engine
+    in advance, or that compute shapes alone. Times come from profiled inferences; None where the engine
     gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
 
     `error_db` is the output SQNR if only the results of this group were rounded; None if it was not measured.

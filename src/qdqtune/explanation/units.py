@@ -54,6 +54,9 @@ REASONS: Mapping[str, Reason] = {
 WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "NonZero", "Range"}
 """Operators that no engine runs in 8 bits: they compute shapes and indices, or read no data."""
 
+IN_ADVANCE = "computed in advance"
+"""The state of a unit that the engine computes when it is built, not in an inference."""
+
 NOISE = 0.1
 """Times of one unit in two builds are alike if they differ by no more than this share. Chosen, not measured."""
 
@@ -62,12 +65,11 @@ NOISE = 0.1
 class Explanation:
     """A row of the table: a unit, and why it runs as it does. Times are in ms, conversions at its borders included.
 
-    `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "in advance" (the engine
-    computes it once), or names the bits of its weights where these alone are quantized. `precision` is what the engine
-    reports, "" if it does not. `ms` is the time in what ships, `conversion_ms` of it in conversions, `float_ms` that in
-    the float model: their sums over all units are the measured latencies.
-    `more_ms` is what the model would take more with this unit in the state `otherwise`, below 0 if less, and `source`
-    says where that comes from. A time is None where it is unknown.
+    `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "computed in advance", or
+    names the bits of its weights where these alone are quantized. `precision` is what the engine reports, "" if it does
+    not. `ms` is the time in what ships, `conversion_ms` of it in conversions, `float_ms` that in the float model: their
+    sums over all units are the measured latencies. `more_ms` is what the model would take more with this unit in the
+    state `otherwise`, below 0 if less, and `source` says where that comes from. A time is None where it is unknown.
     """
 
     nodes: tuple[str, ...]
@@ -217,7 +219,7 @@ class _Table:
             return replace(row, state=state, detail=f"its weights alone are {weight_format.name}, {part}")
         if state == "float":
             if ran and all(layer.kind == "folded" for layer in ran):
-                return replace(row, state="in advance", detail="the engine computes it once, when it is built")
+                return replace(row, state=IN_ADVANCE, detail="the engine computes it once, when it is built")
             if not run.possible.issuperset(unit.inputs + unit.weights):
                 return replace(row, reason="not tried", detail="the nodes that you have listed leave it in float")
             without_kernel = self._without_kernel(unit)

@@ -10,8 +10,8 @@
     first: g.nodes[0], count: g.nodes.length, label: g.label, state: g.state,
     before: g.float_ms, after: g.tuned_ms, conversion: g.conversion_ms, error: g.error_db,
   }));
-  const HIDDEN = { "in advance": "computed in advance", shapes: "shapes alone" };
-  const running = groups.filter((g) => !(g.state in HIDDEN)).length;
+  const HIDDEN = ["computed in advance", "computing shapes"];
+  const running = groups.filter((g) => !HIDDEN.includes(g.state)).length;
   const groupOf = new Int32Array(data.nodes.length);
   groups.forEach((g, n) => groupOf.fill(n, g.first, g.first + g.count));
   const timed = groups.some((g) => g.before !== null && g.before > 0);
@@ -300,7 +300,7 @@
     rows([
       ["nodes", String(all.nodes)], ["groups", String(shown.groups)],
       [`groups in ${bits}`, precise ? `${Math.round(shown.eight * shown.groups)} of ${shown.groups}` : null],
-      ...groups.slice(here === whole ? running : groups.length).map((g) => [HIDDEN[g.state], `${g.count} nodes`]), ...times(all),
+      ...groups.slice(here === whole ? running : groups.length).map((g) => [g.state, `${g.count} nodes`]), ...times(all),
     ]);
     panel.append(make("p", "soft", cells.some((c) => c.block) ? "Choose a block to open it." : "Choose a group to see its nodes."));
   };
@@ -323,10 +323,10 @@
   const detail = (n) => {
     const g = groups[n];
     title(g.label, true);
-    const tag = make("span", `tag${low(g) ? " q" : ""}`, HIDDEN[g.state] || g.state);
+    const tag = make("span", `tag${low(g) ? " q" : ""}`, g.state);
     const line = make("p");
     line.append(tag);
-    if (precise || g.state in HIDDEN) panel.append(line);
+    if (precise || HIDDEN.includes(g.state)) panel.append(line);
     rows(times({ ...g }));
     panel.append(make("h4", "", g.count === 1 ? "Node" : `${g.count} nodes`));
     const list = make("ul");
