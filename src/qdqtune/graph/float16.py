@@ -65,7 +65,7 @@ def load_for(
 
 def is_float32(model: Model) -> bool:
     """Whether any node makes float32 values, which could be converted."""
-    return any(_holds_float32(model, t) for node in model.nodes for t in node.outputs)
+    return any(_holds_float32(model, t) for t in model.producers)
 
 
 def converted(model: Model, precision: Precision, kept: Collection[str] = ()) -> Model:
@@ -79,9 +79,9 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
     model, half = _with_outputs_apart(model), HALF_TYPES[precision]
     in_full = blocked(model) | {n.index for n in model.nodes if n.name in kept}
     floats = [t for t, info in model.tensors.items() if info.dtype == TensorProto.FLOAT]
-    floats += [t for n in model.nodes if n.domain for t in n.outputs if t and t not in model.tensors]
+    floats += [t for t, i in model.producers.items() if model.nodes[i].domain and t not in model.tensors]
     graph_inputs = [v.name for v in model.proto.graph.input]
-    made_in_full = {*graph_inputs, *(t for i in in_full for t in model.nodes[i].outputs)}
+    made_in_full = {*graph_inputs, *(t for t, i in model.producers.items() if i in in_full)}
 
     def is_full(use: Use) -> bool:
         if use.node == GRAPH or use.node in in_full:
@@ -139,8 +139,8 @@ def blocked(model: Model) -> set[int]:
 
 def kept_in(half: Model, model: Model) -> set[str]:
     """The names of the nodes that were in `kept` when `half` was made of `model`."""
-    full = {n.name for n in half.nodes if n.op != "Cast" for t in n.outputs if _holds_float32(half, t)}
-    always = blocked(model)
+    makers = (half.nodes[i] for t, i in half.producers.items() if _holds_float32(half, t))
+    full, always = {n.name for n in makers if n.op != "Cast"}, blocked(model)
     return {n.name for n in model.nodes if n.name in full and n.index not in always}
 
 

@@ -158,7 +158,7 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]
     if shapes:
         model = _with_sizes(model, shapes)
     inputs = (info for name, info in model.tensors.items() if name in model.inputs)
-    made = [t for node in model.nodes for t in node.outputs if t]
+    made = list(model.producers)
     if not all(map(is_sized, inputs)) or all(is_sized(model.tensors.get(t)) for t in made):
         return model
     infos, proto = decided(model), deepcopy(model.proto)

@@ -101,7 +101,9 @@ def half_precision(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def running_sums(queries: GraphQueries) -> Iterator[Edge]:
-    return (e for e in queries.possible if (user := queries.model.user(e)) is not None and user.op == "CumSum")
+    for node in queries.model.nodes:
+        if node.op == "CumSum":
+            yield from node.into
 
 
 def result(queries: GraphQueries, node: Node) -> str:

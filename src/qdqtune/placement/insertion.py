@@ -111,8 +111,8 @@ class _Writer:
         self._constants: dict[str, Constant] = {}
         self._made: dict[object, str] = {}
         """Names of the tensors that were written, each by a key of all that determines it."""
-        paired = sorted(e for slot, t in enumerate(model.outputs) if (e := Edge(t, "", slot)) in placement)
-        self._outputs = {e.tensor: e for e in paired}
+        shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
+        self._outputs = {e.tensor: e for e in shown if e in placement}
         self._raw = {tensor: self._fresh(tensor + RAW_OUTPUT) for tensor in self._outputs}
         """The float tensor in front of the pair of each graph output."""
 

@@ -278,10 +278,9 @@ def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
     position, counts only where no output decides. The maker of a graph output may have another name, and another
     output that the pair behind it reads.
     """
-    by_output = {o: n for n in float_model.nodes for o in n.outputs if o}
     twins: dict[int, Node] = {}
     for node in qdq_model.nodes:
-        same_output = next((by_output[o] for o in node.outputs if o in by_output), None)
+        same_output = next(filter(None, map(float_model.maker, node.outputs)), None)
         index = float_model.index_of.get(node.name)
         same_name = None if index is None else float_model.nodes[index]
         candidates = [same_name, same_output]
@@ -380,7 +379,7 @@ def tables_of(model: Model) -> Iterator[IntegerTable]:
     for dq in model.nodes:
         if dq.op != "DequantizeLinear" or len(dq.inputs) > 2 or not dq.attributes.get("block_size"):
             continue
-        makers = [maker for t in dq.inputs if (maker := model.maker(t)) is not None]
+        makers = list(filter(None, map(model.maker, dq.inputs)))
         if [m.op for m in makers] == ["Gather"] * 2 and all(m.inputs[0] in model.constants for m in makers):
             rows, block = model.constants[makers[0].inputs[0]], int(dq.attributes["block_size"])
             zero = np.zeros((), helper.tensor_dtype_to_np_dtype(rows.dtype))
@@ -419,7 +418,7 @@ def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
         scaling = reader(model, cast) if cast is not None and cast.op == "Cast" else None
         if cast is None or scaling is None or scaling.op != "Mul":
             continue
-        scales = next((m for t in scaling.inputs if (m := model.maker(t)) is not None and m != cast), None)
+        scales = next((m for m in filter(None, map(model.maker, scaling.inputs)) if m != cast), None)
         if scales is None or scales.op != "Mul" or front.outputs[1] not in scales.inputs:
             continue
         scale = next((t for t in scales.inputs if t in model.constants), None)

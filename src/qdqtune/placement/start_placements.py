@@ -106,9 +106,10 @@ def weight_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Seq
     formats = {}
     for edge in edges:
         weight = weight_at(model, edge)
-        able = () if weight is None else (s for s in choose(weight.node.op) if format_refusal(weight, s) is None)
-        if (weight_format := next(iter(able), None)) is not None:
-            formats[edge] = weight_format
+        for weight_format in () if weight is None else choose(weight.node.op):
+            if weight is not None and format_refusal(weight, weight_format) is None:
+                formats[edge] = weight_format
+                break
     return Placement.of((), formats.items())
 
 

@@ -65,9 +65,11 @@ def strip_pairs(model: Model) -> Model:
         if node.index not in gone:
             nodes.append(_renamed(proto, source, final))
             nodes += [_renamed(clamps[o], source, final) for o in node.outputs if o in clamps]
-        elif node.outputs[0] in casts:
-            nodes.append(_renamed(casts[node.outputs[0]], source, final))
-        elif (name := node.outputs[0]) in source and _is_read_by_name(model, name) and name not in final.values():
+            continue
+        name = node.outputs[0]
+        if name in casts:
+            nodes.append(_renamed(casts[name], source, final))
+        elif name in source and _is_read_by_name(model, name) and name not in final.values():
             nodes.append(_renamed(helper.make_node("Identity", [name], [name], node.name), source, final))
     stripped = rebuild(model, nodes, added)
     return Model(infer(stripped.proto, stripped.large), stripped.large)

@@ -121,9 +121,8 @@ class _Writer:
     def _switched_reader(self, reader: onnx.NodeProto, edge: Edge, output: str) -> onnx.NodeProto:
         """An If with two copies of the only reader of a weight: one reads the rounded weight, one the weight itself."""
         number = self._numbers[edge]
-        rounding, copies = list(self._copies(number)), []
-        for name in ("rounded", "plain"):
-            copies.append(copy := deepcopy(reader))
+        rounding, copies = list(self._copies(number)), [deepcopy(reader), deepcopy(reader)]
+        for copy, name in zip(copies, ("rounded", "plain"), strict=True):
             copy.name = copy.output[0] = f"__rounded_{number}_{name}"
         copies[0].input[edge.index] = rounding[-1].output[0]
         dtype = self._model.tensors[output].dtype
@@ -203,7 +202,7 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
         while first.source in by_result:
             first = by_result[first.source]
             nodes = (*_nodes(qdq_model, first), *nodes)
-        read = {name for node in nodes for name in node.input if name in qdq_model.constants}
+        read = set[str]().union(*(node.input for node in nodes)) & qdq_model.constants.keys()
         kind: Kind = "bias" if pair.is_bias else "constant" if pair.is_constant else "activation"
         for tensor in dict.fromkeys(e.tensor for e in known):
             mine = tuple(e for e in known if e.tensor == tensor)
