@@ -204,10 +204,10 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 def _sort(graph: onnx.GraphProto) -> None:
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
-    needs = [
-        {makers[name] for name in set(node.input).union(*map(captured, bodies(node))) if name in makers}
-        for node in graph.node
-    ]
+    needs = []
+    for node in graph.node:
+        read = set(node.input).union(*map(captured, bodies(node)))
+        needs.append(sorted({makers[name] for name in read & makers.keys()}))  # the order of a set may differ by run
     if any(j >= i for i, before in enumerate(needs) for j in before):
         try:
             order = list(TopologicalSorter(dict(enumerate(needs))).static_order())
