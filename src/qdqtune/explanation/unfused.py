@@ -286,7 +286,6 @@ class _Graph:
         """A text about numbers that no engine takes, or this one does not; it takes types that it took of a like
         operator."""
         numbers = self._numbers
-        is_taken = any(self._types(other) == self._types(node) for other in self._like(node))
         for tensor in self._operands(node):
             dq, pair = self._dq(tensor), self._pair(tensor)
             if dq is not None and dq.inputs[1] not in self._model.constants:
@@ -300,15 +299,22 @@ class _Graph:
                 wanted.append("one scale for all channels")
             if numbers is not None and numbers.symmetric and np.any(pair.zero_point.astype(np.float32)):
                 wanted.append("a zero point of 0")
-            if numbers is not None and not is_taken:
+            if numbers is not None:
                 kind = numbers.weight if pair.is_constant else numbers.activation
-                wanted += [kind.value] * (pair.zero_point.dtype != NUMPY_TYPE[kind])
+                if pair.zero_point.dtype != NUMPY_TYPE[kind] and not self._is_taken(node):
+                    wanted.append(kind.value)
             if wanted:
                 return f"this engine wants {' and '.join(wanted)} at {pair.dq.name}"
         bias = node.inputs[2] if node.op in COMPUTE and len(node.inputs) > 2 else ""
-        if bias and numbers is not None and not is_taken and (self._dq(bias) is None) == (numbers.bias == "int32"):
-            return f"this engine wants its bias {bias} in {'float, with no' if self._dq(bias) else 'int32 behind a'} DQ"
-        return ""
+        if not bias or numbers is None or (self._dq(bias) is not None) == (numbers.bias == "int32"):
+            return ""
+        form = "in float, with no DQ" if self._dq(bias) else "in int32 behind a DQ"
+        return "" if self._is_taken(node) else f"this engine wants its bias {bias} {form}"
+
+    def _is_taken(self, node: Node) -> bool:
+        """Whether the engine runs a like operator with these types in 8 bits."""
+        types = self._types(node)
+        return any(self._types(other) == types for other in self._like(node))
 
     def _types(self, node: Node) -> list[Any]:
         """The types of a node's operands in their pairs, and whether its bias comes out of a DQ."""
