@@ -154,8 +154,16 @@ class Command(click.Command):
         for group, options in self.groups():
             formatter.write(f"\n{group}:\n")
             for one in options:
-                if one.own.short:
-                    formatter.write(_line(one.label, one.own, formatter.width))
+                own, label = one.own, one.label
+                if not own.short:
+                    continue
+                if len(label) > NAME_COLUMNS - 2:  # a long name of its value
+                    label = f"{', '.join(sorted(own.flags, key=len))} {own.flag.rpartition('-')[2].upper()}"
+                words = with_flags(own.short)
+                if own.usual and not own.default_in_words and own.kind is not SWITCH:
+                    words = f"{words} [{own.usual}]"
+                words = textwrap.shorten(words, max(20, formatter.width - NAME_COLUMNS - 2), placeholder="...")
+                formatter.write(f"  {label:<{NAME_COLUMNS - 2}}  {words}\n")
             if group == "Output":
                 formatter.write(f"  {'-h, --help':<{NAME_COLUMNS}}this page\n")
             rare = ", ".join(name for one in options if not one.own.short for name in one.opts)
@@ -180,16 +188,6 @@ class Command(click.Command):
             options = [one for one in self.params if isinstance(one, Parameter) and one.own.group == group]
             if options:
                 yield group, options
-
-
-def _line(label: str, own: Option[Any, Any], width: int) -> str:
-    if len(label) > NAME_COLUMNS - 2:
-        label = f"{', '.join(sorted(own.flags, key=len))} {own.flag.rpartition('-')[2].upper()}"
-    words = with_flags(own.short)
-    if own.usual and not own.default_in_words and own.kind is not SWITCH:
-        words = f"{words} [{own.usual}]"
-    short = textwrap.shorten(words, max(20, width - NAME_COLUMNS - 2), placeholder="...")
-    return f"  {label:<{NAME_COLUMNS - 2}}  {short}\n"
 
 
 @contextmanager

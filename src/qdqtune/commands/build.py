@@ -42,7 +42,9 @@ def _outputs(path: Path, name: str, given: Values) -> list[Output]:
     named = engine.options.get("timing_cache") or (given["engine_options"] or {}).get("timing_cache")
     beside = None if named else with_timing_cache(engine, path.parent).options.get("timing_cache")
     cache = [] if beside is None else timing_cache(Path(beside), "the timing cache")
-    return [*artifact(path, name, engine.name), *cache]
+    if engine.name == "openvino":
+        return [*(Output(file, name, written_as(ARTIFACT)) for file in (path, path.with_suffix(".bin"))), *cache]
+    return [*model_outputs(path, name, ARTIFACT), *cache]
 
 
 @dataclass
@@ -92,9 +94,3 @@ def build(options: BuildOptions, observer: Observer | None = None) -> Artifact:
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())
         nbytes = sum(path.stat().st_size for path in made)
     return Artifact(spec.name, tuple(output.with_name(path.name) for path in made), nbytes, handle.build_seconds)
-
-
-def artifact(output: Path, option: str, engine: str) -> list[Output]:
-    if engine == "openvino":
-        return [Output(file, option, written_as(ARTIFACT)) for file in (output, output.with_suffix(".bin"))]
-    return model_outputs(output, option, ARTIFACT)
