@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -34,7 +33,6 @@ from qdqtune.commands.doctor import (
     engine_state,
     examine,
     find_gpus,
-    this_processor,
 )
 from qdqtune.engines import MODULES, Built, EngineSpec, devices
 from qdqtune.engines.providers import PROVIDERS
@@ -58,13 +56,6 @@ from workers import Workers, open_here
 ])  # fmt: skip
 def test_what_follows_from_instruction_sets(isa, machine, words):
     assert consequence(machine, isa.split()).startswith(words)
-
-
-def test_this_processor():
-    found = this_processor()
-    assert found.cores >= 1
-    assert found.name
-    assert found.consequence == consequence(platform.machine(), found.isa)
 
 
 # GPUs
