@@ -216,7 +216,7 @@ class Result(Shown, result.Result):
         return ConstraintUnmet.exit_code if self.unmet else NO_IMPROVEMENT
 
     def parts(self) -> Iterator[str | Table]:
-        yield groups_table([row for row in self.recorded.rows if isinstance(row, GroupOutcome)])
+        yield groups_table([GroupOutcome(**row) for row in self.summary.get("groups", ())])
         if self.summary.get("front"):
             yield front_table(self.summary)
         elif "by_rule" in self.summary:

@@ -197,7 +197,7 @@ def subgraph(run: Run) -> Mode:
 
     def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
         rows = outcomes(profiled, history, proof.in_file)
-        return ModeResult(rows, {"groups": [asdict(row) for row in rows]}, notes=profiled.notes)
+        return ModeResult({"groups": [asdict(row) for row in rows]}, profiled.notes)
 
     return Mode(strategy, record, (profiled.progress,), profiled.shortfall)
 

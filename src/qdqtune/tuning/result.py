@@ -35,7 +35,7 @@ from qdqtune.tuning.deploy import copy_companions, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.records import GroupOutcome, Shipped, job_of
+from qdqtune.tuning.records import Shipped, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads
@@ -52,12 +52,8 @@ UNMEASURED = (
 
 @dataclass(frozen=True)
 class ModeResult:
-    """What a mode adds to the result of a run.
+    """What a mode adds to the result of a run: further keys of summary.json, and notes."""
 
-    `rows` are a table of groups, those that take the most time first; `summary` are further keys of summary.json.
-    """
-
-    rows: Sequence[GroupOutcome] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -67,9 +63,8 @@ class Result:
     """The placement that ships (empty without an improvement), summary.json, and every trial.
 
     `ratio` is the time of the final model over that of the float model, None where nothing faster was found. `shipped`
-    says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file. `recorded` is
-    what the mode adds. `withheld` is the time, over that of float, of the fastest candidate where none ships as
-    accuracy was not measured.
+    says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file. `withheld` is the
+    time, over that of float, of the fastest candidate where none ships as accuracy was not measured.
     """
 
     shipped: Shipped
@@ -78,7 +73,6 @@ class Result:
     summary: Mapping[str, Any]
     history: tuple[Trial, ...]
     notes: tuple[str, ...]
-    recorded: ModeResult = field(default_factory=ModeResult)
     withheld: float | None = None
 
     @property
@@ -140,7 +134,6 @@ def conclude(
         summary=summary,
         history=tuple(history),
         notes=notes,
-        recorded=recorded,
         withheld=None if without is None else without["ratio"],
     )
 

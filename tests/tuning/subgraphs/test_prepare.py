@@ -17,11 +17,17 @@ from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.subgraphs import prepare
 from runs import cost, hopeless, mixed, mixed_run, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Build, Workers
+
+
+def rows_of(result: Result) -> list[GroupOutcome]:
+    return [GroupOutcome(**row) for row in result.summary["groups"]]
+
 
 ONCE = Plan((1,), error=0.4, turn_seconds=0.0, warmup=0)
 pytestmark = pytest.mark.usefixtures("workers")
@@ -52,8 +58,8 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
     assert {p.name for p in (out / "subgraphs").iterdir()} >= {"group_001.onnx", "constants.bin"}
     assert run(load(out / "optimized_raw.onnx"), [sample])[0].keys() == {"y"}
     # the table has a row for each group
-    rows = {row.nodes[0]: row for row in result.recorded.rows}
-    assert sorted(n for row in result.recorded.rows for n in row.nodes) == sorted(n.name for n in mixed().nodes)
+    rows = {row.nodes[0]: row for row in rows_of(result)}
+    assert sorted(n for row in rows_of(result) for n in row.nodes) == sorted(n.name for n in mixed().nodes)
     assert {name for name, row in rows.items() if row.kept} == {"first", "second", "skip"}
     assert rows["second"].why == "kept"
     assert rows["softmax"].why == "slower alone"
@@ -61,10 +67,10 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
     assert rows["second"].gain_alone == pytest.approx(rows["second"].float_ms - rows["second"].quantized_ms)
     assert rows["second"].gain_in_model > 0
     saved = result.summary["baseline_ms"] - result.summary["final_ms"]
-    assert sum(row.gain_in_model for row in result.recorded.rows) == pytest.approx(saved, rel=1e-6)
+    assert sum(row.gain_in_model for row in rows_of(result)) == pytest.approx(saved, rel=1e-6)
     written = result.summary["groups"]
-    assert [row["nodes"] for row in written] == [row.nodes for row in result.recorded.rows]
-    lines = [" ".join(row) for row in groups_table(result.recorded.rows).rows]
+    assert [row["nodes"] for row in written] == [row.nodes for row in rows_of(result)]
+    lines = [" ".join(row) for row in groups_table(rows_of(result)).rows]
     assert any("first and 1 more" in line and "full, output" in line and "kept" in line for line in lines)
 
 
@@ -80,7 +86,7 @@ def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: 
     again = mixed_run(tmp_path, "subgraph", heard)
     assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
     assert again.history == first.history
-    assert again.recorded.rows == first.recorded.rows
+    assert rows_of(again) == rows_of(first)
     assert (out / "subgraphs" / "group_001.onnx").exists()
     assert any("is gone: this run goes on from" in note for note in heard.notes)
     for name in ("autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):
@@ -94,7 +100,7 @@ def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
     result = tune(settings(write(hopeless(), tmp_path), mode="subgraph", builds=8))
     assert not result.improved
     assert result.summary["ratio"] == 1.0
-    assert {row.kept for row in result.recorded.rows} == {False}
+    assert {row.kept for row in rows_of(result)} == {False}
     all_accepted, baseline = (onnx.load(tmp_path / "out" / name) for name in ("optimized_raw.onnx", "baseline.onnx"))
     assert all_accepted == baseline  # no group gains
 
@@ -142,8 +148,8 @@ def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_giv
     program = stand_in(tmp_path, "10.16")
     result = trt_run(tmp_path, program, trtexec_args=text)
     out = tmp_path / "out"
-    assert sorted(row.nodes for row in result.recorded.rows) == [("a", "b"), ("c",)]
-    assert result.recorded.rows[0].gain_alone > 0
+    assert sorted(row.nodes for row in rows_of(result)) == [("a", "b"), ("c",)]
+    assert rows_of(result)[0].gain_alone > 0
     exported = json.loads((out / "model.fp16.graph.json").read_text())
     assert any("a" in layer["Name"] for layer in exported["Layers"])
     assert "trtexec" in (out / "model.fp16.build.log").read_text()
@@ -162,7 +168,7 @@ def test_trtexec_without_profiling_flags(tmp_path: Path) -> None:
     result = trt_run(tmp_path, program)
     assert any("reports no layers" in note for note in result.notes)
     assert not (tmp_path / "out" / "model.fp16.graph.json").exists()
-    assert result.recorded.rows[0].gain_alone is not None
+    assert rows_of(result)[0].gain_alone is not None
     assert "as engines usually fuse" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
 
 
@@ -173,7 +179,7 @@ def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
         {"w": normal(64, 64, scale=0.1), "k": normal(64, 64, scale=0.1, seed=1)},
     )
     result = tune(settings(write(model, tmp_path), mode="subgraph", builds=8))
-    kinds = [row.kind for row in result.recorded.rows]
+    kinds = [row.kind for row in rows_of(result)]
     assert len(kinds) == 3
     assert len(set(kinds)) == 2
     assert result.improved
@@ -185,12 +191,12 @@ def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_pa
     assert any("total latency" in note for note in result.notes)
     assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
     assert "all groups and what lies between" in [t.proposal.origin for t in result.history]
-    assert all(row.gain_in_model is None for row in result.recorded.rows)
+    assert all(row.gain_in_model is None for row in rows_of(result))
 
 
 def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None:
     result = mixed_run(tmp_path, "subgraph", engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
-    rows = {row.nodes[0]: row for row in result.recorded.rows}
+    rows = {row.nodes[0]: row for row in rows_of(result)}
     assert rows["softmax"].why.startswith("scheme activation-only")
     assert "no implementation" in rows["softmax"].why
     assert not rows["softmax"].kept
@@ -210,7 +216,7 @@ def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_han
     result = mixed_run(tmp_path, "subgraph", time_budget=1e6)
     groups = [built.path.name for built in workers.builds if built.path.parent.name == "subgraphs"]
     assert len(groups) == 2  # the group in float, and one scheme
-    assert any(row.why == "no time was left" for row in result.recorded.rows)
+    assert any(row.why == "no time was left" for row in rows_of(result))
     assert any(note.startswith("`time_budget` ended before") for note in result.notes)
     workers.builds.clear()
     again = mixed_run(tmp_path, "subgraph", time_budget=1e6)
