@@ -120,7 +120,7 @@ def conclude(
             summary["fallback"] = asdict(found)
             left.append(found.in_words())
     summary |= {**recorded.summary, "seconds": round(log.seconds, 3)}
-    notes = (*left, *run.notes, *subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
+    notes = (*left, *subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
     write_json(settings.output_dir / SUMMARY, summary)
     write_json(settings.output_dir / RUN, log.content(history, run, notes))

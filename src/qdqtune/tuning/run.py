@@ -265,9 +265,8 @@ class Ready:
 class Run(Ready):
     """A run whose model was calibrated and measured in float.
 
-    `notes` are what the user should know about the settings of the engine. `limits` know the metric of the float model.
-    A search proposes `width` candidates at a time, so that all devices are busy; one that learns from the layers of
-    each batch proposes `learning_width`.
+    `limits` know the metric of the float model. A search proposes `width` candidates at a time, so that all devices are
+    busy; one that learns from the layers of each batch proposes `learning_width`.
     """
 
     candidates: Candidates
@@ -278,7 +277,6 @@ class Run(Ready):
     racer: Racer
     width: int
     learning_width: int
-    notes: tuple[str, ...]
 
     @cached_property
     def format_shares(self) -> FormatShares:
@@ -433,6 +431,8 @@ def open_run(ready: Ready) -> Iterator[Run]:
         budget = Budget.of(settings, bench, ready.execution.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
         note = _at_one_thread(ready, bench)
+        if note is not None:
+            subject = replace(subject, notes=(*subject.notes, note))
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         width, learning_width = _widths(ready)
@@ -457,7 +457,6 @@ def open_run(ready: Ready) -> Iterator[Run]:
             racer=racer,
             width=width,
             learning_width=learning_width,
-            notes=() if note is None else (note,),
         )
 
 
