@@ -18,7 +18,7 @@ from qdqtune.errors import OutputError
 from qdqtune.graph.saving import save
 from qdqtune.placement.files import write_yaml
 from qdqtune.system import interpreter
-from qdqtune.system.checks import LIST, below
+from qdqtune.system.checks import HEAD, LIST, below
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.loop import tune
 from runs import hopeless, mixed, room_for, settings, write
@@ -254,6 +254,14 @@ def test_records_on_a_full_disk(tmp_path: Path, write: Callable[..., None]) -> N
         write(path, {"a": list(map(float, np.arange(1000)))})
     assert path.read_bytes() == before
     assert names(tmp_path) == {"summary"}
+
+
+def test_a_file_that_cannot_be_listed_is_not_left_as_one_of_nobodys(tmp_path: Path) -> None:
+    """It would be refused by every later command."""
+    (tmp_path / LIST).write_text(f"{HEAD}\n{'x' * 2000}\n")
+    with room_for(2020), pytest.raises(OutputError, match="File too large"):
+        write_json(tmp_path / "summary", {"a": 1}, "record")
+    assert names(tmp_path) == {LIST}
 
 
 # How Python processes are started and ended

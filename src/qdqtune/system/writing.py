@@ -55,9 +55,9 @@ def atomic_write(target: Path, kind: str = "") -> Iterator[Path]:
                 if old.exists():
                     shutil.copymode(old, fresh / name)
             made.sort(key=lambda name: name == Path(file.name))  # the file itself comes last
-            rename_all([(fresh / name, file.parent / name) for name in made], folder / "old")
-            if kind:
+            if kind:  # before the file is there: where the list cannot be written, it would be nobody's
                 add_to_list(file.parent, map(str, made), kind)
+            rename_all([(fresh / name, file.parent / name) for name in made], folder / "old")
 
 
 def add_to_list(folder: Path, names: Iterable[str], kind: str) -> None:
