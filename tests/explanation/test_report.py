@@ -56,6 +56,16 @@ def test_threads_are_told_with_what_was_decided_there_and_the_speed_against_the_
     assert ("speedup [interval]", "2.00x [1.67x, 2.50x]", "") in told
 
 
+def test_long_figures_are_a_number_and_small_print(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    judged = {"slice_name": "boxes[:, :, 3]", "slice_db": 17.5, "slice_is_lost": True, "samples": 9}
+    judged |= {"sqnr_db": 24.1, "lowest_db": 18.3, "highest_db": 31.0}
+    (finished / "summary.json").write_text(json.dumps(summary | {"output_accuracy": judged, "output_sqnr_db": 24.1}))
+    told = {fact.name: (fact.value, fact.hint) for fact in report_of_run(finished).facts}
+    assert told["output SQNR against float"] == ("24.1 dB", "18.3 to 31.0 over 9 samples")
+    assert told["of the worst slice"] == ("17.5 dB (lost)", "boxes[:, :, 3]")
+
+
 def test_the_verdict_is_that_of_the_summary_and_candidates_are_told_in_order(finished: Path) -> None:
     report = report_of_run(finished)
     summary = json.loads((finished / "summary.json").read_text())

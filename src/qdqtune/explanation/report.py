@@ -26,7 +26,7 @@ from qdqtune.explanation.report_values import (
     Speed,
     Strip,
 )
-from qdqtune.explanation.result_rows import by_rule, is_judged, remarks, result_rows
+from qdqtune.explanation.result_rows import WORST_SLICE, by_rule, is_judged, remarks, result_rows
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -187,7 +187,12 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
     the search took."""
     for name, before, final in result_rows(summary):
         if final and name != "speedup [interval]":
-            yield Fact(name.strip(), final, f"float: {before}" if before not in ("", "0", "1x", final) else "")
+            value, _, detail = final.partition(" (")
+            if name == WORST_SLICE and "] " in final:  # its name may be long
+                where, _, value = final.rpartition("] ")
+                detail = f"{where}]"
+            hint = f"float: {before}" if before not in ("", "0", "1x", final) else ""
+            yield Fact(name.strip(), value, hint or detail.removesuffix(")"))
     if run.summary["baseline_ms"] and run.summary["final_ms"]:
         before, after = (f"{1e3 / ms:.4g}" for ms in (run.summary["baseline_ms"], run.summary["final_ms"]))
         yield Fact("inferences a second", after, f"float: {before}")

@@ -14,6 +14,8 @@ from qdqtune.types import Accuracy
 
 NOT_MEASURED = "not measured"
 
+WORST_SLICE = "  of the worst slice"
+
 
 def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value of the float model, and value of what ships, from the content of summary.json."""
@@ -41,7 +43,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if not integers_differ(judged.sqnr_db, judged.agreement):
             rows.append(("output SQNR against float", "", closeness_of(replace(judged, agreement=None, top1=None))))
         if slice_cell(judged):
-            rows.append(("  of the worst slice", "", slice_cell(judged)))
+            rows.append((WORST_SLICE, "", slice_cell(judged)))
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
