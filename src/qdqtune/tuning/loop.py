@@ -73,9 +73,9 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
     plan, budget, started = run.settings.plan, run.budget, time.monotonic()
     history: list[Trial] = []
     pace: float | None = None
+    reserve = 0.0
 
     def room() -> int:
-        reserve = budget.further_blocks(ratios_to_float(history, plan)[best_of(history)])
         return budget.room(history, pace, reserve) or int(budget.is_brief(history))
 
     while room():
@@ -101,8 +101,9 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
         if measured_count:
             pace = (time.monotonic() - begun) / measured_count
         history = known
+        reserve = budget.further_blocks(ratios_to_float(history, plan)[best_of(history)])
         run.bench.keep_only(best_of(history))
-    return history, budget.shortfall(history, pace)
+    return history, budget.shortfall(history, pace, reserve)
 
 
 def _state(trials: Sequence[Trial], run: Run, seconds: float, *, replayed: bool) -> State:

@@ -214,9 +214,9 @@ class Budget:
         needed = f"{self.brief + self.proof_seconds(1):.0f} s beside reading the model and calibration"
         return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
 
-    def shortfall(self, trials: Sequence[Trial], pace: float | None = None) -> str | None:
+    def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
         """What to tell the user if time has ended a search that had builds left. To be called as soon as it ended."""
-        if not trials or self.builds <= len(trials) or self.room(trials, pace):
+        if not trials or self.builds <= len(trials) or self.room(trials, pace, reserve):
             return None
         spent = f"{1 + len(trials)} of {1 + self.builds} builds"
         return f"`time_budget` has ended the search after {spent}: with more time the same command goes on from there"
