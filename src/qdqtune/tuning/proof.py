@@ -221,7 +221,8 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
         is_known = True
         builds, given_to_float = builds + raced.builds, raced.given_to_float or given_to_float
         judged = [_within_limits(attempt, history, run) for attempt in raced.attempts]
-        missed = next((attempt.missed for attempt in judged if not attempt.placement), None)
+        is_near = any(attempt.verdict in ("ships", "misses the limits") for attempt in judged)
+        missed = _missed_by_float(run) if is_near else None
         if missed is not None:  # outputs with pairs were compared with those of this float model, not of the user's
             told = f"without its pairs {missed}"
             judged = [one if one.missed is not None else replace(one, missed=told) for one in judged]
@@ -296,6 +297,12 @@ def _float_file(run: Run) -> Trial | None:
     except EngineRefused:
         return replace(untimed, holds=False)
     return replace(untimed, accuracy=accuracy, holds=_float_limits(run).is_exact_enough(accuracy))
+
+
+def _missed_by_float(run: Run) -> str | None:
+    """The limit that half precision misses which nobody asked for; None if it holds all, or there is none."""
+    floats = _float_file(run)
+    return None if floats is None or floats.holds else _float_limits(run).why_refused(floats)
 
 
 def _float_limits(run: Run) -> Limits:
