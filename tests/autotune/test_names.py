@@ -169,6 +169,9 @@ def test_schemes_and_caches_are_plain_values_and_back(tmp_path: Path) -> None:
     assert first.hash != second.hash == scheme(0, 1, ms=3.0).hash
     assert InsertionScheme().is_empty
     assert not first.is_empty
+    values = InsertionScheme().to_dict()  # scripts read all of them
+    assert (values["latency_ms"], values["error"], values["hash"]) == (None, False, InsertionScheme().hash)
+    assert InsertionScheme.from_dict(values) == InsertionScheme()
     cache = PatternCache(minimum_distance=0)
     cache.add_pattern_schemes(PatternSchemes(RegionPattern(signature="Conv->Relu", size=2), [first, second]))
     again = PatternCache.from_dict(cache.to_dict())

@@ -230,3 +230,11 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
         assert found.scale.dtype == np.float16
         assert (found.scale > 0).all()
         assert np.array_equal(found.values()[:, 1:], weight[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["w8", "w4b32", "w4b32a"])
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_weights_whose_squares_overflow_are_rounded_by_their_largest(name: str) -> None:
+    huge = WEIGHT * np.float32(1e25)
+    found = rounded_weight(huge, WeightFormat.named(name)).values()
+    assert np.abs(found - huge).max() < 0.1 * np.abs(huge).max()

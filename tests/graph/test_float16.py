@@ -152,6 +152,20 @@ def test_scales_of_a_resize_stay_float32_and_made_up_values_take_the_type_of_the
     assert dtypes(half)[half.node("resize").inputs[2]] == "float32"
 
 
+def test_scales_of_a_resize_in_a_body_stay_float32() -> None:
+    text = """net (float[1,2,2,2] x, bool flag) => (float[1,2,H,W] y) {
+        [first] t = Neg(x)
+        [branch] z = If(flag) <
+            then_branch = a () => (float[1,2,M,K] p) {
+                s = Constant <value = float[4] {1, 1, 2, 2}> ()
+                p = Resize(t, , s) },
+            else_branch = b () => (float[1,2,M,K] q) { q = Neg(t) }>
+        [last] y = Neg(z)
+    }"""
+    model, feed = build(text), {"x": normal(1, 2, 2, 2), "flag": np.array(True)}
+    assert sqnr(run(model, [feed]), run(converted(model, "fp16"), [feed])) > 50
+
+
 def test_a_model_in_float16_stays_as_it_is() -> None:
     model = conv_net(half=True)
     assert [n.op for n in converted(model, "fp16").nodes] == [n.op for n in model.nodes]

@@ -9,7 +9,7 @@ import pytest
 from models import Array, activations, build, feeds, normal
 from models import model as parsed
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.inference import with_input_shapes
+from qdqtune.graph.inference import decided, with_input_shapes
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.rewrites import Rewrites
@@ -93,6 +93,17 @@ def test_sizes_that_nodes_compute_are_inferred() -> None:
     assert sizes == {name: values[name].shape for name in sizes}
     assert None in (shaped.tensors["i"].shape or ()), "what values decide stays open"
     onnx.checker.check_model(shaped.to_proto(), full_check=True)
+
+
+def test_texts_that_nodes_compute_are_known() -> None:
+    text = """net (int64[N] x) => (string[N,1] y) {
+        [column] names = Reshape(words, shape)
+        [pick] y = Gather(names, x)
+    }"""
+    words = np.array(["cat", "dog"] * 100, object)  # more than a small constant has bytes
+    for some in (words, words[:2]):
+        model = build(text, {"words": some, "shape": np.int64([-1, 1])})
+        assert decided(model)["names"].sizes == (len(some), 1)
 
 
 def test_nothing_is_inferred_with_dynamic_inputs_or_known_shapes() -> None:

@@ -78,7 +78,7 @@ class Config:
 
 
 class Values:
-    """Structs as values of JSON: fields in which they differ from a new one."""
+    """Structs as values of JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = msgspec.to_builtins(self)
@@ -175,7 +175,7 @@ RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 """The name that earlier versions of ModelOpt give it."""
 
 
-class InsertionScheme(Values, Struct, omit_defaults=True, rename={"node_inputs": "nodes_insertion_points"}):
+class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_points"}):
     """Insertion points of a pattern that carry a pair; the model's latency with them, and its ratio to that without."""
 
     node_inputs: list[NodeInputInsertionPoint] = []
@@ -217,6 +217,18 @@ class InsertionScheme(Values, Struct, omit_defaults=True, rename={"node_inputs":
 
     def distance(self, other: InsertionScheme) -> int:
         return len(self.core ^ other.core)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scheme as values of JSON, a failure without a latency."""
+        return super().to_dict() | {
+            "hash": self.hash,
+            "latency_ms": None if self.latency_ms == inf else self.latency_ms,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave; what is missing is as in a new scheme."""
+        return super().from_dict({name: value for name, value in data.items() if value is not None})
 
 
 def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:

@@ -83,12 +83,16 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
     graph_inputs = [v.name for v in model.proto.graph.input]
     made_in_full = {*graph_inputs, *(t for t, i in model.producers.items() if i in in_full)}
 
-    def is_full(use: Use) -> bool:
+    scales = {n.index: _scales_in_bodies(model.proto.graph.node[n.index]) for n in model.nodes if n.captures}
+
+    def is_full(tensor: str, use: Use) -> bool:
         if use.node == GRAPH or use.node in in_full:
             return True
+        if use.slot < 0:
+            return tensor in scales[use.node]
         return model.nodes[use.node].op == "Resize" and use.slot == 2  # its scales are float32 always
 
-    in_half = {t for t in floats if not all(map(is_full, model.uses(t)))}
+    in_half = {t for t in floats if not all(is_full(t, use) for use in model.uses(t))}
     shown = [t for t in model.outputs if t in model.producers]
     interface = {t: f"graph_input_cast_{i}" for i, t in enumerate(graph_inputs)}
     interface |= {t: f"graph_output_cast_{i}" for i, t in enumerate(shown)}
@@ -99,7 +103,7 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
     proto, casts = deepcopy(model.proto), list[onnx.NodeProto]()
     listed = {v.name: v for v in (*proto.graph.input, *proto.graph.output)}
     for tensor in sorted(floats, key=lambda t: t not in interface):
-        is_read = any(map(is_full, model.uses(tensor)))
+        is_read = any(is_full(tensor, use) for use in model.uses(tensor))
         own = interface.get(tensor, "").replace("_cast_", "_cast")
         if tensor in made_in_full and tensor in in_half:
             name = own if tensor in graph_inputs else f"{halves[tensor]}_cast_to_fp16_node"
@@ -114,6 +118,7 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
     for node, copy in zip(model.nodes, proto.graph.node, strict=True):
         names = full if node.index in in_full else halves
         rename(copy, {t: names[t] for t in (*node.inputs, *node.captures, *node.outputs) if t in names})
+        rename(copy, {halves[t]: full[t] for t in scales.get(node.index, ()) if t in halves and t in node.captures})
         if node.index not in in_full:
             _convert(copy, half, known)
         if node.op == "Resize" and len(node.inputs) > 2:
@@ -181,9 +186,11 @@ def _convert(node: onnx.NodeProto, half: int, floats: Set[str]) -> None:
         node.attribute.append(helper.make_attribute("dtype", half))
     if node.op_type == "ConstantOfShape" and not node.attribute:
         node.attribute.append(helper.make_attribute("value", helper.make_tensor("value", half, [1], [0])))
+    scales = _scales_in_bodies(node)
     for body in bodies(node):
         values = [v for v in (*body.input, *body.output, *body.value_info) if v.type.tensor_type.elem_type == 1]
-        tensors += [t for t in body.initializer if t.data_type == TensorProto.FLOAT]
+        values = [v for v in values if v.name not in scales]
+        tensors += [t for t in body.initializer if t.data_type == TensorProto.FLOAT and t.name not in scales]
         inner_floats = floats | {v.name for v in values}
         for value in values:
             value.type.tensor_type.elem_type = half
@@ -192,9 +199,17 @@ def _convert(node: onnx.NodeProto, half: int, floats: Set[str]) -> None:
                 raise BadModel(
                     f"cannot convert the model to float16: {inner.op_type} in a body of {node.name} needs float32"
                 )
-            _convert(inner, half, inner_floats)
+            if scales.isdisjoint(inner.output):
+                _convert(inner, half, inner_floats)
     for tensor in tensors:
         _convert_tensor(tensor, half)
+
+
+def _scales_in_bodies(node: onnx.NodeProto) -> set[str]:
+    """The tensors that Resize nodes in the bodies of a node read as scales, which are float32 always."""
+    inner = [n for body in bodies(node) for n in body.node]
+    own = {n.input[2] for n in inner if n.op_type == "Resize" and len(n.input) > 2}
+    return own.union(*map(_scales_in_bodies, inner))
 
 
 def _convert_tensor(tensor: onnx.TensorProto, half: int) -> None:

@@ -131,7 +131,8 @@ class Constant:
     def of(array: Array) -> Constant:
         """A constant with these values, which stay in memory."""
         array = np.asarray(array, order="C")
-        key = content_key(array.dtype, array.shape, _bytes(array))
+        data = repr(array.tolist()).encode() if array.dtype.hasobject else _bytes(array)  # objects are strings
+        key = content_key(array.dtype, array.shape, data)
         return Constant(key, _element_type(array.dtype), array.shape, lambda: array)
 
     def to_proto(self, name: str) -> onnx.TensorProto:
