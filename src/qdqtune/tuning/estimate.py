@@ -45,7 +45,7 @@ class Estimate:
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
-    """Estimate what `tune` would take. Calibrates nothing, and leaves no state.
+    """Estimate what `tune` would take. Calibrates on three samples at most, and leaves no state.
 
     Raises:
         QdqtuneError: as `tune` does before its search.
