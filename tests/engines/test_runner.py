@@ -31,7 +31,7 @@ from qdqtune.graph.saving import nbytes, save
 from qdqtune.types import Measurement, NumericFormat, QType, Tensors
 from refusals import refusal
 from trtexec_stand_in import stand_in
-from workers import Workers
+from workers import InProcess, Workers
 
 QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
 ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "turn_seconds": 0.0, "warmup": 0}
@@ -390,6 +390,22 @@ def test_denormal_numbers_are_zero_unless_the_option_says_otherwise(
         assert runner.describe().get("denormals_as_zero") == ("no" if options else None)
     assert isinstance(outputs, list)
     np.testing.assert_allclose(outputs[0]["y"], 1e-10 if options else 0.0, rtol=1e-3)
+
+
+def test_a_worker_that_ends_while_it_frees_a_build_is_started_again(files: SimpleNamespace, tmp_path: Path) -> None:
+    class Ending(InProcess):
+        def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
+            if message[0] == "unload":
+                raise EOFError("signal SIGKILL")
+            return super().ask(message, limit)
+
+    workers = Workers()
+    budget = MemoryBudget(1.5 * nbytes(files.large))
+    how: Any = {"start": lambda log, device: Ending(workers), "memory": budget}
+    with Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", **how) as runner:
+        runner.load(files.large)
+        runner.load(files.large, fresh=True)
+    assert [build.path for build in workers.builds] == [files.large, files.large]
 
 
 # Which builds are freed, and which models have a budget

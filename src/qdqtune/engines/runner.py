@@ -300,10 +300,10 @@ class Runner:
         return _twice(ask)
 
     def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float:
-        self._open()
         if self.memory is not None:
             size = builds_for(self._mix) * (nbytes(path) + self._unpacked)
             self.memory.make_room(size, frozenset((id(self), build) for build in needed))
+        self._open()  # now, as a worker may end while it frees a build
         seconds: float = self._exchange("build", number, path, log, what=f"building {path.name}", log=log)
         self._present.add(number)
         if self.memory is not None:
