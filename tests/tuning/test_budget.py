@@ -211,6 +211,13 @@ def test_what_the_search_has_left_too_little_time_for_is_proven_on_fewer_builds(
     assert (late.provable(1), late.in_haste.provable(1)) == (0, 1)
 
 
+@pytest.mark.parametrize("seconds", [10.0, 100.0, 3600.0])
+def test_a_proof_that_begins_late_ends_a_little_after_the_budget(clock: Clock, seconds: float) -> None:
+    late = budget(seconds, 0.001)
+    assert late.ends is not None
+    assert late.ends + late.grace - clock.now <= 1.02 * seconds
+
+
 @pytest.mark.parametrize("ratio", [1.0, 0.8])
 def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, ratio: float) -> None:
     """As it measures what rounding does to outputs. Candidates take 2 s each, and the proof of this model 7 s, as long

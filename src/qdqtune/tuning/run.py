@@ -61,8 +61,9 @@ measured."""
 LEAST_ROUNDS = least_rounds(Plan.error, 1)
 """Rounds that a comparison needs to decide anything, if it has one look."""
 
-GRACE_SHARE = 0.05
-"""The share of a time budget by which a proof may end late that would not begin otherwise. Chosen, not measured."""
+GRACE_SHARE, OVER_SHARE = 0.05, 0.02
+"""The share of a time budget by which a proof may end late that would not begin otherwise; and by which it may then end
+after the budget. Chosen, not measured."""
 
 SLACK = 1.5
 """How much longer than expected candidates may take: they are to leave the proof its time. Chosen, not measured."""
@@ -108,14 +109,15 @@ class Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`. `has_other_float`: the float
         model that candidates are made of is not the user's file, which then races in the proof, too."""
         total = settings.time_budget
+        finish = min(FINISH_SHARE * (total or 0.0), MOST_FINISH_SECONDS)
         budget = Budget(
             builds=settings.search_builds,
             proof=settings.proof,
-            ends=None if ends is None else ends - min(FINISH_SHARE * (total or 0.0), MOST_FINISH_SECONDS),
+            ends=None if ends is None else ends - finish,
             candidate=bench.trial_seconds,
             opponents=0,
             points=0,
-            grace=GRACE_SHARE * (total or 0.0),
+            grace=min(GRACE_SHARE * (total or 0.0), finish + OVER_SHARE * (total or 0.0)),
             further=FURTHER_SHARE * (total or 0.0),
         )
         if not settings.is_timed:
