@@ -53,6 +53,15 @@ def test_a_placement_file_names_what_people_know(tmp_path: Path) -> None:
     assert "{tensor: y, output: 0}" in text
 
 
+@pytest.mark.parametrize("share", ["200.0", ".nan"])
+def test_a_percentile_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
+    path, calibration = tmp_path / "p.yaml", Calibration("percentile", 99.5)
+    write_placement(path, PlacementFile(SHIPPED, "int8", "onnxruntime", {}, calibration), "net.onnx")
+    path.write_text(path.read_text().replace("99.5", share))
+    with pytest.raises(BadOption, match="percentile lies in"):
+        read_placement_file(path)
+
+
 def test_only_edges_that_can_carry_a_pair_are_kept_and_the_others_told() -> None:
     gone = [Edge("b", "renamed", 0), Edge("nobody", "second", 0), Edge("b", "second", 7)]
     kept, lost = existing(MODEL, SHIPPED | Placement.of(gone), POSSIBLE)

@@ -85,6 +85,10 @@ class Calibration:
     percentile: float = 99.99
     bias_correction: bool = False
 
+    def __post_init__(self) -> None:
+        if not 50 < self.percentile <= 100:  # from a placement file
+            raise ValueError("percentile lies in (50, 100]")
+
     def chosen(self, ranges: Ranges) -> Calibration:
         """This calibration, without bias correction if it was tried and not used for `ranges`."""
         return replace(self, bias_correction=bool(ranges.shifts))
