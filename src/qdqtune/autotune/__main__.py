@@ -55,7 +55,7 @@ def run(options: AutotuneOptions) -> int:
             changed[name] = None
     logs = RegionLogs(options.output_dir) if options.mode == "region" else None
     code = tune.run(replace(options, **changed), logs)
-    if options.dry_run:
+    if options.dry_run or options.pick is not None:  # nothing was measured
         return code
     if logs:
         logs.finish()
