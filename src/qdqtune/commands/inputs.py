@@ -35,15 +35,7 @@ from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import Predict
-from qdqtune.options import (
-    REQUIRED,
-    Option,
-    Options,
-    anything,
-    option,
-    options_of,
-    reads,
-)
+from qdqtune.options import REQUIRED, Option, Options, anything, option, options_of, reads
 from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.finished import data_beside

@@ -68,16 +68,7 @@ from qdqtune.numerics.metrics import (
     open_labelled,
     option_of,
 )
-from qdqtune.numerics.scores import (
-    NO_SCORES,
-    Score,
-    Scores,
-    asked_outputs,
-    doubt,
-    equal_share,
-    loss_high,
-    scores_of,
-)
+from qdqtune.numerics.scores import NO_SCORES, Score, Scores, asked_outputs, doubt, equal_share, loss_high, scores_of
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import (
     FILE,

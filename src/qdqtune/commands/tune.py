@@ -33,14 +33,7 @@ from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
 from qdqtune.tuning.records import GroupOutcome
-from qdqtune.tuning.settings import (
-    BY_RULE_BUILDS,
-    EFFORTS,
-    FRONT_BUILDS,
-    Settings,
-    looks_until,
-    usual_builds,
-)
+from qdqtune.tuning.settings import BY_RULE_BUILDS, EFFORTS, FRONT_BUILDS, Settings, looks_until, usual_builds
 from qdqtune.types import Accuracy
 
 Preset = Literal["quick", "default", "extensive"]

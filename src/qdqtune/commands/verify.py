@@ -16,17 +16,7 @@ from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import Threads, on_device, on_option, threads_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import ConstraintUnmet
-from qdqtune.options import (
-    OF_RUN,
-    REQUIRED,
-    Duration,
-    File,
-    MaybeText,
-    Option,
-    assignments,
-    option,
-    options_of,
-)
+from qdqtune.options import OF_RUN, REQUIRED, Duration, File, MaybeText, Option, assignments, option, options_of
 from qdqtune.timing.ratios import overlap
 from qdqtune.tuning.deploy import changed_files, read_settings
 from qdqtune.tuning.observer import Observer

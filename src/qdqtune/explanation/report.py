@@ -14,18 +14,7 @@ from qdqtune.errors import BadOption, Failure
 from qdqtune.explanation.charts import longest
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, tail, title
 from qdqtune.explanation.model_map import alike, draw
-from qdqtune.explanation.report_values import (
-    Bar,
-    Came,
-    Candidate,
-    Fact,
-    Headline,
-    Map,
-    Point,
-    Report,
-    Speed,
-    Strip,
-)
+from qdqtune.explanation.report_values import Bar, Came, Candidate, Fact, Headline, Map, Point, Report, Speed, Strip
 from qdqtune.explanation.result_rows import WORST_SLICE, by_rule, is_judged, remarks, result_rows
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ

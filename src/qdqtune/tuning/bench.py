@@ -29,18 +29,7 @@ from qdqtune.timing.race import decided_candidates, race, taking_rounds
 from qdqtune.timing.ratios import Plan, is_cut_short, judge
 from qdqtune.tuning.records import FloatRecord, job_of
 from qdqtune.tuning.store import Store
-from qdqtune.types import (
-    Accuracy,
-    Array,
-    CostsByRule,
-    Layer,
-    Measurement,
-    Placement,
-    Proposal,
-    Sample,
-    Times,
-    Trial,
-)
+from qdqtune.types import Accuracy, Array, CostsByRule, Layer, Measurement, Placement, Proposal, Sample, Times, Trial
 
 
 class Candidates:

@@ -15,15 +15,7 @@ from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
-from qdqtune.timing.race import (
-    Block,
-    Comparisons,
-    decided_files,
-    is_imprecise,
-    race,
-    taking_rounds,
-    wants_more_builds,
-)
+from qdqtune.timing.race import Block, Comparisons, decided_files, is_imprecise, race, taking_rounds, wants_more_builds
 from qdqtune.timing.ratios import BLOCK_LOOKS, USUAL_BUILDS, Plan
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import Compared

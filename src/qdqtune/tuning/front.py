@@ -16,37 +16,12 @@ from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import (
-    TARGET_POINTS,
-    Tradeoff,
-    is_too_noisy,
-    spread,
-    unbeaten,
-    undominated,
-)
+from qdqtune.search.front import TARGET_POINTS, Tradeoff, is_too_noisy, spread, unbeaten, undominated
 from qdqtune.system.checks import content_digest
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.deploy import renew_kit
-from qdqtune.tuning.folder import (
-    DEPLOY_SETTINGS,
-    FINAL,
-    FRONT,
-    PLACEMENT,
-    REPORT,
-    SUMMARY,
-    alone,
-    check_names,
-)
-from qdqtune.tuning.proof import (
-    Field,
-    Proof,
-    copy_model,
-    keep_rounds,
-    proof_of,
-    prove,
-    race_finished,
-    unproven_file,
-)
+from qdqtune.tuning.folder import DEPLOY_SETTINGS, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
+from qdqtune.tuning.proof import Field, Proof, copy_model, keep_rounds, proof_of, prove, race_finished, unproven_file
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import (
