@@ -26,7 +26,6 @@ from click import Argument
 
 from command_lines import COMMANDS, QUICK, UNCHECKED, errors, is_refused
 from qdqtune.cli import main, tune
-from qdqtune.tuning.settings import Settings
 from runs import environment, hopeless, room_for, write
 
 
@@ -202,18 +201,18 @@ def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
 
 
 def test_a_time_budget_counts_from_the_start_of_the_program(monkeypatch, call):
-    budgets = []
+    left = []
 
-    def stop(settings: Settings, _: object) -> NoReturn:
-        budgets.append(settings.time_budget)
+    def stop(seconds: float, ends: float) -> NoReturn:
+        left.append(ends - time.monotonic())
         raise KeyboardInterrupt
 
     entered = time.monotonic() - 20.0
     monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: entered))
-    monkeypatch.setattr(tune, "tune", stop)
+    monkeypatch.setattr("qdqtune.tuning.run.Execution", stop)
     for budget in ("60s", "10s"):
         assert call("tune", "m.onnx", "--time-budget", budget)[0] == 130
-    assert budgets == [pytest.approx(40.0, abs=5.0), 1e-3]
+    assert left == [pytest.approx(40.0, abs=5.0), pytest.approx(-10.0, abs=5.0)]
 
 
 SLOW = ("--engine", "fake", "--builds", "12", "--engine-option", "build_seconds=0.1", "--calibration-method", "minmax",

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,11 +99,10 @@ def command_line() -> tuple[str, ...]:
     return words
 
 
-def seconds_so_far() -> float:
-    """Seconds since the command line was entered; 0 if none is running."""
+def begun() -> float | None:
+    """When the command line was entered, by `time.monotonic`; None if none is running."""
     context = click.get_current_context(silent=True)
-    begun = None if context is None else context.meta.get(BEGUN)
-    return 0.0 if begun is None else time.monotonic() - begun
+    return None if context is None else context.meta.get(BEGUN)
 
 
 class Command(click.Command):

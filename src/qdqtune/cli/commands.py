@@ -23,7 +23,6 @@ from qdqtune.commands.quantize import ApplyOptions, QuantizeOptions, apply, quan
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.errors import BadOption, EngineFailure
-from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import (
     OF_RUN,
@@ -58,9 +57,9 @@ def _run(run: Callable[[O, Observer], Shown], options: O, terminal: Terminal) ->
 def quantize_command(options: QuantizeOptions, terminal: Terminal) -> int:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
-    The rules say where an engine gains from 8 bits as a rule; tune measures it. Of forty
-    samples or more every fifth is held out of calibration, and the result is compared with MODEL on the first 32 of
-    those; of fewer, on all. compare, debug and apply compare outputs on the same ones.
+    The rules say where an engine gains from 8 bits as a rule; tune measures it. Of forty samples or more every fifth is
+    held out of calibration, and the result is compared with MODEL on the first 32 of those; of fewer, on all. compare,
+    debug and apply compare outputs on the same ones.
 
     \b
     qdqtune quantize model.onnx --calibration-data samples.npz -o model.qdq.onnx
@@ -331,6 +330,8 @@ def report_command(options: ReportOptions) -> None:
     if options.as_machine:
         print_json(asdict(report_of_run(options.directory)))
     else:
+        from qdqtune.explanation.page import write_report  # slow to import: other commands do without it
+
         is_page, is_listed = written_as("page"), in_list(options.directory)
         report = Output(options.directory / REPORT, "the report", lambda file: is_page(file) or is_listed(file))
         check_outputs([report], {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ import msgspec
 
 from qdqtune.calibration.options import check_cache
 from qdqtune.cli import fleet, progress
-from qdqtune.cli.command import Terminal, command, command_line, seconds_so_far
+from qdqtune.cli.command import Terminal, begun, command, command_line
 from qdqtune.cli.fleet import run_jobs
 from qdqtune.cli.output import flags, print_json, print_lines, print_parts, say, say_notes
 from qdqtune.cli.streams import INTERRUPTED
@@ -124,12 +124,10 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
             _write_report(folder)
         return 0
     settings = options.settings(command_line())
-    if settings.time_budget is not None and not options.dry_run:  # imports have taken a second of it
-        settings = replace(settings, time_budget=max(1e-3, settings.time_budget - seconds_so_far()))
     try:
         with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
             heard = observer if listener is None else Observers((observer, listener))
-            result = estimate(settings, heard) if options.dry_run else tune(settings, heard)
+            result = estimate(settings, heard) if options.dry_run else tune(settings, heard, begun())
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
         kept = f"the same command{without} goes on from what was measured"

@@ -232,13 +232,13 @@ class Result(Shown, result.Result):
         return {**self.summary, "notes": list(self.notes), "folder": str(self.folder)}
 
 
-def tune(settings: Settings, observer: Observer | None = None) -> Result:
-    """Find the fastest placement, prove it, and write it to the output folder.
+def tune(settings: Settings, observer: Observer | None = None, begun: float | None = None) -> Result:
+    """Find the fastest placement, prove it, and write it to the output folder. `begun`: see `tuning.loop.tune`.
 
     Raises:
         QdqtuneError: see `tuning.loop.tune`.
     """
-    done = loop.tune(settings, observer)
+    done = loop.tune(settings, observer, begun)
     return Result(**vars(done), folder=settings.output_dir)
 
 

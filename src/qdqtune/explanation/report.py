@@ -15,7 +15,7 @@ from qdqtune.explanation.charts import longest
 from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, tail, title
 from qdqtune.explanation.model_map import alike, draw
 from qdqtune.explanation.report_values import Bar, Came, Candidate, Fact, Headline, Map, Point, Report, Speed, Strip
-from qdqtune.explanation.result_rows import WORST_SLICE, by_rule, is_judged, remarks, result_rows
+from qdqtune.explanation.result_rows import by_rule, figures, is_judged, remarks, result_rows
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -174,14 +174,11 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
 def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
     """The rows of the result as `tune` prints them, but for the speedup in the headline, what runs elsewhere, and what
     the search took."""
+    apart = figures(summary)
     for name, before, final in result_rows(summary):
         if final and name != "speedup [interval]":
-            value, _, detail = final.partition(" (")
-            if name == WORST_SLICE and "] " in final:  # its name may be long
-                where, _, value = final.rpartition("] ")
-                detail = f"{where}]"
             hint = f"float: {before}" if before not in ("", "0", "1x", final) else ""
-            yield Fact(name.strip(), value, hint or detail.removesuffix(")"))
+            yield Fact(name.strip(), *apart.get(name, (final, hint)))
     if run.summary["baseline_ms"] and run.summary["final_ms"]:
         before, after = (f"{1e3 / ms:.4g}" for ms in (run.summary["baseline_ms"], run.summary["final_ms"]))
         yield Fact("inferences a second", after, f"float: {before}")

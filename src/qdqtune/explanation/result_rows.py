@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.explanation.formatting import counted, samples, title
-from qdqtune.numerics.accuracy import closeness, closeness_of, integers_differ, slice_cell
+from qdqtune.numerics.accuracy import closeness, closeness_of, decibels, integers_differ, slice_cell, spread_of
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.types import Accuracy
 
 NOT_MEASURED = "not measured"
 
-WORST_SLICE = "  of the worst slice"
+SQNR, WORST_SLICE, BEST_CLASS = "output SQNR against float", "  of the worst slice", "best class as in float"
 
 
 def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -41,14 +41,14 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if tells_accuracy(summary):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):
-            rows.append(("output SQNR against float", "", closeness_of(replace(judged, agreement=None, top1=None))))
+            rows.append((SQNR, "", closeness_of(replace(judged, agreement=None, top1=None))))
         if slice_cell(judged):
             rows.append((WORST_SLICE, "", slice_cell(judged)))
         if judged.agreement is not None:
             rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
-            few = "" if judged.independent is None else f" (as good as {judged.independent:.0f} independent ones)"
-            rows.append(("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}{few}"))
+            few = _few(judged)
+            rows.append((BEST_CLASS, "", f"{_classes(judged)}{few and f' ({few})'}"))
     elif not is_judged(summary):
         rows.append(("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))
     if without is not None:
@@ -63,6 +63,24 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if improved and summary.get("metric_loss_high") is not None:
             rows.append(("  loss at most (95 %)", "", f"{max(summary['metric_loss_high'], 0):.2g}"))
     return rows
+
+
+def figures(summary: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Of the rows about outputs by name: the number, and the small print that stands beside it."""
+    if not tells_accuracy(summary):
+        return {}
+    judged = Accuracy(**(summary["output_accuracy"] or {}))
+    slices = slice_cell(judged).removeprefix(f"{judged.slice_name} "), judged.slice_name or ""
+    classes = {} if judged.top1 is None else {BEST_CLASS: (_classes(judged), _few(judged))}
+    return {SQNR: (decibels(judged.sqnr_db), spread_of(judged)), WORST_SLICE: slices} | classes
+
+
+def _classes(judged: Accuracy) -> str:
+    return f"{judged.top1:.1%} of {judged.choices:,}"
+
+
+def _few(judged: Accuracy) -> str:
+    return "" if judged.independent is None else f"as good as {judged.independent:.0f} independent ones"
 
 
 def remarks(summary: Mapping[str, Any]) -> Iterator[str]:

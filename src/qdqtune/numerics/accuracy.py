@@ -215,10 +215,16 @@ def closeness_of(accuracy: Accuracy) -> str:
     parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
     if integers_differ(accuracy.sqnr_db, accuracy.agreement):
         return ", ".join(parts)
+    spread = spread_of(accuracy)
+    return ", ".join([f"{decibels(accuracy.sqnr_db)}{spread and f' ({spread})'}", *parts])
+
+
+def spread_of(accuracy: Accuracy) -> str:
+    """The SQNR of single samples, for example: 18.3 to 31.0 over 16 samples; empty of one sample or equal outputs."""
+    if accuracy.samples < 2 or accuracy.sqnr_db is None:
+        return ""
     most = "equal" if accuracy.highest_db is None else f"{accuracy.highest_db:.1f}"
-    is_spread = accuracy.samples > 1 and accuracy.sqnr_db is not None
-    spread = f" ({accuracy.lowest_db:.1f} to {most} over {accuracy.samples} samples)" if is_spread else ""
-    return ", ".join([f"{decibels(accuracy.sqnr_db)}{spread}", *parts])
+    return f"{accuracy.lowest_db:.1f} to {most} over {accuracy.samples} samples"
 
 
 # The limits below are chosen, not measured, unless they say so.

@@ -23,10 +23,11 @@ from qdqtune.tuning.shipping import accepted
 from qdqtune.types import Placement, Trial
 
 
-def tune(settings: Settings, observer: Observer | None = None) -> Result:
+def tune(settings: Settings, observer: Observer | None = None, begun: float | None = None) -> Result:
     """Find the fastest placement for a model on an engine, and write it to the output folder.
 
-    It may be stopped at any time: the same call goes on where it was stopped.
+    It may be stopped at any time: the same call goes on where it was stopped. A time budget counts from `begun`, by
+    `time.monotonic`, or from now on.
 
     Raises:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
@@ -34,7 +35,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """
     log = RunLogWriter()
     observer = Observers((log, observer or Silent()))
-    with prepared(settings, observer) as ready:
+    with prepared(settings, observer, begun) as ready:
         if (note := busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         chosen = with_rewrites(ready) if settings.is_timed else ready

@@ -109,7 +109,8 @@ class Budget:
         """The budget of a run whose search begins now, and which has to end at `ends`. `has_other_float`: the float
         model that candidates are made of is not the user's file, which then races in the proof, too."""
         total = settings.time_budget
-        finish = min(FINISH_SHARE * (total or 0.0), MOST_FINISH_SECONDS)
+        whole = total or 0.0
+        finish = min(FINISH_SHARE * whole, MOST_FINISH_SECONDS)
         budget = Budget(
             builds=settings.search_builds,
             proof=settings.proof,
@@ -117,8 +118,8 @@ class Budget:
             candidate=bench.trial_seconds,
             opponents=0,
             points=0,
-            grace=min(GRACE_SHARE * (total or 0.0), finish + OVER_SHARE * (total or 0.0)),
-            further=FURTHER_SHARE * (total or 0.0),
+            grace=min(GRACE_SHARE * whole, finish + OVER_SHARE * whole),
+            further=FURTHER_SHARE * whole,
         )
         if not settings.is_timed:
             return budget
@@ -308,13 +309,15 @@ class Run(Ready):
 
 
 @contextmanager
-def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
+def prepared(settings: Settings, observer: Observer, begun: float | None = None) -> Iterator[Ready]:
     """Lock the output folder, start the engine, and read the model and the state file.
 
     Raises:
         QdqtuneError: see `errors`.
     """
-    ends = None if settings.time_budget is None else time.monotonic() + settings.time_budget
+    ends = settings.time_budget
+    if ends is not None:
+        ends += time.monotonic() if begun is None else begun
     execution = Execution(settings.time_limit, ends)
     with ExitStack() as stack:
         if settings.on is not None:

@@ -210,8 +210,8 @@ class Store:
         """Forget everything that was measured, as another float model is measured from now on, but for the keys that
         begin so."""
         start = LINE_START.decode() + but
-        kept = [line for line in self.lines() if line.startswith(start)]
-        head = self.lines()[0]
+        head, *others = self.lines()
+        kept = [line for line in others if line.startswith(start)]
         with writing(self.path):
             self._file.truncate(0)
             write_through(self._file, "".join(f"{line}\n" for line in (head, *kept)).encode())
