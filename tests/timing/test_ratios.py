@@ -14,7 +14,7 @@ from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
 from qdqtune.timing.race import Block, Take, between_files, decided_candidates, decided_files, race, wants_more_builds
-from qdqtune.timing.ratios import BLOCK_LOOKS, Plan, Ratio, least_rounds, ratio
+from qdqtune.timing.ratios import Plan, Ratio, block_looks, clear_ratio, least_rounds, ratio
 from qdqtune.types import Measurement, Times, Turn, Workload
 from rates import plausible
 
@@ -299,8 +299,8 @@ def proof(
     """What a race of two files says, of which one takes the share `gain` of the other's time, where builds of a file
     differ by `differ` of a ratio, but those of the `steady` one do not; and the builds of each file."""
     blocks: list[Block] = []
-    for look in BLOCK_LOOKS:
-        while len(blocks) < (2 * look if builds == 1 else look):
+    for look in block_looks(builds):
+        while len(blocks) < look:
             files = np.repeat([0.0, np.log(gain)], builds)
             scale = np.repeat([differ * (file != steady) / np.sqrt(2) for file in (0, 1)], builds)
             levels = files + scale * rng.standard_normal(2 * builds)
@@ -313,7 +313,7 @@ def proof(
 
 @pytest.mark.parametrize(
     ("differ", "builds", "steady"),
-    [*((differ, builds, None) for differ in (0.005, 0.03, 0.13) for builds in (1, 2, 3)), (0.13, 3, 0), (0.13, 3, 1)],
+    [*((differ, builds, None) for differ in (0.005, 0.03, 0.13, 0.2) for builds in (1, 3)), (0.13, 3, 0), (0.13, 3, 1)],
 )
 def test_builds_that_differ_for_good_win_no_more_often_than_promised(
     differ: float, builds: int, steady: int | None
@@ -338,10 +338,15 @@ def test_a_large_gain_takes_one_block_and_a_small_one_more() -> None:
     assert none < 4
 
 
-def test_one_build_of_each_file_bounds_nothing() -> None:
-    block = Block(race(Field(1.0, 0.5), 2, PROOF, decided_files([(0, 1)], 1, PROOF, ONE_VIEW)), 1)
-    found = between_files([block], 0, 1, PROOF)
-    assert (found.median, found.low, found.high) == (pytest.approx(0.5), None, None)
+def test_one_build_of_each_file_shows_a_large_gain_only() -> None:
+    def seen(gain: float) -> Ratio:
+        block = Block(race(Field(1.0, gain), 2, PROOF, decided_files([(0, 1)], 1, PROOF, ONE_VIEW)), 1)
+        return between_files([block], 0, 1, PROOF)
+
+    assert seen(0.45).verdict == "faster"
+    assert seen(0.55).verdict == "undecided"
+    assert seen(1 / 0.45).verdict == "slower"
+    assert 0.45 < clear_ratio(1, len(block_looks(1)), PROOF.error) < 0.55
 
 
 def test_builds_leave_once_all_comparisons_of_their_file_are_decided() -> None:

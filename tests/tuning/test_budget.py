@@ -126,12 +126,15 @@ def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Worker
     assert told.endswith("`time_budget` has no room for others: give more")
 
 
-def test_a_proof_is_worth_the_last_of_the_time(model: Path, clock: Clock, workers: Workers) -> None:
-    result, _ = slow_run(model, workers, 0.2, 26.0)
+def test_a_large_gain_is_proven_in_the_last_of_the_time(tmp_path: Path, clock: Clock, workers: Workers) -> None:
+    steps = " ".join(f"x{n + 1} = MatMul(x{n}, w)" for n in range(8))
+    products = f"net (float[64, 256] x0) => (float[64, 256] x8) {{ {steps} }}"
+    model = build(products, {"w": normal(256, 256, scale=0.1)})
+    result, _ = slow_run(write(model, tmp_path, count=SAMPLES), workers, 0.2, 16.0)
     (trial,) = result.history
     assert isinstance(trial.result, Measurement)
     assert len(trial.result.a) == BRIEF_LOOKS[0]
-    assert (result.shipped, clock.now - 1000.0 <= 1.1 * 26.0) == ("tuned", True)
+    assert (result.shipped, clock.now - 1000.0 <= 1.1 * 16.0) == ("tuned", True)
 
 
 def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -> None:
@@ -172,6 +175,7 @@ def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_oth
         floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0),
         trial_seconds=first,
         brief_seconds=first,
+        model_bytes=0,
     )
     settings = Settings(Path("m"), time_budget=seconds, threads=(1,))
     ends = None if seconds is None else time.monotonic() + seconds
@@ -186,22 +190,28 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert ample.seconds_left == pytest.approx(3597 - 3 * (2 + 1.8 * (0.04 * 12 + 0.004)), abs=1)
     tight = budget(120, 0.5)
     assert tight.proof == (12,)
-    assert tight.seconds_left == pytest.approx(117 - tight.copies * (2 + 1.8 * (0.5 * 12 + 2)), abs=1)
+    assert tight.seconds_left == pytest.approx(117 - tight.copies * (2 + 1.8 * (0.5 * 12 + 1)), abs=1)
     assert tight.room([]) >= 2
     assert tight.excuse is None
     spent = budget(30, 0.5)
     assert spent.room([]) == 0
     assert not spent.is_brief([])
-    assert "`time_budget` had no room" in str(budget(20, 0.5).excuse)
+    assert "`time_budget` had no room" in str(budget(12, 0.5).excuse)
 
 
-def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof(clock: Clock) -> None:
+def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_one_less(clock: Clock) -> None:
     ample, tight = budget(3600, 0.001), budget(120, 0.5)
-    assert ample.further_blocks(0.8) == 3 * ample.proof_seconds(1)
-    assert ample.further_blocks(0.5) == ample.further_blocks(1.0) == budget(None, 0.5).further_blocks(0.8) == 0
-    assert tight.further_blocks(0.8) == 0  # a second block would take more than a quarter of the time
+    usual = ample.proof_seconds(1)
+    assert ample.reserve(0.85) == pytest.approx(4 * ample.proof_seconds(1, 0.85) - usual)
+    assert ample.reserve(0.5) == pytest.approx(ample.proof_seconds(1, 0.5) - usual)
+    assert ample.reserve(0.5) < 0
+    assert ample.reserve(1.0) == budget(None, 0.5).reserve(0.8) == 0
+    assert tight.copies == 1
+    assert tight.reserve(0.45) == pytest.approx(tight.proof_seconds(1, 0.45) - tight.proof_seconds(1))
+    blocks = (tight.reserve(0.55) + tight.proof_seconds(1)) / tight.proof_seconds(1, 0.55)
+    assert blocks == pytest.approx(2)
     clock.now += ample.seconds_left - 30.0
-    assert (ample.room([], 5.0), ample.room([], 5.0, ample.further_blocks(0.8))) == (4, 0)
+    assert (ample.room([], 6.0), ample.room([], 6.0, ample.reserve(0.85))) == (4, 0)
 
 
 def test_what_the_search_has_left_too_little_time_for_is_proven_on_fewer_builds(clock: Clock) -> None:

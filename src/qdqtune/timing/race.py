@@ -14,10 +14,10 @@ import numpy as np
 
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.timing.ratios import (
-    BLOCK_LOOKS,
     Plan,
     Ratio,
     Spread,
+    block_looks,
     build_margin,
     is_futile,
     is_wide,
@@ -70,7 +70,8 @@ def taking_rounds(
         if not turns:
             turns.extend(runner.turns(builds, plan.turn_seconds))
         running = [builds[place] for place in places]
-        return runner.rounds(running, rounds, seed=seed, turns=turns, warmup=plan.warmup, samples=samples)
+        warmups = plan.warmups(max(turn.seconds for turn in turns))
+        return runner.rounds(running, rounds, seed=seed, turns=turns, warmup=warmups, samples=samples)
 
     return take
 
@@ -129,11 +130,10 @@ class Block:
 
 
 def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
-    """The ratio b/a that other builds of two files would have, at one of `BLOCK_LOOKS`, estimated from some blocks.
+    """The ratio b/a that other builds of two files would have, at one of `block_looks`, estimated from some blocks.
 
-    The estimate is the mean of the blocks' medians. Its interval is that of Student's t for the differences between
-    builds of one file within blocks, and for those between blocks, widened by the uncertainty of the rounds. The ends
-    are None where one build of each file is all that was seen.
+    The estimate is the mean of the blocks' medians. Its interval covers the differences between builds (`build_margin`)
+    and the uncertainty of the rounds.
     """
     ratios = [ratio(block.pair(a, b), plan) for block in blocks]
     these = on_these_builds(ratios)
@@ -142,9 +142,7 @@ def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
     parts = [Spread(blocks[0].builds * float(np.sum((logs - logs.mean()) ** 2)), len(blocks) - 1)]
     for file in (a, b):
         parts.append(sum((block.spread(file) for block in blocks), Spread(0.0, 0)))
-    if not any(part.free for part in parts):
-        return Ratio(these.median, None, None)
-    margin = build_margin(parts, pairs, plan.error / len(BLOCK_LOOKS))
+    margin = build_margin(parts, pairs, plan.error / len(block_looks(blocks[0].builds)))
 
     def wider(end: float | None, side: int) -> float | None:
         if end is None:

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from qdqtune.errors import Failure
-from qdqtune.types import CostsByRule, Measurement, Trial, Turn
+from qdqtune.types import LONG_INFERENCE, CostsByRule, Measurement, Trial, Turn
 
 Verdict = Literal["faster", "slower", "undecided"]
 
@@ -56,10 +56,14 @@ class Plan:
         process, `start` is what that takes."""
         return Turn.of(inference, self.turn_seconds, start).round_seconds
 
+    def warmups(self, inference: float) -> int:
+        """The inferences that come before rounds; none where they are long: by then each model has run twice."""
+        return 0 if inference >= LONG_INFERENCE else self.warmup
+
     def warmup_seconds(self, inference: float, start: float = 0.0) -> float:
-        """The seconds before a model's first round: it is warmed up, and timed twice to find how many inferences fill a
-        turn. Processes need neither."""
-        return 0.0 if start else (self.warmup + 2) * inference
+        """The seconds before a model's first round: it is timed twice to find how many inferences fill a turn, and
+        warmed up. Processes need neither."""
+        return 0.0 if start else (self.warmups(inference) + 2) * inference
 
 
 def least_rounds(error: float, looks: int) -> int:
@@ -171,13 +175,15 @@ def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
     return rounds < plan.looks[0] or (rounds < plan.looks[-1] and not settled(ratio(measurement, plan)))
 
 
-FEWEST_BUILDS, USUAL_BUILDS = 2, 3
-"""Builds of each file in a block of a race of files: where time is short, and else. Three show how much builds differ
-far better than two."""
+FEWEST_BUILDS, USUAL_BUILDS = 1, 3
+"""Builds of each file in a block of a race of files: where time is short or files are large, and else. Three show how
+much builds differ far better than one."""
 
-BLOCK_LOOKS = (1, 2, 4)
-"""After how many blocks a race of files is judged, unless those before have decided it; twice as many where each block
-has one build of each file."""
+
+def block_looks(builds: int) -> tuple[int, ...]:
+    """After how many blocks with so many builds of each file a race of files is judged, unless the blocks before have
+    decided it."""
+    return (1, 2, 4, 8) if builds == 1 else (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ class Spread:
 
 
 MOST_SPREAD = 0.2
-"""The standard deviation of the logarithm of a ratio, from pair to pair of builds, that two pairs are judged by. Equal
+"""The largest standard deviation of the logarithm of a ratio, from pair to pair of builds, that is expected. Equal
 files had 0.3 to 2.4 % on ONNX Runtime at one thread and up to 17 % at eight (benchmarks/same.py)."""
 
 DEVIATIONS = 8.0
@@ -215,30 +221,38 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
     return Ratio(float(np.exp(np.mean(logs))), end([r.low for r in ratios]), end([r.high for r in ratios]))
 
 
-def build_margin(parts: Sequence[Spread], pairs: int, error: float) -> float:
-    """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`:
-    Student's t.
+def clear_ratio(pairs: int, looks: int, error: float) -> float:
+    """The ratio that so many pairs of builds show to lie below 1 at one of so many looks, however much they differ."""
+    return float(np.exp(-build_margin((), pairs, error / looks)))
 
-    The parts need not have the same deviation, as builds of one file may differ more than those of another: the degrees
-    of freedom are those of Satterthwaite (Biometrics Bulletin 2, 1946), fewer where one part has most of the squares.
-    Few builds say little about a deviation, for which Student's t pays much. So for the first ones a margin of another
-    form is tried, too, a fixed distance plus `DEVIATIONS`, which holds the error up to `MOST_SPREAD`; the smaller of
-    both counts, at half of the error each. One degree of freedom has the second alone.
+
+def build_margin(parts: Sequence[Spread], pairs: int, error: float) -> float:
+    """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
+
+    The smallest of up to three margins, among which the error is divided:
+
+    - pairs that differ by `MOST_SPREAD`, or more where that was seen: shows a large gain however few builds there are;
+    - Student's t for the deviation that was seen. The parts need not have the same one, as builds of one file may
+      differ more than those of another: the degrees of freedom are those of Satterthwaite (Biometrics Bulletin 2,
+      1946), fewer where one part has most of the squares;
+    - for the first builds, whose few degrees of freedom Student's t pays much for, a fixed distance plus `DEVIATIONS`,
+      which holds the error up to `MOST_SPREAD`.
     """
-    from scipy.special import stdtrit  # slow to import
+    from scipy.special import ndtri, stdtrit  # slow to import
 
     squares = sum(part.squares for part in parts)
     free: float = sum(part.free for part in parts)
-    deviation = float(np.sqrt(squares / free))
-    if free == 1:
-        return _least_distance(1, pairs, error) + DEVIATIONS * deviation
-    if squares:
-        free = max(1.0, squares**2 / sum(part.squares**2 / part.free for part in parts if part.free))
-    share = error / 2 if pairs <= USUAL_BUILDS else error
-    by_student = float(stdtrit(free, 1 - share)) * deviation / float(np.sqrt(pairs))
-    if pairs > USUAL_BUILDS:
-        return by_student
-    return min(by_student, _least_distance(pairs - 1, pairs, share) + DEVIATIONS * deviation)
+    has_student, has_distance = free > 1, free > 0 and pairs <= USUAL_BUILDS
+    share = error / (1 + has_student + has_distance)
+    deviation = float(np.sqrt(squares / free)) if free else 0.0
+    margins = [-float(ndtri(share)) * max(MOST_SPREAD, deviation) / float(np.sqrt(pairs))]
+    if has_distance:
+        margins.append(_least_distance(1 if free == 1 else pairs - 1, pairs, share) + DEVIATIONS * deviation)
+    if has_student:
+        if squares:
+            free = max(1.0, squares**2 / sum(part.squares**2 / part.free for part in parts if part.free))
+        margins.append(float(stdtrit(free, 1 - share)) * deviation / float(np.sqrt(pairs)))
+    return min(margins)
 
 
 @cache

@@ -55,7 +55,7 @@ class Candidates:
 
 NO_NODES = Failure("build", "the provider runs no node of the model: do its options name a chip that it knows?")
 
-BRIEF_LOOKS = (2,)
+BRIEF_LOOKS = (1,)
 """Looks at a candidate that goes to the proof at once: whether that is worth its time. Chosen, not measured."""
 
 PROFILED = (4, 12, 400)
@@ -311,6 +311,10 @@ class Bench:
         failure it may have asked for others."""
         self.deadline: float | None = None
         """The time of `time.monotonic` at which comparisons end with the rounds that they have."""
+
+    @property
+    def model_bytes(self) -> int:
+        return self._conditions.model_bytes
 
     @property
     def trial_seconds(self) -> float:

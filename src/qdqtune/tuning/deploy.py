@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from qdqtune.calibration.inputs import input_specs
+from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadModel, BadOption, reading, writing
@@ -86,9 +86,11 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
     with atomic_write(folder / DEPLOY_SCRIPT) as fresh:
         shutil.copyfile(script_of(spec), fresh)
     spec = EngineSpec(spec.name, {name: value for name, value in spec.options.items() if name != "timing_cache"})
-    names = [one.name for one in input_specs(load(folder / FINAL)) if one.name in fed]
+    is_given = summary["shipped"] == "given"  # else the file has the inputs of the model that was read
+    specs = input_specs(load(folder / FINAL) if is_given else run.subject.model)
+    names = [one.name for one in specs if one.name in fed]
     inputs = {name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names}
-    _write(folder, summary, spec, inputs, dict(run.settings.fix_inputs))
+    _write(folder, summary, spec, inputs, dict(run.settings.fix_inputs), specs)
 
 
 def copy_companions(run: Run) -> None:
@@ -109,7 +111,8 @@ def renew_kit(folder: Path, summary: Mapping[str, Any]) -> None:
         OutputError: they cannot be written.
     """
     if (settings := read_json(folder / DEPLOY_SETTINGS, DeploySettings)) is not None:
-        _write(folder, summary, settings.spec, settings.inputs, settings.fix_inputs)
+        specs = input_specs(load(folder / FINAL))
+        _write(folder, summary, settings.spec, settings.inputs, settings.fix_inputs, specs)
 
 
 def _write(
@@ -118,6 +121,7 @@ def _write(
     spec: EngineSpec,
     inputs: dict[str, tuple[str, tuple[int, ...]]],
     fix_inputs: dict[str, float | int | str],
+    specs: Sequence[InputSpec],
 ) -> None:
     shipped, engine = summary["shipped"], summary["engine"]
     is_tuned = shipped == "tuned"
@@ -144,7 +148,7 @@ def _write(
     else:
         own = "the float model" if shipped == "baseline" else "a copy of the file that was given"
         told = f"{FINAL} is {own}: nothing faster was proven"
-    open_sizes = {one.name for one in input_specs(load(folder / FINAL)) if None in one.shape}
+    open_sizes = {one.name for one in specs if None in one.shape}
     sizes = {name: shape for name, (_, shape) in inputs.items() if name in open_sizes}
     settings = DeploySettings(
         told=f"{told}, on {engine['engine']} {engine.get('version', '')}",

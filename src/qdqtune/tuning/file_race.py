@@ -16,7 +16,7 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import nbytes
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.race import Block, Comparisons, decided_files, is_imprecise, race, taking_rounds, wants_more_builds
-from qdqtune.timing.ratios import BLOCK_LOOKS, USUAL_BUILDS, Plan
+from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Caveat, Store
@@ -28,9 +28,6 @@ SIDE_BY_SIDE = 512 * 2**20
 MOST_BYTES = 2 * 2**30
 """Bytes of the files of one race, at most; at least one file races against those that it has to beat. Chosen, not
 measured."""
-
-MOST_BLOCKS = 2 * BLOCK_LOOKS[-1]
-"""Blocks of a race, at most."""
 
 MOST_TRIES = 3
 """How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
@@ -80,27 +77,28 @@ class Racer:
             EngineRefused: the engine fails on one of the files.
         """
         is_large = self.runner.memory is not None or 2 * sum(map(nbytes, files)) > SIDE_BY_SIDE
-        builds = 1 if is_large else self.builds
+        builds = FEWEST_BUILDS if is_large else self.builds
         contents = "" if self.store is None else ":".join(content_digest(files_of(file)) for file in files)
-        keys = [f"race:{contents}:{builds}:{n}:{','.join(map(str, self.plan.looks))}" for n in range(MOST_BLOCKS)]
+        looks = block_looks(builds)
+        rounds = ",".join(map(str, self.plan.looks))
+        keys = [f"race:{contents}:{builds}:{n}:{rounds}" for n in range(looks[-1])]
         blocks: list[Block] = []
         seconds = 0.0  # of a block that was measured in this session
 
         def is_known() -> bool:
             return self.store is not None and self.store.has(keys[len(blocks)])
 
-        for look in BLOCK_LOOKS:
-            needed = 2 * look if builds == 1 else look
-            while len(blocks) < needed:
-                self.listener.progress(len(blocks), needed)
+        for look in looks:
+            while len(blocks) < look:
+                self.listener.progress(len(blocks), look)
                 begun, is_measured = time.monotonic(), not is_known()
                 blocks.append(self._block(files, keys[len(blocks)], comparisons, builds, len(blocks), name))
                 if is_measured:
                     seconds = time.monotonic() - begun
-                if len(blocks) < needed and self.lacks(seconds):
+                if len(blocks) < look and self.lacks(seconds):
                     return FileRace(tuple(blocks), self.plan, self.views)
             of_views = [[block.at(view.shares) for block in blocks] for view in self.views]
-            if look == BLOCK_LOOKS[-1] or self.lacks(seconds):
+            if look == looks[-1] or self.lacks(seconds):
                 break
             if not any(wants_more_builds(seen, comparisons, self.plan) for seen in of_views):
                 # The next look takes about as long as all before. What an earlier session has left wide stays so.

@@ -102,7 +102,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
         if measured_count:
             pace = (time.monotonic() - begun) / measured_count
         history = known
-        reserve = budget.further_blocks(ratios_to_float(history, plan)[best_of(history)])
+        reserve = budget.reserve(ratios_to_float(history, plan)[best_of(history)])
         run.bench.keep_only(best_of(history))
     return history, budget.shortfall(history, pace, reserve)
 

@@ -15,7 +15,7 @@ from qdqtune.errors import BaselineFailed, EngineRefused, writing
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import Score
-from qdqtune.search import best_of
+from qdqtune.search import best_of, ratios_to_float
 from qdqtune.system.writing import atomic_write, rename_all
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import FEWEST_BUILDS, Ratio
@@ -23,7 +23,7 @@ from qdqtune.tuning import shipping
 from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.records import Shipped, proof_key
-from qdqtune.tuning.run import Run
+from qdqtune.tuning.run import HOPED_RATIO, Run
 from qdqtune.tuning.shipping import CHANGES_ALONE, Attempt, Compared, Finalists, first_faster, notes_of
 from qdqtune.tuning.store import Store
 from qdqtune.types import Measurement, Placement, Proposal, Trial
@@ -185,12 +185,14 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
     attempts: list[Attempt] = []
     notes: list[str] = []
     builds, given_to_float, is_known = 0, None, not (field.is_rewritten or field.has_other_float)
+    ratios = ratios_to_float(history, run.settings.plan)
 
     while True:
         placements = queue.next(attempts)
-        if not run.budget.provable(1):
+        ratio = max((ratios[placement] for placement in placements), default=HOPED_RATIO)
+        if not run.budget.provable(1, ratio):
             run = replace(run, budget=run.budget.in_haste, racer=replace(run.racer, builds=FEWEST_BUILDS))
-        placements = placements[: run.budget.provable(len(placements))]
+        placements = placements[: run.budget.provable(len(placements), ratio)]
         races_alone = not is_known and field.given is not None and run.budget.provable(1)
         if not (placements or races_alone):
             return Raced(tuple(attempts), builds, field, given_to_float, tuple(notes))

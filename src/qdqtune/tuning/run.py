@@ -33,7 +33,7 @@ from qdqtune.search.front import MAX_POINTS
 from qdqtune.system.checks import Stamps
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import BLOCK_LOOKS, FEWEST_BUILDS, USUAL_BUILDS, Plan, least_rounds
+from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks, clear_ratio, least_rounds
 from qdqtune.tuning.bench import Bench, ByRule, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
@@ -48,7 +48,7 @@ from qdqtune.tuning.subject import Subject, calibrated, node_names, open_subject
 from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Measurement, Placement, Trial
 
-PROOF_SHARE = 0.35
+PROOF_SHARE = 0.2
 """The share of a time budget that the first look of a proof may take. Chosen, not measured."""
 
 FRONT_SHARE = 0.5
@@ -58,6 +58,9 @@ FINISH_SHARE, MOST_FINISH_SECONDS = 0.08, 3.0
 """The share of a time budget that is kept for writing the result and its report, up to so many seconds. Chosen, not
 measured."""
 
+FINISH_SECONDS_A_BYTE = 6e-9
+"""Seconds for each byte of the model beside these: its files are written, read and hashed. Measured with BERT-base."""
+
 LEAST_ROUNDS = least_rounds(Plan.error, 1)
 """Rounds that a comparison needs to decide anything, if it has one look."""
 
@@ -65,18 +68,19 @@ GRACE_SHARE, OVER_SHARE = 0.05, 0.02
 """The share of a time budget by which a proof may end late that would not begin otherwise; and by which it may then end
 after the budget. Chosen, not measured."""
 
-SLACK = 1.5
-"""How much longer than expected candidates may take: they are to leave the proof its time. Chosen, not measured."""
+SLACK, PACED_SLACK = 1.5, 1.25
+"""How much longer candidates may take than is expected of them, and than those before took: they are to leave the proof
+its time. Chosen, not measured."""
 
 LEARNING = 3
 """A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
 
-UNCLEAR_RATIO, FURTHER_SHARE = 0.6, 0.25
-"""A candidate that takes more than this share of float's time may need further blocks of builds in the proof; and the
-share of a time budget that is kept for them. Chosen, not measured."""
+FURTHER_SHARE = 0.25
+"""The share of a time budget that is kept for further blocks of builds in the proof, where the best candidate may need
+them. Chosen, not measured."""
 
 HOPED_RATIO = 0.8
-"""The share of float's time that a finalist is expected to take. Chosen, not measured."""
+"""The share of float's time that a finalist is expected to take before one is known. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Budget:
         model that candidates are made of is not the user's file, which then races in the proof, too."""
         total = settings.time_budget
         whole = total or 0.0
-        finish = min(FINISH_SHARE * whole, MOST_FINISH_SECONDS)
+        finish = min(FINISH_SHARE * whole, MOST_FINISH_SECONDS) + FINISH_SECONDS_A_BYTE * bench.model_bytes
         budget = Budget(
             builds=settings.search_builds,
             proof=settings.proof,
@@ -149,17 +153,28 @@ class Budget:
             copies=copies,
         )
 
-    def proof_seconds(self, finalists: int) -> float:
-        slow = self.opponents + HOPED_RATIO * finalists
+    def proof_seconds(self, finalists: int, ratio: float = HOPED_RATIO) -> float:
+        """The seconds of the first look of a proof, whose finalists take the share `ratio` of float's time."""
+        slow = self.opponents + ratio * finalists
         return self.copies * ((self.opponents + finalists) * self.file_builds + slow * self.file_rounds)
 
-    def further_blocks(self, ratio: float) -> float:
-        """The seconds that the search leaves to further blocks of the proof, where the best candidate takes the share
-        `ratio` of float's time, 1 without one: a small gain is not decided by the first."""
-        if self.ends is None or not UNCLEAR_RATIO < ratio < 1:
+    @property
+    def brief_and_proof(self) -> float:
+        """The seconds of a candidate that is hardly timed, and of its proof: by one build of each file, which only a
+        large gain can pass."""
+        one = FEWEST_BUILDS
+        return self.brief + self.in_haste.proof_seconds(1, clear_ratio(one, len(block_looks(one)), Plan.error))
+
+    def reserve(self, ratio: float) -> float:
+        """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
+        share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds. Below 0 for a large
+        gain."""
+        if self.ends is None or ratio >= 1 or not self.copies:
             return 0.0
-        each = self.proof_seconds(1)
-        return max((n - 1) * each for n in BLOCK_LOOKS if n == 1 or (n - 1) * each <= self.further)
+        looks, each = block_looks(self.copies), self.proof_seconds(self.points, ratio)
+        needed = next((n for n in looks if ratio < clear_ratio(n * self.copies, len(looks), Plan.error)), looks[-1])
+        blocks = max(n for n in looks if n <= needed and (n == 1 or (n - 1) * each <= self.further))
+        return blocks * each - self.proof_seconds(self.points)
 
     @property
     def deadline(self) -> float | None:
@@ -188,9 +203,9 @@ class Budget:
         """The same with as few builds in the proof as can decide anything, for a search that has ended late."""
         return replace(self, copies=FEWEST_BUILDS)
 
-    def provable(self, finalists: int) -> int:
-        """How many of the finalists there is time to prove together."""
-        while finalists and self.lacks(self.proof_seconds(finalists) - self.grace):
+    def provable(self, finalists: int, ratio: float = HOPED_RATIO) -> int:
+        """How many of the finalists, which take the share `ratio` of float's time, there is time to prove together."""
+        while finalists and self.lacks(self.proof_seconds(finalists, ratio) - self.grace):
             finalists -= 1
         return finalists
 
@@ -200,21 +215,21 @@ class Budget:
         left = self.builds - len(trials)
         if self.seconds_left is None:
             return left
-        each = SLACK * (self.candidate if pace is None else pace)
+        each = SLACK * self.candidate if pace is None else PACED_SLACK * pace
         return max(0, min(left, int((self.seconds_left - reserve) / each))) if each else left
 
     def is_brief(self, trials: Sequence[Trial]) -> bool:
         """Whether there is time for one candidate only, which goes to the proof without rounds that decide anything."""
         if trials or self.room(()) or not self.builds:
             return False
-        return not self.lacks(self.brief + self.proof_seconds(1))
+        return not self.lacks(self.brief_and_proof - self.grace)
 
     @property
     def excuse(self) -> str | None:
         """What to tell the user if there was no time for a candidate."""
         if not self.is_late:
             return None
-        needed = f"{self.brief + self.proof_seconds(1):.0f} s beside reading the model and calibration"
+        needed = f"{self.brief_and_proof:.0f} s beside reading the model and calibration"
         return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
 
     def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
