@@ -115,7 +115,7 @@ class CutSearch:
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
         if self.noise is not None and not any(trial.holds is False for trial in history):
             return self._without_limits.propose(history)
-        first = self._first_batch
+        first = self._first_batch(history)
         if self.is_hurried and "static" in self.seeds:  # pairs as a usual quantizer places them price nearly all units
             first = tuple(p for p in first if p.origin not in ONLY_PRICES)
         if untried := _untried(first, history):
@@ -145,23 +145,23 @@ class CutSearch:
         """The groups of two or more nodes, by name, that the float build runs as one kernel."""
         return fusion_groups(self.model, self.float_layers)
 
-    @cached_property
-    def _first_batch(self) -> tuple[Proposal, ...]:
+    def _first_batch(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:
         """All weights in a weight format, the seeds, and everything quantized in fused units. Placements that may ship
         come first, in case the time ends; weight formats come last where they are expected to gain less than pairs
         usually do."""
-        bits = self._weight_placements()
+        bits = self._weight_placements(history)
         rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
         parts = partition(self.model, self.possible, self.groups)
         first = {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
         return tuple(_named(first | {FUSED_UNITS: parts.placement(everything(parts))} | rest))
 
-    def _weight_placements(self) -> dict[str, Placement]:
+    def _weight_placements(self, history: Sequence[Trial]) -> dict[str, Placement]:
         """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the mixture
         with the fewest bytes that holds them: products alone read weights from a nearer cache, so only a build shows
         what fewer bits save."""
+        judged = {trial.placement: trial.holds is not False for trial in history}
         bits = weights_by_family(self.format_shares)
-        held = {name: p for name, p in bits.items() if self._may_hold(p)}
+        held = {name: p for name, p in bits.items() if (judged[p] if p in judged else self._may_hold(p))}
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
         costs = replace(self, format_shares=shares_by_bytes(self.format_shares)).costs(())
@@ -184,7 +184,7 @@ class CutSearch:
             for decision in self._optima(prices, history, raised=raised):
                 optima.append(self._proposal(costs, decision))
                 yield optima[-1]
-        rest = sorted(self._first_batch, key=lambda p: p.origin in ONLY_PRICES)
+        rest = sorted(self._first_batch(history), key=lambda p: p.origin in ONLY_PRICES)
         yield from _untried(rest, history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)

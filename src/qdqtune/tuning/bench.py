@@ -61,7 +61,7 @@ BRIEF_LOOKS = (1,)
 PROFILED = (4, 12, 400)
 """Inferences behind a layer report: the least, the usual number, and the most. Chosen, not measured."""
 
-PROFILED_SECONDS = (0.05, 1.0)
+PROFILED_SECONDS = (0.05, 0.5)
 """Seconds of all inferences behind a layer report (least, most): short layers need many. Chosen, not measured."""
 
 

@@ -105,6 +105,9 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     usual = min(run.budget.builds, EFFORTS["default"].builds["cut"])
     needed = UNHURRIED * usual * run.bench.trial_seconds / run.learning_width
     fallbacks = {name: p for name, p in subject.suggestions().items() if name not in first}
+    is_hurried = left is not None and left < needed and not run.settings.front
+    if noise is not None and is_hurried:  # a build tells as much in the time of a few simulated placements
+        noise = replace(noise, simulate=None)
     return CutSearch(
         model=subject.shaped,
         possible=subject.possible,
@@ -116,7 +119,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         width=run.learning_width,
         format_shares=run.format_shares,
         contexts=run.shares,
-        is_hurried=left is not None and left < needed and not run.settings.front,
+        is_hurried=is_hurried,
     )
 
 

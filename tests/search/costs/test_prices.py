@@ -383,19 +383,23 @@ class TestCutWithinLimits:
                     assert costs.total(other) >= costs.total(decision) - 1e-6
 
 
-def test_of_decisions_with_equal_time_the_one_with_less_noise_is_taken() -> None:
-    """A limit that the fastest holds as well is no reason to use it up."""
-    model = build("net (float[4,6] x) => (float[4,6] y) { [a] b = MatMul(x, v) [c] y = MatMul(b, w) }",
-                  {"v": normal(6, 6), "w": normal(6, 6, seed=1)})  # fmt: skip
+def test_where_a_limit_binds_the_decision_with_less_noise_is_taken_of_those_with_equal_time() -> None:
+    steps = "[a] b = MatMul(x, u) [c] d = MatMul(b, v) [e] y = MatMul(d, w)"
+    weights = {name: normal(6, 6, seed=seed) for seed, name in enumerate("uvw")}
+    model = build(f"net (float[4,6] x) => (float[4,6] y) {{ {steps} }}", weights)
     loud, quiet = WeightFormat(4, 32), WeightFormat(8)
-    ways = {Edge("v", "a", 1): {loud: 0.5, quiet: 0.5}, Edge("w", "c", 1): {loud: 0.5, quiet: 0.5}}
-    parts = partition(model, frozenset(), [], ways)
-    prices = tuple(Price(1.0, 1.0, by_format={loud: 0.5, quiet: ms}) for ms in (0.505, 0.7))
-    noise = Noise(
-        model, {}, 0.1, weight_noise={(t, s.name): n for t in "vw" for s, n in ((loud, 0.03), (quiet, 0.001))}
-    )
-    found = cut_holding(Costs(parts, prices, {}, {}), noise, 0.1)
-    assert dict(found.weight_formats) == {0: quiet, 1: loud}
+    edges = {"u": Edge("u", "a", 1), "v": Edge("v", "c", 1), "w": Edge("w", "e", 1)}
+    parts = partition(model, frozenset(), [], {edge: {loud: 0.5, quiet: 0.5} for edge in edges.values()})
+    prices = tuple(Price(1.0, 1.0, by_format={loud: 0.5, quiet: ms}) for ms in (0.505, 0.504, 0.7))
+    shares = {("u", loud): 0.06, ("v", loud): 0.03, ("w", loud): 0.03}
+    of_weights = {(t, way.name): shares.get((t, way), 0.001) for t in edges for way in (loud, quiet)}
+    costs = Costs(parts, prices, {}, {})
+
+    def within(limit: float) -> dict[int, WeightFormat]:
+        return dict(cut_holding(costs, Noise(model, {}, limit, weight_noise=of_weights), limit).weight_formats)
+
+    assert within(0.2) == {0: loud, 1: loud, 2: loud}  # nothing binds
+    assert within(0.1) == {0: quiet, 1: quiet, 2: loud}  # the first alone would hold it
 
 
 def test_nothing_is_quantized_where_values_do_not_explain_the_noise() -> None:

@@ -80,7 +80,7 @@ def other(
 BISECTIONS = 20
 """Steps of the bisection for a price on noise. Chosen, not measured."""
 
-SIMULATED_BISECTIONS = 8
+SIMULATED_BISECTIONS = 5
 """Steps of the bisection for a price on noise if each placement is simulated, which takes longer than a cut."""
 
 RAISES = 20
@@ -89,6 +89,13 @@ RAISES = 20
 CLOSE_TO_LIMIT = 0.9
 """The bisection ends at noise above this share of the limit (0.5 dB): coming closer is not worth a simulation."""
 
+
+LEAST_NOISE = 1e-12
+"""Keeps ratios of noise finite."""
+
+STEP_SHARES = (0.2, 0.8)
+"""The least and the largest step of the bisection, as shares of the way from the lower price to the higher one. Chosen,
+not measured."""
 
 EQUAL_TIME = 0.01
 """Predicted times that differ by no more than this share count as equal: builds of one file differ by that."""
@@ -109,9 +116,11 @@ def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The cheapest decision found whose expected noise is at most `limit`, by raising the price on noise; or a quieter
-    one with equal time."""
+    """The cheapest decision found whose expected noise is at most `limit`, by raising the price on noise. Where that
+    costs time, or a quieter one with equal time; else the noise of single values is not asked for."""
     found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
+    if not price:
+        return found
     most, quiet, low, high = (1 + EQUAL_TIME) * costs.total(found), found, price, 0.0
     for _ in range(QUIET_CUTS if found != Decision() else 0):
         middle = np.sqrt(low * high) if low and high else high / 8 or 8 * low or EQUAL_TIME * costs.float_ms / limit
@@ -152,24 +161,28 @@ def optimum_within(
     optimum = at(0.0)
     if amount(optimum) <= allowed:
         return optimum, 0.0
-    low, high = 0.0, first
+    low, high, too_much = 0.0, first, inf
     for _ in range(RAISES):
         optimum = at(high)
         noise = amount(optimum)
         if noise <= allowed:
             break
-        low, high = high, high * 8
+        low, high, too_much = high, high * 8, noise
     else:
         return None
     for _ in range(bisections):
         if noise >= enough:
             break
-        middle = np.sqrt(low * high) if low else high / 8
+        middle = high / 8
+        if low:  # as if the logarithm of noise fell evenly with that of the price
+            fall = np.log(too_much / max(noise, LEAST_NOISE))
+            share = np.clip(np.log(too_much / (0.5 * (enough + allowed))) / fall, *STEP_SHARES)
+            middle = low * float((high / low) ** share)
         tried = at(middle)
         if (found := amount(tried)) <= allowed:
             optimum, noise, high = tried, found, middle
         else:
-            low = middle
+            low, too_much = middle, found
     return optimum, high
 
 

@@ -130,7 +130,8 @@ class Noise:
             return self
         for trial in history:
             measured = 0.0 if trial.accuracy is None else trial.accuracy.noise
-            simulated = self.simulate(trial.placement) if measured > WITHIN_FACTOR * limit else None
+            is_near = WITHIN_FACTOR * limit < measured < limit / WITHIN_FACTOR
+            simulated = self.simulate(trial.placement) if is_near else None
             if simulated is not None and WITHIN_FACTOR * limit < simulated < limit / WITHIN_FACTOR:
                 kind = bool(trial.placement.edges)
                 worst[kind] = max(worst[kind], measured / simulated)
