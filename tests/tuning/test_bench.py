@@ -236,7 +236,7 @@ def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_on
 
 
 @pytest.mark.parametrize(
-    ("seconds", "runs"), [(0.0, 400), (5e-5, 400), (1e-3, 50), (4.1e-3, 13), (0.05, 12), (0.2, 5), (2.0, 4)]
+    ("seconds", "runs"), [(0.0, 400), (5e-5, 400), (1e-3, 50), (4.1e-3, 13), (0.05, 10), (0.1, 5), (2.0, 4)]
 )
 def test_short_models_are_profiled_more_often_and_long_ones_less(seconds: float, runs: int) -> None:
     assert profiled_runs(seconds) == runs
@@ -355,8 +355,8 @@ def test_large_files_have_one_build_at_a_time(files: list[Path], monkeypatch: py
     monkeypatch.setattr(file_race, "SIDE_BY_SIDE", 1)
     runner = Script(twice_as_fast)
     race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
-    assert runner.held == [2, 2]
-    assert (len(race.blocks), race.builds) == (2, 4)
+    assert runner.held == [2]
+    assert (len(race.blocks), race.builds) == (1, 2)
     assert race.compared(0, 1)[0].ratio.verdict == "faster"
 
 

@@ -159,7 +159,7 @@ def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: W
 
 
 def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -> None:
-    result, _ = slow_run(model, workers, 0.2, 60.0, builds=12)
+    result, _ = slow_run(model, workers, 0.2, 40.0, builds=12)
     spent = 1 + len(result.history)
     assert 1 < spent < 8
     told = f"`time_budget` has ended the search after {spent} of 12 builds"
@@ -208,7 +208,7 @@ def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_o
     assert ample.reserve(1.0) == budget(None, 0.5).reserve(0.8) == 0
     assert tight.copies == 1
     assert tight.reserve(0.45) == pytest.approx(tight.proof_seconds(1, 0.45) - tight.proof_seconds(1))
-    blocks = (tight.reserve(0.55) + tight.proof_seconds(1)) / tight.proof_seconds(1, 0.55)
+    blocks = (tight.reserve(0.7) + tight.proof_seconds(1)) / tight.proof_seconds(1, 0.7)
     assert blocks == pytest.approx(2)
     clock.now += ample.seconds_left - 30.0
     assert (ample.room([], 6.0), ample.room([], 6.0, ample.reserve(0.85))) == (4, 0)

@@ -244,7 +244,7 @@ def test_a_rewrite_that_an_accident_kept_out_is_tried_by_the_next_run(tmp_path, 
         raise EngineRefused(Failure("crash", "the engine process ended"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewritten, "race", crash)
+        patch.setattr(rewritten, "race_candidates", crash)
         first = tune(run(tmp_path, swishing()))
     assert first.summary["rewrites"]["names"] == []
     second = tune(run(tmp_path, swishing()))

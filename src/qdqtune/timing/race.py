@@ -14,6 +14,7 @@ import numpy as np
 
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.timing.ratios import (
+    EARLY_ROUNDS,
     Plan,
     Ratio,
     Spread,
@@ -27,6 +28,9 @@ from qdqtune.timing.ratios import (
 )
 from qdqtune.types import Measurement, Tensors, Times, Turn
 
+NORMAL_MAD = 1.4826
+"""The standard deviation of normal values over their median absolute deviation."""
+
 Take = Callable[[Sequence[int], range], Times]
 """Takes rounds with these numbers of some of the models, which are given by their places in the race."""
 
@@ -34,30 +38,39 @@ Leave = Callable[[Times, Sequence[int]], Collection[int]]
 """Which of the models that still run leave the race, as the times so far tell all that is asked of them."""
 
 
-def race(take: Take, models: int, plan: Plan, leave: Leave, is_late: Callable[[], bool] = lambda: False) -> Times:
-    """Time models in the same rounds, look by look, until all but one have left, it `is_late`, or the plan ends."""
+def race(
+    take: Take,
+    models: int,
+    looks: Sequence[int],
+    leave: Leave,
+    is_late: Callable[[], bool] = lambda: False,
+) -> Times:
+    """Time models in the same rounds, look by look, until all but one have left, it `is_late`, or the looks end."""
     running, done = list(range(models)), 0
     times: Times | None = None
-    for look in plan.looks:
+    for look in looks:
         later = take(running, range(done, look))
         times = later if times is None else times.extended(later, running)
         done = look
         gone = leave(times, running)
         running = [model for model in running if model not in gone]
-        if len(running) < 2 or (look < plan.looks[-1] and is_late()):
+        if len(running) < 2 or (look < looks[-1] and is_late()):
             break
-    assert times is not None  # a plan has at least one look
+    assert times is not None  # there is at least one look
     return times
 
 
-def decided_candidates(plan: Plan) -> Leave:
-    """The rule of a search, where model 0 is what candidates have to beat: a candidate leaves once it is decided, or
-    shows no gain."""
+def race_candidates(take: Take, models: int, plan: Plan, is_late: Callable[[], bool] = lambda: False) -> Times:
+    """The race of a search, where model 0 is what candidates have to beat: a candidate leaves once it is decided, or
+    shows no gain; one that is clearly slower after a few rounds."""
 
     def leave(times: Times, running: Sequence[int]) -> Collection[int]:
-        return [model for model in running[1:] if settled(ratio(times.pair(0, model), plan))]
+        is_early = len(times.seconds[0]) < plan.looks[0]
+        ratios = {model: ratio(times.pair(0, model), plan) for model in running[1:]}
+        return [model for model, seen in ratios.items() if seen.verdict == "slower" or (settled(seen) and not is_early)]
 
-    return leave
+    looks = (EARLY_ROUNDS, *plan.looks) if plan.looks[0] > EARLY_ROUNDS else plan.looks
+    return race(take, models, looks, leave, is_late)
 
 
 def taking_rounds(
@@ -88,7 +101,7 @@ def compare_builds(
     def leave(times: Times, _: Sequence[int]) -> tuple[int, ...]:
         return (1,) if decided(ratio(times.pair(0, 1), plan)) else ()
 
-    return race(taking_rounds(runner, [a, b], plan, seed), 2, plan, leave).pair(0, 1)
+    return race(taking_rounds(runner, [a, b], plan, seed), 2, plan.looks, leave).pair(0, 1)
 
 
 # ---------------------------------------------------------------- files, each with several builds
@@ -120,6 +133,13 @@ class Block:
         levels = np.median(logs - logs.mean(axis=0), axis=1)
         return Spread(2 * float(np.sum((levels - levels.mean()) ** 2)), self.builds - 1)
 
+    def round_deviation(self, a: int, b: int) -> float:
+        """The standard deviation, from round to round, of the logarithm of the ratio of one build of each file, from
+        the median absolute deviation."""
+        pair = self.pair(a, b)
+        logs = np.log(np.asarray(pair.b) / np.asarray(pair.a))
+        return NORMAL_MAD * float(np.median(np.abs(logs - np.median(logs)))) * self.builds**0.5
+
     def _logs(self, file: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """Logarithms of the seconds of a file's builds, [build, round]."""
         models = self.times.seconds[file * self.builds : (file + 1) * self.builds]
@@ -142,7 +162,8 @@ def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
     parts = [Spread(blocks[0].builds * float(np.sum((logs - logs.mean()) ** 2)), len(blocks) - 1)]
     for file in (a, b):
         parts.append(sum((block.spread(file) for block in blocks), Spread(0.0, 0)))
-    margin = build_margin(parts, pairs, plan.error / len(block_looks(blocks[0].builds)))
+    of_rounds = float(np.mean([block.round_deviation(a, b) for block in blocks]))
+    margin = build_margin(parts, pairs, plan.error / len(block_looks(blocks[0].builds)), of_rounds)
 
     def wider(end: float | None, side: int) -> float | None:
         if end is None:

@@ -72,6 +72,10 @@ def least_rounds(error: float, looks: int) -> int:
     return next(n for n in count(1) if 0.5**n <= error / looks)
 
 
+EARLY_ROUNDS, CLEAR_LOSS = 4, 1.1
+"""A candidate that takes more than this share of the other's time in each of its first rounds has lost. A wrong loss
+costs speed, never a promise. Chosen, not measured."""
+
 EQUAL = 0.005
 """Files whose ratio is within this of 1 count as equal: more rounds are not worth their time. Chosen, not measured."""
 
@@ -142,12 +146,16 @@ class Ratio:
 def ratio(measurement: Measurement, plan: Plan) -> Ratio:
     """Ratio b/a of all rounds, at the error of one look (plan.error / number of looks).
 
-    The k-th smallest and k-th largest of n ratios bound the median with P(Binomial(n, 1/2) < k) on each side.
+    The k-th smallest and k-th largest of n ratios bound the median with P(Binomial(n, 1/2) < k) on each side. Where
+    rounds are too few for that, but each of `EARLY_ROUNDS` or more is above `CLEAR_LOSS`, their least is the lower end.
     """
     ratios = np.sort(np.asarray(measurement.b) / np.asarray(measurement.a))
     rank = _rank(len(ratios), plan.error / len(plan.looks))
     median = float(np.median(ratios))
-    return Ratio(median, float(ratios[rank - 1]), float(ratios[-rank])) if rank else Ratio(median, None, None)
+    if rank:
+        return Ratio(median, float(ratios[rank - 1]), float(ratios[-rank]))
+    is_loss = len(ratios) >= EARLY_ROUNDS and ratios[0] > CLEAR_LOSS
+    return Ratio(median, float(ratios[0]) if is_loss else None, None)
 
 
 @cache
@@ -171,8 +179,10 @@ def settled(measured: Ratio) -> bool:
 
 def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
     """Whether a candidate left a race earlier than by this plan: for want of time, or by another plan."""
-    rounds = len(measurement.a)
-    return rounds < plan.looks[0] or (rounds < plan.looks[-1] and not settled(ratio(measurement, plan)))
+    rounds, measured = len(measurement.a), ratio(measurement, plan)
+    if rounds < plan.looks[0]:
+        return measured.verdict != "slower"
+    return rounds < plan.looks[-1] and not settled(measured)
 
 
 FEWEST_BUILDS, USUAL_BUILDS = 1, 3
@@ -198,9 +208,10 @@ class Spread:
         return Spread(self.squares + other.squares, self.free + other.free)
 
 
-MOST_SPREAD = 0.2
-"""The largest standard deviation of the logarithm of a ratio, from pair to pair of builds, that is expected. Equal
-files had 0.3 to 2.4 % on ONNX Runtime at one thread and up to 17 % at eight (benchmarks/same.py)."""
+MOST_SPREAD = 0.13
+"""The largest standard deviation of the logarithm of a ratio, from pair to pair of builds, that is expected where
+rounds agree better than that. Equal files on ONNX Runtime had 0.2 to 2.2 % at one thread, up to 3 % at four and 6 % at
+eight, and 13 % at one thread of a very busy machine (benchmarks/findings.md)."""
 
 DEVIATIONS = 8.0
 """How many times their own deviation two pairs have to lie from 1, besides the least distance. Chosen: with more,
@@ -222,21 +233,23 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def clear_ratio(pairs: int, looks: int, error: float) -> float:
-    """The ratio that so many pairs of builds show to lie below 1 at one of so many looks, however much they differ."""
+    """The ratio that so many pairs of builds show to lie below 1 at one of so many looks, if rounds agree."""
     return float(np.exp(-build_margin((), pairs, error / looks)))
 
 
-def build_margin(parts: Sequence[Spread], pairs: int, error: float) -> float:
+def build_margin(parts: Sequence[Spread], pairs: int, error: float, of_rounds: float = 0.0) -> float:
     """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
+    `of_rounds` is the standard deviation of the logarithm of a ratio from round to round.
 
     The smallest of up to three margins, among which the error is divided:
 
-    - pairs that differ by `MOST_SPREAD`, or more where that was seen: shows a large gain however few builds there are;
+    - pairs that differ by `MOST_SPREAD`, or by more where pairs or rounds do: shows a large gain however few builds
+      there are;
     - Student's t for the deviation that was seen. The parts need not have the same one, as builds of one file may
       differ more than those of another: the degrees of freedom are those of Satterthwaite (Biometrics Bulletin 2,
       1946), fewer where one part has most of the squares;
     - for the first builds, whose few degrees of freedom Student's t pays much for, a fixed distance plus `DEVIATIONS`,
-      which holds the error up to `MOST_SPREAD`.
+      which holds the error as long as pairs differ by no more than in the first.
     """
     from scipy.special import ndtri, stdtrit  # slow to import
 
@@ -244,10 +257,11 @@ def build_margin(parts: Sequence[Spread], pairs: int, error: float) -> float:
     free: float = sum(part.free for part in parts)
     has_student, has_distance = free > 1, free > 0 and pairs <= USUAL_BUILDS
     share = error / (1 + has_student + has_distance)
-    deviation = float(np.sqrt(squares / free)) if free else 0.0
-    margins = [-float(ndtri(share)) * max(MOST_SPREAD, deviation) / float(np.sqrt(pairs))]
+    deviation, spread = float(np.sqrt(squares / free)) if free else 0.0, max(MOST_SPREAD, of_rounds)
+    margins = [-float(ndtri(share)) * max(spread, deviation) / float(np.sqrt(pairs))]
     if has_distance:
-        margins.append(_least_distance(1 if free == 1 else pairs - 1, pairs, share) + DEVIATIONS * deviation)
+        distance = spread * _least_distance(1 if free == 1 else pairs - 1, pairs, share)
+        margins.append(distance + DEVIATIONS * deviation)
     if has_student:
         if squares:
             free = max(1.0, squares**2 / sum(part.squares**2 / part.free for part in parts if part.free))
@@ -257,19 +271,19 @@ def build_margin(parts: Sequence[Spread], pairs: int, error: float) -> float:
 
 @cache
 def _least_distance(free: int, pairs: int, error: float) -> float:
-    """The distance d for which the mean of so many normal values of deviation `MOST_SPREAD` lies beyond d +
-    `DEVIATIONS` times an independent estimate of that deviation, of so many degrees of freedom, with chance `error`."""
+    """The distance d for which the mean of so many normal values of deviation 1 lies beyond d + `DEVIATIONS` times an
+    independent estimate of that deviation, of so many degrees of freedom, with chance `error`."""
     from scipy.optimize import brentq  # slow to import
     from scipy.special import gammaincinv, ndtr
 
     ranks = (np.arange(4096) + 0.5) / 4096
-    deviations = MOST_SPREAD * np.sqrt(2 * gammaincinv(free / 2, ranks) / free)
+    deviations = np.sqrt(2 * gammaincinv(free / 2, ranks) / free)
 
     def excess(distance: float) -> float:
-        beyond = (distance + DEVIATIONS * deviations) / (MOST_SPREAD / np.sqrt(pairs))
+        beyond = (distance + DEVIATIONS * deviations) * np.sqrt(pairs)
         return float(np.mean(ndtr(-beyond))) - error
 
-    return float(brentq(excess, 0.0, 10 * MOST_SPREAD))
+    return float(brentq(excess, 0.0, 10.0))
 
 
 WIDE = 0.05

@@ -25,7 +25,7 @@ from qdqtune.numerics.scores import Score, Scores, scores_of
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits, failure
-from qdqtune.timing.race import decided_candidates, race, taking_rounds
+from qdqtune.timing.race import race_candidates, taking_rounds
 from qdqtune.timing.ratios import Plan, is_cut_short, judge
 from qdqtune.tuning.records import FloatRecord, job_of
 from qdqtune.tuning.store import Store
@@ -214,7 +214,7 @@ class TrialWorker:
             now = time.monotonic()  # the next look takes about as long as all before
             return batch.deadline is not None and now + (now - begun) > batch.deadline
 
-        return race(take, len(handles), plan, decided_candidates(plan), is_late)
+        return race_candidates(take, len(handles), plan, is_late)
 
     def _trial(self, entrant: Entrant, result: Measurement, batch: Batch) -> Trial:
         outputs = entrant.outputs

@@ -173,4 +173,4 @@ class Racer:
                 handles.insert(0, handle)
             take = taking_rounds(runner, handles, self.plan, self.seed + number)
             leave = decided_files(comparisons, builds, self.plan, [view.shares for view in self.views])
-            return race(take, len(handles), self.plan, leave, is_late)
+            return race(take, len(handles), self.plan.looks, leave, is_late)

@@ -65,8 +65,9 @@ def cut(run: Run) -> Mode:
         if run.settings.front and noise is not None:
             return Mode(FrontSearch(by_layers, noise))
         return Mode(by_layers)
-    suggestions = subject.suggestions()
-    noise = binding_noise_of(run) if run.budget.can_learn else None
+    can_learn = run.budget.can_learn
+    suggestions = subject.suggestions() if can_learn else {}
+    noise = binding_noise_of(run) if can_learn else None
     if noise is not None:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
     seeds = {**subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}

@@ -22,7 +22,7 @@ from qdqtune.graph.rewrites import REWRITES
 from qdqtune.numerics.accuracy import accuracy
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.placement.insertion import Inserter
-from qdqtune.timing.race import decided_candidates, race, taking_rounds
+from qdqtune.timing.race import race_candidates, taking_rounds
 from qdqtune.timing.ratios import is_cut_short, ratio
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.records import Form, RewriteRecord, Tried, TriedRewrites
@@ -178,7 +178,7 @@ class _Trying:
             return RewriteRecord(results=results, builds=builds)
         take = taking_rounds(runner, list(handles.values()), settings.plan, settings.seed)
         try:
-            times = race(take, len(handles), settings.plan, decided_candidates(settings.plan), self.is_late)
+            times = race_candidates(take, len(handles), settings.plan, self.is_late)
             for place, name in enumerate(handles):
                 if name:
                     results[name] = self._checked(name, times.pair(0, place))

@@ -68,8 +68,8 @@ GRACE_SHARE, OVER_SHARE = 0.05, 0.02
 """The share of a time budget by which a proof may end late that would not begin otherwise; and by which it may then end
 after the budget. Chosen, not measured."""
 
-SLACK, PACED_SLACK = 1.5, 1.25
-"""How much longer candidates may take than is expected of them, and than those before took: they are to leave the proof
+SLACK = 1.25
+"""How much longer candidates may take than is expected of them, or than those before took: they are to leave the proof
 its time. Chosen, not measured."""
 
 LEARNING = 3
@@ -165,16 +165,21 @@ class Budget:
         one = FEWEST_BUILDS
         return self.brief + self.in_haste.proof_seconds(1, clear_ratio(one, len(block_looks(one)), Plan.error))
 
+    def blocks(self, ratio: float) -> int:
+        """How many blocks of builds show a gain that takes the share `ratio` of float's time, if builds differ as much
+        as they may."""
+        looks = block_looks(self.copies)
+        return next((n for n in looks if ratio < clear_ratio(n * self.copies, len(looks), Plan.error)), looks[-1])
+
     def reserve(self, ratio: float) -> float:
         """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
         share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds. Below 0 for a large
         gain."""
-        if self.ends is None or ratio >= 1 or not self.copies:
+        if self.ends is None or ratio >= 1:
             return 0.0
-        looks, each = block_looks(self.copies), self.proof_seconds(self.points, ratio)
-        needed = next((n for n in looks if ratio < clear_ratio(n * self.copies, len(looks), Plan.error)), looks[-1])
-        blocks = max(n for n in looks if n <= needed and (n == 1 or (n - 1) * each <= self.further))
-        return blocks * each - self.proof_seconds(self.points)
+        each, needed = self.proof_seconds(self.points, ratio), self.blocks(ratio)
+        able = [n for n in block_looks(self.copies) if n <= needed and (n == 1 or (n - 1) * each <= self.further)]
+        return max(able) * each - self.proof_seconds(self.points)
 
     @property
     def deadline(self) -> float | None:
@@ -204,10 +209,12 @@ class Budget:
         return replace(self, copies=FEWEST_BUILDS)
 
     def provable(self, finalists: int, ratio: float = HOPED_RATIO) -> int:
-        """How many of the finalists, which take the share `ratio` of float's time, there is time to prove together."""
-        while finalists and self.lacks(self.proof_seconds(finalists, ratio) - self.grace):
+        """How many of the finalists, which take the share `ratio` of float's time, there is time to prove together:
+        several only if that leaves time for all blocks that one of them may need."""
+        least = self.blocks(ratio) if self.points == 1 else 1
+        while finalists > 1 and self.lacks(least * self.proof_seconds(finalists, ratio) - self.grace):
             finalists -= 1
-        return finalists
+        return 0 if finalists and self.lacks(self.proof_seconds(finalists, ratio) - self.grace) else finalists
 
     def room(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> int:
         """How many candidates may follow; `pace` is the seconds that one took so far, `reserve` what the search leaves
@@ -215,7 +222,7 @@ class Budget:
         left = self.builds - len(trials)
         if self.seconds_left is None:
             return left
-        each = SLACK * self.candidate if pace is None else PACED_SLACK * pace
+        each = SLACK * (self.candidate if pace is None else pace)
         return max(0, min(left, int((self.seconds_left - reserve) / each))) if each else left
 
     def is_brief(self, trials: Sequence[Trial]) -> bool:
