@@ -477,24 +477,36 @@ class Bench:
         check_finite(outputs)
         return outputs
 
+    @property
+    def layer_seconds(self) -> float:
+        """The seconds that a layer report takes of a model that is as fast as the float model."""
+        floats = self.floats
+        return floats.build_seconds + 2 * profiled_runs(floats.seconds) * floats.seconds
+
+    def has_layers(self, placement: Placement) -> bool:
+        """Whether `layers` is known without a build."""
+        return self._store.has(_layers_key(placement)) or self._layers_of_trial(placement) is not None
+
     def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
         """The layer report of the float model, or of a placement that was measured; empty if the engine has none."""
-        key = f"layers:{placement.digest if placement else ''}"
 
         def profiled() -> tuple[Layer, ...]:
             runs = profiled_runs(self.floats.seconds)
             handle = self._worker.load(placement, "final_layers" if placement else "baseline")
             return self._runner.layers(handle, runs)
 
+        key = _layers_key(placement)
         try:
-            if not self._store.get(key, tuple[Layer, ...]) and placement:
-                trials = self._store.values("trial:", Trial).values()
-                known = (t.layers for t in trials if t.placement == placement and t.layers)
-                if (layers := next(known, None)) is not None:
+            if not self._store.get(key, tuple[Layer, ...]):
+                if (layers := self._layers_of_trial(placement)) is not None:
                     return layers
             return self._store.memo(key, tuple[Layer, ...], profiled)
         except EngineRefused:
             return ()
+
+    def _layers_of_trial(self, placement: Placement) -> tuple[Layer, ...] | None:
+        trials = self._store.values("trial:", Trial).values() if placement else ()
+        return next((t.layers for t in trials if t.placement == placement and t.layers), None)
 
     def repeatability(self) -> Accuracy:
         """The float model's outputs against those of the same build run again: no candidate can be more exact."""
@@ -571,6 +583,10 @@ class Bench:
     def scores(self) -> Scores:
         """The scores of classes among the float model's outputs, with the best classes. Raises as `floats`."""
         return scores_of(self.reference, self._conditions.scores)
+
+
+def _layers_key(placement: Placement) -> str:
+    return f"layers:{placement.digest if placement else ''}"
 
 
 def _key(placement: Placement, against: Placement) -> str:

@@ -112,9 +112,10 @@ def conclude(
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [unwatched(settings.engine)]))
     is_provider = settings.engine.name in PROVIDERS
-    if history or not run.budget.is_late or is_provider:  # kept in the state file for the report
-        is_built = any(trial.placement == proof.in_file for trial in history)
-        layers = run.bench.layers(proof.in_file if is_built else Placement())
+    is_built = any(trial.placement == proof.in_file for trial in history)
+    built = proof.in_file if is_built else Placement()
+    if is_provider or run.bench.has_layers(built) or not run.budget.lacks(run.bench.layer_seconds):
+        layers = run.bench.layers(built)  # kept in the state file for the report
         if is_provider:
             found = fallback(load(settings.output_dir / FINAL), layers)
             summary["fallback"] = asdict(found)

@@ -77,7 +77,7 @@ def rows_by_workload(contexts: Sequence[Compared], mix: Mix) -> list[dict[str, A
     return [row | one.figures for row, one in zip(named, first_faster(contexts).by_workload, strict=False)]
 
 
-ALIKE = 1.01
+ALIKE = 1.02
 """Medians within this factor, whose intervals overlap, are taken for equal. Chosen, not measured."""
 
 SLOWER = 1.01
@@ -108,9 +108,13 @@ def accepted(
 ) -> list[Trial]:
     """The trials of one batch, at most one of them marked as accepted: the fastest that won, or the most accurate of
     those that are equal to it. If none won: a trial that is more accurate than the `best` so far, and not slower as far
-    as the rounds can tell. None of the placements that are `slower` than float in a context."""
+    as the rounds can tell. None that is less accurate than the best and hardly faster, and none of the placements that
+    are `slower` than float in a context."""
     able = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
     alike = [(t, r) for t, r in able if r.verdict == "faster"]
+    if best is not None:
+        exactness = round(best.exactness)
+        alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or round(t.exactness) >= exactness]
     if alike:
         _, fastest = min(alike, key=lambda pair: (pair[1].median, -pair[0].number))
         alike = [(t, r) for t, r in alike if is_alike(r, fastest)]
