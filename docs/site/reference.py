@@ -9,12 +9,14 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
 import click
@@ -29,9 +31,12 @@ from qdqtune.cli import main
 from qdqtune.cli.command import Command, Parameter
 from qdqtune.cli.output import with_flags
 from qdqtune.commands.compare import CompareOptions
-from qdqtune.commands.doctor import engine_options
 from qdqtune.engines import MODULES
+from qdqtune.engines.library_settings import OnnxRuntimeOptions, OpenVinoOptions
 from qdqtune.engines.providers import PROVIDERS
+from qdqtune.engines.tensorrt.options import CachedOptions
+from qdqtune.engines.tensorrt.rtx import RtxOptions
+from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
 from qdqtune.placement import engine_rules
 from qdqtune.tuning.deploy import DeploySettings
 from qdqtune.tuning.folder import FILES
@@ -39,6 +44,14 @@ from qdqtune.tuning.summary import RunLog, Summary
 
 OF_RUNS = {"summary.json": Summary, "run.json": RunLog, "deploy/settings.json": DeploySettings}
 """JSON files of a run, with the types that read them."""
+
+ENGINE_OPTIONS = {
+    "onnxruntime": OnnxRuntimeOptions,
+    "openvino": OpenVinoOptions,
+    "tensorrt": CachedOptions,
+    "tensorrt-rtx": RtxOptions,
+    "trtexec": TrtexecOptions,
+}
 
 OVERVIEW = "reference/index.md"
 KEYWORDS: dict[str, type[options.Options]] = {"compare": CompareOptions}
@@ -305,7 +318,13 @@ def exit_page() -> str:
 
 
 def engines_page() -> str:
-    """The names that `--engine` takes."""
+    """The names that `--engine` takes, and their options."""
+    options: dict[tuple[str, str, str, str], list[str]] = {}
+    for engine, kind in ENGINE_OPTIONS.items():
+        for one in dataclasses.fields(kind):
+            hint, text = get_args(get_type_hints(kind, include_extras=True)[one.name])
+            default = "" if one.default in (None, "", ()) else json.dumps(one.default).strip('"')
+            options.setdefault((one.name, _engine_value(hint), default, text), []).append(engine)
     return (
         "# Engines\n\nNames that `--engine` takes. `qdqtune doctor` says which work on a machine, and what to install "
         "for the others.\n\n"
@@ -316,11 +335,20 @@ def engines_page() -> str:
         "providers take those of `onnxruntime`.\n\n"
         + table(
             ("option", "takes", "default", "engines", "meaning"),
-            [(code(o.name), o.takes, o.default, ", ".join(o.engines), prose(o.help)) for o in engine_options()],
+            [
+                (code(n), takes, default, ", ".join(of), prose(text))
+                for (n, takes, default, text), of in options.items()
+            ],
         )
         + "\n## Execution providers of ONNX Runtime\n\nSee [execution providers](../how-to/providers.md).\n\n"
         + table(("engine", "provider"), [(code(name), code(one.name)) for name, one in PROVIDERS.items()])
     )
+
+
+def _engine_value(hint: Any) -> str:
+    one = next(part for part in get_args(hint) if part is not NoneType) if isinstance(hint, UnionType) else hint
+    names = {bool: "true or false", int: "integer", str: "text", Sequence: "list of text", Mapping: "values by name"}
+    return names[get_origin(one) or one]
 
 
 def _first_line(module: str) -> str:

@@ -7,40 +7,36 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
 
 from loaded_modules import CUDA, absent
 from qdqtune.cli import main
-from qdqtune.commands import doctor
+from qdqtune.commands import doctor, qualification
 from qdqtune.commands.doctor import (
-    CHECKS,
-    DEEPER,
-    ITSELF,
     DoctorOptions,
     EnginesState,
     EngineState,
     Gpu,
     Processor,
     consequence,
-    engine_options,
     engine_state,
     examine,
     find_gpus,
 )
+from qdqtune.commands.qualification import CONTRACT, DEEPER, ITSELF, PLAIN
 from qdqtune.engines import MODULES, Built, EngineSpec, devices
+from qdqtune.engines.fake import Fake
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import Layer, Tensors
 from runs import environment
-from trtexec_stand_in import stand_in
 from workers import Workers, open_here
 
 # Processors
@@ -197,9 +193,7 @@ def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):
     told = {"version": "1.31", "plugin": "2.7", "device": "an NPU"}
     monkeypatch.setattr(doctor, "_described", lambda spec, folder: told)
     monkeypatch.setattr(doctor, "is_simulated", lambda name: True)
-    assert engine_state("qnn", tmp_path) == EngineState(
-        "qnn", "simulated", "2.7", "an NPU", takes=PROVIDERS["qnn"].notes
-    )
+    assert engine_state("qnn", tmp_path) == EngineState("qnn", "simulated", "2.7", "an NPU")
 
     def refused(spec, folder):
         raise EngineUnavailable(f"no device: {PROVIDERS['cuda'].install}")
@@ -227,11 +221,10 @@ def test_the_table(monkeypatch, capsys):
         EngineState("onnxruntime", "usable", "1.31", "Some CPU"),
         EngineState("openvino", "missing", reason="no module", remedy="pip install 'qdqtune[openvino]'"),
     )
-    takes = PROVIDERS["qnn"].notes
-    gpus, providers = (Gpu("L4", "550", "8.9", "23034 MiB"),), (EngineState("qnn", "missing", takes=takes),)
+    gpus, providers = (Gpu("L4", "550", "8.9", "23034 MiB"),), (EngineState("qnn", "missing"),)
     code, printed = run(monkeypatch, capsys, EnginesState(engines, CPU, gpus, "", providers))
     assert code == 0
-    assert re.search(rf"^ qnn +missing +{re.escape(takes)} *$", printed, re.MULTILINE)
+    assert re.search("^ qnn +missing *$", printed, re.MULTILINE)
     assert "openvino: no module: pip install 'qdqtune[openvino]'\n" in printed
     assert "CPU: Some CPU, 4 cores (avx2); no VNNI\n" in printed
     assert "GPU: L4, 23034 MiB, compute capability 8.9, driver 550\n" in printed
@@ -251,21 +244,9 @@ def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypa
     assert (told["processor"]["isa"], told["gpus"], told["gpu_note"]) == (["avx2"], [], "no driver")
 
 
-def test_every_option_of_every_real_engine_is_listed_with_its_type_and_default() -> None:
-    listed = {(engine, option.name): option for option in engine_options() for engine in option.engines}
-    assert listed.keys() == {(name, one.name) for name, kind in doctor.OPTIONS.items() for one in fields(kind)}
-    assert doctor.OPTIONS.keys() == MODULES.keys() - {"fake", *PROVIDERS}
-    for name in ("onnxruntime", "tensorrt", "tensorrt-rtx", "trtexec"):
-        assert doctor.OPTIONS[name] is get_type_hints(import_module(MODULES[name]).create)["options"]
-    told = listed["onnxruntime", "threads"]
-    assert (told.takes, told.default) == ("integer", "1")
-    assert (listed["openvino", "precision"].takes, listed["tensorrt", "opt_shapes"].takes) == ("text", "values by name")
-
-
 # What holds of our claims
 
 
-CONVOLUTIONS, ATTENTION, FUSED = "convolutions", "transformer, heads of 16", "transformer, fused qkv"
 DYNAMIC, W8, FP8 = "dynamic shapes", "weights of 8 bits", "fp8"
 REAL = EngineSpec("onnxruntime", {"threads": 1})
 FAKE = EngineSpec("fake")
@@ -276,24 +257,24 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Leaves of the checks those that are named, of their subjects some, and makes graphs smaller."""
 
     def leave(names: str, *subjects: str) -> None:
-        chosen = [check for check in CHECKS if check.name in names.split(", ")]
+        chosen = [one for one in CONTRACT if one.name in names.split(", ")]
+        kept = [one._replace(subjects=tuple(s for s in one.subjects if s in subjects)) for one in chosen]
         assert len(chosen) == len(names.split(", "))
-        kept = [c._replace(subjects=tuple(s for s in c.subjects if s in subjects)) for c in chosen]
-        assert all(check.subjects for check in kept)
-        monkeypatch.setattr(doctor, "CHECKS", kept)
+        assert all(one.subjects for one in kept)
+        monkeypatch.setattr(qualification, "CONTRACT", kept)
 
-    monkeypatch.setattr(doctor, "SIDE", 8)
+    monkeypatch.setattr(qualification, "SIDE", 8)
     return leave
 
 
 def qualified(spec: EngineSpec) -> dict[tuple[str, str], tuple[str, str]]:
     """What was seen, by check and subject."""
-    done = doctor.qualify(DoctorOptions(engine=spec), Silent())
+    done = qualification.qualify(DoctorOptions(engine=spec), Silent())
     return {(seen.check, seen.subject): (seen.state, seen.told) for seen in done.checks}
 
 
 def test_a_simulator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "is_simulated", lambda name: name == "fake")
+    monkeypatch.setattr(qualification, "is_simulated", lambda name: name == "fake")
     with pytest.raises(EngineUnavailable, match="fake is a simulator on this machine, whose times mean nothing, and"):
         qualified(FAKE)
 
@@ -309,20 +290,6 @@ def broken(seen: dict[tuple[str, str], tuple[str, str]]) -> set[tuple[str, str]]
 
 # Engines that do what we claim
 
-GRAPH_CHECKS = "builds, layers, 8 bits, numbers"
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
-def test_on_a_cpu_all_graphs_hold(name: str, only: Any) -> None:
-    if name == "openvino":
-        pytest.importorskip("openvino")
-    only(GRAPH_CHECKS, CONVOLUTIONS, "residual", ATTENTION, FUSED, DYNAMIC, W8, FP8)
-    seen = qualified(EngineSpec(name, {"threads": 1}))
-    assert not broken(seen)
-    assert {subject for (_, subject), (state, _) in seen.items() if state == "not applicable"} == {FP8}
-    assert "FP8" in seen["builds", FP8][1]
-
 
 @pytest.mark.usefixtures("workers")
 def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(
@@ -330,25 +297,11 @@ def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(
 ) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     absent(monkeypatch, *CUDA)
-    only(GRAPH_CHECKS, DYNAMIC, W8)
+    only("builds, layers, 8 bits, numbers", DYNAMIC, W8)
     seen = qualified(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
     assert not broken(seen)
     assert {check for (check, _), (state, _) in seen.items() if state == "not applicable"} == {"numbers"}
     assert "device is not present" in seen["numbers", DYNAMIC][1]
-
-
-@pytest.mark.usefixtures("workers")
-def test_the_fake_engine_holds_but_for_8_bits(only: Any) -> None:
-    """Its model of costs fuses no product without a pair behind it."""
-    only("builds, layers, 8 bits, numbers, times", CONVOLUTIONS, DYNAMIC, ITSELF, DEEPER)
-    assert broken(qualified(FAKE)) == {("8 bits", CONVOLUTIONS), ("8 bits", DYNAMIC)}
-
-
-@pytest.mark.usefixtures("workers")
-def test_what_stands_in_for_trtexec_holds(tmp_path: Path, only: Any) -> None:
-    only("builds, layers", DYNAMIC)
-    seen = qualified(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")}))
-    assert {(name, told) for (name, _), (state, told) in seen.items() if state != "held"} == set()
 
 
 @pytest.mark.usefixtures("workers")
@@ -403,7 +356,7 @@ def last(layers: tuple[Layer, ...], **changes: Any) -> tuple[Layer, ...]:
 
 @pytest.mark.parametrize("file", ["float", "quantized"])
 def test_an_engine_that_refuses_a_file(file: str, only: Any, workers: Workers) -> None:
-    only("builds", CONVOLUTIONS)
+    only("builds", PLAIN)
     workers.refused = lambda b: "no kernel" if b.path.stem == file and b.engine == "fake" else None
     assert the_one(FAKE) == ("not held", f"{file}.onnx is not built: no kernel")
 
@@ -417,7 +370,7 @@ def test_an_engine_that_refuses_a_file(file: str, only: Any, workers: Workers) -
     (lambda layers: (*layers, Layer("odd", (), "", 10.0, "unknown")), "sensible times"),
 ])  # fmt: skip
 def test_layers_of_other_nodes_or_without_sensible_times(changed: Any, reason: str, only: Any, workers: Any) -> None:
-    only("layers", CONVOLUTIONS)
+    only("layers", PLAIN)
     alter(workers, layers=changed)
     state, told = the_one(REAL)
     assert (state, reason in told) == ("not held", True)
@@ -425,13 +378,13 @@ def test_layers_of_other_nodes_or_without_sensible_times(changed: Any, reason: s
 
 @pytest.mark.usefixtures("workers")
 def test_an_engine_that_times_no_layers_is_not_to_blame(only: Any) -> None:
-    only("layers", CONVOLUTIONS)
+    only("layers", PLAIN)
     assert the_one(EngineSpec("fake", {"hide_times": True}))[0] == "held"
 
 
 @pytest.mark.parametrize(("graph", "changed", "reason"), [
-    (CONVOLUTIONS, lambda layers: last(layers, precision="FP32"), ", the first: /conv_6 (Conv) runs in float"),
-    (CONVOLUTIONS, lambda layers: tuple(replace(layer, precision="") for layer in layers), "none of "),
+    (PLAIN, lambda layers: last(layers, precision="FP32"), ", the first: /conv_6 (Conv) runs in float"),
+    (PLAIN, lambda layers: tuple(replace(layer, precision="") for layer in layers), "none of "),
     (W8, lambda layers: (Layer("x", ("weight_a_256x512_DequantizeLinear",), "FP32", 0.1, "quantize"), *layers[2:]),
      "does not draw weights"),
 ])  # fmt: skip
@@ -444,14 +397,14 @@ def test_products_that_lose_their_8_bits(graph: str, changed: Any, reason: str, 
 
 @pytest.mark.parametrize(("file", "factor"), [("float", 1.02), ("quantized", 1.2), ("quantized", np.nan)])
 def test_outputs_that_are_off(file: str, factor: float, only: Any, workers: Workers) -> None:
-    only("numbers", CONVOLUTIONS)
+    only("numbers", PLAIN)
     alter(workers, outputs=lambda outputs: {name: factor * y for name, y in outputs.items()}, file=file)
     assert the_one(REAL)[0] == "not held"
 
 
 @pytest.mark.parametrize(("subject", "slower"), [
-    (ITSELF, lambda build: 2.0 if build.log.stem.endswith("_1") else 1.0),
-    (DEEPER, lambda build: 0.1 if build.path.stem == "deeper" else 1.0),
+    (ITSELF, lambda build: 2.0 if build.path.stem == "other" else 1.0),
+    (DEEPER, lambda build: 0.1 if build.path.stem == "other" else 1.0),
 ])  # fmt: skip
 def test_times_that_tell_equal_files_apart_or_no_others(subject: str, slower: Any, only: Any, workers: Workers) -> None:
     only("times", subject)
@@ -467,21 +420,17 @@ def test_times_that_tell_equal_files_apart_or_no_others(subject: str, slower: An
 ])  # fmt: skip
 def test_a_search_that_ships_what_it_may_not(result: Any, told: str, only: Any, monkeypatch: Any) -> None:
     only("search", "cut")
-    monkeypatch.setattr(doctor, "tune", lambda *_: SimpleNamespace(**result))
+    monkeypatch.setattr(qualification, "tune", lambda *_: SimpleNamespace(**result))
     assert told in the_one(FAKE)[1]
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(("capability", "state"), [("8.6", "not applicable"), ("[N/A]", "held")])
-def test_fp8_on_a_gpu_that_has_none(
-    capability: str, state: str, only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("capability", "state"), [("8.6", "not applicable"), ("8.9", "held")])
+def test_fp8_on_a_gpu_that_has_none(capability: str, state: str, only: Any, monkeypatch: Any) -> None:
     only("builds", FP8)
-    monkeypatch.setattr(doctor, "find_gpus", lambda: ((Gpu("A10", "550", capability, "24 GB"),), ""))
-    spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})
-    found, told = the_one(spec)
-    assert found == state
-    assert (told == "GPUs of compute capability 8.6 have no FP8") is (state == "not applicable")
+    described = Fake.describe
+    monkeypatch.setattr(Fake, "describe", lambda s: described(s) | {"compute_capability": capability})
+    assert the_one(EngineSpec("fake"))[0] == state
 
 
 # The command
@@ -492,15 +441,15 @@ def test_the_page_the_file_and_the_exit_code(
     call: Any, only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    only("builds", CONVOLUTIONS, W8)
+    only("builds", PLAIN, W8)
     words = ("doctor", "--qualify", "--engine", "fake")
     code, printed, _ = call(*words)
     told = json.loads((tmp_path / "qualification_fake.json").read_text())
     assert (code, told["holds"], told["engine"]["engine"]) == (0, True, "fake")
     states = {seen["subject"]: seen["state"] for seen in told["checks"]}
-    assert states == {CONVOLUTIONS: "held", W8: "not applicable"}
+    assert states == {PLAIN: "held", W8: "not applicable"}
     assert f"not applicable: builds, {W8}: fake has no kernels" in printed
-    only("8 bits", CONVOLUTIONS)  # for the model of costs a product without a pair behind it runs in float
+    only("8 bits", PLAIN)  # for the model of costs a product without a pair behind it runs in float
     code, printed, _ = call(*words, "--json", "-o", "other.json")
     assert code == 4
     assert json.loads(printed)["checks"][0]["state"] == "not held"

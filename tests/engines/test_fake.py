@@ -19,11 +19,15 @@ SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 class TestFake(EngineContract):
     spec = EngineSpec("fake")
     saved = None
+    subjects = (*EngineContract.subjects, "times")
+    unmet = frozenset({"8 bits"})  # its model of costs fuses no product without a pair behind it
 
 
 class TestFakeAsymmetric(EngineContract):
     spec = EngineSpec("fake", {"asymmetric": True, "noise": 0.05, "drift": 0.1, "spikes": 0.01})
     saved = None
+    subjects = (*EngineContract.subjects, "times")
+    unmet = frozenset({"8 bits"})
 
 
 def test_a_pair_around_a_small_operator_costs_and_around_a_large_one_gains() -> None:

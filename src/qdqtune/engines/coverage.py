@@ -6,14 +6,11 @@ tensors are borders between layers: a node that no layer names belongs to the la
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import inf
 from pathlib import Path
 
-from qdqtune.errors import first_of
 from qdqtune.graph.loading import name_nodes, read
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
@@ -21,9 +18,6 @@ from qdqtune.types import Layer
 
 FIRST_IN_FUSION = COMPUTE | {"DequantizeLinear"}
 """Operators that a fusion begins with: they are not fused with the producer of their input."""
-
-STRANGE = 0.1
-"""The largest share of the time that rows of a profile may take that fit no layer. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -128,26 +122,3 @@ def readers(model: Model, tensor: str) -> list[Node]:
 def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
     """The layer of kind "folded", for nodes that do not run at inference; none if there are no such nodes."""
     return (Layer("folded", nodes, "", 0.0, "folded"),) if nodes else ()
-
-
-def wrong_nodes(operators: Mapping[str, str], layers: Sequence[Layer]) -> str:
-    """Why the layers do not cover a model, whose nodes are `operators` by name: each node must be in one layer, and
-    each product in one that computes. "" if they do."""
-    named = Counter(chain.from_iterable(layer.nodes for layer in layers))
-    computed = set[str]().union(*(layer.nodes for layer in layers if layer.kind == "compute"))
-    wrong = {
-        "nodes in no layer": operators.keys() - named.keys(),
-        "nodes in several layers": {node for node, count in named.items() if count > 1},
-        "layers with names that are no nodes": named.keys() - operators.keys(),
-        "products outside of layers that compute": {n for n, op in operators.items() if op in COMPUTE} - computed,
-    }
-    return next((f"{what}: {first_of(sorted(names))}" for what, names in wrong.items() if names), "")
-
-
-def has_sensible_times(layers: Sequence[Layer]) -> bool:
-    """Whether each layer that runs has a time, and next to none of it is in rows that fit no layer."""
-    times = [layer.time_ms for layer in layers if layer.kind != "folded"]
-    known = [time for time in times if time is not None]
-    strange = sum(layer.time_ms or 0.0 for layer in layers if layer.kind == "unknown")
-    is_whole = len(known) == len(times) and min(known) >= 0 and 0 < sum(known) < inf
-    return is_whole and strange <= STRANGE * sum(known)

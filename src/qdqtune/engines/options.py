@@ -101,7 +101,7 @@ class EngineOptions(Options):
     engine_options: Option[Mapping[str, Any] | Sequence[str] | None, Mapping[str, Any]] = option(
         assignments("sets nothing"),
         None,
-        "An option of the engine, which doctor lists; VALUE is JSON or text. Repeatable.",
+        "An option of the engine, by a name of its page in the reference; VALUE is JSON or text. Repeatable.",
         "Engine",
         flags="--engine-option",
     )

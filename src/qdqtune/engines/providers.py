@@ -32,7 +32,6 @@ class Provider:
     install: the command or the build that brings it.
     source: the address of its documents; "" for a provider of which nobody has looked at what it leaves to others.
     like: the engine whose placement rules hold for it.
-    notes: what numbers it takes beyond that, in words: 16 bits, opset, zero points.
     weights: weight formats of products.
     plugin: the Python module of its plug-in package, whose `get_library_path` names the library; "" if it is built into
         ONNX Runtime. The engine's option `library` names another library.
@@ -58,7 +57,6 @@ class Provider:
     install: str = ""
     source: str = ""
     like: str = "onnxruntime"
-    notes: str = ""
     weights: tuple[str, ...] = ()
     plugin: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +79,6 @@ CUDA = Provider(
     source=f"{DOCUMENTS}/CUDA-ExecutionProvider.html",
     like="tensorrt",
     numbers=SYMMETRIC,
-    notes="Q and DQ run as kernels of their own; 8-bit convolutions have none. Weights alone: blocks of 4 and 8 bits",
     weights=("w4b32", "w4b128", "w4b32a", "w4b128a", "w8b32", "w8b128"),
     is_gpu=True,
     memory="cuda",
@@ -109,7 +106,6 @@ QNN = Provider(
         wide=QType.UINT16,
         wide_scales=(FixedScale("Sigmoid", 2**-16, 0), FixedScale("Tanh", 2**-15, 2**15), FixedScale("Log", 4 / 65535)),
     ),
-    notes="8 or 16 bits by tensor; what carries no pair runs in float16; static shapes; int4 weights run, not offered",
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
     plain=frozenset({

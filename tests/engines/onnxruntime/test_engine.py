@@ -46,6 +46,7 @@ CPU = table_of(CPU_PROVIDER)
 class TestOnnxRuntime(EngineContract):
     spec = EngineSpec("onnxruntime")
     saved = "saved.onnx"
+    subjects = (*EngineContract.subjects, "residual", "transformer, heads of 16", "weights of 8 bits")
 
 
 def test_a_missing_provider_names_those_that_exist() -> None:

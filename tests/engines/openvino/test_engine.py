@@ -28,6 +28,7 @@ SPEC = EngineSpec("openvino", {"denormals_as_zero": False})
 class TestOpenVino(EngineContract):
     spec = SPEC
     saved = "saved.xml"
+    subjects = (*EngineContract.subjects, "residual", "transformer, heads of 16", "weights of 8 bits")
 
 
 def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,468 @@
+"""What every engine must do, as the tests of engines check it, and `doctor --qualify` on a machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+from math import inf, prod
+from pathlib import Path
+from re import fullmatch
+from time import monotonic
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import onnx
+from onnx import numpy_helper, parser
+
+from qdqtune.calibration.observe import Session, onnxruntime_session
+from qdqtune.commands.compare import CompareOptions, compare
+from qdqtune.commands.doctor import DoctorOptions, find_gpus, this_processor
+from qdqtune.commands.inputs import execution_of, sample_source
+from qdqtune.commands.quantize import QuantizeOptions, quantize
+from qdqtune.commands.shown import Shown, Table
+from qdqtune.commands.tune import TuneOptions, tune
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.execution import EXECUTION
+from qdqtune.engines.machine import is_simulated, simulated
+from qdqtune.engines.options import with_timing_cache
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.tensorrt.options import Span, with_spans
+from qdqtune.errors import (
+    BadOption,
+    ConstraintUnmet,
+    EngineFailure,
+    EngineRefused,
+    EngineUnavailable,
+    QdqtuneError,
+    first_of,
+    rewording,
+)
+from qdqtune.explanation.unfused import check as findings_of
+from qdqtune.explanation.unfused import is_low
+from qdqtune.graph.loading import load
+from qdqtune.graph.operators import COMPUTE
+from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
+from qdqtune.numerics.simulation import with_integer_softmax
+from qdqtune.system.writing import temporary_folder
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.options import Mode
+from qdqtune.types import EQUAL_DB, Layer, Sample
+from qdqtune.version import __version__
+
+State = Literal["held", "not held", "not applicable"]
+
+QUICKLY: Mapping[str, Any] = {"calibration_method": "minmax", "bias_correction": False}
+"""How ranges are found: their accuracy is not what is checked."""
+
+RUNS, ROUNDS, TUNE_SECONDS = 5, 12, 60.0
+"""Profiled inferences of a file; rounds of a comparison; the time budget of a search. Chosen, not measured."""
+
+FLOAT_DB, LOST_DB = 40.0, 3.0
+"""The least SQNR of float outputs, which TF32 and float16 reach; and how far the SQNR of a quantized model may be below
+that of the simulation, of which what lies above `FLOAT_DB` is not asked for. Chosen, not measured."""
+
+STRANGE = 0.1
+"""The largest share of the time that rows of a profile may take that fit no layer. Chosen, not measured."""
+
+OPEN, SIZES = "tokens", ((2, 64, 128), (4, 96, 128), (8, 128, 128))
+"""The input of the graph with dynamic shapes, and its smallest, usual and largest sizes."""
+
+SAMPLES, WIDTH, SIDE, HEADS, ROWS = 8, 64, 28, 4, 128
+"""Samples of each graph; channels and pixels of images, heads and tokens of attention: enough that 8 bits pay on most
+engines. Chosen, not measured."""
+
+FP8_SINCE = 8.9
+"""The first compute capability of NVIDIA's with FP8."""
+
+HEAD = '<ir_version: 8, opset_import: ["": 17]>'
+"""Of models as text: with LayerNormalization, and for TensorRT 8.6 as well."""
+
+NO_MODELS = {
+    "an unknown operator": f"{HEAD} net (float[1] x) => (float y) {{y = NoSuchOp(x)}}",
+    "a tensor that nothing makes": f"{HEAD} net (float[1] x) => (float y) {{y = Add(x, nobody)}}",
+}
+WRONG_INPUTS = {"no input": {}, "an input of other sizes": {"x": np.zeros((1, 1, 2, 2), np.float32)}}
+"""Models and inputs that no engine may accept."""
+
+PLAIN, ITSELF, DEEPER = "convolutions", "a file and itself", "a file and one of four times its layers"
+
+
+def samples_of(file: Path) -> list[Sample]:
+    """Normally distributed inputs; those of the open input have its sizes in turn."""
+    random, (value,) = np.random.default_rng(1), onnx.load(file).graph.input
+    sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    shapes = [SIZES[i % 3] if value.name == OPEN else sizes for i in range(SAMPLES)]
+    return [{value.name: random.standard_normal(shape).astype(np.float32)} for shape in shapes]
+
+
+def _model(shape: Sequence[int | str], nodes: str, name: str = "x", constants: str = "") -> onnx.ModelProto:
+    """A model of nodes in ONNX's text format, from the input `name` to the output `y`. Constants such as
+    `weight_a_64x32` get values: weights are random, and keep the variance of values."""
+    sizes = ",".join(map(str, shape))
+    model = parser.parse_model(f"{HEAD} net (float[{sizes}] {name}) => (float y) <{constants}> {{{nodes}}}")
+    random, graph = np.random.default_rng(0), model.graph
+    graph.output[0].type.tensor_type.ClearField("shape")
+    for constant in dict.fromkeys(tensor for node in graph.node for tensor in node.input):
+        if parts := fullmatch(r"(weight|bias|one)_\w+?_([0-9x]+)", constant):
+            dims = [int(size) for size in parts[2].split("x")]
+            summands = {1: 16, 2: dims[0]}.get(len(dims), prod(dims[1:]))
+            values = np.ones(dims) if parts[1] == "one" else random.standard_normal(dims) / np.sqrt(summands)
+            graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), constant))
+    for number, node in enumerate(graph.node):
+        node.name = f"/{node.op_type.lower()}_{number}"
+    return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+
+
+def _conv(x: str, y: str, before: int = WIDTH, after: int = WIDTH, kernel: int = 3, group: int = 1) -> str:
+    sizes = f"{after}x{before // group}x{kernel}x{kernel}"
+    how = f"pads: ints = {[kernel // 2] * 4}, group: int = {group}"
+    return f"{y} = Conv <{how}> ({x}, weight_{y}_{sizes}, bias_{y}_{after})"
+
+
+def _product(x: str, y: str, rows: int, columns: int) -> str:
+    return f"{y}_0 = MatMul({x}, weight_{y}_{rows}x{columns}) {y} = Add({y}_0, bias_{y}_{columns})"
+
+
+def _norm(x: str, y: str, width: int) -> str:
+    return f"{y} = LayerNormalization <axis: int = -1> ({x}, one_{y}_{width}, bias_{y}_{width})"
+
+
+def convolutions(depth: int = 4) -> onnx.ModelProto:
+    more = "".join(f" r{n} = Relu(c{n - 1}) {_conv(f'r{n}', f'c{n}')}" for n in range(1, depth))
+    return _model((1, 3, SIDE, SIDE), f"{_conv('x', 'c0', 3)} {more} y = Relu(c{depth - 1})")
+
+
+def residual() -> onnx.ModelProto:
+    """An inverted residual: 1x1, depthwise, 1x1, and an Add around all; then a global average and a Gemm."""
+    nodes = f"""
+        {_conv("x", "a", WIDTH, 2 * WIDTH, 1)} b = Clip(a, low, high)
+        {_conv("b", "c", 2 * WIDTH, 2 * WIDTH, 3, 2 * WIDTH)} d = Clip(c, low, high)
+        {_conv("d", "e", 2 * WIDTH, WIDTH, 1)} f = Add(e, x)
+        g = GlobalAveragePool(f) h = Flatten(g) y = Gemm(h, weight_last_{WIDTH}x16)"""
+    return _model((1, WIDTH, SIDE, SIDE), nodes, constants="float low = {0}, float high = {6}")
+
+
+def transformer(head: int) -> onnx.ModelProto:
+    """A layer of attention with heads of a size, whose queries, keys and values come from one product, and two products
+    with a Gelu between them."""
+    width = HEADS * head
+    nodes = f"""
+        {_norm("x", "n", width)} {_product("n", "all", width, 3 * width)} apart = Reshape(all, five)
+        turned = Transpose <perm: ints = [2, 0, 3, 1, 4]> (apart) a, b, c = Split <axis: int = 0> (turned)
+        q = Squeeze(a, first) k = Squeeze(b, first) v = Squeeze(c, first)
+        t = Transpose <perm: ints = [0, 1, 3, 2]> (k) scores = MatMul(q, t) scaled = Mul(scores, scale)
+        shares = Softmax <axis: int = -1> (scaled) mixed = MatMul(shares, v)
+        joined = Transpose <perm: ints = [0, 2, 1, 3]> (mixed) flat = Reshape(joined, three)
+        {_product("flat", "out", width, width)} middle = Add(out, x) {_norm("middle", "m", width)}
+        {_product("m", "wide", width, 4 * width)} d = Div(wide, root) e = Erf(d) f = Add(e, unit)
+        g = Mul(wide, f) h = Mul(g, half) {_product("h", "last", 4 * width, width)} y = Add(last, middle)"""
+    constants = f"""int64[5] five = {{0, 0, 3, {HEADS}, {head}}}, int64[1] first = {{0}},
+        int64[3] three = {{0, 0, {width}}}, float scale = {{{head**-0.5}}},
+        float root = {{{2**0.5}}}, float unit = {{1}}, float half = {{0.5}}"""
+    return _model((1, ROWS, width), nodes, constants=constants)
+
+
+def products(shape: Sequence[int | str] = (1, 4, 256), name: str = "x") -> onnx.ModelProto:
+    width = int(shape[-1])
+    nodes = f"""
+        {_product(name, "a", width, 2 * width)} b = Relu(a)
+        {_product("b", "c", 2 * width, 2 * width)} d = Relu(c)
+        {_product("d", "y", 2 * width, width)}"""
+    return _model(shape, nodes, name)
+
+
+GRAPHS: Mapping[str, tuple[Callable[[], onnx.ModelProto], Mapping[str, str]]] = {
+    PLAIN: (convolutions, {}),
+    "residual": (residual, {}),
+    **{f"transformer, heads of {size}": (partial(transformer, size), {}) for size in (16, 32, 64)},
+    "dynamic shapes": (partial(products, ("batch", "rows", SIZES[0][-1]), OPEN), {}),
+    "weights of 8 bits": (products, {"weight_only": "w8"}),
+    "weights of 4 bits": (products, {"weight_only": "w4"}),
+    "fp8": (convolutions, {"quant_type": "fp8"}),
+}
+"""Graphs by name: the model in float, and the options of `quantize` that differ from the defaults."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Whether a requirement held for one subject, what was seen or why it did not, and the seconds that it took."""
+
+    check: str
+    subject: str
+    state: State
+    told: str
+    seconds: float
+
+
+@dataclass(frozen=True, repr=False)
+class Qualification(Shown):
+    """What held of the requirements. `engine` is its description, `machine` names the hardware."""
+
+    engine: Mapping[str, str]
+    machine: Mapping[str, str]
+    checks: tuple[Seen, ...]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        return all(seen.state != "not held" for seen in self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.holds else ConstraintUnmet.exit_code
+
+    def in_words(self) -> str:
+        counts = Counter(seen.state for seen in self.checks)
+        states = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
+        engine = f"{self.engine['engine']} {self.engine['version']} on {self.engine['device']}"
+        return f"{engine}: of {len(self.checks)} checks {states}; {self.seconds:.0f} s"
+
+    def parts(self) -> Iterator[str | Table]:
+        """What each check is about, what did not hold or is not applicable, once a reason, and the counts."""
+        lines = [f"{requirement.name}: {requirement.claim}" for requirement in CONTRACT]
+        for told in dict.fromkeys((seen.state, seen.told) for seen in self.checks if seen.state != "held"):
+            first = next(seen for seen in self.checks if (seen.state, seen.told) == told)
+            lines.append(f"{first.state}: {first.check}, {first.subject}: {first.told}")
+        yield from (*lines, self.in_words())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"qdqtune": __version__, "holds": self.holds, **asdict(self), "seconds": round(self.seconds, 1)}
+
+
+class NotApplicableError(Exception):
+    """The engine cannot do what a requirement is about; the message says why."""
+
+
+@dataclass
+class Bench:
+    """An engine with the files of graphs, which are made when they are first asked for. `simulation` is ONNX Runtime
+    without fusion."""
+
+    spec: EngineSpec
+    folder: Path
+    runner: Runner
+    simulation: Session
+    observer: Observer
+    has_fp8: bool
+
+    def plain(self, graph: str) -> Path:
+        """The float file of a graph, beside its samples."""
+        file = self.folder / graph.replace(" ", "_") / "float.onnx"
+        if not file.exists():
+            file.parent.mkdir()
+            onnx.save(GRAPHS[graph][0](), file)
+            sample_source(samples_of(file), file.parent, EXECUTION)
+        return file
+
+    def samples(self, graph: str) -> str:
+        return str(self.plain(graph).with_name("samples"))
+
+    def quantized(self, graph: str) -> Path:
+        """The file of a graph with pairs by the engine's rules, or with weight formats."""
+        if graph == "fp8" and not self.has_fp8:
+            raise NotApplicableError("GPUs before compute capability 8.9 have no FP8")
+        options = GRAPHS[graph][1]
+        file = self.plain(graph).with_name("quantized.onnx")
+        if file.exists():
+            return file
+        asked = {"engine": self.spec.name, "calibration_data": self.samples(graph), **QUICKLY, **options}
+        try:
+            if graph == "fp8":
+                self.runner.numeric_format("fp8")
+            quantize(QuantizeOptions(self.plain(graph), output=file, **asked))
+        except BadOption as error:
+            if not options:  # pairs in 8 bits are for every engine
+                raise
+            raise NotApplicableError(str(error)) from error
+        return file
+
+    def loaded(self, file: Path) -> Handle:
+        with rewording(f"{file.name} is not built"):
+            return self.runner.load(file)
+
+    def layers(self, file: Path) -> tuple[Layer, ...]:
+        self.runner.feed(samples_of(file)[0])
+        handle = self.loaded(file)
+        with rewording(f"{file.name} has no layers"):
+            return self.runner.layers(handle, RUNS)
+
+
+def _builds(bench: Bench, graph: str) -> str:
+    files = [bench.quantized(graph)] if GRAPHS[graph][1] else [bench.plain(graph), bench.quantized(graph)]
+    return ", ".join(f"{file.stem} in {bench.loaded(file).build_seconds:.2f} s" for file in files)
+
+
+def _refuses(bench: Bench, subject: str) -> str:
+    file = bench.plain(PLAIN)
+    if subject in NO_MODELS:
+        file = bench.folder / "refused.onnx"
+        onnx.save(parser.parse_model(NO_MODELS[subject]), file)
+    try:
+        bench.runner.outputs_of(file, [WRONG_INPUTS.get(subject, {})])
+    except EngineRefused as refused:
+        if refused.failure.stage not in ("build", "run") or len(str(refused).splitlines()) != 1:
+            raise
+        return str(refused)
+    raise EngineFailure("it is accepted")
+
+
+def _reports_layers(bench: Bench, graph: str) -> str:
+    counts = []
+    for file in (bench.plain(graph), bench.quantized(graph)):
+        layers, operators = bench.layers(file), {node.name: node.op for node in load(file).nodes}
+        named = Counter(chain.from_iterable(layer.nodes for layer in layers))
+        computed = set[str]().union(*(layer.nodes for layer in layers if layer.kind == "compute"))
+        wrong = {
+            "nodes in no layer": operators.keys() - named.keys(),
+            "nodes in several layers": {node for node, count in named.items() if count > 1},
+            "layers with names that are no nodes": named.keys() - operators.keys(),
+            "products outside of layers that compute": {n for n, op in operators.items() if op in COMPUTE} - computed,
+            "a layer behind that of folded nodes": {x.name for x in layers[:-1] if x.kind == "folded"},
+        }
+        for what, names in wrong.items():
+            if names:
+                raise EngineFailure(f"{file.name} has {what}: {first_of(sorted(names))}")
+        running = [layer for layer in layers if layer.kind != "folded"]
+        times = [layer.time_ms for layer in running if layer.time_ms is not None]
+        strange = sum(layer.time_ms or 0.0 for layer in running if layer.kind == "unknown")
+        counts.append(f"{file.stem}: {len(operators)} nodes in {len(layers)} layers, {sum(times):.4g} ms")
+        is_sensible = len(times) == len(running) and min(times) >= 0 and 0 < sum(times) < inf
+        if times and not (is_sensible and strange <= STRANGE * sum(times)):
+            raise EngineFailure(f"layers without sensible times in {counts[-1]}")
+    return "; ".join(counts)
+
+
+def _keeps_8_bits(bench: Bench, graph: str) -> str:
+    """Convolutions and products with pairs run in 8 bits, and products read weights in weight formats themselves. What
+    else `qdqtune check` finds, such as conversions between 8 bits and float, costs time and is counted."""
+    file, options = bench.quantized(graph), GRAPHS[graph][1]
+    model, layers = load(file), bench.layers(file)
+    numbers = None if "weight_only" in options else bench.runner.numeric_format("fp8" if graph == "fp8" else "int8")
+    failing = [finding for finding in findings_of(model, layers, numbers) if finding.fails]
+    products = {node.name for node in model.nodes if node.op in COMPUTE}
+    lost = [f for f in failing if numbers is None or (f.kind == "float compute" and not products.isdisjoint(f.nodes))]
+    running = [layer for layer in layers if layer.kind != "folded"]
+    low = sum(is_low(layer.precision) for layer in running)
+    if lost:
+        raise EngineFailure(f"{len(lost)} of {len(running)} layers, the first: {lost[0].reason}")
+    if not low and numbers is not None:
+        raise EngineFailure(f"none of {len(running)} layers runs in 8 bits")
+    if any(is_low(layer.precision) for layer in bench.layers(bench.plain(graph))):
+        raise EngineFailure("a layer of the float model is said to run in 8 bits")
+    return f"{low} of {len(running)} layers in 8 bits, {len(failing)} other findings of `qdqtune check`"
+
+
+def _agrees_with_simulation(bench: Bench, graph: str) -> str:
+    files = bench.plain(graph), bench.quantized(graph)
+    samples, levels = samples_of(files[0]), []
+    models = list(map(load, files))
+    if bench.spec.name == "onnxruntime":
+        models = list(map(with_integer_softmax, models))
+    with rewording("a file does not run"):
+        exact, expected = (bench.simulation.outputs(model, "simulated", samples) for model in models)
+        in_float, measured = (bench.runner.outputs(bench.loaded(file), samples) for file in files)
+    for outputs in (in_float, expected, measured):
+        if not is_finite(outputs):
+            raise EngineFailure(NOT_FINITE.reason)
+        db = sqnr_db(exact, outputs)
+        levels.append(EQUAL_DB if db is None else db)
+    levels_text = f"{levels[2]:.1f} dB, {levels[1]:.1f} dB in the simulation; in float {levels[0]:.0f} dB"
+    if levels[0] < FLOAT_DB or levels[2] < min(levels[1], FLOAT_DB) - LOST_DB:
+        raise EngineFailure(levels_text)
+    return levels_text
+
+
+def _tells_apart(bench: Bench, subject: str) -> str:
+    plain = bench.plain(PLAIN)
+    other = plain.with_name("other.onnx")
+    onnx.save(convolutions() if subject == ITSELF else convolutions(depth=16), other)
+    asked = CompareOptions(engine=bench.spec, calibration_data=bench.samples(PLAIN), timing_runs=ROUNDS)
+    (row,) = compare([plain, other], asked).rows
+    if row.ratio is None:
+        raise EngineFailure(f"the second file is not timed: {row.reason}")
+    verdict = f"the second file is {row.ratio.verdict}, {row.ratio.speedup}"
+    if row.ratio.verdict != ("undecided" if subject == ITSELF else "slower"):
+        raise EngineFailure(verdict)
+    return verdict
+
+
+def _tunes(bench: Bench, mode: str) -> str:
+    plain, folder = bench.plain(PLAIN), bench.folder / f"tune_{mode}"
+    asked: dict[str, Any] = {"engine": bench.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
+    options = TuneOptions(plain, calibration_data=bench.samples(PLAIN), output_dir=folder, **asked, **QUICKLY)
+    done = tune(options.settings(), bench.observer)
+    if done.improved and (done.ratio is None or done.ratio.verdict != "faster"):
+        raise EngineFailure(f"a file ships that is not proven to be faster: {done.ratio}")
+    with rewording("the engine does not run what ships"):
+        bench.runner.outputs_of(done.file, samples_of(plain)[:1])
+    return done.in_words() if done.ratio is None else f"proven, {done.ratio.speedup}"
+
+
+class Requirement(NamedTuple):
+    """`look` checks it for one of the `subjects`, and gives what was seen; a QdqtuneError says that it did not hold. If
+    it `runs` models, it is asked only where they can run."""
+
+    name: str
+    claim: str
+    subjects: tuple[str, ...]
+    look: Callable[[Bench, str], str]
+    runs: bool = False
+
+
+CONTRACT = (
+    Requirement(
+        "builds", "graphs build in float, and with pairs or stored weights by our rules", tuple(GRAPHS), _builds
+    ),
+    Requirement("refusals", "what cannot run is refused in one line", (*NO_MODELS, *WRONG_INPUTS), _refuses, runs=True),
+    Requirement("layers", "each node is in one layer of the report, with its time", tuple(GRAPHS), _reports_layers),
+    Requirement("8 bits", "convolutions and products with pairs run in 8 bits", tuple(GRAPHS), _keeps_8_bits),
+    Requirement(
+        "numbers", "outputs are as accurate as in the simulation", tuple(GRAPHS), _agrees_with_simulation, runs=True
+    ),
+    Requirement("times", "equal files are not told apart, others are", (ITSELF, DEEPER), _tells_apart, runs=True),
+    Requirement("search", "a search ends, and ships what is proven, or float", get_args(Mode), _tunes, runs=True),
+)
+"""The requirements, in the order in which they are checked."""
+
+
+def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requirement] = ()) -> Qualification:
+    """Check requirements of an engine on this machine, by default all.
+
+    Raises:
+        EngineUnavailable, BadOption: the engine cannot be opened, or is simulated.
+    """
+    begun, execution, spec = monotonic(), execution_of(options), options.spec()
+    if is_simulated(spec.name):
+        why = simulated(spec.name)
+        raise EngineUnavailable(f"{why}, and most claims are about times: leave `qualify` out, check and compare work")
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())
+        spec = with_timing_cache(spec, folder)
+        sized = with_spans(spec, {OPEN: Span(*SIZES)}) if spec.name in TENSORRT_FAMILY else spec
+        runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
+        described = runner.describe()
+        exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
+        has_fp8 = float(described.get("compute_capability", "inf")) >= FP8_SINCE
+        bench = Bench(spec, folder, runner, stack.enter_context(exact), observer, has_fp8)
+        checks = []
+        for requirement in contract or CONTRACT:
+            for subject in requirement.subjects:
+                observer.stage(f"{requirement.name}: {subject}")
+                started, state = monotonic(), get_args(State)[0]
+                try:
+                    if requirement.runs and described["device"] == "none":
+                        raise NotApplicableError("the engine only builds here: its device is not present")
+                    seen = requirement.look(bench, subject)
+                except NotApplicableError as error:
+                    state, seen = "not applicable", str(error)
+                except QdqtuneError as error:
+                    state, seen = "not held", str(error)
+                checks.append(Seen(requirement.name, subject, state, seen, round(monotonic() - started, 2)))
+    cpu, (gpus, _) = this_processor(), find_gpus()
+    machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
+    machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
+    return Qualification(described, machine, tuple(checks), monotonic() - begun)
