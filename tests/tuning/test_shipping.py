@@ -14,6 +14,7 @@ from qdqtune.tuning.shipping import (
     Compared,
     Finalists,
     accepted,
+    beside_rules,
     finalists,
     shipped,
     slower_workloads,
@@ -55,9 +56,26 @@ class TestAgainstTheBestSoFar:
         tie, win = accepted([trial(2, 0.98, 50.0, spread=0.1), trial(3, 0.9, 20.0)], PLAN, self.best)
         assert (tie.accepted, win.accepted) == (False, True)
 
+    @pytest.mark.parametrize(("ratio", "db", "taken"), [(0.985, 31.0, False), (0.985, 32.0, True), (0.97, 31.0, True)])
+    def test_a_gain_of_less_than_two_percent_may_not_cost_accuracy(self, ratio: float, db: float, taken: bool) -> None:
+        (told,) = accepted([trial(2, ratio, db)], PLAN, self.best)
+        assert told.accepted is taken
+
     def test_nothing_is_more_exact_than_the_float_model(self) -> None:
         (told,) = accepted([trial(2, 0.98, 99.0, spread=0.1)], PLAN)
         assert not told.accepted
+
+
+@pytest.mark.parametrize(
+    ("of_rules", "holds", "is_told"), [(0.505, True, True), (0.505, False, False), (0.52, True, False)]
+)
+def test_it_is_told_where_rules_do_as_well(of_rules: float, holds: bool, is_told: bool) -> None:
+    history = [replace(t, against=Placement()) for t in (trial(1, of_rules, 30.0, holds=holds), trial(2, 0.5, 30.0))]
+    rules, other = (t.placement for t in history)
+    told = beside_rules(other, rules, history, PLAN)
+    assert (told is not None) is is_told
+    assert beside_rules(rules, rules, history, PLAN) is not None
+    assert beside_rules(other, PLACEMENTS[4], history, PLAN) is None
 
 
 # ---------------------------------------------------------------- whether a file may ship

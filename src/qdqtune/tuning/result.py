@@ -38,7 +38,7 @@ from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.records import Shipped, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.shipping import TO_DECIDE, rows_by_threads, rows_by_workload, slower_workloads
+from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
 from qdqtune.types import Placement, Trial
@@ -154,6 +154,8 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
         doubts += [] if history else [run.budget.excuse]
     elif proof.ratio is None:
         doubts += [best_undecided(history, settings.plan), None if history else run.budget.excuse]
+    elif proof.shipped == "tuned" and run.subject.rules_placement:
+        doubts.append(beside_rules(proof.in_file, run.subject.rules_placement, history, settings.plan))
     yield from filter(None, doubts)
 
 

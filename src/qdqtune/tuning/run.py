@@ -211,8 +211,8 @@ class Budget:
     def provable(self, finalists: int, ratio: float = HOPED_RATIO) -> int:
         """How many of the finalists, which take the share `ratio` of float's time, there is time to prove together:
         several only if that leaves time for all blocks that one of them may need."""
-        least = self.blocks(ratio) if self.points == 1 else 1
-        while finalists > 1 and self.lacks(least * self.proof_seconds(finalists, ratio) - self.grace):
+        blocks = self.blocks(ratio) if self.points == 1 else 1
+        while finalists > 1 and self.lacks(SLACK * blocks * self.proof_seconds(finalists, ratio)):
             finalists -= 1
         return 0 if finalists and self.lacks(self.proof_seconds(finalists, ratio) - self.grace) else finalists
 

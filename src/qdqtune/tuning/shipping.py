@@ -12,7 +12,7 @@ import numpy as np
 
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.race import Block, between_files
-from qdqtune.timing.ratios import Plan, Ratio, overlap, with_ratios
+from qdqtune.timing.ratios import Plan, Ratio, overlap, speed, with_ratios
 from qdqtune.tuning.contexts import View
 from qdqtune.types import Measurement, Mix, Placement, Trial
 
@@ -255,6 +255,8 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
 
 CHANGES_ALONE = "no pair is worth its time here: what ships is the float model {}"
 
+SAME_AS_RULES = "what ships are the pairs that `quantize` places"
+
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
@@ -277,6 +279,18 @@ def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
             yield f"{edges} proved faster, and was not taken: {attempt.missed}"
         case "not faster":
             yield f"{edges} did not prove faster on fresh builds: {unproven(first.ratio)}"
+
+
+def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial], plan: Plan) -> str | None:
+    """A note if the pairs that rules place are what ships, or took as long in the search and hold the limits."""
+    if shipped == rules:
+        return SAME_AS_RULES
+    ratios = ratios_to_float(history, plan)
+    holds = {trial.placement for trial in history if trial.holds}
+    if rules not in ratios or rules not in holds or shipped not in ratios or ratios[rules] > ALIKE * ratios[shipped]:
+        return None
+    speeds = f"{speed(ratios[rules])} the speed of float, and what ships {speed(ratios[shipped])}"
+    return f"the pairs that `quantize` places are as good here: in the search they had {speeds}"
 
 
 def unproven(ratio: Ratio, of: str = "float") -> str:
