@@ -186,7 +186,7 @@ def test_no_improvement_is_code_3(call, tmp_path):
     code, out, _ = call("tune", path, *QUICK, "-o", tmp_path / "out")
     assert code == 3
     final = tmp_path / "out" / "optimized_final.onnx"
-    assert out.splitlines()[-1] == f"no improvement found: {final} is the baseline"
+    assert out.splitlines()[-1].startswith("Nothing faster was found for ")
     assert final.read_bytes() == (tmp_path / "out" / "baseline.onnx").read_bytes()
     assert "speedup" not in out
     for name in ("placement.yaml", "summary.json", "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):

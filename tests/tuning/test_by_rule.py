@@ -164,7 +164,7 @@ def test_the_rules_give_the_first_candidate(done, folder: Path) -> None:
 def test_limits_that_nothing_holds_ship_the_float_model(missed) -> None:
     assert missed.shipped == "baseline"
     assert missed.unmet
-    assert "nothing in 8 or 16 bits holds the limits on accuracy" in missed.in_words()
+    assert "Nothing in 8 or 16 bits is exact enough" in missed.in_words()
 
 
 @pytest.mark.skipif(not is_simulated("qnn"), reason="QNN is a simulator on x86-64 only")

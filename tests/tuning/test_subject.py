@@ -44,7 +44,7 @@ def test_work_in_the_bodies_of_an_if_is_named_with_the_way_out(more: list[str], 
         assert "builds: at most 1, " in out
     else:
         assert code == 3
-        assert out.splitlines()[-1].startswith("nothing was tried: ")
+        assert out.splitlines()[-1].startswith("Nothing was tried in ")
 
 
 def test_the_option_that_is_named_helps(call: Call, tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from rich.text import Text
 
 from qdqtune.cli.command import Terminal
 from qdqtune.cli.output import console, say_notes, with_flags
-from qdqtune.explanation.formatting import counted, duration
+from qdqtune.explanation.formatting import became_in_words, counted, duration
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.search.costs.rule_costs import left_nodes
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import CostsByRule, Trial
@@ -118,54 +117,19 @@ class Progress:
         return row
 
 
-def _outcome(trial: Trial, outcome: str, state: State) -> str:
-    if failed := failure(trial):
-        return f"failed: {failed.reason}"
-    if isinstance(trial.result, CostsByRule):
-        return _by_rule_text(trial, outcome, state)
-    assert state.ratio is not None  # it was measured
-    metric = "" if trial.metric is None else f", metric {trial.metric:g}"
-    return f"{state.ratio.speedup_beside(state.against_ratio)}{metric}, {_verdict(trial, outcome, state)}"
-
-
-def _by_rule_text(trial: Trial, outcome: str, state: State) -> str:
-    """The result of a candidate that was not timed: nodes elsewhere, tensors in 16 bits, accuracy, and whether it is
-    taken."""
-    wide, left = len({edge.tensor for edge in trial.placement.wide}), len(left_nodes(trial.layers or ()))
-    exact = decibels(trial.sqnr_db) if state.judged else "accuracy not measured"
-    facts = f"{counted(left, 'node')} elsewhere, {counted(wide, 'tensor')} read in 16 bits, {exact}"
-    if outcome == "inaccurate":
-        return f"{facts}, not taken: {state.missed or 'too inaccurate'}"
-    is_best = state.best == trial.placement
-    return f"{facts}, {'the cheapest by rule so far' if is_best else 'not taken: not cheaper by rule than the best'}"
-
-
-def _verdict(trial: Trial, outcome: str, state: State) -> str:
-    rival = "float" if not trial.against else f"the best's {speed(state.against_ratio)}"
-    match outcome:
-        case "slower":
-            return f"slower than {rival}"
-        case "inaccurate":
-            assert state.ratio is not None
-            slow = "" if state.ratio.median < state.against_ratio else f"not any faster than {rival}; "
-            return f"not taken: {slow}{state.missed or 'too inaccurate'}"
-        case "undecided" if state.best == trial.placement:
-            return f"as fast as {rival} within noise, and more exact: the best so far"
-        case "undecided":
-            assert state.ratio is not None
-            clearly = "clearly" if state.ratio.median < state.against_ratio else "any"
-            return f"not taken: not {clearly} faster than {rival}"
-    if state.best == trial.placement:
-        return f"faster than {rival}: the best so far"
-    if state.ratio is not None and state.best_ratio <= state.ratio.median:
-        return "not taken: another of this batch is faster"
-    return "not taken: as fast as another of this batch within noise, which is more exact"
-
-
 def line(trial: Trial, outcome: str, state: State) -> str:
-    source = ", from the state file" if state.replayed else ""
+    """A candidate: what was spent, the speed of the best, what it is, its speed or costs, and what becomes of it."""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
     best = f"  best {speed(state.best_ratio)}" if state.timed else ""
-    proposal = trial.proposal
+    proposal, figures = trial.proposal, list[str]()
+    if isinstance(trial.result, CostsByRule):
+        wide, left = len({edge.tensor for edge in trial.placement.wide}), len(left_nodes(trial.layers or ()))
+        figures += [f"{counted(left, 'node')} elsewhere", f"{counted(wide, 'tensor')} read in 16 bits"]
+        figures.append(decibels(trial.sqnr_db) if state.judged else "accuracy not measured")
+    elif state.ratio is not None:
+        figures.append(state.ratio.speedup_beside(state.against_ratio))
+        figures += [] if trial.metric is None else [f"metric {trial.metric:g}"]
+    became = became_in_words(trial, outcome, is_best=state.best == trial.placement, missed=state.missed)
     where = f" in pattern {proposal.pattern[:8]}" if proposal.pattern else ""
-    return f"{counts}{best}  {proposal.origin}{where}: {_outcome(trial, outcome, state)}{source}"
+    source = ", from the state file" if state.replayed else ""
+    return f"{counts}{best}  {proposal.origin}{where}: {', '.join([*figures, became])}{source}"

@@ -24,7 +24,7 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, ConstraintUnmet, InputError, parsed_json, rewording
+from qdqtune.errors import BadOption, ConstraintUnmet, InputError, rewording
 from qdqtune.explanation import unfused
 from qdqtune.explanation.formatting import counted, placed
 from qdqtune.explanation.unfused import Finding, allow, is_low
@@ -36,8 +36,9 @@ from qdqtune.options import FILE, WORDS, Int, MaybeFile, MaybeText, Names, in_ra
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.tuning.folder import BASELINE, PLACEMENT, SUMMARY
+from qdqtune.tuning.folder import BASELINE, PLACEMENT
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 
@@ -321,11 +322,10 @@ def _is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
     """
     folder = file.parent
     try:
-        summary = parsed_json((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = read_summary(folder)
         fuses_as = [{k: v for k, v in e.items() if k != "machine"} for e in (summary["engine"], engine)]
         if summary["shipped"] != "tuned" or fuses_as[0] != fuses_as[1]:
             return False
-        recorded = read_placement_file(folder / PLACEMENT).placement
-        return recorded == placement_in(load(folder / BASELINE), model)  # fails in folders that tune has not written
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, InputError):
+        return read_placement_file(folder / PLACEMENT).placement == placement_in(load(folder / BASELINE), model)
+    except InputError:  # tune has not written this folder
         return False

@@ -11,7 +11,7 @@ from typing import Any
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import tail
-from qdqtune.explanation.report import verdict
+from qdqtune.explanation.result_rows import verdict
 from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
@@ -102,7 +102,7 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
         BadState: its state file is damaged, or missing.
     """
     run = read_run(folder)
-    headline = verdict(run).headline
+    headline = verdict(run.summary).headline
     if run.placement:
         headline += f"; what ships is {shipped_origin(run)}"
     left = run.summary.get("fallback")

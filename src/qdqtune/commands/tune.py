@@ -21,13 +21,13 @@ from qdqtune.engines.remote.connection import Destination
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.formatting import built, counted, duration
-from qdqtune.explanation.result_rows import NOT_MEASURED, by_rule, is_judged, remarks, result_rows
+from qdqtune.explanation.result_rows import NOT_MEASURED, by_rule, is_judged, remarks, result_rows, verdict
 from qdqtune.numerics.accuracy import closeness, closeness_cell
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Flag, MaybeInt, Option, anything, choice, in_range, option
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import failure
-from qdqtune.timing.ratios import Plan, Ratio, least_rounds, speed
+from qdqtune.timing.ratios import Plan, Ratio, least_rounds
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
@@ -183,24 +183,14 @@ class Result(Shown, result.Result):
         return explain_run(self.folder, pattern)
 
     def in_words(self) -> str:
-        is_timed = "by_rule" not in self.summary
-        if self.improved:
-            accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
-            near = closeness(accuracy.sqnr_db, equal_share(accuracy))
-            near = "exact outputs" if near == "exact" else near
-            near = near if is_judged(self.summary) else "accuracy not measured"
-            return f"{'not timed' if self.ratio is None else self.ratio.speedup}, {near}, {self.file}"
-        copied = "the baseline" if self.shipped == "baseline" else "a copy of the model that you gave"
-        if self.withheld is not None or (not is_timed and self.summary["accuracy"] == "not measured"):
-            seen = "" if self.withheld is None else f"{speed(self.withheld)} was seen in the search, but "
-            advice = "give `calibration_data`, or `min_sqnr` none to ship unchecked"
-            return f"{seen}accuracy was not measured: {self.file} is {copied}; {advice}"
-        outcome = "no improvement found" if self.history else "nothing was tried"
-        if self.unmet:
-            outcome = f"{'nothing faster' if is_timed else 'nothing in 8 or 16 bits'} holds the limits on accuracy"
-        is_cut_short = "calibration_cut_short" in self.summary
-        more = "; calibration was cut short, so more time may find one" if is_cut_short else ""
-        return f"{outcome}: {self.file} is {copied}{more}"
+        if not self.improved:
+            result = verdict(self.summary)
+            return f"{result.headline}. {result.meaning}"
+        accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
+        near = closeness(accuracy.sqnr_db, equal_share(accuracy))
+        near = "exact outputs" if near == "exact" else near
+        near = near if is_judged(self.summary) else "accuracy not measured"
+        return f"{'not timed' if self.ratio is None else self.ratio.speedup}, {near}, {self.file}"
 
     @property
     def exit_code(self) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qdqtune.errors import Failure
 from qdqtune.placement.reading import count_pairs
 from qdqtune.placement.start_placements import START_PLACEMENTS
-from qdqtune.types import Placement
+from qdqtune.types import CostsByRule, Placement, Trial
 
 
 def counted(count: int, what: str) -> str:
@@ -90,3 +91,23 @@ ORIGINS: Mapping[str, str] = {
 
 def origin_in_words(origin: str) -> str:
     return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_PLACEMENTS else f"the candidate {origin!r}")
+
+
+def became_in_words(trial: Trial, came: str, *, is_best: bool, missed: str | None) -> str:
+    """What became of a candidate with this outcome (see `timing.limits.outcome`). `is_best`: it was the best so far.
+    `missed` is the limit on accuracy that it misses."""
+    rival = "the best before it" if trial.against else "the float model"
+    if isinstance(trial.result, Failure):
+        return f"failed: {trial.result.reason}"
+    if came == "inaccurate":
+        return f"not taken: {missed or 'too inaccurate'}"
+    if isinstance(trial.result, CostsByRule):
+        return f"cheaper by rule than {rival}" if is_best else f"not taken: not cheaper by rule than {rival}"
+    if came == "slower":
+        return f"slower than {rival}"
+    if came == "faster":
+        others = "made for the front" if trial.proposal.origin == "front" else "but another of its batch was taken"
+        return f"faster than {rival}: the best so far" if is_best else f"faster than {rival}, {others}"
+    if is_best:
+        return f"as fast as {rival} within noise, and more exact: the best so far"
+    return f"not taken: not clearly faster than {rival}"

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from qdqtune.errors import BadOption, Failure
+from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import longest
-from qdqtune.explanation.formatting import built, counted, duration, origin_in_words, tail, title
+from qdqtune.explanation.formatting import became_in_words, built, duration, origin_in_words, tail, title
 from qdqtune.explanation.model_map import alike, draw
-from qdqtune.explanation.report_values import Bar, Came, Candidate, Fact, Headline, Map, Point, Report, Speed, Strip
-from qdqtune.explanation.result_rows import by_rule, figures, is_judged, remarks, result_rows
+from qdqtune.explanation.report_values import Bar, Came, Candidate, Fact, Map, Point, Report, Speed, Strip
+from qdqtune.explanation.result_rows import figures, is_judged, remarks, result_rows, verdict
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -25,7 +25,7 @@ from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.records import job_of
-from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, Trial, sqnr_of
+from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, sqnr_of
 
 BARS = 24
 """Most bars in the chart of times; one more is for all other groups."""
@@ -47,7 +47,7 @@ def report_of_run(folder: Path) -> Report:
     drawn, summary = _map(run), msgspec.to_builtins(run.summary)
     return Report(
         title=title(Path(run.summary["model"])),
-        verdict=verdict(run),
+        verdict=verdict(run.summary),
         facts=tuple(_facts(run, summary)),
         notes=(*run.log.notes, *remarks(summary)),
         bars=bars(drawn),
@@ -63,65 +63,10 @@ def report_of_run(folder: Path) -> Report:
     )
 
 
-def speed(measured: Ratio) -> Speed:
-    """A ratio of times as a speed: its inverse, with the ends of the interval swapped."""
-    low, high = (None if end is None else 1 / end for end in (measured.high, measured.low))
-    return Speed(1 / measured.median, low, high)
-
-
 def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
     """The rounds of a comparison, and the ratio `measured` in them, as speeds."""
     rounds = tuple(a / b for a, b in zip(measurement.a, measurement.b, strict=True))
-    return Strip(name, rounds, speed(measured))
-
-
-def verdict(run: FinishedRun) -> Headline:
-    """The result in a sentence, and what it means."""
-    summary = run.summary
-    name, is_timed = title(Path(summary["model"])), summary.get("timed", True)
-    unchecked = ", accuracy not measured" if summary["unchecked"] else ""
-    ratio_to_float = summary["ratio"]
-    if is_timed and summary["shipped"] == "tuned" and ratio_to_float is not None:
-        measured = speed(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
-        meaning = (
-            f"Side by side an inference takes {1 - ratio_to_float:.0%} less time; over all rounds the medians are "
-        )
-        meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
-        meaning += "Measured on the finished files, on fresh builds that the search never saw."
-        headline = f"{name} runs {measured.median:.2f} times as fast{unchecked}"
-        return Headline(headline, meaning, not unchecked, measured)
-    engine = summary["engine"]["engine"]
-    untimed = "" if is_timed else f" {engine} is a simulator here: nothing was timed, and no speed is claimed."
-    row = next((row for row in by_rule(summary) if row["shipped"]), None)
-    if row is not None:
-        left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
-        bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
-        meaning = (
-            f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy.{untimed}"
-        )
-        return Headline(f"{name} is placed for {engine}{unchecked}", meaning, not unchecked)
-    kept = "your own file" if summary["shipped"] == "given" else "the float model"
-    if run.keeps_own_pairs:
-        kept = "your own Q/DQ file as it is"
-        final_ms, float_ms = summary["final_ms"], summary["baseline_ms"]
-        if final_ms is not None:
-            kept += f", which takes {final_ms:.4g} ms where the float model takes {float_ms:.4g} ms"
-    without = summary["fastest_without_limits"]
-    if not is_timed and not is_judged(summary):
-        headline, why = f"Accuracy was not measured for {name}", "Without samples nothing in 8 or 16 bits ships"
-    elif not is_judged(summary) and without is not None:
-        headline = f"{name} may run {1 / without['ratio']:.2f} times as fast, accuracy not measured"
-        why = f"In the search, unproven; {without['missed']}"
-    elif not is_timed or summary["constraint_met"] is False:
-        headline = f"Nothing {'faster' if is_timed else 'in 8 or 16 bits'} is exact enough for {name}"
-        why = "No candidate keeps the outputs close enough"
-    elif not summary["trials"]:
-        headline, why = f"Nothing was tried in {name}", "No pair was tried in this run"
-    else:
-        rival = "your own Q/DQ file" if run.keeps_own_pairs else "the float model"
-        headline = f"Nothing faster was found for {name}"
-        why = f"No candidate proved faster than {rival} beyond the noise of measuring"
-    return Headline(headline, f"{why}. {FINAL} is {kept}.{untimed}", False)
+    return Strip(name, rounds, Speed.of(measured))
 
 
 def _map(run: FinishedRun) -> Map:
@@ -191,7 +136,7 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
 def _points(run: FinishedRun) -> Iterator[Point]:
     proven = run.summary.get("front", [])
     for row in proven:
-        ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
+        ends = Speed.of(Ratio(row["ratio"], row["low"], row["high"]))
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
     if not run.summary.get("timed", True) or not is_judged(run.summary):
         return
@@ -206,7 +151,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
             continue
         ends = Speed(1 / ratios[placement])
         if is_final and final is not None:
-            ends = speed(Ratio(final, run.summary["ratio_low"], run.summary["ratio_high"]))
+            ends = Speed.of(Ratio(final, run.summary["ratio_low"], run.summary["ratio_high"]))
         yield Point(f"candidate {trial.number}", ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 
 
@@ -218,14 +163,18 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
         shown = None
         if isinstance(trial.result, Measurement) and measured is not None:
             shown = strip(f"candidate {trial.number}", trial.result, measured)
-        came: Came = "accepted" if trial.accepted else outcome(trial, run.plan)
-        if isinstance(trial.result, CostsByRule) and not trial.accepted:
-            came = "inaccurate" if trial.holds is False else "costlier"
+        result = outcome(trial, run.plan)
+        is_costlier = isinstance(trial.result, CostsByRule) and result != "inaccurate"
+        came: Came = "accepted" if trial.accepted else "costlier" if is_costlier else result
+        missed = run.limits.why_refused(trial) if result == "inaccurate" else None
+        became = became_in_words(trial, result, is_best=trial.accepted, missed=missed)
+        if trial is run.trial:
+            became = f"this is {FINAL}" + ("" if run.is_by_rule else ": proven on fresh builds")
         yield Candidate(
             number=trial.number,
             origin=origin_in_words(trial.proposal.origin),
             outcome=came,
-            told=_told(trial, came, run),
+            told=became,
             strip=shown,
             speed=None if shown is None or trial.placement not in ratios else 1 / ratios[trial.placement],
             sqnr_db=trial.sqnr_db,
@@ -233,28 +182,6 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
             seconds=seconds.get(job_of(trial.placement.digest, trial.against.digest)),
             ships=trial is run.trial,
         )
-
-
-def _told(trial: Trial, came: Came, run: FinishedRun) -> str:
-    """What became of a candidate, in a sentence without its subject."""
-    cheaper = "cheaper by rule" if run.is_by_rule else "faster beyond noise"
-    if trial is run.trial:
-        how = "the cheapest by rule that holds the limits" if run.is_by_rule else "proven on fresh builds"
-        return f"this is {FINAL}: {how}"
-    if isinstance(trial.result, Failure):
-        refused = "the engine refused it: " if trial.result.stage == "build" else ""
-        return f"{refused}{trial.result.reason}"
-    if came == "inaccurate":
-        return f"it does not hold the limits on accuracy: {run.limits.why_refused(trial)}"
-    taken = "made for the front" if trial.proposal.origin == "front" else "but another one of its batch was taken"
-    other = "the best before it" if trial.against else "the float model"
-    return {
-        "accepted": f"{cheaper} than {other}, and exact enough: the new best",
-        "faster": f"faster than {other}, {taken}",
-        "slower": f"slower than {other}, beyond noise",
-        "undecided": f"the interval holds 1: too close to {other} to tell",
-        "costlier": f"not cheaper by rule than {other}",
-    }[came]
 
 
 # ---- how the run was made

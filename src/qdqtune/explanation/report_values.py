@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from qdqtune.timing.ratios import Ratio
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -16,6 +18,11 @@ class Speed:
     median: float
     low: float | None = None
     high: float | None = None
+
+    @classmethod
+    def of(cls, ratio: Ratio) -> Speed:
+        """The inverse of a ratio of times, with the ends of the interval swapped."""
+        return cls(1 / ratio.median, *(None if end is None else 1 / end for end in (ratio.high, ratio.low)))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The rows of a finished run's result: latency, speedup, pairs and accuracy of the float and of the shipped model."""
+"""A finished run's result: in a sentence, and in rows with the latency, speedup, pairs and accuracy of the float and of
+the shipped model."""
 
 from __future__ import annotations
 
@@ -8,13 +9,57 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.explanation.formatting import counted, samples, title
+from qdqtune.explanation.report_values import Headline, Speed
 from qdqtune.numerics.accuracy import closeness, closeness_of, decibels, integers_differ, slice_cell, spread_of
 from qdqtune.timing.ratios import Ratio, speed
+from qdqtune.tuning.folder import FINAL
+from qdqtune.tuning.summary import keeps_own_pairs
 from qdqtune.types import Accuracy
 
 NOT_MEASURED = "not measured"
 
 SQNR, WORST_SLICE, BEST_CLASS = "output SQNR against float", "  of the worst slice", "best class as in float"
+
+
+def verdict(summary: Mapping[str, Any]) -> Headline:
+    """The result in a sentence, and what it means."""
+    name, is_timed, ratio_to_float = title(Path(summary["model"])), summary.get("timed", True), summary["ratio"]
+    unchecked = ", accuracy not measured" if summary["unchecked"] else ""
+    if is_timed and summary["shipped"] == "tuned" and ratio_to_float is not None:
+        measured = Speed.of(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
+        meaning = (
+            f"Side by side an inference takes {1 - ratio_to_float:.0%} less time; over all rounds the medians are "
+            f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
+            "Measured on the finished files, on fresh builds that the search never saw."
+        )
+        return Headline(f"{name} runs {measured.median:.2f} times as fast{unchecked}", meaning, not unchecked, measured)
+    engine, without = summary["engine"]["engine"], summary["fastest_without_limits"]
+    untimed = "" if is_timed else f" {engine} is a simulator here: nothing was timed, and no speed is claimed."
+    row = next((row for row in by_rule(summary) if row["shipped"]), None)
+    if row is not None:
+        left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
+        bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
+        meaning = (
+            f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy.{untimed}"
+        )
+        return Headline(f"{name} is placed for {engine}{unchecked}", meaning, not unchecked)
+    kept, rival = "your own file" if summary["shipped"] == "given" else "the float model", "the float model"
+    if keeps_own_pairs(summary):
+        kept, rival = "your own Q/DQ file as it is", "your own Q/DQ file"
+        if summary["final_ms"] is not None:
+            kept += f", which takes {summary['final_ms']:.4g} ms, the float model {summary['baseline_ms']:.4g} ms"
+    if not is_judged(summary) and (without is not None or not is_timed):
+        headline, why = f"Accuracy was not measured for {name}", "give `calibration_data`, or `min_sqnr` none"
+        if without is not None:
+            headline = f"{name} may run {1 / without['ratio']:.2f} times as fast, accuracy not measured"
+    elif not is_timed or summary["constraint_met"] is False:
+        headline = f"Nothing {'faster' if is_timed else 'in 8 or 16 bits'} is exact enough for {name}"
+        why = "no candidate keeps the outputs close enough"
+    elif not summary["trials"]:
+        headline, why = f"Nothing was tried in {name}", "no pair was tried in this run"
+    else:
+        headline, why = f"Nothing faster was found for {name}", f"nothing proved faster than {rival} beyond noise"
+    return Headline(headline, f"{FINAL} is {kept}: {why}.{untimed}", False)
 
 
 def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -106,7 +151,10 @@ def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     times = f"{summary['baseline_ms']:.3f} ms", final
     if summary["shipped"] != "tuned" or summary["ratio"] is None:
         has_speed = (summary["pairs"] or summary.get("weights")) and summary["ratio"] is not None
-        return [(mean, *times), *([("  in the search, unproven", "1x", speed(summary["ratio"]))] if has_speed else [])]
+        return [
+            (mean, *times),
+            *([("  in the search, unproven", "1x", speed(summary["ratio"]))] if has_speed else []),
+        ]
     by_threads = summary.get("by_threads", [])
     ratio = Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"])
     rows = [(mean, *times), ("speedup [interval]", "1x", ratio.speedup)]

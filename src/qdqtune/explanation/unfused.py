@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from qdqtune.calibration.scales import NUMPY_TYPE
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import (
     ASKS_SHAPE,
-    CLAMPS,
     COMPUTE,
     FUSED_BEHIND,
     INTEGER_KERNELS,
@@ -114,10 +113,7 @@ class _Graph:
         self._alone = {name for name, layer in home.items() if layer.kind == "quantize"}
         low = {name for name, layer in home.items() if is_low(layer.precision) and layer.kind != "folded"}
         self._low = low - self._alone
-        self._low_by_operator: dict[str, list[Node]] = {}
-        for node in model.nodes:
-            if node.name in self._low:
-                self._low_by_operator.setdefault(node.op, []).append(node)
+        self._low_operators = {node.op for node in model.nodes if node.name in self._low}
 
     def finding(self, number: int) -> Finding | None:
         """What a layer is a finding about, without its name and time; None if it is none."""
@@ -201,8 +197,6 @@ class _Graph:
     def _of_quantize(self, q: Node) -> Finding:
         tensor = q.inputs[0]
         maker = self._model.maker(tensor)
-        if tensor in self._model.constants:
-            return Finding("it quantizes a constant, which the engine has not done in advance")
         if self._comes_from_input(tensor):
             dqs = self._readers(q.outputs[0])
             readers = [node for dq in dqs for node in self._readers(dq.outputs[0])]
@@ -267,60 +261,29 @@ class _Graph:
         return f"its {'weight' if self._is_constant(tensor) else 'activation'} {tensor} carries no pair"
 
     def _clamp(self, node: Node) -> str:
-        """A text about a pair in front of a clamp that engines fuse, or about one that makes a clamp necessary on an
-        engine that drops superfluous ones."""
         pair = self._pair(next(iter(self._operands(node)), ""))
         before = None if pair is None else self._model.maker(pair.source)
         if node.op in FUSED_BEHIND and before is not None and before.op in COMPUTE:
             return f"a pair stands between {_named(before)} and it, which engines fuse: put the pair behind it instead"
-        readers = self._readers(node.outputs[0])
-        if node.op not in USUAL or self._numbers is None or not self._numbers.drop_clamps or len(readers) != 1:
-            return ""
-        for q in self._readers(readers[0].outputs[0]) if readers[0].op in CLAMPS else ():
-            zero = self._values(q, 2) if q.op == "QuantizeLinear" else None
-            if isinstance(zero, np.ndarray) and np.any(zero != np.iinfo(zero.dtype).min):
-                return f"{_named(readers[0])} behind it has to run, since {q.name} keeps values below 0"
         return ""
 
     def _numbers_of_pairs(self, node: Node) -> str:
-        """A text about numbers that no engine takes, or this one does not; it takes types that it took of a like
-        operator."""
+        """A text about numbers that this engine does not take, where it runs no node of that operator in 8 bits."""
         numbers = self._numbers
-        for tensor in self._operands(node):
-            dq, pair = self._dq(tensor), self._pair(tensor)
-            if dq is not None and dq.inputs[1] not in self._model.constants:
-                return f"the scale of {dq.name} is no constant"
-            if pair is None:
-                continue
-            if pair.q is not None and not self._same_numbers(pair.q, pair.dq):
-                return f"{pair.q.name} and {pair.dq.name} differ in scale or zero point"
+        if numbers is None or node.op in self._low_operators:
+            return ""
+        for pair in filter(None, map(self._pair, self._operands(node))):
             wanted = []
-            if pair.scale.size > 1 and not (pair.is_constant and (numbers is None or numbers.per_channel)):
+            if pair.scale.size > 1 and not (pair.is_constant and numbers.per_channel):
                 wanted.append("one scale for all channels")
-            if numbers is not None and numbers.symmetric and np.any(pair.zero_point.astype(np.float32)):
+            if numbers.symmetric and np.any(pair.zero_point.astype(np.float32)):
                 wanted.append("a zero point of 0")
-            if numbers is not None:
-                kind = numbers.weight if pair.is_constant else numbers.activation
-                if pair.zero_point.dtype != NUMPY_TYPE[kind] and not self._is_taken(node):
-                    wanted.append(kind.value)
+            kind = numbers.weight if pair.is_constant else numbers.activation
+            if pair.zero_point.dtype != NUMPY_TYPE[kind]:
+                wanted.append(kind.value)
             if wanted:
                 return f"this engine wants {' and '.join(wanted)} at {pair.dq.name}"
-        bias = node.inputs[2] if node.op in COMPUTE and len(node.inputs) > 2 else ""
-        if not bias or numbers is None or (self._dq(bias) is not None) == (numbers.bias == "int32"):
-            return ""
-        form = "in float, with no DQ" if self._dq(bias) else "in int32 behind a DQ"
-        return "" if self._is_taken(node) else f"this engine wants its bias {bias} {form}"
-
-    def _is_taken(self, node: Node) -> bool:
-        """Whether the engine runs a like operator with these types in 8 bits."""
-        types = self._types(node)
-        return any(self._types(other) == types for other in self._like(node))
-
-    def _types(self, node: Node) -> list[Any]:
-        """The types of a node's operands in their pairs, and whether its bias comes out of a DQ."""
-        pairs = [self._pair(tensor) for tensor in self._operands(node)]
-        has_quantized_bias = [self._dq(tensor) is not None for tensor in node.inputs[2:] if node.op in COMPUTE]
-        return [pair and pair.zero_point.dtype for pair in pairs] + has_quantized_bias
+        return ""
 
     def _output(self, node: Node) -> str:
         tensor = node.outputs[0]
@@ -333,7 +296,7 @@ class _Graph:
 
     def _kernel(self, node: Node) -> str:
         """Convolutions and products with a weight have integer kernels everywhere, except for ConvTranspose."""
-        if self._like(node):
+        if node.op in self._low_operators:
             return ""
         if node.op not in COMPUTE or node.op == "ConvTranspose":
             return f"no {node.op} of this model runs in 8 bits: this engine seems to have no such kernel"
@@ -366,10 +329,6 @@ class _Graph:
         """The nodes that read a tensor's values. Those that ask for its shape do not count."""
         users = dict.fromkeys(use.node for use in self._model.uses(tensor) if use.node != GRAPH)
         return [self._model.nodes[i] for i in users if self._model.nodes[i].op not in ASKS_SHAPE]
-
-    def _like(self, node: Node) -> list[Node]:
-        """Nodes of the same operator that run in 8 bits: what they have cannot be a reason."""
-        return self._low_by_operator.get(node.op, [])
 
     def _same_numbers(self, a: Node, b: Node) -> bool:
         return all(np.array_equal(self._values(a, slot), self._values(b, slot)) for slot in (1, 2))

@@ -37,7 +37,7 @@ from qdqtune.tuning.records import RangesRecord, proof_key
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, read_journal
 from qdqtune.tuning.subject import edges_within, filtered
-from qdqtune.tuning.summary import AtThreads, RunLog, Summary, read_json, read_summary
+from qdqtune.tuning.summary import AtThreads, RunLog, Summary, keeps_own_pairs, read_json, read_summary
 from qdqtune.types import CostsByRule, Edge, Layer, Measurement, Placement, Trial
 
 
@@ -106,7 +106,7 @@ class FinishedRun:
     @property
     def keeps_own_pairs(self) -> bool:
         """Whether what ships is the user's Q/DQ file as it is."""
-        return self.summary["shipped"] == "given" and self.fingerprint.from_qdq
+        return keeps_own_pairs(self.summary)
 
     @cached_property
     def placement(self) -> Placement:

@@ -63,8 +63,7 @@ class Result:
     """The placement that ships (empty without an improvement), summary.json, and every trial.
 
     `ratio` is the time of the final model over that of the float model, None where nothing faster was found. `shipped`
-    says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file. `withheld` is the
-    time, over that of float, of the fastest candidate where none ships as accuracy was not measured.
+    says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file.
     """
 
     shipped: Shipped
@@ -73,7 +72,6 @@ class Result:
     summary: Mapping[str, Any]
     history: tuple[Trial, ...]
     notes: tuple[str, ...]
-    withheld: float | None = None
 
     @property
     def improved(self) -> bool:
@@ -127,7 +125,6 @@ def conclude(
     write_json(settings.output_dir / RUN, log.content(history, run, notes))
     write_kit(run, summary)
     copy_companions(run)
-    without = summary["fastest_without_limits"] if settings.withholds_pairs else None
     return Result(
         shipped=proof.shipped,
         placement=proof.placement,
@@ -135,7 +132,6 @@ def conclude(
         summary=summary,
         history=tuple(history),
         notes=notes,
-        withheld=None if without is None else without["ratio"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict, TypeVar
 
@@ -227,6 +228,11 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
     trials: tuple[LoggedTrial, ...]
     notes: tuple[str, ...]
     seconds: float
+
+
+def keeps_own_pairs(summary: Mapping[str, Any]) -> bool:
+    """Whether what ships is the user's Q/DQ file as it is."""
+    return summary["shipped"] == "given" and bool(summary["edges"] or summary.get("weights"))
 
 
 def read_summary(folder: Path) -> Summary:
