@@ -138,7 +138,7 @@ class Block:
         the median absolute deviation."""
         pair = self.pair(a, b)
         logs = np.log(np.asarray(pair.b) / np.asarray(pair.a))
-        return NORMAL_MAD * float(np.median(np.abs(logs - np.median(logs)))) * self.builds**0.5
+        return NORMAL_MAD * float(np.median(np.abs(logs - np.median(logs))) * np.sqrt(self.builds))
 
     def _logs(self, file: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """Logarithms of the seconds of a file's builds, [build, round]."""

@@ -497,10 +497,8 @@ class Bench:
 
         key = _layers_key(placement)
         try:
-            if not self._store.get(key, tuple[Layer, ...]):
-                if (layers := self._layers_of_trial(placement)) is not None:
-                    return layers
-            return self._store.memo(key, tuple[Layer, ...], profiled)
+            kept = self._store.get(key, tuple[Layer, ...]) or self._layers_of_trial(placement)
+            return kept or self._store.memo(key, tuple[Layer, ...], profiled)
         except EngineRefused:
             return ()
 
