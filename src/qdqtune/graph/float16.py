@@ -2,13 +2,13 @@
 
 Operators that are unsafe in half precision stay in float32, by the list of ONNX Runtime's converter, which also has
 the names of the casts around them. No cast to half precision and back, which would round, stands between two of them.
-Finite constants are clipped to the range of float16, so that a mask of -3e38 stays a mask. Large constants are
-converted when they are read.
+So do nodes with bodies. Finite constants are clipped to the range of float16, so that a mask of -3e38 stays a mask.
+Large constants are converted when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -22,9 +22,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import checked, load
-from qdqtune.graph.model import GRAPH, Constant, Model, Use, bodies, rebuild
+from qdqtune.graph.model import GRAPH, Constant, Model, Use, bodies
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.graph.simplifying import UniqueNames, names_in, rename
+from qdqtune.graph.simplifying import rename
 from qdqtune.types import Array
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -72,24 +72,19 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
     """`model` in a precision. Half precision needs opset 19.
 
     Graph inputs and outputs stay float32, with a Cast at each where a node reads or makes it. So do these nodes, and
-    the tensors between them: operators on the converter's list of unsafe ones (except `COMPARISONS`), nodes of other
-    domains, whose kernels are unknown, and nodes named in `kept`."""
+    the tensors between them: nodes that are `blocked`, and those named in `kept`."""
     if precision == "fp32":
         return model
-    model, half = _with_outputs_apart(model), HALF_TYPES[precision]
+    half = HALF_TYPES[precision]
     in_full = blocked(model) | {n.index for n in model.nodes if n.name in kept}
     floats = [t for t, info in model.tensors.items() if info.dtype == TensorProto.FLOAT]
     floats += [t for t, i in model.producers.items() if model.nodes[i].domain and t not in model.tensors]
     graph_inputs = [v.name for v in model.proto.graph.input]
     made_in_full = {*graph_inputs, *(t for t, i in model.producers.items() if i in in_full)}
 
-    scales = {n.index: _scales_in_bodies(model.proto.graph.node[n.index]) for n in model.nodes if n.captures}
-
     def is_full(tensor: str, use: Use) -> bool:
         if use.node == GRAPH or use.node in in_full:
             return True
-        if use.slot < 0:
-            return tensor in scales[use.node]
         return model.nodes[use.node].op == "Resize" and use.slot == 2  # its scales are float32 always
 
     in_half = {t for t in floats if not all(is_full(t, use) for use in model.uses(t))}
@@ -118,9 +113,8 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
     for node, copy in zip(model.nodes, proto.graph.node, strict=True):
         names = full if node.index in in_full else halves
         rename(copy, {t: names[t] for t in (*node.inputs, *node.captures, *node.outputs) if t in names})
-        rename(copy, {halves[t]: full[t] for t in scales.get(node.index, ()) if t in halves and t in node.captures})
         if node.index not in in_full:
-            _convert(copy, half, known)
+            _convert(copy, half)
         if node.op == "Resize" and len(node.inputs) > 2:
             copy.input[2] = full.get(node.inputs[2], node.inputs[2])
     for value in proto.graph.value_info:
@@ -138,8 +132,13 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
 
 
 def blocked(model: Model) -> set[int]:
-    """Indices of the nodes that always stay in float32."""
-    return {n.index for n in model.nodes if n.domain or n.op in _unsafe()}
+    """Indices of the nodes that always stay in float32: operators on the converter's list of unsafe ones (except
+    `COMPARISONS`), nodes of other domains, whose kernels are unknown, nodes with bodies, and nodes that read a constant
+    that is a graph output."""
+    shown = model.constants.keys() & set(model.outputs)
+    with_bodies = {i for i, node in enumerate(model.proto.graph.node) if any(True for _ in bodies(node))}
+    alone = (n.index for n in model.nodes if n.domain or n.op in _unsafe() or not shown.isdisjoint(n.inputs))
+    return with_bodies.union(alone)
 
 
 def kept_in(half: Model, model: Model) -> set[str]:
@@ -175,61 +174,23 @@ def _unsafe() -> frozenset[str]:
     return frozenset(DEFAULT_OP_BLOCK_LIST) - COMPARISONS
 
 
-def _convert(node: onnx.NodeProto, half: int, floats: Set[str]) -> None:
-    """Convert what the attributes of a node hold, and its bodies, in place; `floats` are the outer tensors that were
-    float32."""
-    tensors = [a.t for a in node.attribute if a.t.data_type == TensorProto.FLOAT]
+def _convert(node: onnx.NodeProto, half: int) -> None:
+    """Convert what the attributes of a node hold, in place."""
     for attribute in node.attribute:
+        if attribute.t.data_type == TensorProto.FLOAT:
+            _convert_tensor(attribute.t, half)
         if attribute.name in TYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT:
             attribute.i = half
     if node.op_type in ("RandomNormal", "RandomUniform") and all(a.name != "dtype" for a in node.attribute):
         node.attribute.append(helper.make_attribute("dtype", half))
     if node.op_type == "ConstantOfShape" and not node.attribute:
         node.attribute.append(helper.make_attribute("value", helper.make_tensor("value", half, [1], [0])))
-    scales = _scales_in_bodies(node)
-    for body in bodies(node):
-        values = [v for v in (*body.input, *body.output, *body.value_info) if v.type.tensor_type.elem_type == 1]
-        values = [v for v in values if v.name not in scales]
-        tensors += [t for t in body.initializer if t.data_type == TensorProto.FLOAT and t.name not in scales]
-        inner_floats = floats | {v.name for v in values}
-        for value in values:
-            value.type.tensor_type.elem_type = half
-        for inner in body.node:
-            if inner.op_type in _unsafe() and not inner_floats.isdisjoint((*inner.input, *inner.output)):
-                raise BadModel(
-                    f"cannot convert the model to float16: {inner.op_type} in a body of {node.name} needs float32"
-                )
-            if scales.isdisjoint(inner.output):
-                _convert(inner, half, inner_floats)
-    for tensor in tensors:
-        _convert_tensor(tensor, half)
-
-
-def _scales_in_bodies(node: onnx.NodeProto) -> set[str]:
-    """The tensors that Resize nodes in the bodies of a node read as scales, which are float32 always."""
-    inner = [n for body in bodies(node) for n in body.node]
-    own = {n.input[2] for n in inner if n.op_type == "Resize" and len(n.input) > 2}
-    return own.union(*map(_scales_in_bodies, inner))
 
 
 def _convert_tensor(tensor: onnx.TensorProto, half: int) -> None:
     constant = _in_type(Constant.of(numpy_helper.to_array(tensor)), half)
     tensor.ClearField("float_data")
     tensor.data_type, tensor.raw_data = half, bytes(constant.data())
-
-
-def _with_outputs_apart(model: Model) -> Model:
-    """The model in which nodes read copies of the constants that are graph outputs, which stay in float32."""
-    taken = UniqueNames(names_in(model.proto.graph) | model.large.keys())
-    copies = {
-        t: taken.fresh(t) for t in model.outputs if t in model.constants and any(u.node != GRAPH for u in model.uses(t))
-    }
-    if not copies:
-        return model
-    nodes = [deepcopy(node) for node in model.proto.graph.node]
-    for node in nodes:
-        rename(node, copies)
-    return rebuild(model, nodes, {copy: model.constants[t] for t, copy in copies.items()})
 
 
 def _in_type(constant: Constant, half: int) -> Constant:

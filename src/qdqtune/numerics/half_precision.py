@@ -37,7 +37,7 @@ from qdqtune.graph.float16 import (
 )
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, check_finite, closeness_of, is_finite
 from qdqtune.types import Accuracy, Array, Sample
 
@@ -287,7 +287,7 @@ def _around(model: Model, tensor: str) -> list[int]:
 
 def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Model:
     """The float32 model with every value that nodes outside `kept` read or write rounded to half precision."""
-    full = blocked(model) | {n.index for n in model.nodes if n.name in kept or n.op in CONTROL_FLOW}
+    full = blocked(model) | {n.index for n in model.nodes if n.name in kept}
     nodes: list[onnx.NodeProto] = []
     constants: dict[str, Constant] = {}
     read_low: dict[str, str] = {}
