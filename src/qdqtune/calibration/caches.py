@@ -4,7 +4,7 @@ Files are the text of TensorRT's calibrators (of every algorithm and version; Po
 too), and ONNX Runtime's calibration.json. Formats as in the readers and writers of TensorRT and ONNX Runtime.
 
 Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape after the node
-(see `match`). A tensor without an entry stays in float.
+(see `RESHAPED`). A tensor without an entry stays in float.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ import numpy as np
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadData, first_of, parsed_json, reading
-from qdqtune.graph.loading import identities
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE, INTEGER_KERNELS, is_float
 
@@ -34,49 +32,60 @@ CACHE_STEPS = 127
 TENSORRT_HEADER = re.compile(r"TRT-[^-]*-\S+")
 DIGITS = re.compile(r"(?:0x)?[0-9a-fA-F]{1,8}")
 
-Ends = tuple[float, float]
-"""The lowest and the highest value of a tensor, as a file has them."""
+TENSORRT_NAME = re.compile(r"\(Unnamed Layer\* \d+\) \[.+\]_output(?:_\d+)?|ONNXTRT_\w+|.+_output")
+"""Names of tensors that TensorRT's parser adds to those of the model."""
+
+RESHAPED = COMPUTE | AVERAGE_POOLS | {"BatchNormalization", "GlobalMaxPool", "MaxPool", "Softmax"}
+"""Operators whose result TensorRT may name after the node, as a reshaping layer behind it has the operator's name."""
 
 
 @dataclass(frozen=True)
-class Cache:
-    """The ranges in a file by tensor name, in its order. A scale s is the range [-127 s, 127 s], which has that scale.
+class CacheRanges:
+    """The ranges that a cache gives a model; `source` names the kind of file.
 
-    `unusable` has the reason for each entry without a range. `source` names the kind of file.
+    `tensors` have an entry of their name. `lacking` are tensors without a range that operators with integer kernels read, which so
+    stay in float. `unused` are the entries that no tensor takes, or that have no usable scale.
     """
 
     source: str
-    ranges: Mapping[str, Range]
-    unusable: Mapping[str, str]
+    ranges: Ranges
+    tensors: tuple[str, ...]
+    lacking: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def notes(self) -> tuple[str, ...]:
+        notes = [f"{self.source}: {len(self.tensors)} tensors have an entry"]
+        if self.lacking:
+            notes.append(
+                f"tensors without a scale, which stay in float, {len(self.lacking)}: {first_of(self.lacking, '; ')}"
+            )
+        if self.unused:
+            notes.append(f"entries that are not used, {len(self.unused)}: {first_of(self.unused, '; ')}")
+        return tuple(notes)
+
+    def as_json(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "ranges"}
 
 
-def read_cache(path: Path) -> Cache:
-    """The ranges in a file of a known format."""
+def read_cache(path: Path) -> tuple[str, dict[str, Range | None]]:
+    """The kind of a file, and its ranges by tensor name, in its order; None where an entry is no usable range: not
+    finite, negative, or too small for a scale. A scale s is the range [-127 s, 127 s], which has that scale."""
     with reading(f"calibration cache {path}", BadData):
         data = path.read_bytes()
     try:
         source, entries = _parsed(data)
+        if not entries:
+            raise ValueError("it names no tensor")
     except ValueError as error:
         raise BadData(f"{path} is no calibration cache, or damaged: {error}") from error
-    if not entries:
-        raise BadData(f"{path} is no calibration cache, or damaged: it names no tensor")
-    ranges: dict[str, Range] = {}
-    unusable: dict[str, str] = {}
+    ranges: dict[str, Range | None] = {}
     for name, (low, high) in entries.items():
-        scale = max(abs(low), abs(high)) / CACHE_STEPS
-        if not math.isfinite(low + high):
-            unusable[name] = "not finite: calibration saw no value of it, or an infinite one"
-        elif low > high:
-            unusable[name] = "negative: its highest value lies below the lowest"
-        elif scale < LEAST_SCALE:
-            cause = "calibration saw nothing but zeros, or a line is cut short"
-            unusable[name] = f"{scale:.2g}: too small for a scale: {cause}"
-        else:
-            ranges[name] = Range(low, high)
-    return Cache(source, ranges, unusable)
+        is_usable = math.isfinite(low + high) and low <= high and max(abs(low), abs(high)) / CACHE_STEPS >= LEAST_SCALE
+        ranges[name] = Range(low, high) if is_usable else None
+    return source, ranges
 
 
-def _parsed(data: bytes) -> tuple[str, dict[str, Ends]]:
+def _parsed(data: bytes) -> tuple[str, dict[str, tuple[float, float]]]:
     """The kind of file and its entries, the last of each name. Raises ValueError if it is damaged."""
     text = data.decode("utf-8-sig", errors="replace")
     if "\0" in text or "\ufffd" in text:
@@ -86,7 +95,7 @@ def _parsed(data: bytes) -> tuple[str, dict[str, Ends]]:
     header, *lines = [line.strip() for line in text.split("\n")]
     if not TENSORRT_HEADER.fullmatch(header):
         raise ValueError("it begins with neither TensorRT's header TRT-VERSION-ALGORITHM nor a JSON object")
-    entries: dict[str, Ends] = {}
+    entries: dict[str, tuple[float, float]] = {}
     for number, line in enumerate(lines, 2):
         name, _, digits = line.rpartition(":")  # the name may have colons, and zeros before the digits may be missing
         if line and not (name and DIGITS.fullmatch(digits.strip())):
@@ -99,16 +108,16 @@ def _parsed(data: bytes) -> tuple[str, dict[str, Ends]]:
     return header, entries
 
 
-def _of_json(text: str) -> dict[str, Ends]:
+def _of_json(text: str) -> dict[str, tuple[float, float]]:
     content = parsed_json(text, parse_constant=float)
     if not isinstance(content, dict):
         raise ValueError("it is JSON of something else")
     if content.get("CLS") == "TensorsData" and isinstance(content.get("data"), dict):
         content = content["data"]
-    entries: dict[str, Ends] = {}
+    entries: dict[str, tuple[float, float]] = {}
     for name, value in content.items():
-        ends = [value["lowest"], value["highest"]] if isinstance(value, dict) and "highest" in value else value
         try:
+            ends = value["lowest"], value["highest"]
             low, high = (float(np.asarray(end["data"] if isinstance(end, dict) else end).item()) for end in ends)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"it has no lowest and highest value of {name!r:.60}") from error
@@ -116,73 +125,16 @@ def _of_json(text: str) -> dict[str, Ends]:
     return entries
 
 
-UNNAMED_TENSOR = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
-"""The output of an unnamed TensorRT layer, with the kind of the layer."""
+def ranges_of(path: Path, model: Model) -> CacheRanges:
+    """The ranges that a cache file gives the tensors of a model.
 
-TENSORRT_NAME = re.compile(rf"{UNNAMED_TENSOR.pattern}|ONNXTRT_\w+|.+_output")
-"""Names of tensors that TensorRT's parser adds to those of the model."""
-
-RESHAPED = COMPUTE | AVERAGE_POOLS | {"BatchNormalization", "GlobalMaxPool", "MaxPool", "Softmax"}
-"""Operators whose result TensorRT may name after the node, as a reshaping layer behind it has the operator's name."""
-
-CONSTANT = "a constant: weights get scales of their own"
-TENSORRTS_OWN = "a tensor of TensorRT's own, which the model does not have"
-"""Reasons for unused entries that every cache has."""
-
-
-@dataclass(frozen=True)
-class Matched:
-    """The ranges that a cache gives a model.
-
-    `exact` are the tensors with an entry. `derived` has the entry for other tensors with a range.
-    `lacking` are tensors without one that operators with integer kernels read, which so stay in float. `unused` has the
-    reason for each entry without a tensor.
+    Raises:
+        BadData: the file is no cache, or one of another model or export.
     """
-
-    source: str
-    ranges: Ranges
-    exact: tuple[str, ...]
-    derived: Mapping[str, str]
-    lacking: tuple[str, ...]
-    unused: Mapping[str, str]
-
-    def notes(self) -> tuple[str, ...]:
-        counts = f"{self.source}: {len(self.exact)} tensors have an entry"
-        others = [f"{tensor} ({name}, as TensorRT calls it)" for tensor, name in self.derived.items()]
-        if others:
-            counts += f", {len(others)} more one by another name: {first_of(others, '; ')}"
-        notes = [counts]
-        if self.lacking:
-            notes.append(
-                f"tensors without a scale, which stay in float, {len(self.lacking)}: {first_of(self.lacking, '; ')}"
-            )
-        strange = [f"{name} ({why})" for name, why in self.unused.items() if why not in (CONSTANT, TENSORRTS_OWN)]
-        if strange:
-            notes.append(f"entries that are not used, {len(strange)}: {first_of(strange, '; ')}")
-        return tuple(notes)
-
-    def as_json(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "ranges"}
-
-
-def from_file(cache: Path, model: Model, file: Path) -> Matched:
-    """The ranges that a cache file gives a model that was read from `file`."""
-    content = read_cache(cache)
-    try:
-        return match(content, model, identities(file))
-    except BadData as error:
-        raise BadData(f"{cache}: {error}") from error
-
-
-def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
-    """The ranges that a cache gives the tensors of a model. `aliases` maps names of tensors in the file to those in the
-    model (see `loading.identities`)."""
+    source, entries = read_cache(path)
     tensors = dict.fromkeys(candidate_tensors(model))  # large models have thousands, and each name is looked up
-    named = {name: name if name in tensors else aliases.get(name, name) for name in cache.ranges}
-    entries = {name: tensor for name, tensor in named.items() if tensor in tensors}
-    ranges = {tensor: cache.ranges[name] for name, tensor in entries.items()}
-    exact = tuple(tensor for tensor in tensors if tensor in ranges)
-    derived: dict[str, str] = {}
+    ranges = {name: found for name, found in entries.items() if found is not None and name in tensors}
+    used, named = set(ranges), tuple(t for t in tensors if t in ranges)
     for node in model.nodes:
         if node.op == "Cast" and not node.domain and is_float(model, node.inputs[0]):
             before, after = node.inputs[0], node.outputs[0]
@@ -193,17 +145,17 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
         name, tensor = f"{node.name}_output", node.outputs[0]
         adds_bias = node.op == "Gemm" and len(node.inputs) > 2 and node.inputs[2]
         is_new = tensor in tensors and tensor not in ranges
-        if node.op in RESHAPED and name in cache.ranges and is_new and not adds_bias:
-            ranges[tensor] = cache.ranges[name]
-            derived[tensor], entries[name] = name, tensor
-    of_model = [n for n in cache.ranges if n in entries or not TENSORRT_NAME.fullmatch(n)]
-    if not ranges or (2 * len(entries) < len(of_model) and 2 * len(exact) < len(tensors)):
+        found = entries.get(name)
+        if found is not None and node.op in RESHAPED and is_new and not adds_bias:
+            ranges[tensor] = found
+            used.add(name)
+    of_model = [n for n, found in entries.items() if n in used or (found and not TENSORRT_NAME.fullmatch(n))]
+    if not ranges or (2 * len(used) < len(of_model) and 2 * len(named) < len(tensors)):
         raise BadData(
-            f"{len(entries)} of its {len(of_model)} names are tensors of the model, of whose {len(tensors)} the first "
-            f"is {next(iter(tensors), 'none')!r}: it is of another model, or of another export, where numbers name "
-            "other tensors; calibrate this file anew"
+            f"{path}: {len(used)} of its {len(of_model)} names are tensors of the model, of whose {len(tensors)} the "
+            f"first is {next(iter(tensors), 'none')!r}: it is of another model, or of another export, where numbers "
+            "name other tensors; calibrate this file anew"
         )
-    unused = dict(cache.unusable) | {n: _why_unused(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
     wanted = set[str]()
     for node in (node for node in model.nodes if not node.domain):
         if node.op in COMPUTE:
@@ -211,16 +163,5 @@ def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
         if node.op in INTEGER_KERNELS:
             wanted.update(node.inputs)
     lacking = tuple(t for t in tensors if t in wanted and t not in ranges)
-    return Matched(cache.source, Ranges(ranges, is_given=True), exact, derived, lacking, unused)
-
-
-def _why_unused(name: str, model: Model) -> str:
-    unnamed = UNNAMED_TENSOR.fullmatch(name)
-    plain = name.removesuffix("_output")
-    if name in model.constants or plain in model.constants or (unnamed and unnamed[1] == "Constant"):
-        return CONSTANT
-    if name in model.tensors:
-        return "nothing reads it" if is_float(model, name) else "it holds no floats"
-    if unnamed or TENSORRT_NAME.fullmatch(name):
-        return TENSORRTS_OWN
-    return "the model has no such tensor"
+    unused = tuple(name for name in entries if name not in used)
+    return CacheRanges(source, Ranges(ranges, is_given=True), named, lacking, unused)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qdqtune.calibration.caches import Matched, from_file
+from qdqtune.calibration.caches import CacheRanges, ranges_of
 from qdqtune.calibration.observe import MOST_OPTIMIZED
 from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, RangeOptions, RewriteOption, check_cache
 from qdqtune.calibration.prepare import LEAST_JUDGED, Data, Prepared, hidden_work, prepare
@@ -113,7 +113,7 @@ class PreparedModel:
     graph: Model
     shaped: Model
     prepared: Prepared | None
-    matched: Matched | None
+    matched: CacheRanges | None
     notes: tuple[str, ...]
 
     def ranges(
@@ -201,10 +201,10 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
             prepared, more = lowered.sized_for(engine)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *lowered.hints, *more)
         else:
-            graph, notes = by_ranges(graph, self.precision_on(engine), cache, path)
+            graph, notes = by_ranges(graph, self.precision_on(engine), cache)
             shaped = with_input_shapes(graph, self.input_shapes)
         asked_outputs(self.scores, shaped.outputs)  # refuses other names before the work begins
-        matched = None if cache is None else from_file(cache, graph, path)
+        matched = None if cache is None else ranges_of(cache, graph)
         return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 
@@ -332,7 +332,7 @@ class Quantized(Shown):
     scores: Scores = NO_SCORES
     is_finite: bool = True
     """Whether all outputs of both models are finite."""
-    matched: Matched | None = None
+    matched: CacheRanges | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
 
     @property
@@ -614,7 +614,7 @@ class Applied(Shown):
     lost: tuple[Edge, ...]
     accuracy: Accuracy | None = None
     """The accuracy of the outputs on ONNX Runtime; None if it cannot run them, or inputs are random."""
-    matched: Matched | None = None
+    matched: CacheRanges | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
     notes: tuple[str, ...] = ()
     scores: Scores = NO_SCORES

@@ -160,15 +160,6 @@ def read(path: Path) -> ModelProto:
     return proto
 
 
-def identities(path: Path) -> dict[str, str]:
-    """The outputs of the Identity nodes of a file, and for each the tensor that `load` uses in its place."""
-    names: dict[str, str] = {}
-    for node in read(path).graph.node:
-        if node.op_type == "Identity" and node.domain in DEFAULT:
-            names[node.output[0]] = names.get(node.input[0], node.input[0])
-    return names
-
-
 def files_of(path: Path) -> list[Path]:
     """A model's file and the files of its external data; only the file itself if it cannot be read."""
     try:

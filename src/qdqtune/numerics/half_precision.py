@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration.caches import from_file
+from qdqtune.calibration.caches import ranges_of
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.observe import running
 from qdqtune.calibration.prepare import Prepared
@@ -128,11 +128,11 @@ def in_half_precision(
     return replace(prepared, model=half.model, shaped=shaped), half, half.notes()
 
 
-def by_ranges(model: Model, precision: Precision, cache: Path, file: Path) -> tuple[Model, tuple[str, ...]]:
+def by_ranges(model: Model, precision: Precision, cache: Path) -> tuple[Model, tuple[str, ...]]:
     """`in_half_precision` with the ranges of a calibration cache in place of samples."""
     if precision == "fp32" or not is_float32(model):
         return model, ()
-    half = lowered(model, precision, from_file(cache, model, file).ranges, model)
+    half = lowered(model, precision, ranges_of(cache, model).ranges, model)
     return model if precision == "bf16" else half.model, half.notes()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx
 
-from qdqtune.calibration.caches import from_file
+from qdqtune.calibration.caches import ranges_of
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import onnxruntime_session, passes
@@ -224,7 +224,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         if settings.graph_json is not None:
             groups.from_file(shaped, settings.graph_json)
         if settings.calibration_cache is not None:
-            from_file(settings.calibration_cache, shaped, settings.model)
+            ranges_of(settings.calibration_cache, shaped)
     return Subject(
         prepared=prepared,
         numbers=numbers,
@@ -251,7 +251,7 @@ def calibrated(
     """
     record = store.get("ranges", RangesRecord)
     if settings.calibration_cache is not None:
-        matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
+        matched = ranges_of(settings.calibration_cache, subject.shaped)
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put("ranges", RangesRecord(ranges=matched.ranges))
     for note in record.hurried if record is not None else ():
