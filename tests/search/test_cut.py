@@ -437,31 +437,6 @@ def test_floats_are_tried_where_16_bits_miss_the_limit() -> None:
     assert FLOAT not in labels[2:]
 
 
-def test_operators_that_the_engine_alone_computes_badly_become_float() -> None:
-    before = "".join(f"[c{i}] t{i + 1} = Conv(t{i}, w{i})" for i in range(2))
-    text = f"{before} [l] b = Log(t2) [e] d = Exp(b) [c2] g = Conv(d, w2) [s] y = Sqrt(g)"
-    model = build(
-        f"n (float[1,4,8,8] t0) => (float[1,4,8,8] y) {{ {text} }}",
-        {f"w{i}": np.abs(normal(4, 4, 1, 1, seed=i)) for i in range(3)},
-    )
-    known = ranges(model, [{"t0": np.ones((1, 4, 8, 8), np.float32)}])
-    found = RuleCosts(model, engine_rules.place(model, possible_edges(model, known), "qnn", "int8").placement)
-    bad = {"Log": 2 * LIMIT, "Sqrt": 1.5 * LIMIT}
-
-    def answer(found: RuleCosts, placement: Placement):
-        labels = zip(found.parts, found.labels(placement), strict=True)
-        ops = [(model.nodes[node].op, label) for part, label in labels for node in part.nodes]
-        power = sum(bad.get(op, 0.1 * LIMIT * (label == W8A8)) for op, label in ops if label != FLOAT)
-        return 1e-5 + power, report(model)
-
-    quiet = dict.fromkeys([*model.constants, *(e.tensor for e in found.fullest.edges)], 1e-6)
-    history = simulated(RuleSearch(found, noise(found, quiet)), answer)
-    *narrow, log, _, _, root = found.labels(best_of(history))
-    assert (log, root) == (FLOAT, FLOAT)
-    assert narrow == [W8A8] * 2
-    assert len(history) <= 20
-
-
 def test_at_the_end_several_parts_get_fewer_bits_at_once() -> None:
     found = costs(40)
     search = RuleSearch(found, noise(found, {}))

@@ -43,8 +43,8 @@ RESHAPED = COMPUTE | AVERAGE_POOLS | {"BatchNormalization", "GlobalMaxPool", "Ma
 class CacheRanges:
     """The ranges that a cache gives a model; `source` names the kind of file.
 
-    `tensors` have an entry of their name. `lacking` are tensors without a range that operators with integer kernels read, which so
-    stay in float. `unused` are the entries that no tensor takes, or that have no usable scale.
+    `tensors` have an entry of their name. `lacking` are tensors without a range that operators with integer kernels
+    read, which so stay in float. `unused` are the entries that no tensor takes, or that have no usable scale.
     """
 
     source: str

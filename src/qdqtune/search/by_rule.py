@@ -8,10 +8,6 @@ the two, and the price is found as in cut mode: by the noise on ONNX Runtime, or
 tell. By the noise on ONNX Runtime, parts go to fewer bits, in groups and then one by one, as long as it holds; the
 result is built.
 
-If nothing holds, an engine may compute an operator badly that ONNX Runtime computes well: each kind of
-operator alone becomes float where all else has 16 bits, then together those that this helped. Once that holds the
-limits, these stay float, and the search begins again.
-
 At the end parts of the best placement get fewer bits, those first that save the most for the noise they bring: several
 at once, then one by one.
 """
@@ -27,18 +23,14 @@ from operator import ge
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.decisions import CLOSE_TO_LIMIT, SIMULATED_BISECTIONS, optimum_within
 from qdqtune.search.costs.output_noise import Noise
-from qdqtune.search.costs.rule_costs import FLOAT, SIXTEEN, W8A8, W8A16, W16A16, Labels, RuleCosts
+from qdqtune.search.costs.rule_costs import SIXTEEN, W8A8, W8A16, W16A16, Labels, RuleCosts
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Placement, Proposal, Trial
 
-ALL_8, ALL_16, BY_RULE, FLOATS, NARROWED = "8 bits", "16 bits", "cut by rule", "operators in floats", "narrowed"
+ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
 """Origins of proposals: everything in 8 bits, and in 16; the cheapest at a price on noise, or what became of it on ONNX
-Runtime; 16 bits but for some kinds of operators; the best so far with a part in fewer bits."""
-
-HELPED = 0.8
-"""An operator is to blame if the noise without its pairs is at most this share of that with them. Chosen, not
-measured."""
+Runtime; the best so far with a part in fewer bits."""
 
 QUIETER = 0.95
 """A placement is quieter than one that missed the limit if its sum of noise is at most this share of that. Chosen, not
@@ -90,22 +82,18 @@ class RuleSearch:
         if all(failure(t) is not None for t in history[-FRUITLESS:]) and len(history) >= FRUITLESS:
             return
         float_too = leaves or not held.get(costs.placement(wide)) or self.plan is not None
-        alike = [t for t in history if costs.floats <= costs.float_parts(t.placement)]
-        yield from self._within_limits(costs, alike, float_too=float_too)
-        yield from self._without_operators(costs, history, wide)
+        yield from self._within_limits(costs, history, float_too=float_too)
         yield from self._narrowed(costs, history)
 
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
         """The costs with what builds have shown: nodes that run elsewhere, operators that are refused in 16 bits, and
         what bytes cost in time."""
-        refused, floats = set(self.costs.refused), frozenset[tuple[int, ...]]()
+        refused = set(self.costs.refused)
         for trial in history:
             failed = failure(trial)
             if failed is not None:
                 refused |= self.costs.in_16_bits(REFUSED.findall(failed.reason), trial.placement)
-            elif trial.proposal.origin == FLOATS and trial.holds and not floats:
-                floats = self.costs.float_parts(trial.placement)
-        costs = replace(self.costs, refused=frozenset(refused), floats=floats)
+        costs = replace(self.costs, refused=frozenset(refused))
         costs = costs.learned((t.placement, t.layers) for t in history if t.layers)
         return costs if self.plan is None else costs.fitted(ratios_to_float(history, self.plan))
 
@@ -162,33 +150,6 @@ class RuleSearch:
                             left += group
                     able, size = left, _half(size)
         return labels
-
-    # ------------------------------------------------ operators in floats
-
-    def _without_operators(self, costs: RuleCosts, history: Sequence[Trial], wide: Labels) -> Iterator[Idea]:
-        """Where nothing holds the limits: the widest placement with one kind of operator in floats, for each kind, the
-        cheapest first; then with the one that helped most and others, as far as these help, too. What an operator reads
-        becomes float with it: between pairs it would compute in 16 bits."""
-        noise = {t.placement: t.accuracy.noise for t in history if t.accuracy is not None}
-        all_wide = noise.get(costs.placement(wide))
-        if all_wide is None or any(t.holds and failure(t) is None for t in history):
-            return
-        kinds: dict[str, set[int]] = {}
-        for number, part in enumerate(costs.parts):
-            makers = {maker for edge in part.reads if (maker := costs.maker.get(edge.tensor)) is not None}
-            for node in part.nodes if wide[number] != FLOAT else ():
-                kinds.setdefault(costs.model.nodes[node].op, set()).update({number} | makers)
-        changed = sorted((_with(wide, numbers, FLOAT) for numbers in kinds.values()), key=costs.total)
-        for labels in changed:
-            yield FLOATS, labels
-        alone = [(left, labels) for labels in changed if (left := noise.get(costs.placement(labels))) is not None]
-        helped = [(left, labels) for left, labels in sorted(alone) if left <= HELPED * all_wide]
-        for fewest, least in helped[:1]:
-            for _, labels in helped[1:]:
-                both = tuple(FLOAT if FLOAT in each else each[0] for each in zip(least, labels, strict=True))
-                yield FLOATS, both
-                if (left := noise.get(costs.placement(both), inf)) <= HELPED * fewest:
-                    fewest, least = left, both
 
     # ------------------------------------------------ one part after the other
 

@@ -102,27 +102,16 @@ def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
 
 
 def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """A text, equal for two groups exactly if operators, attributes, wiring, shapes, types and possible pairs are."""
+    """A text, equal for two groups exactly if their kind, wiring, shapes, constants and possible pairs are."""
     model = parts.model
-    names: dict[str, str] = {}
-
-    def described(tensor: str) -> str:
-        info = model.tensors.get(tensor)
-        kind = "constant" if tensor in model.constants else ""
-        return f"{info.dtype if info else '?'}{sizes.get(tensor, f'? of {tensor}')}{kind}"
-
-    lines = []
-    for number in unit.nodes:
-        node = model.nodes[number]
-        for tensor in (*node.inputs, *node.captures, *node.outputs):
-            if tensor:
-                names.setdefault(tensor, f"t{len(names)}:{described(tensor)}")
+    numbers, wires = dict[str, int](), []
+    for node in (model.nodes[n] for n in unit.nodes):
+        tensors = [*node.inputs, *node.captures, *node.outputs]
         able = [e.index for e in node.into if e in parts.possible]
-        attributes = sorted((key, str(value)) for key, value in node.attributes.items())
-        wires = [[names.get(t, "") for t in side] for side in (node.inputs, node.outputs)]
-        lines.append(f"{node.domain}:{node.op}{attributes}{wires}{able}")
-    leaving = [(names[t], bool(parts.edges.get(t))) for t in unit.outputs]
-    return "\n".join((*lines, str(leaving)))
+        wires.append(([numbers.setdefault(t, len(numbers)) for t in tensors], able))
+    shapes = [(sizes.get(t, t), t in model.constants) for t in numbers]
+    leaving = [(numbers[t], bool(parts.edges.get(t))) for t in unit.outputs]
+    return str((unit.kind, wires, shapes, leaving))
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,6 @@ class RuleCosts:
     has_wide: bool = True
     refused: frozenset[tuple[str, int]] = frozenset()
     """Operators that the engine has refused, and in what."""
-    floats: frozenset[tuple[int, ...]] = frozenset()
-    """The nodes of parts that stay in floats, as the engine computes them badly otherwise."""
     off: Off = field(default_factory=dict)
     rates: Rates = Rates()
 
@@ -137,9 +135,8 @@ class RuleCosts:
     def allows(self, part: Part, label: int) -> bool:
         """Whether a part can compute so; in floats only those that no pair stands in front of. A dilated convolution
         gets no weights of 16 bits: QNN computes it coarsely then (35 dB to the CPU, in place of 84)."""
-        stays = not part.reads or part.nodes in self.floats
-        if label == FLOAT or stays:
-            return label == FLOAT and stays
+        if label == FLOAT or not part.reads:
+            return label == FLOAT and not part.reads
         if label == W8A8:
             return True
         nodes = [self.model.nodes[node] for node in part.nodes]
@@ -186,11 +183,6 @@ class RuleCosts:
             else:
                 labels.append(W8A16 if placement.wide.isdisjoint(part.weights) else W16A16)
         return tuple(labels)
-
-    def float_parts(self, placement: Placement) -> frozenset[tuple[int, ...]]:
-        """The nodes of each part that computes in floats with a placement."""
-        labels = zip(self.parts, self.labels(placement), strict=True)
-        return frozenset(part.nodes for part, label in labels if label == FLOAT)
 
     def in_16_bits(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
         """In what operators compute with a placement, as far as it is in 16 bits."""
