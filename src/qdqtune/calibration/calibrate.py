@@ -1,7 +1,6 @@
 """Ranges of all candidate tensors, in memory that does not grow with the number of samples.
 
-Minimum and maximum are reduced inside the graph. The other methods count each tensor's values in a histogram, from
-which its range is taken, so that no values are stored.
+Each tensor's values are counted in a histogram, from which its range is taken, so that no values are stored.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.observe import observe, outputs_on, with_outputs
+from qdqtune.calibration.observe import observe
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.graph.model import Model
@@ -41,7 +38,9 @@ class Histogram:
 
     BINS = 2048
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool = True) -> None:
+        """Without `counts` only the lowest and the highest value are kept."""
+        self._has_counts = counts
         self._counts = np.zeros(2 * self.BINS, np.int64)
         self._width = 0.0
         self._low, self._high = np.inf, -np.inf
@@ -54,7 +53,7 @@ class Histogram:
             return
         self._low = float(np.minimum(self._low, flat.min()))  # unlike min, these keep a NaN
         self._high = float(np.maximum(self._high, flat.max()))
-        if self.whole is None:
+        if self.whole is None or not self._has_counts:
             return
         top = max(-self._low, self._high)
         if self._width == 0.0 and top > 0:
@@ -228,39 +227,17 @@ def calibrate(
     tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:
         return Ranges({})
-    if how.method == "minmax":
-        return Ranges(_whole_ranges(model, tensors, samples, execution))
-    histograms = {tensor: Histogram() for tensor in tensors}
+    histograms = {tensor: Histogram(counts=how.method != "minmax") for tensor in tensors}
     for tensor, values in observe(model, tensors, samples, execution=execution):
         histograms[tensor].add(values)
     ranges: dict[str, Range | None] = {}
     for tensor, histogram in histograms.items():
-        if how.method == "percentile":
+        if how.method == "minmax":
+            ranges[tensor] = histogram.whole
+        elif how.method == "percentile":
             ranges[tensor] = histogram.range(how.percentile)
         elif how.method == "entropy":
             ranges[tensor] = histogram.least_divergence(numbers)
         else:
             ranges[tensor] = histogram.least_error(numbers)
     return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})
-
-
-def _whole_ranges(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
-) -> dict[str, Range]:
-    """The ranges of all values, which the engine reduces: to hand values over takes more time and memory."""
-    nodes: list[onnx.NodeProto] = []
-    ends: list[str] = []
-    for i, tensor in enumerate(tensors):
-        values, zeros = f"__float_{i}", f"__zeros_{i}"  # x - x keeps a NaN, which minimum and maximum may ignore
-        nodes.append(helper.make_node("Cast", [tensor], [values], values, to=TensorProto.FLOAT))
-        nodes.append(helper.make_node("Sub", [values, values], [zeros], zeros))
-        for op, operand in (("ReduceMin", values), ("ReduceMax", values), ("ReduceSum", zeros)):
-            ends.append(f"__{op}_{i}")
-            nodes.append(helper.make_node(op, [operand], ends[-1:], ends[-1], keepdims=0))
-    lows, highs = np.full(len(tensors), np.inf), np.full(len(tensors), -np.inf)
-    zeros_of_all = np.zeros(len(tensors))
-    for outputs in outputs_on(with_outputs(model, nodes, ends), samples, execution=execution):
-        low, high, zero = np.array([outputs[name] for name in ends], np.float64).reshape(-1, 3).T
-        lows, highs, zeros_of_all = np.fmin(lows, low), np.fmax(highs, high), zeros_of_all + zero
-    found = zip(tensors, lows.tolist(), highs.tolist(), zeros_of_all.tolist(), strict=True)
-    return {tensor: Range(low, high) for tensor, low, high, zero in found if zero == 0 and low <= high}
