@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,7 @@ class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
     weight_only: MaybeText = option(
         TEXT,
         None,
-        "Quantize weights of products and tables alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
+        "Quantize weights of products alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
         "(blocks of 128, asymmetric) and the like. Language models gain where they read more weights than they "
         "multiply. d8 (d7 on x86 without VNNI) is dynamic quantization: products read activations in 8 bits with a "
         "scale found at run time.",
@@ -461,7 +460,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
         if options.weight_only is not None:
-            formats = partial(weight_formats_like, options.engine, options.weight_only)
+            formats = weight_formats_like(options.engine, options.weight_only)
             chosen = start_placements.weight_only(shaped, options.allowed(shaped, weight_only_edges(shaped)), formats)
             return PlacedByRules(chosen, tuple(Counter(s.name for s in chosen.weight_formats.values()).items()))
         possible = options.allowed(shaped, possible_edges(shaped, ranges))

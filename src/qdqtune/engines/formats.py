@@ -116,11 +116,8 @@ def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
     return replace(numbers, activation=activation, reduced_weights=True)
 
 
-PRODUCTS = frozenset({"Gemm", "MatMul"})
-
-
-def weight_formats(engine: str, operator: str = "MatMul", *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
-    """The weight formats for which an engine has kernels of an operator, the usual ones first; if `narrow`, those that
+def weight_formats(engine: str, *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
+    """The weight formats for which an engine has kernels of products, the usual ones first; if `narrow`, those that
     compute the same on every processor, also where products saturate (None: if they do here).
 
     Observed, where nothing else is said:
@@ -131,31 +128,24 @@ def weight_formats(engine: str, operator: str = "MatMul", *, narrow: bool | None
     - OpenVINO 2026.4 takes the integers into FullyConnected.
     - TensorRT documents blocks of 64 and 128 of signed 4 bits. TensorRT-RTX 1.7 also takes blocks of 32, and 8 bits
       with a scale for each channel. Blocks of 8 bits get a kernel of their own; zero points are refused.
-    - A Gather of integers needs no kernel of the engine: qdqtune writes it as nodes.
     - ONNX Runtime 1.31 fuses the nodes of dynamic quantization (d8) into MatMulIntegerToFloat, and with the
       DynamicQuantizeLinear in front into DynamicQuantizeMatMul. Where products saturate, weights have 7 bits (d7).
     - On ARM, ONNX Runtime runs blocks of 4 bits whose size is a multiple of 32 by KleidiAI if there are dot products
       (it rounds their scales to bfloat16), and with SME d8 with weights without zero points as well: both are as above
       (qnbitgemm_kernel_neon.cpp and qgemm_kleidiai.cpp of MLAS, not measured).
     """
-    names: tuple[str, ...] = ()
-    if operator in PRODUCTS:
-        names = PROVIDERS[engine].weights if engine in PROVIDERS else WEIGHT_FORMATS.get(engine, ())
-    elif operator == "Gather" and engine == "onnxruntime":
-        names = ("w8",)
+    names = PROVIDERS[engine].weights if engine in PROVIDERS else WEIGHT_FORMATS.get(engine, ())
     known = map(WeightFormat.named, names)
     is_narrow = products_saturate() if narrow is None else narrow
     return tuple(replace(one, bits=7) if one.dynamic and is_narrow else one for one in known)
 
 
-def weight_formats_like(
-    engine: str, wanted: str, operator: str = "MatMul", *, narrow: bool | None = None
-) -> tuple[WeightFormat, ...]:
+def weight_formats_like(engine: str, wanted: str, *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
     """The formats of `weight_formats` that the name `wanted` stands for, the exact one first: w8 and w4 stand for every
-    format of so many bits, other names for one. Gather gets its 8-bit format even where 4 bits are asked for."""
-    known = weight_formats(engine, operator, narrow=narrow)
+    format of so many bits, other names for one."""
+    known = weight_formats(engine, narrow=narrow)
     exact = [s for s in known if s.name == wanted]
-    alike = [s for s in known if wanted == s.family or operator == "Gather"]
+    alike = [s for s in known if wanted == s.family]
     return tuple(dict.fromkeys((*exact, *alike)))
 
 

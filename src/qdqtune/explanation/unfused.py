@@ -25,7 +25,7 @@ from qdqtune.graph.operators import (
     QDQ,
     SETTINGS_FROM,
 )
-from qdqtune.placement.reading import Pair, pairs_of, tables_of, weight_only_formats
+from qdqtune.placement.reading import Pair, pairs_of, weight_only_formats
 from qdqtune.types import Array, Layer, NumericFormat
 
 Symptom = Literal["standalone pair", "float compute", "reformat", "elsewhere", "boundary"]
@@ -107,7 +107,6 @@ class _Graph:
         self._layers = layers
         self._numbers = numbers
         self._formats = weight_only_formats(model)
-        self._tables = tuple(table.dq.name for table in tables_of(model))
         self._pairs = {pair.dq.name: pair for pair in pairs_of(model)}
         home = {name: layer for layer in layers for name in layer.nodes}
         self._alone = {name for name, layer in home.items() if layer.kind == "quantize"}
@@ -118,7 +117,7 @@ class _Graph:
     def finding(self, number: int) -> Finding | None:
         """What a layer is a finding about, without its name and time; None if it is none."""
         layer = self._layers[number]
-        if layer.name.startswith(self._tables) or layer.kind in ("folded", "unknown"):
+        if layer.kind in ("folded", "unknown"):
             return None
         nodes = [self._model.node(name) for name in layer.nodes if name in self._model.index_of]
         pairs = [node for node in nodes if node.op in QDQ]

@@ -4,10 +4,9 @@ Baselines, candidates and final models all come from here; the empty placement g
 decides scales, biases and clamps first, then nodes are written in one pass.
 
 A weight in a weight format is stored as integers behind a DequantizeLinear (kernels fuse it): a Gemm loses transB, and
-a Transpose of the constant is removed. For a Gather, one Gather picks rows of integers, another their scales, and a
-DequantizeLinear follows, since no known engine fuses a DequantizeLinear in front of a Gather. Dynamic quantization puts
-a DynamicQuantizeLinear in front of the product, which becomes a MatMulInteger, and the Cast and the Mul that make
-floats of its sums behind it: the nodes that ONNX Runtime fuses into one kernel.
+a Transpose of the constant is removed. Dynamic quantization puts a DynamicQuantizeLinear in front of the product, which
+becomes a MatMulInteger, and the Cast and the Mul that make floats of its sums behind it: the nodes that ONNX Runtime
+fuses into one kernel.
 """
 
 from __future__ import annotations
@@ -261,8 +260,6 @@ class _Writer:
                 self._made[key] = self._fresh(f"{edge.tensor}_{what}")
                 self._constants[self._made[key]] = constant
             names.append(self._made[key])
-        if weight.node.op == "Gather":
-            return self._with_gathered_scales(node, names, weight_format.block or weight.shape[0])
         if weight_format.dynamic:
             return self._as_integers(node, names)
         weights = ("dequantized", *names)
@@ -275,16 +272,6 @@ class _Writer:
         del node.attribute[:]
         node.attribute.extend(kept)
         return ()
-
-    def _with_gathered_scales(self, node: onnx.NodeProto, names: list[str], block: int) -> tuple[onnx.NodeProto, ...]:
-        result = node.output[0]
-        rows, scale = self._fresh(f"{result}_quantized"), self._fresh(f"{result}_scale")
-        node.input[0], node.output[0] = names[0], rows
-        own = self._fresh(f"{node.name}_scale"), self._fresh(f"{result}_DequantizeLinear")
-        return (
-            helper.make_node("Gather", [names[1], node.input[1]], [scale], own[0], axis=0),
-            helper.make_node("DequantizeLinear", [rows, scale], [result], own[1], axis=-1, block_size=block),
-        )
 
     def _as_integers(self, node: onnx.NodeProto, names: list[str]) -> tuple[onnx.NodeProto, ...]:
         """Make a product a MatMulInteger; returns the nodes behind it, which make floats of its sums and add the bias

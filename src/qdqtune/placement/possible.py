@@ -24,7 +24,7 @@ TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
 """Operators whose constant operand is quantized like an activation: engines have kernels with both operands in 8 bits.
 The table of a Gather is quantized like that too."""
 
-WEIGHT_ONLY_OPS = frozenset({"Gather", "Gemm", "MatMul"})
+WEIGHT_ONLY_OPS = frozenset({"Gemm", "MatMul"})
 """Operators whose weight may have a weight format, while their activation stays float."""
 
 WEIGHT_ONLY_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16})
@@ -122,7 +122,7 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
 @dataclass(frozen=True, eq=False)
 class Weight:
     """A matrix that a kernel may read in a weight format: [in, out], or [out, in] if `transposed`. The weights of one
-    output, or the numbers of one row of a table, lie along `in`."""
+    output lie along `in`."""
 
     node: Node
     constant: Constant
@@ -140,7 +140,7 @@ class Weight:
 
 
 def weight_at(model: Model, edge: Edge) -> Weight | None:
-    """The constant matrix that a MatMul, a Gemm or a Gather (as its table) reads at an edge; None if there is none.
+    """The constant matrix that a MatMul or a Gemm reads at an edge; None if there is none.
 
     A product may read it through a Transpose, as in language models whose last layer shares the embedding table.
     """
@@ -148,7 +148,7 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
     if node is None or node.domain or edge.index >= len(node.inputs) or node.inputs[edge.index] != edge.tensor:
         return None
     tensor, turned = edge.tensor, False
-    turn = None if node.op == "Gather" else model.maker(tensor)
+    turn = model.maker(tensor)
     if turn and (turn.op, turn.domain, [*turn.attributes.get("perm", (1, 0))]) == ("Transpose", "", [1, 0]):
         tensor, turned = turn.inputs[0], True
     constant = model.constants.get(tensor)
@@ -160,8 +160,6 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
         case "Gemm", 1 if all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta")):
             if not node.attributes.get("transA", 0):
                 return Weight(node, constant, turned != bool(node.attributes.get("transB", 0)))
-        case "Gather", 0 if node.attributes.get("axis", 0) == 0:
-            return Weight(node, constant, True)
     return None
 
 
@@ -169,8 +167,6 @@ def format_refusal(weight: Weight, weight_format: WeightFormat) -> str | None:
     """Why a weight cannot have a weight format, by its shape and operator; None if it can."""
     if weight_format.block is not None and weight.shape[0] % weight_format.block:
         return f"its {weight.shape[0]} inputs are no multiple of the {weight_format.block} of a block"
-    if weight.node.op == "Gather" and (weight_format.bits == 4 or not weight_format.symmetric or weight_format.dynamic):
-        return "Gather takes tables of signed 8 bits, and none of 4"
     if weight_format.dynamic and weight.constant.dtype != onnx.TensorProto.FLOAT:
         return "dynamic quantization takes float32 activations"
     return None

@@ -161,10 +161,6 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[Placement, dict[Edge
                 unmatched.append(pair.dq.name)
             else:
                 formats[edge] = weight_format
-    for table in tables_of(qdq_model):
-        twin = twins.get(table.gather.index)
-        if twin is not None and weight_at(float_model, twin.into[0]) is not None:
-            formats[twin.into[0]] = table.weight_format
     for product in dynamic_products_of(qdq_model):
         known = float_model.index_of.get(product.node.name)
         twin = float_model.maker(product.last.outputs[0]) if known is None else float_model.nodes[known]
@@ -362,30 +358,6 @@ def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int, blo
         return exact.reshape([-1 if i == axis % integers.ndim else 1 for i in range(integers.ndim)])
 
     return np.asarray((integers.astype(np.float32) - spread(zero_point)) * spread(scale))
-
-
-@dataclass(frozen=True, eq=False)
-class IntegerTable:
-    """A table of integers: its Gather, the Gather of its scales, and the DQ of both (see `insertion`)."""
-
-    gather: Node
-    scaling: Node
-    dq: Node
-    weight_format: WeightFormat
-
-
-def tables_of(model: Model) -> Iterator[IntegerTable]:
-    """The tables of a model whose rows are integers."""
-    for dq in model.nodes:
-        if dq.op != "DequantizeLinear" or len(dq.inputs) > 2 or not dq.attributes.get("block_size"):
-            continue
-        makers = list(filter(None, map(model.maker, dq.inputs)))
-        if [m.op for m in makers] == ["Gather"] * 2 and all(m.inputs[0] in model.constants for m in makers):
-            rows, block = model.constants[makers[0].inputs[0]], int(dq.attributes["block_size"])
-            zero = np.zeros((), helper.tensor_dtype_to_np_dtype(rows.dtype))
-            weight_format = weight_format_in(zero, None if rows.shape[-1] == block else block)
-            if weight_format is not None:
-                yield IntegerTable(makers[0], makers[1], dq, weight_format)
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,13 +100,13 @@ START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = 
 }  # fmt: skip
 
 
-def weight_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[WeightFormat]]) -> Placement:
-    """A placement without pairs: the weight at each edge has the first possible weight format of those that `choose`
-    gives for its operator."""
+def weight_only(model: Model, edges: Iterable[Edge], wanted: Sequence[WeightFormat]) -> Placement:
+    """A placement without pairs: the weight at each edge has the first of the weight formats `wanted` that it can
+    have."""
     formats = {}
     for edge in edges:
         weight = weight_at(model, edge)
-        for weight_format in () if weight is None else choose(weight.node.op):
+        for weight_format in () if weight is None else wanted:
             if weight is not None and format_refusal(weight, weight_format) is None:
                 formats[edge] = weight_format
                 break

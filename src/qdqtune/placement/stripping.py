@@ -15,12 +15,10 @@ from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
 from qdqtune.graph.simplifying import drop_unused
 from qdqtune.placement.reading import (
     DynamicProduct,
-    IntegerTable,
     Pair,
     dequantized,
     dynamic_products_of,
     pairs_of,
-    tables_of,
 )
 from qdqtune.types import Array
 
@@ -169,17 +167,9 @@ def _least(constant: Constant) -> float | None:
 
 
 def with_float_weights(model: Model) -> Model:
-    """The model with float tables in place of `IntegerTable`, and float products in place of `DynamicProduct`."""
+    """The model with float products in place of `DynamicProduct`."""
     replaced: dict[int, onnx.NodeProto] = {}
     added: dict[str, Constant] = {}
-    gone: set[int] = set()
-    for table in tables_of(model):
-        weight = f"{table.gather.inputs[0]}_float"
-        added[weight] = _float_table(model, table)
-        gather = deepcopy(model.proto.graph.node[table.gather.index])
-        gather.input[0], gather.output[0] = weight, table.dq.outputs[0]
-        replaced[table.gather.index] = gather
-        gone.add(table.dq.index)
     for product in dynamic_products_of(model):
         weight = f"{product.node.inputs[1]}_float"
         added[weight] = _float_weight(model, product)
@@ -187,21 +177,11 @@ def with_float_weights(model: Model) -> Model:
         replaced[product.last.index] = helper.make_node("MatMul", inputs, [result], product.node.name)
     if not replaced:
         return model
-    nodes = [replaced.get(i, proto) for i, proto in enumerate(model.proto.graph.node) if i not in gone]
+    nodes = [replaced.get(i, proto) for i, proto in enumerate(model.proto.graph.node)]
     rebuilt = rebuild(model, nodes, added)
     large = dict(rebuilt.large)
     drop_unused(rebuilt.proto.graph, large)
     return Model(rebuilt.proto, large)
-
-
-def _float_table(model: Model, table: IntegerTable) -> Constant:
-    rows, scales = (model.constants[node.inputs[0]] for node in (table.gather, table.scaling))
-    dtype, block = helper.tensor_dtype_to_np_dtype(scales.dtype), int(table.dq.attributes["block_size"])
-
-    def read() -> Array:
-        return dequantized(rows.array(), scales.array(), np.zeros(()), len(rows.shape) - 1, block).astype(dtype)
-
-    return Constant(f"{rows.key}:table:{scales.key}", scales.dtype, rows.shape, read)
 
 
 def _float_weight(model: Model, product: DynamicProduct) -> Constant:

@@ -1,7 +1,6 @@
 """Weight-only quantization: the integers and scales of weights in weight formats, and which weights can have them.
 
-The matrix of a product is stored as [in, out], as kernels of ONNX Runtime, OpenVINO and TensorRT take it, the table of
-a Gather as it is.
+The matrix of a product is stored as [in, out], as kernels of ONNX Runtime, OpenVINO and TensorRT take it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class FormattedWeights:
         """Why the weight at an edge cannot have a weight format; None if it can."""
         weight = weight_at(self._model, edge)
         if weight is None or edge not in self._able:
-            return "no product and no Gather reads a matrix of finite weights there"
+            return "no product reads a matrix of finite weights there"
         return format_refusal(weight, weight_format)
 
     def opset(self, placement: Placement) -> int:
@@ -44,10 +43,8 @@ class FormattedWeights:
         opsets = [0]
         for edge, weight_format in placement.weight_only:
             weight = weight_at(self._model, edge)
-            if weight is None or weight.node.op == "Gather":
-                opsets.append(BLOCK_OPSET)
-            else:
-                opsets.append(max(weight_format.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19))
+            is_half = weight is not None and weight.constant.dtype != TensorProto.FLOAT
+            opsets.append(max(weight_format.opset, 19 if is_half else 13))
         return max(opsets)
 
     def superfluous(self, placement: Placement) -> frozenset[int]:
@@ -59,20 +56,20 @@ class FormattedWeights:
     def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
         """The integers, the scales and, if asymmetric, the zero points, in the shapes that their node reads; computed
         when they are written."""
-        source, is_table = weight.constant, weight.node.op == "Gather"
-        key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
+        source = weight.constant
+        key = f"{source.key}:{weight_format.name}:{weight.transposed:d}"
         if key in self._parts:
             return self._parts[key]
         integers = helper.np_dtype_to_tensor_dtype(np.dtype(INTEGER_TYPE[weight_format.bits, weight_format.symmetric]))
         rows, columns = weight.shape
-        scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
+        scaled = (rows // weight_format.block, columns) if weight_format.block else (columns,)
         described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
         described += [] if weight_format.symmetric else [("zero_point", integers, scaled)]
         parts = {}
         for what, dtype, shape in described:
             read = partial(self._part, what, weight, weight_format, shape)
             kept = read if what == "quantized" else cache(read)
-            parts[what] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, kept)
+            parts[what] = Constant(f"{key}:{what}", dtype, shape, kept)
         self._parts[key] = parts
         return parts
 
@@ -80,7 +77,7 @@ class FormattedWeights:
         rounded = self._rounded(weight, weight_format)
         values = {"quantized": rounded.integers, "scale": rounded.scale, "zero_point": rounded.zero_point}[what]
         assert values is not None  # a symmetric weight format has no third part
-        return np.ascontiguousarray(values.reshape(shape).T if weight.node.op == "Gather" else values.reshape(shape))
+        return np.ascontiguousarray(values.reshape(shape))
 
 
 def _rounded(weight: Weight, weight_format: WeightFormat) -> RoundedWeight:

@@ -104,7 +104,7 @@ def format_shares(
     wanted = wanted_formats(settings)
     weights = {e: w for e in weight_only_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
     chosen = {e.node for e in (subject.possible if settings.node_filter else weights)}
-    weights = {e: w for e, w in weights.items() if w.node.op != "Gather" and e.node in chosen}
+    weights = {e: w for e, w in weights.items() if e.node in chosen}
     if not wanted or sum(w.constant.nbytes for w in weights.values()) < LEAST_BYTES:
         return {}
     spent = _spent(subject.shaped, float_layers(), weights)
