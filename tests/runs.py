@@ -127,14 +127,15 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+def room_for(size: int, what: int = resource.RLIMIT_FSIZE) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes; with RLIMIT_AS, it gets so many bytes more of memory."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (size + held if what == resource.RLIMIT_AS else size, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(what, (soft, hard))
 
 
 def out(model: Path, name: str) -> Path:

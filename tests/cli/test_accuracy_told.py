@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
+from command_lines import is_refused
 from conftest import Call
 from models import build, feeds, normal
 from qdqtune.graph.loading import load
@@ -22,20 +22,13 @@ TELLS = {"sqnr_db", "output_sqnr_db", "accuracy", "lowest_db", "agreement", "top
 """Keys of JSON that hold accuracy."""
 
 
-class Ran(NamedTuple):
-    """A float model with samples, the folder of its run, and the same files where no run is."""
-
-    model: Path
-    out: Path
-    alone: Path
-
-
 @pytest.fixture(scope="session")
-def ran(tuned: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    out, alone = tuned.parent / "out", tmp_path_factory.mktemp("alone")
+def alone(tuned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run has written, where no run is."""
+    folder = tmp_path_factory.mktemp("alone")
     for file in ("optimized_final.onnx", "baseline.onnx", "placement.yaml"):
-        shutil.copy(out / file, alone)
-    return Ran(tuned, out, alone)
+        shutil.copy(tuned.parent / "out" / file, folder)
+    return folder
 
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -50,13 +43,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("tune", "{model}", *TUNE, "-o", "{new}"),
     "layers": ("check", "--layers", "{at}/optimized_final.onnx", *FAKE),
 }
-TEXT, JSON = (), ("--json",)
-MADE_UP = [*product(COMMANDS, [TEXT]), *product(("compare", "quantize", "apply"), [JSON])]
-BESIDE = [("compare", TEXT), ("compare", JSON), ("debug", JSON), ("debug of one", TEXT)]
+MADE_UP = [*COMMANDS, "compare --json", "quantize --json", "apply --json"]
+BESIDE = ["compare", "compare --json", "debug --json", "debug of one"]
 
 
-def line(name: str, form: tuple[str, ...], ran: Ran, at: Path, new: Path) -> list[str]:
-    return [part.format(at=at, model=ran.model, new=new) for part in (*COMMANDS[name], *form)]
+def line(name: str, model: Path, at: Path, new: Path) -> list[str]:
+    words, form = COMMANDS[name.removesuffix(" --json")], ["--json"] * name.endswith("--json")
+    return [part.format(at=at, model=model, new=new) for part in (*words, *form)]
 
 
 def accuracies(value: Any) -> list[object]:
@@ -69,33 +62,28 @@ def accuracies(value: Any) -> list[object]:
     return own + [found for part in value.values() for found in accuracies(part)]
 
 
-@pytest.mark.parametrize(("name", "form"), MADE_UP)
-def test_random_inputs_tell_no_accuracy(name: str, form: tuple[str, ...], ran: Ran, tmp_path: Path, call: Call) -> None:
-    code, out, err = call(*line(name, form, ran, ran.alone, tmp_path / "new.onnx"))
+@pytest.mark.parametrize("name", MADE_UP)
+def test_random_inputs_tell_no_accuracy(name: str, tuned: Path, alone: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call(*line(name, tuned, alone, tmp_path / "new.onnx"))
     assert " dB" not in out + err
     assert "computes something else" not in out + err
-    assert name == "tune" or not accuracies(json.loads(out) if form and out else {})
+    assert not name.endswith("--json") or not accuracies(json.loads(out))
     refuses = name.startswith("debug") or name.endswith("--report")
     assert (code == 2) is refuses, err
     assert "--calibration-data" in err or name in ("layers", "check")
 
 
-@pytest.mark.parametrize(("name", "form"), BESIDE)
-def test_beside_a_run_the_inputs_are_its_own(
-    name: str, form: tuple[str, ...], ran: Ran, tmp_path: Path, call: Call
-) -> None:
-    code, out, err = call(*line(name, form, ran, ran.out, tmp_path / "new.onnx"))
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_a_run_the_inputs_are_its_own(name: str, tuned: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call(*line(name, tuned, tuned.parent / "out", tmp_path / "new.onnx"))
     assert code in (0, 4), err
-    if form:
-        assert accuracies(json.loads(out))
-    else:
-        assert "dB" in out
+    assert accuracies(json.loads(out)) if name.endswith("--json") else "dB" in out
 
 
-def test_inputs_that_are_not_what_the_run_was_fed_are_none(ran: Ran, tmp_path: Path, call: Call) -> None:
+def test_inputs_that_are_not_what_the_run_was_fed_are_none(tuned: Path, tmp_path: Path, call: Call) -> None:
     """The files have changed, are gone, or are code that somebody else names."""
-    changed, folder = tmp_path / "changed.npz", shutil.copytree(ran.out, tmp_path / "out")
-    changed.write_bytes(ran.model.with_suffix(".npz").read_bytes() + b"changed")
+    changed, folder = tmp_path / "changed.npz", shutil.copytree(tuned.parent / "out", tmp_path / "out")
+    changed.write_bytes(tuned.with_suffix(".npz").read_bytes() + b"changed")
     told = json.loads((folder / "run.json").read_text())
     for source in (str(changed), "evil:feed", "/nowhere.npz"):
         told["settings"]["calibration_data"] = source
@@ -122,32 +110,27 @@ def test_of_integers_alone_the_agreement_is_told_and_no_ratio(tmp_path: Path, ca
 
 def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_path: Path, call: Call) -> None:
     model, made = write(mixed(), tmp_path), tmp_path / "q.onnx"
-    data = ("--calibration-data", model.with_suffix(".npz"))
-    (output,) = load(model).outputs
-    _, plain, _ = call("quantize", model, *data, "-o", made)
-    _, text, _ = call("quantize", model, *data, "-o", made, "--scores", output)
-    assert "agreement" not in plain
+    data, (output,) = ("--calibration-data", model.with_suffix(".npz")), load(model).outputs
+    tune = ("tune", model, *TUNE, *data, "-o", tmp_path / "out")
+    again = ("apply", model, "--placement", tmp_path / "out" / "placement.yaml", "-o", made, *data)
+    quantize, compare = ("quantize", model, *data, "-o", made), ("compare", model, made, *data, *FAKE)
+
+    def told(command: tuple[object, ...], scores: str) -> Any:
+        return json.loads(call(*command, "--scores", scores, "--json")[1])
+
+    assert "agreement" not in call(*quantize)[1]
+    _, text, _ = call(*quantize, "--scores", output)
     assert f"taken for scores of classes: {output} (" in text
     assert ", agreement " in text
-    _, text, _ = call("quantize", model, *data, "-o", made, "--scores", f"{output}:-1", "--json")
-    assert json.loads(text)["scores"][0]["output"] == output
-    _, text, _ = call("compare", model, made, *data, *FAKE, "--scores", output, "--json")
-    assert json.loads(text)["scores"][0]["output"] == output
-    assert json.loads(text)["others"][0]["accuracy"]["top1"] is not None
-    tune = ("tune", model, *TUNE, *data, "-o", tmp_path / "out", "--json")
-    assert json.loads(call(*tune, "--scores", output)[1])["scores"][0]["output"] == output
-    again = ("apply", model, "--placement", tmp_path / "out" / "placement.yaml", "-o", made, *data)
-    assert json.loads(call(*again, "--scores", output, "--json")[1])["accuracy"]["top1"] is not None
-    none = call("quantize", model, *data, "-o", made, "--scores", "none")[1]
-    assert "no output is taken for scores of classes: --scores is none" in none
-    before = made.read_bytes()
-    assert call(*again, "--scores", f"{output}:7")[0] == 2
-    assert made.read_bytes() == before
-    assert call(*tune, "--scores", "none")[0] == 2  # another run: what candidates were judged by has changed
-    for command in (("quantize", model, "-o", made), ("compare", model, model, *FAKE), ("tune", model, *TUNE)):
-        code, _, err = call(*command, *data, "--scores", "other")
-        assert code == 2
-        assert "--scores other names no output: there are " in err
+    assert told(quantize, f"{output}:-1")["scores"][0]["output"] == output
+    assert told(compare, output)["others"][0]["accuracy"]["top1"] is not None
+    assert told(tune, output)["scores"][0]["output"] == output
+    assert told(again, output)["accuracy"]["top1"] is not None
+    assert "no output is taken for scores of classes: --scores is none" in call(*quantize, "--scores", "none")[1]
+    is_refused(call, tmp_path, "", *again, "--scores", f"{output}:7")
+    is_refused(call, tmp_path, "", *tune, "--scores", "none")  # another run: what judged its candidates has changed
+    for command in (quantize, compare, tune):
+        is_refused(call, tmp_path, "--scores other names no output: there are ", *command, "--scores", "other")
 
 
 # Below 20 dB
@@ -172,27 +155,16 @@ def loud(tmp_path: Path) -> Path:
     return path
 
 
-def test_quantize_and_compare_warn(loud: Path, call: Call, tmp_path: Path) -> None:
+def test_all_commands_warn_and_tune_ships_no_such_model_unless_asked_to(loud: Path, call: Call, tmp_path: Path) -> None:
     data = ("--calibration-data", loud.parent / "data.npz")
-    quantized = tmp_path / "quantized.onnx"
-    code, _, err = call("quantize", loud, *data, "-o", quantized)
-    assert code == 0
-    assert WARNED in err
-    code, _, err = call("compare", loud, quantized, "--engine", "fake", *data)
-    assert f"{quantized} against {loud}: the output SQNR is" in err
-    assert WARNED in err
-
-
-def test_tune_ships_no_such_model_unless_asked_to(loud: Path, call: Call, tmp_path: Path) -> None:
-    tune = ("tune", loud, "--engine", "fake", "--builds", "8", "--calibration-data", loud.parent / "data.npz", "-q")
-    code, _, err = call(*tune, "-o", tmp_path / "held")
+    quantized, free = tmp_path / "quantized.onnx", tmp_path / "free"
+    tune = ("tune", loud, *FAKE, "--builds", "8", *data, "-q")
+    _, _, err = call(*tune, "-o", tmp_path / "held")
     assert WARNED not in err
-    held = code
-    code, _, err = call(*tune, "-o", tmp_path / "free", "--min-sqnr", "none")
-    assert code == 0
-    assert WARNED in err
-    assert held in (0, 4)
-    placement = tmp_path / "free" / "placement.yaml"
-    _, _, err = call("apply", loud, "--placement", placement, "--calibration-data", loud.parent / "data.npz",
-                     "-o", tmp_path / "applied.onnx")  # fmt: skip
-    assert WARNED in err
+    for command in (
+        ("quantize", loud, *data, "-o", quantized),
+        ("compare", loud, quantized, *FAKE, *data),
+        (*tune, "-o", free, "--min-sqnr", "none"),
+        ("apply", loud, "--placement", free / "placement.yaml", *data, "-o", tmp_path / "applied.onnx"),
+    ):
+        assert WARNED in call(*command)[2]

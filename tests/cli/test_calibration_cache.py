@@ -70,34 +70,23 @@ def test_json_has_all_that_became_of_the_file(call: Call, net: Path) -> None:
     assert "tensors without a scale, which stay in float, 2: k1; f" in err
 
 
-def test_data_beside_the_file_only_judge(call: Call, model: Path) -> None:
-    scales = dict.fromkeys(candidate_tensors(mixed()), 0.05)
-    code, out, err = call("quantize", model, "--calibration-cache", written(model.parent, scales), "--engine", "fake",
-                          "--calibration-data", model.with_suffix(".npz"), "-o", model.with_name("q.onnx"))  # fmt: skip
-    assert code == 0, err
-    assert "on 3 samples" in out
-    assert {float(s) for s in scales_of(model.with_name("q.onnx")).values()} == {float(np.float32(0.05))}
-
-
 def test_a_search_and_apply_take_it_as_well(call: Call, model: Path, tmp_path: Path) -> None:
     scales = dict.fromkeys(candidate_tensors(mixed()), 0.05)
     cache, out_dir, output = written(tmp_path, scales), tmp_path / "out", tmp_path / "applied.onnx"
-    search = ["tune", model, "--engine", "fake", "--calibration-cache", cache, "--builds", "4", "-q", "-o", out_dir,
-              "--min-sqnr", "none", "--calibration-data", model.with_suffix(".npz")]  # fmt: skip
-    code, _, err = call(*search)
-    assert code == 0, err
-    assert "9 tensors have an entry" in err
+    data = ["--calibration-cache", cache, "--calibration-data", model.with_suffix(".npz")]
+    search = ["tune", model, "--engine", "fake", *data, "--builds", "4", "-q", "-o", out_dir, "--min-sqnr", "none"]
+    apply = ["apply", model, "--placement", out_dir / "placement.yaml", *data, "-o", output]
+    for command in (search, search, apply):  # the second goes on from its state
+        code, _, err = call(*command)
+        assert code == 0, err
     found = scales_of(out_dir / "optimized_final.onnx")
     assert {float(s) for s in found.values()} == {float(np.float32(0.05))}
-    assert call(*search)[0] == 0  # goes on from its state
-    code, _, err = call("apply", model, "--placement", out_dir / "placement.yaml", "--calibration-cache", cache,
-                        "-o", output)  # fmt: skip
-    assert code == 0, err
     assert scales_of(output) == found
+    code, out, _ = call("quantize", model, *data, "--engine", "fake", "-o", output)
+    assert "on 3 samples" in out  # data beside the file only judge
+    assert {float(s) for s in scales_of(output).values()} == {float(np.float32(0.05))}
     written(tmp_path, dict.fromkeys(scales, 0.06))
-    code, _, err = call(*search)
-    assert code == 2
-    assert "calibration cache" in err
+    is_refused(call, tmp_path, "calibration cache", *search)
 
 
 @pytest.mark.parametrize(

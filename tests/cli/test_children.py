@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +43,19 @@ def left(folder: Path) -> list[Path]:
     return [path for path in found if any(map(path.match, ours)) and not path.match("worker-*.log")]
 
 
-def said(out: Path) -> Path:
-    """What such a command has said, for whoever wonders how it ended."""
-    return out.with_name("stderr.txt")
-
-
 def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
-    """A command at work: it has measured something."""
+    """A command at work: it has measured something. What it says is in `stderr.txt` beside its output."""
     told = environment() | {"TMPDIR": str(out.parent)}
     slow = ["--engine-option", "build_seconds=0.2"]
 
-    def states() -> list[Path]:
-        return [*out.glob("autotuner_state.yaml"), *out.glob("*/autotuner_state.yaml")]
-
-    with said(out).open("wb") as errors:
+    with (out.parent / "stderr.txt").open("wb") as errors:
         run = subprocess.Popen(
             [sys.executable, "-m", "qdqtune", "tune", *map(str, arguments), "-o", str(out), *QUICK, *slow],
             env=told, stdout=subprocess.DEVNULL, stderr=errors,
         )  # fmt: skip
+    states = partial(out.rglob, "autotuner_state.yaml")
     until(lambda: any(b'"key": "trial:' in state.read_bytes() for state in states()) or run.poll())
-    assert run.poll() is None, said(out).read_text()
+    assert run.poll() is None, (out.parent / "stderr.txt").read_text()
     assert left(out)
     return run
 
@@ -93,7 +87,7 @@ def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, w
         os.kill(engines[0], signal.SIGKILL)
     else:
         run.send_signal(signal.SIGINT)
-    assert run.wait() == {"Ctrl-C": 130, "worker": 0}[who], said(out).read_text()
+    assert run.wait() == {"Ctrl-C": 130, "worker": 0}[who], (tmp_path / "stderr.txt").read_text()
     until(lambda: not family(tmp_path))
     assert not left(tmp_path)
     until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))

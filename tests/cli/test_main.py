@@ -13,14 +13,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
-from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import numpy as np
-import onnx
 import pytest
 from click import Argument
 
@@ -29,10 +24,9 @@ from qdqtune.cli import main, tune
 from runs import environment, hopeless, room_for, write
 
 
-@pytest.mark.parametrize("width", [40, 60, 95, 300])
-def test_the_summary_of_a_command_is_the_beginning_of_its_help(width):
+def test_the_summary_of_a_command_is_the_beginning_of_its_help():
     for name, later in main.app.commands.items():
-        assert later.get_short_help_str(width) == COMMANDS[name].get_short_help_str(width)
+        assert later.get_short_help_str(95) == COMMANDS[name].get_short_help_str(95)
         assert later.name == COMMANDS[name].name
 
 
@@ -75,98 +69,25 @@ def test_words_that_are_no_command(call):
     assert re.fullmatch(r"error: No such command 'tuen'.* \(see qdqtune --help\)\n", call("tuen")[2])
 
 
-def without_input(path: Path) -> None:
-    proto = onnx.load(path)
-    proto.graph.node[0].input[0] = "nowhere"
-    onnx.save(proto, path)
-
-
-BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (Path.unlink, "cannot read the model: No such file or directory"),
-    "empty": (lambda p: p.write_bytes(b""), "not an ONNX file"),
-    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:999]), "not an ONNX file"),
-    "invalid": (without_input, "nowhere"),
-}
-
-
-@pytest.mark.parametrize(("command", "kind"), [*product(["inspect"], BAD_MODELS), ("tune", "invalid")])
-def test_bad_models(kind, command, call, model, tmp_path):
-    damage, words = BAD_MODELS[kind]
-    damage(model)
-    more = (*QUICK, "-o", tmp_path / "out") if command == "tune" else ()
-    code, error = errors(call(command, model, *more))
-    assert code == 2
-    assert str(model) in error
-    assert words in error
-
-
-def test_compare_refuses_a_bad_file_in_second_place(call, tuned, model):
-    model.write_bytes(b"no model")
-    code, error = errors(call("compare", tuned, model, "--engine", "fake"))
-    assert code == 2
-    assert str(model) in error
+def test_compare_refuses_one_file_and_files_of_other_inputs(call, tuned, model):
     assert errors(call("compare", tuned))[0] == 2
     code, error = errors(call("compare", tuned, write(hopeless(), model.parent, "other"), "--engine", "fake"))
     assert code == 2
     assert "takes other inputs (x: float32[2,8]) than" in error
 
 
-@pytest.mark.parametrize(
-    ("command", "source", "words"),
-    [
-        (("tune", *QUICK), "gone", "gone not found: give an .npz, a folder of .npy/.npz or pictures, a .txt, or "),
-        (("tune", *QUICK), "user_samples:broken", "user_samples:broken"),
-        (("compare", "model.onnx", "--engine", "fake"), "data.npz", "data.npz has no array 'x'"),
-    ],
-)
-def test_bad_calibration_data(command, source, words, call, model, monkeypatch):
-    monkeypatch.chdir(model.parent)
-    np.savez("data.npz", y=np.zeros((8, 8, 64), np.float32))
-    Path("user_samples.py").write_text("def broken():\n    raise RuntimeError('line one\\nline two')\n")
-    code, error = errors(call(*command, model, "--calibration-data", source))
-    assert code == 2
-    assert words in error
-
-
-@pytest.mark.parametrize("below", ["", "sub"])
-def test_an_output_folder_that_cannot_be(below, call, model, tmp_path):
+def test_an_output_folder_that_cannot_be(call, model, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    code, error = errors(call("tune", model, *QUICK, "-o", tmp_path / "taken" / below))
-    assert code == 2
-    assert f"cannot write to {tmp_path / 'taken' / below}" in error
-    assert (tmp_path / "taken").read_text() == "a file"
+    for folder in (tmp_path / "taken", tmp_path / "taken" / "sub"):
+        is_refused(call, tmp_path, f"cannot write to {folder}", "tune", model, *QUICK, "-o", folder)
 
 
-PLACED = "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: a, node: first, input: 0}]"
-
-
-@pytest.mark.parametrize("content", [
-    None, "text", "version: 1\nedges: 7\n", "version: 9\n", "a: [\n", "\x00", "version: 2024-99-99\nedges: []",
-    "version: 1\nedges: " + "[" * 3000 + "]" * 3000, PLACED.replace("tensor: a", "tensor: 5"),
-    PLACED.replace("input: 0", "input: first"), PLACED.replace("int8", "int3"), PLACED.replace("int8", "[1]"),
-])  # fmt: skip
-def test_files_of_an_earlier_run_that_cannot_be_read(content, call, model, tmp_path):
+@pytest.mark.parametrize("wrong", [("tensor: a", "tensor: 5"), ("input: 0", "input: first"), ("int8", "int3")])
+def test_a_placement_that_cannot_be_read(wrong, call, model, tmp_path):
     path = tmp_path / "earlier.yaml"
-    if content is not None:
-        path.write_text(content)
-    tuning = ["autotune", "-m", model, *QUICK, "-o", tmp_path / "o", "--pattern-cache", path]
-    for arguments in (["apply", model, "--placement", path], tuning):
-        code, error = errors(call(*arguments))
-        assert code == 2
-        assert str(path) in error
-
-
-def test_a_model_with_pairs_needs_from_qdq(call, tuned, model, tmp_path):
-    quantized = tuned.parent / "out" / "optimized_final.onnx"
-    code, error = errors(call("tune", quantized, *QUICK, "-o", tmp_path / "a"))
-    assert code == 2
-    assert "already has Q/DQ pairs: give --from-qdq" in error
-    code, error = errors(call("tune", model, *QUICK, "--from-qdq", "-o", tmp_path / "b"))
-    assert code == 2
-    assert "has no Q/DQ pairs" in error
-    placement = tuned.parent / "out" / "placement.yaml"
-    assert errors(call("apply", quantized, "--placement", placement))[0] == 2
-    assert call("tune", quantized, *QUICK, "--from-qdq", "-o", tmp_path / "c")[0] in (0, 3)
+    placed = "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: a, node: first, input: 0}]"
+    path.write_text(placed.replace(*wrong))
+    is_refused(call, tmp_path, str(path), "apply", model, "--placement", path)
 
 
 def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
@@ -329,10 +250,8 @@ def test_a_shell_that_asks_is_answered(monkeypatch, call):
     [
         ([], "Missing argument 'MODEL'"),
         (["m", "--nonsense"], "No such option '--nonsense'"),
-        (["m", "--time-budget", "0s"], "'0s' is no duration"),
         (["m", "--time-limit", "9999999h"], "'9999999h' is longer than a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no finite number"),
-        (["m", "--min-sqnr", "inf"], "'inf' is no finite number"),
         (["m", "--min-sqnr=-1e308"], "up to 1000"),
         (["m", "--threads", "9999999999999999"], "'9999999999999999' is no number of threads"),
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),
