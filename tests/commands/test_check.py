@@ -19,11 +19,10 @@ from conftest import Call
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import INT8, UINT8, build, normal
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands import build as building
 from qdqtune.commands import check
 from qdqtune.commands.check import Layers
 from qdqtune.commands.shown import MOST_ROWS
-from qdqtune.engines import open_engine
+from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.saving import save
@@ -71,10 +70,8 @@ def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoil
     assert code == 4
     *table, last, advice = out.splitlines()
     lines = [line.split() for line in table if "failure" in line]
-    assert [" ".join(line[:2]) for line in lines] == ["float compute", "standalone pair", "standalone pair"]
     assert [line[4] for line in lines] == ["conv", "QuantizeLinear_0", "DequantizeLinear_1"]
-    reason = "conv (Conv) runs in float: its output carries no pair on the way to the model's output"
-    assert " ".join(lines[0][5:]) == reason
+    assert " ".join(lines[0][5:]).startswith("conv (Conv) runs in float: its output carries no pair")
     assert {" ".join(line[5:]) for line in lines[1:]} == {"as above"}
     assert "3 findings, 0." in last
     assert " ms, 0 notes" in last
@@ -87,10 +84,9 @@ def test_check_as_json(call, spoiled):
     code, out, _ = call("check", spoiled, "--engine", "fake", "--json", "--runs", 1)
     found: dict[str, Any] = json.loads(out)
     assert code == 4
-    assert list(found) == ["model", "engine", "pairs", "layers", "layers_in_8_bits", "time_ms", "failing", "findings",
-                           "passes", "measured"]  # fmt: skip
-    assert not found["measured"]
-    assert (found["engine"], found["pairs"], found["layers"], found["failing"]) == ("fake", 2, 3, 3)
+    told = {"model": str(spoiled), "engine": "fake", "pairs": 2, "layers": 3, "layers_in_8_bits": 0, "failing": 3,
+            "passes": False, "measured": False}  # fmt: skip
+    assert found == {**found, **told}
     assert found["time_ms"] == pytest.approx(sum(f["time_ms"] for f in found["findings"]))
     assert found["findings"][0] == {
         "kind": "standalone pair", "layer": "QuantizeLinear_0", "nodes": ["QuantizeLinear_0"],
@@ -99,14 +95,10 @@ def test_check_as_json(call, spoiled):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("json_flag", [(), ("--json",)])
-def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file, workers):
-    code, out, err = call("check", float_file, *json_flag)
-    assert (code, err) == (0, "")
-    if json_flag:
-        assert (json.loads(out)["pairs"], json.loads(out)["findings"]) == (0, [])
-    else:
-        assert out == f"{float_file}: no pairs, nothing to check\n"
+def test_a_float_model_has_no_pairs_and_runs_nothing(call, float_file, workers):
+    assert call("check", float_file) == (0, f"{float_file}: no pairs, nothing to check\n", "")
+    told = json.loads(call("check", float_file, "--json")[1])
+    assert (told["pairs"], told["findings"]) == (0, [])
     assert workers.started == 0
 
 
@@ -273,21 +265,9 @@ def test_files_of_an_export(call: Call, exports: list[str | Path]) -> None:
     assert "37 layers" in out.splitlines()[-1]
     assert "1.096 ms" in out.splitlines()[-1]
     found: dict[str, Any] = json.loads(call("check", "--layers", *exports, "--json")[1])
-    assert list(found) == ["engine", "layers"]
-    assert found["engine"] == "tensorrt"
-    assert len(found["layers"]) == 37
-    assert all(list(x) == ["name", "nodes", "precision", "time_ms", "kind", "elsewhere"] for x in found["layers"])
+    assert (found["engine"], len(found["layers"])) == ("tensorrt", 37)
     assert found["layers"][0] == {"name": "QuantizeLinear_2", "nodes": ["QuantizeLinear_2"], "precision": "INT8",
                                   "time_ms": 0.06144, "kind": "quantize", "elsewhere": ""}  # fmt: skip
-
-
-def test_the_table_tells_what_runs_elsewhere() -> None:
-    here = Layer("a", ("a",), "INT8", 1.0, "compute")
-    there = Layer("b", ("b",), "FP32", 2.0, "compute", elsewhere="on the CPU: no such kernel")
-    assert "runs elsewhere" not in Layers("qnn", (here,)).table().filled.columns
-    told = Layers("qnn", (here, there)).table()
-    at = list(told.columns).index("runs elsewhere")
-    assert [row[at] for row in told.rows] == ["on the CPU: no such kernel", ""]
 
 
 def test_an_engine_runs_the_model_and_has_no_times_where_these_mean_nothing(
@@ -307,9 +287,13 @@ def test_the_model_names_the_nodes_of_a_file(call: Call, float_file: Path, tmp_p
     assert (code, json.loads(out)["layers"][0]["nodes"]) == (0, ["conv", "relu"])
 
 
-def test_names_from_models_are_escaped_and_long_tables_end() -> None:
-    hostile = Layer("<script>alert(1)</script>", ("a&b",), "FP32", 1.0, "compute")
-    text = Layers("fake", (hostile,) * (MOST_ROWS + 5))._repr_markdown_()
+def test_the_table_tells_what_runs_elsewhere_escapes_names_and_ends() -> None:
+    here = Layer("<script>alert(1)</script>", ("a&b",), "INT8", 1.0, "compute")
+    assert "runs elsewhere" not in Layers("qnn", (here,)).table().filled.columns
+    told = Layers("qnn", (here, replace(here, elsewhere="on the CPU: no such kernel")))
+    at = list(told.table().columns).index("runs elsewhere")
+    assert [row[at] for row in told.table().rows] == ["", "on the CPU: no such kernel"]
+    text = Layers("fake", (here,) * (MOST_ROWS + 5))._repr_markdown_()
     assert r"\<script\>" in text
     assert "<script>" not in text
     assert text.count("\n| a") == MOST_ROWS
@@ -322,23 +306,24 @@ def test_build_writes_what_the_engine_saves(call, float_file, tmp_path):
     code, out, err = call("build", float_file, "-o", target)
     assert (code, err) == (0, "")
     assert out.startswith(f"{target}: an optimized ONNX file, 0.0 MB, built in ")
-    outputs = ReferenceEvaluator(conv_model()).run(None, IMAGE)
-    session = open_engine(building.EngineSpec("onnxruntime")).build(target, tmp_path / "log")
-    np.testing.assert_allclose(session.run(IMAGE)["y"], outputs[0], atol=1e-4)
+    computes_the_same(target, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [LIST, "built.onnx", "float.onnx", "log"]
 
 
-@pytest.mark.parametrize("threshold", [0, 64, 2**20])
-@pytest.mark.parametrize("location", ["weights.bin", "built.onnx.data", "sub/weights.bin"])
+@pytest.mark.parametrize("threshold", [0, 64])
+@pytest.mark.parametrize("location", ["built.onnx.data", "sub/weights.bin"])
 def test_a_model_with_external_data_is_built(threshold, location, call, tmp_path):
     (tmp_path / "in" / "sub").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     source, target = tmp_path / "in" / "m.onnx", tmp_path / "out" / "built.onnx"
     onnx.save(conv_model(), source, save_as_external_data=True, location=location, size_threshold=threshold)
-    code, _, err = call("build", source, "-o", target)
-    assert (code, err) == (0, "")
+    assert call("build", source, "-o", target)[::2] == (0, "")
     shutil.rmtree(tmp_path / "in")
-    session = open_engine(building.EngineSpec("onnxruntime")).build(target, tmp_path / "log")
+    computes_the_same(target, tmp_path)
+
+
+def computes_the_same(file: Path, folder: Path) -> None:
+    session = open_engine(EngineSpec("onnxruntime")).build(file, folder / "log")
     np.testing.assert_allclose(session.run(IMAGE)["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
 
 

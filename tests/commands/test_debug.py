@@ -88,13 +88,11 @@ def nan(scale: Any) -> Any:
 
 
 CONV_FAULTS = {
-    "activation, 2^8": ("k1_scale", off_by(8), "k1"),
     "input": ("image_scale", off_by(6), "image"),
     "weight, 2^4": ("w1_scale", off_by(4), "w1"),
     "bias": ("b1_quantized_scale", off_by(5), "b1"),
     "zero point": ("image_zero_point", lambda zero: 255 - 0 * zero, "image"),
     "weight's zero point": ("w2_zero_point", lambda zero: zero + 60, "w2"),
-    "NaN": ("cat_scale", nan, "cat"),
     "NaN in a weight": ("w3_scale", nan, "w3"),
     "one channel NaN": ("w3_scale", lambda s: np.where(np.arange(s.size) == 3, np.nan, s), "w3"),
 }
@@ -115,14 +113,6 @@ def test_a_fault_is_named(conv: Files, fault: str) -> None:
     assert suspect.noise > HEALTHY
     assert suspect.without is not None
     assert suspect.without <= 0.5 * suspect.noise
-
-
-@pytest.mark.parametrize("tensor", ["n", "kt", "wd"])
-def test_attention_as_well(tensor: str, tmp_path: Path, workers: Workers) -> None:
-    files = write(attention(), tmp_path)
-    change(files.quantized, f"{tensor}_scale", off_by(7))
-    done = debug(files.options())
-    assert [s.tensor for s in done.guilty] == [tensor]
 
 
 def test_what_is_told_of_a_tensor(conv: Files) -> None:
@@ -163,19 +153,12 @@ def test_a_concat_with_one_scale_for_parts_of_unlike_size_is_named(tmp_path: Pat
     assert done.rest <= done.limit
 
 
-def test_a_healthy_file_has_no_guilty_tensor(conv: Files) -> None:
-    done = debug(conv.options())
-    assert done.is_healthy
-    assert (done.guilty, done.largest, done.excluded) == ((), (), ())
-
-
-@pytest.mark.parametrize(("first", "second"), [("image", "f"), ("w0", "w1"), ("r0", "w4")])
 @pytest.mark.parametrize("how", [off_by(7), nan], ids=["scale", "NaN"])
-def test_two_faults_are_named_both(conv: Files, first: str, second: str, how: Callable[[Any], Any]) -> None:
-    for tensor in (first, second):
+def test_two_faults_are_named_both(conv: Files, how: Callable[[Any], Any]) -> None:
+    for tensor in ("r0", "w4"):
         change(conv.quantized, f"{tensor}_scale", how)
     done = debug(conv.options())
-    assert {s.tensor for s in done.guilty} == {first, second}
+    assert {s.tensor for s in done.guilty} == {"r0", "w4"}
     assert done.rest is not None
     assert done.rest <= HEALTHY
 
@@ -291,19 +274,13 @@ def test_json_has_all_of_it_and_no_nan(conv: Files, call: Call) -> None:
 
 def test_a_verdict_does_not_hide_what_was_not_examined(tmp_path: Path, workers: Workers, call: Call) -> None:
     """The guilty pair is in front of a node that has another name and result in the float model."""
-    text = """net (float[N,4] x) => (float[N,4] y) {
-        [first] m = MatMul(x, w)
-        [relu] r = Relu(m)
-        [last] y = MatMul(r, w)
-    }"""
+    text = (
+        "net (float[N,4] x) => (float[N,4] y) { [first] m = MatMul(x, w) [relu] r = Relu(m) [last] y = MatMul(r, w) }"
+    )
     pairs = """net (float[N,4] x) => (float[N,4] y) {
-        [q1] q1 = QuantizeLinear(x, fine, z)
-        [d1] d1 = DequantizeLinear(q1, fine, z)
-        [first] m = MatMul(d1, w)
-        [q2] q2 = QuantizeLinear(m, coarse, z)
-        [d2] d2 = DequantizeLinear(q2, coarse, z)
-        [other] o = Relu(d2)
-        [last] y = MatMul(o, w)
+        [q1] q1 = QuantizeLinear(x, fine, z) [d1] d1 = DequantizeLinear(q1, fine, z) [first] m = MatMul(d1, w)
+        [q2] q2 = QuantizeLinear(m, coarse, z) [d2] d2 = DequantizeLinear(q2, coarse, z)
+        [other] o = Relu(d2) [last] y = MatMul(o, w)
     }"""
     model = build(text, {"w": normal(4, 4)})
     files = write(model, tmp_path)
@@ -365,13 +342,16 @@ def test_quantize_and_debug_tell_one_sqnr_and_one_count_of_a_file(
     assert found["examined"]["output_sqnr_db"] <= found["output_sqnr_db"]
 
 
-def test_outputs_beyond_those_of_the_float_model_are_compared_with_nothing(conv: Files) -> None:
+def test_a_healthy_file_has_no_guilty_tensor_and_more_outputs_are_compared_with_nothing(conv: Files) -> None:
     model = onnx.load(conv.quantized)
     name = model.graph.output[0].name
     model.graph.node.append(helper.make_node("SequenceConstruct", [name], ["more"], name="more"))
     model.graph.output.append(helper.make_tensor_sequence_value_info("more", onnx.TensorProto.FLOAT, None))
     onnx.save(model, conv.quantized)
-    assert debug(conv.options()).noise < HEALTHY
+    done = debug(conv.options())
+    assert done.noise < HEALTHY
+    assert done.is_healthy
+    assert (done.guilty, done.largest, done.excluded) == ((), (), ())
 
 
 def test_pairs_behind_a_transposed_weight_are_examined(tmp_path: Path, workers: Workers) -> None:
@@ -439,24 +419,23 @@ def test_the_reason_follows_from_the_two_ranges(changes: dict[str, Any], reason:
 @pytest.mark.parametrize("inferences", [400, 7], ids=["one by one", "in blocks"])
 def test_the_worst_stand_first(inferences: int, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.commands.debug.MOST_INFERENCES", inferences)
-    nodes, pairs, numbers = [], [], {"fine": np.float32(0.01), "coarse": np.float32(3), "z": np.int8(0)}
-    for i in range(8):
-        scale = "coarse" if i == 5 else "fine"
-        nodes.append(f"[n{i}] t{i + 1} = Neg(t{i})")
-        pairs.append(
-            f"[q{i}] q{i} = QuantizeLinear(t{i}, {scale}, z) [d{i}] d{i} = DequantizeLinear(q{i}, {scale}, z) "
-            f"[n{i}] t{i + 1} = Neg(d{i})"
-        )
+    numbers = {"fine": np.float32(0.01), "coarse": np.float32(3), "z": np.int8(0)}
+    scales = ["coarse" if i == 5 else "fine" for i in range(8)]
+    nodes = "".join(f"[n{i}] t{i + 1} = Neg(t{i}) " for i in range(8))
+    pairs = "".join(
+        f"[q{i}] q{i} = QuantizeLinear(t{i}, {scale}, z) [d{i}] d{i} = DequantizeLinear(q{i}, {scale}, z) "
+        f"[n{i}] t{i + 1} = Neg(d{i}) "
+        for i, scale in enumerate(scales)
+    )
     plain, quantized = (
-        build(f"net (float[N,4] t0) => (float[N,4] t8) {{ {' '.join(body)} }}", known)
+        build(f"net (float[N,4] t0) => (float[N,4] t8) {{ {body}}}", known)
         for body, known in ((nodes, {}), (pairs, numbers))
     )
     found, unmatched = file_pairs(plain, quantized)
     assert not unmatched
     with switched_pairs(plain, quantized, found, feeds(plain, 3)) as switched:
-        ranking = switched.ranking()
-        assert len(ranking) == 8
-        assert next(iter(ranking)) == "t5"
+        assert len(switched.ranking()) == 8
+        assert next(iter(switched.ranking())) == "t5"
 
 
 def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:

@@ -92,23 +92,6 @@ def test_a_fused_model_has_only_its_border(tmp_path):
 BEHIND_CONV = "[cq] c1 = QuantizeLinear(c, s, z) [cd] c2 = DequantizeLinear(c1, s, z)"
 
 
-@pytest.mark.parametrize(("parts", "alone", "in_float", "reason"), [
-    ((FIRST, WEIGHT, CONV, BEHIND_CONV, "[relu] d = Relu(c2)"), ["cd", "yq"], ["relu"],
-     "relu (Relu) runs in float: a pair stands between conv (Conv) and it, which engines fuse: "
-     "put the pair behind it instead"),
-    ((FIRST, "[conv] d = Conv <pads=[1,1,1,1]>(b, wf)"), ["xq", "xd", "yq"], ["conv"],
-     "conv (Conv) runs in float: its weight wf carries no pair"),
-    ((FIRST, WEIGHT, CONV, BEHIND_CONV, "[add] d = Add(c2, x)"), ["cd", "yq"], [],
-     "add (Add) runs in float: its input x carries no pair"),
-])  # fmt: skip
-def test_what_runs_in_float_on_an_engine_that_fuses(tmp_path, parts, alone, in_float, reason):
-    model = net(*parts, LAST)
-    found = [f for f in check(model, fake_layers(model, tmp_path)) if f.fails]
-    assert [f.nodes for f in found if f.kind == "standalone pair"] == [(name,) for name in alone]
-    assert [f.nodes for f in found if f.kind == "float compute"] == [(name,) for name in in_float]
-    assert {(f.cause, f.reason) for f in found} == {(reason.partition(" ")[0], reason)}
-
-
 def test_a_float_kernel_that_reads_and_writes_8_bits_is_no_finding_but_a_float_product_is():
     model = net(FIRST, "[pool] d = AveragePool <kernel_shape=[1,1]>(b)", LAST)
     assert not failing(model, "xq: INT8", "xd + pool + yq: FP16", "yd: FP32")
@@ -125,16 +108,15 @@ def test_precisions(precision, fails):
     assert bool(failing(model, f"xd + wd + conv: {precision}")) == fails
 
 
-def test_a_compute_layer_that_holds_only_a_q_is_the_rest_of_an_operator():
+@pytest.mark.parametrize(("layer", "expected"), [
+    (Layer("l", ("yq",), "FP32", 0.1, "compute"), []),  # the rest of an operator
+    (Layer("l", ("conv", "stranger"), "FP32", None, "compute"), [("float compute", ("conv",), None)]),
+    (Layer("l", (), "INT8", 0.1, "quantize"), [("standalone pair", (), 0.1)]),
+])  # fmt: skip
+def test_a_layer_of_its_own(layer, expected):
     model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST)
-    given = [*layers("xq: INT8", "xd + wd + conv: INT8"), Layer("scale", ("yq",), "FP32", 0.1, "compute")]
-    assert [f.nodes for f in check(model, given)] == [("xq",)]
-
-
-def test_names_that_are_no_nodes():
-    model = net(FIRST, WEIGHT, CONV.replace("c =", "y ="))
-    (finding,) = check(model, [Layer("l", ("conv", "stranger"), "FP32", None, "compute")])
-    assert (finding.nodes, finding.time_ms) == (("conv",), None)
+    found = check(model, [*layers("xq: INT8", "xd + wd: INT8"), layer])
+    assert [(f.kind, f.nodes, f.time_ms) for f in found if f.layer == "l"] == expected
 
 
 def reformats(*given: str) -> list[tuple[str, bool, str]]:
@@ -164,13 +146,6 @@ def test_a_node_that_moves_floats_between_pairs():
     model = net(FIRST, "[turn] d = Transpose <perm=[0,1,3,2]>(b)", LAST)
     given = [*layers("xq: INT8", "xd: FP32"), Layer("t", ("turn",), "FP32", 0.1, "copy"), *layers("yq: INT8")]
     assert [(f.kind, f.nodes) for f in check(model, given) if f.layer == "t"] == [("reformat", ("turn",))]
-
-
-def test_a_conversion_without_a_node():
-    model = net(FIRST, WEIGHT, CONV.replace("c =", "y ="))
-    (finding,) = check(model, [*layers("xd + wd + conv: INT8"), Layer("q", (), "INT8", 0.1, "quantize")])
-    assert (finding.kind, finding.nodes) == ("standalone pair", ())
-    assert finding.reason == "the engine names no node for it, and may have added it"
 
 
 def test_what_is_allowed_becomes_a_boundary():
@@ -217,7 +192,18 @@ ALONE = "[conv] y = Conv(c2, v)"
 NO_KERNEL = "of this model runs in 8 bits: this engine seems to have no such kernel"
 PAIR = "[{0}q] {0}1 = QuantizeLinear({0}, s, z) [{0}d] {0}2 = DequantizeLinear({0}1, s, z)"
 BY_TANH = "tanh (Tanh) runs in float: no Tanh " + NO_KERNEL
+MOVED = (
+    "relu (Relu) runs in float: a pair stands between conv (Conv) and it, which engines fuse: "
+    "put the pair behind it instead"
+)
 CASES: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, str], dict[str, Any]], ...] = (
+    ((FIRST, WEIGHT, CONV, BEHIND_CONV, "[relu] d = Relu(c2)", LAST),
+     ("xd + wd + conv + cq: INT8", "cd: FP32", "relu: FP32", "yq: INT8"), dict.fromkeys(("cd", "relu", "yq"), MOVED),
+     {}),
+    ((FIRST, "[conv] d = Conv <pads=[1,1,1,1]>(b, wf)", LAST), ("xq: INT8", "xd: FP32", "conv: FP32"),
+     dict.fromkeys(("xq", "xd", "conv"), "conv (Conv) runs in float: its weight wf carries no pair"), {}),
+    ((FIRST, WEIGHT, CONV, BEHIND_CONV, "[sum] d = Add(c2, x)", LAST),
+     ("xd + wd + conv + cq: INT8", "cd: FP32", "sum: FP32", "yq: INT8"), dict.fromkeys(("cd", "yq"), "sum (Add) runs in float: its input x carries no pair"), {}),
     ((WEIGHT, "[conv] y = Conv <pads=[1,1,1,1]>(x, v)"), ("conv: FP32",),
      {"conv": "conv (Conv) runs in float: its activation x carries no pair"}, {}),
     (("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)", WEIGHT,
