@@ -3,9 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -15,7 +12,7 @@ import yaml
 
 from command_lines import COMMANDS
 from conftest import Call
-from documents import ROOT, blocks, options_of_commands, quickly, run_command
+from documents import blocks, options_of_commands, quickly, run_command
 from qdqtune.cli.commands import SKILL
 from qdqtune.cli.main import EXIT_CODES
 from qdqtune.engines import MODULES
@@ -87,14 +84,3 @@ def test_its_form_is_that_of_agent_skills_and_it_is_short() -> None:
     assert len(front["description"]) <= 1024
     assert front.keys() <= {"name", "description", "license"}
     assert len(BODY.split()) <= 660
-
-
-def test_the_wheel_holds_it(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    code = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    (made,) = (tmp_path / "dist").iterdir()
-    with zipfile.ZipFile(made) as wheel:
-        assert wheel.read("qdqtune/skill/SKILL.md") == SKILL.read_bytes()
