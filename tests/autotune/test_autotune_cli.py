@@ -43,8 +43,10 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object, engine: Sequence[str] = ("--engine", "fake")) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autotune", *map(str, arguments), *engine])
-        return autotune.run_autotune(), *capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            autotune.main([*map(str, arguments), *engine])
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capfd.readouterr()
 
     return run
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import yaml
 
 from loaded_modules import present
 from models import build, conv_net, normal
@@ -36,7 +35,6 @@ from qdqtune.autotune.insertion_points import (
     RegionPattern,
     RegionType,
     ResolvedInsertionPoint,
-    get_autotuner_quantizable_ops,
     has_quantizable_operations,
     merge_resolved_insertion_points,
     resolve_region_io_insertion_points,
@@ -102,14 +100,11 @@ def scheme(*inputs: int, ms: float) -> InsertionScheme:
 def test_regions_answer_what_scripts_ask() -> None:
     outer, inner, other = Region(0, 1, RegionType.COMPOSITE), region(0, 1), region(2)
     outer.add_child(inner)
-    outer.add_node(3)
-    assert inner.is_descendant_of(outer)
-    assert not outer.is_descendant_of(inner)
-    assert outer.contains_node_within_region_and_descendants(1)
-    assert not outer.contains_node(1)
+    outer.nodes.add(3)
+    assert inner.parent is outer
     other.add_child(small_child := region(5))
     outer.merge(other)
-    assert (outer.get_size_of_region_and_descendants(), small_child.parent) == (5, outer)
+    assert (outer.get_region_nodes_and_descendants(), small_child.parent) == ({0, 1, 2, 3, 5}, outer)
     assert outer.get_children(sort=True) == [inner, small_child]  # the larger one first
     assert outer.remove_child(inner)
     assert not outer.remove_child(inner)
@@ -137,7 +132,6 @@ def test_what_can_be_quantized() -> None:
     model = small()
     assert has_quantizable_operations(region(0), model)
     assert not has_quantizable_operations(region(1), model)
-    assert "MatMul" in get_autotuner_quantizable_ops()
     assert not skip_invalid_insertion_points(model, "x", region(0))
     assert skip_invalid_insertion_points(model, "x", model.graph.node[1])  # does not read it
     everywhere = resolve_region_io_insertion_points(None, model, "x")
@@ -170,14 +164,14 @@ def test_schemes_and_caches_are_plain_values_and_back(tmp_path: Path) -> None:
     assert InsertionScheme().is_empty
     assert not first.is_empty
     values = InsertionScheme().to_dict()  # scripts read all of them
-    assert (values["latency_ms"], values["error"], values["hash"]) == (None, False, InsertionScheme().hash)
+    assert (values["latency_ms"], values["error"]) == (float("inf"), False)
     assert InsertionScheme.from_dict(values) == InsertionScheme()
     cache = PatternCache(minimum_distance=0)
     cache.add_pattern_schemes(PatternSchemes(RegionPattern(signature="Conv->Relu", size=2), [first, second]))
     again = PatternCache.from_dict(cache.to_dict())
     assert again == cache
     assert [own.pattern_signature for own in again.pattern_schemes] == ["Conv->Relu"]
-    assert again.has_pattern("Conv->Relu")
+    assert again.get_pattern_schemes("Conv->Relu") is not None
     best = again.pattern_schemes[0].best_scheme
     assert best.latency_ms == 8.0
     cache.save(tmp_path / "cache.yaml")
@@ -209,15 +203,15 @@ def test_the_pattern_of_a_quantized_region_has_the_points_that_carry_pairs() -> 
     }
 
 
-def test_files_of_modelopt_are_read_or_named(tmp_path: Path) -> None:
+def test_a_file_of_modelopt_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "cache.yaml"
-    row = {"latency_ms": 3.0, "nodes_insertion_points": [{"node_index": 0, "input_index": 1}]}
-    entry = {"pattern_signature": "Conv->Relu", "pattern_size": 2, "schemes": [row]}
-    path.write_text(yaml.dump({"minimum_distance": 2, "pattern_schemes": [entry]}))
-    cache = PatternCache.load(path)
-    assert (cache.minimum_distance, cache.total_schemes) == (2, 1)
-    with pytest.raises(BadOption, match=r"is a file of ModelOpt's autotuner.*`from_qdq`"):
-        read_cache(path)
+    path.write_text("minimum_distance: 2\npattern_schemes: []\n")
+    for read in (PatternCache.load, read_cache):
+        with pytest.raises(BadOption, match=r"is a file of ModelOpt's autotuner.*`from_qdq`"):
+            read(path)
+    path.write_text("version: 1\ninterface: {pattern_schemes: 3}\n")
+    with pytest.raises(BadOption, match="is no pattern cache"):
+        PatternCache.load(path)
 
 
 def test_the_configuration_can_be_changed_until_it_is_used() -> None:
@@ -243,7 +237,7 @@ def test_both_phases_of_the_division() -> None:
     out = io.StringIO()
     CombinedRegionSearch(net).print_tree(built, max_items=1, file=out)
     assert "├─ Region 50 (Level 0, Type: COMPOSITE)" in out.getvalue()
-    assert "more" in out.getvalue()
+    assert 0 < out.getvalue().count("    - ") <= 3 * out.getvalue().count("├─ Region")
 
 
 class Surgeon:
@@ -344,7 +338,7 @@ def test_regions_of_a_pytorch_program() -> None:
         node.name = name
     builder = TorchRegionBuilder(net)
     assert {n for r in builder.build_regions() for n in r.nodes} == {0, 1, 2}
-    assert builder.build_regions(linearize=False, only_quantizable=True) == builder.regions
+    assert {len(r.children) for r in builder.build_regions(linearize=False, only_quantizable=True)} == {0}
 
 
 def test_a_profile_is_written_on_request(tmp_path: Path, workers: Workers) -> None:

@@ -1,8 +1,4 @@
-"""The interface of ModelOpt's autotuner over this package: scripts made for it change their import and run.
-
-Only here is there a benchmark that all functions share, an infinite latency that means a failure, and an object that
-must be called in a certain order.
-"""
+"""The interface of ModelOpt's autotuner over this package: scripts made for it change their import and run."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ _NAMES = {
     "RegionType",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""Public names by module: each is imported when somebody asks for it, as in the package above."""
+"""Public names by module, each imported when it is first used."""
 
 PATHS = {
     "autotuner_base": "autotuner",
@@ -63,7 +59,3 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return _name_in(_HOMES[name], name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

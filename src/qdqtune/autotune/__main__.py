@@ -27,6 +27,7 @@ from qdqtune.autotune.workflows import TIMING_CACHE, AutotuneOptions, RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import Command
+from qdqtune.cli.output import say, say_notes
 from qdqtune.commands.tune import NO_IMPROVEMENT
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.options import options_of
@@ -45,13 +46,13 @@ def run(options: AutotuneOptions) -> int:
     """
     asked = "trtexec" if options.use_trtexec else options.engine
     engine, why = (asked, "as you asked") if asked else default_engine()
-    _note(f"engine: {engine} ({why})")
+    say(f"engine: {engine} ({why})")
     changed = _for_engine(options, engine)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("qdqtune").setLevel(logging.DEBUG if options.verbose else logging.WARNING)
     for name, needed in (("pattern_cache", "region"), ("graph_json", "subgraph")):
         if getattr(options, name) is not None and options.mode != needed:
-            _note(f"note: --{name} means something with --mode {needed} only")
+            say_notes([f"--{name} means something with --mode {needed} only"])
             changed[name] = None
     logs = RegionLogs(options.output_dir) if options.mode == "region" else None
     code = tune.run(replace(options, **changed), logs)
@@ -59,22 +60,17 @@ def run(options: AutotuneOptions) -> int:
         return code
     if logs:
         logs.finish()
-    if code in (0, NO_IMPROVEMENT):
-        _tell_results(options.output_dir / SUMMARY, as_machine=options.as_machine)
-    return 0 if code == NO_IMPROVEMENT else code
-
-
-def _tell_results(summary: Path, *, as_machine: bool) -> None:
-    """The lines that scripts look for: on standard error where standard output is for a machine."""
-    if not summary.exists():
-        return
+    summary = options.output_dir / SUMMARY
+    if code not in (0, NO_IMPROVEMENT) or not summary.exists():
+        return code
     values = json.loads(summary.read_text(encoding="utf-8"))
     before, after = values["baseline_ms"], values["final_ms"]
-    click.echo(f"Baseline: {before:.3f} ms", err=as_machine)
+    lines = [f"Baseline: {before:.3f} ms"]
     if after is not None:
         speedup = f"({before / after:.3f}x speedup)"
-        click.echo(f"Final: {after:.3f} ms {speedup}", err=as_machine)
-        click.echo(f"Results: {before:.3f} ms -> {after:.3f} ms {speedup}", err=as_machine)
+        lines += [f"Final: {after:.3f} ms {speedup}", f"Results: {before:.3f} ms -> {after:.3f} ms {speedup}"]
+    click.echo("\n".join(lines), err=options.as_machine)  # scripts look for them
+    return 0
 
 
 def _for_engine(options: AutotuneOptions, engine: str) -> dict[str, Any]:
@@ -82,23 +78,19 @@ def _for_engine(options: AutotuneOptions, engine: str) -> dict[str, Any]:
     spec = spec_of(engine, str(options.timing_cache or TIMING_CACHE), options.plugin_libraries, options.trtexec_args)
     changed: dict[str, Any] = {"engine": engine, "engine_options": {**spec.options, **options.engine_options}}
     if options.trtexec_args and engine != "trtexec":
-        _note(f"note: {engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
+        say_notes([f"{engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used"])
         usual = usual_shapes(spec_of("trtexec", None, None, options.trtexec_args), None)
         changed["input_shapes"] = {**usual, **options.input_shapes}
     if options.plugin_libraries and engine not in TENSORRT:
-        _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
+        say_notes([f"{engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over"])
     return changed
-
-
-def _note(text: str) -> None:
-    click.echo(text, err=True)
 
 
 command = Command("autotune", AutotuneOptions, run, context_settings=cli.CONTEXT)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit, as `qdqtune.cli.main.main` does, but for code 3."""
+    """Run the command and exit, as `qdqtune.cli.main.main` does."""
     words, flag, number = list[str](), "", 0
     for argument in sys.argv[1:] if arguments is None else arguments:
         name, _, value = argument.partition("=")
@@ -116,14 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     cli.main(words, command, "python -m qdqtune.autotune")
 
 
-def run_autotune() -> int:
-    """Run the command with the arguments of the program. Gives the exit code."""
-    try:
-        main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-
-
 # ModelOpt's parser, for programs that take it as a part of their own
 
 DEFAULT_NUM_SCHEMES, DEFAULT_WARMUP_RUNS, DEFAULT_TIMING_RUNS = 50, 50, 100
@@ -135,32 +119,23 @@ MODE_PRESETS = {
 """What the modes mean to `apply_mode_presets`. `python -m qdqtune.autotune` limits builds besides (`EFFORTS`)."""
 
 
-def add_flag(parser: argparse.ArgumentParser, flags: str, **how: Any) -> None:
-    """Add a flag by its names, each spelled with underscores and with dashes; its value has that of the first long
-    one."""
-    names = flags.split()
-    dashed = [name[:2] + name[2:].replace("_", "-") for name in names]
-    parser.add_argument(*dict.fromkeys([*names, *dashed]), **how)
-
-
 def get_parser() -> argparse.ArgumentParser:
-    """ModelOpt's flags; what a mode presets is None until `apply_mode_presets`."""
+    """ModelOpt's flags, as it spells them; what a mode presets is None until `apply_mode_presets`."""
     parser = argparse.ArgumentParser("python -m qdqtune.autotune", description="--help of the program tells more.")
-    add_flag(parser, "-m --onnx_path --model", required=True)
-    add_flag(parser, "-o --output_dir --output", default="./autotuner_output")
-    add_flag(parser, "--mode", choices=["region", "subgraph", *EFFORTS], default="default")
-    add_flag(parser, "--quant_type", default="int8")
-    add_flag(parser, "--default_dq_dtype", default="float32")
-    add_flag(parser, "--timing_cache", default=TIMING_CACHE)
-    for name in ("pattern_cache", "qdq_baseline", "state_file", "node_filter_list"):
-        add_flag(parser, f"--{name}")
-    add_flag(parser, "--plugin_libraries --plugins", nargs="+")
-    add_flag(parser, "--trtexec_benchmark_args --trtexec_args")
-    add_flag(parser, "--use_trtexec", action="store_true")
-    add_flag(parser, "-v --verbose", action="store_true")
-    add_flag(parser, "-s --schemes_per_region", type=int, dest="num_schemes")
-    add_flag(parser, "--warmup_runs", type=int)
-    add_flag(parser, "--timing_runs", type=int)
+    parser.add_argument("-m", "--onnx_path", required=True)
+    parser.add_argument("-o", "--output_dir", default="./autotuner_output")
+    parser.add_argument("--mode", choices=["region", "subgraph", *EFFORTS], default="default")
+    parser.add_argument("--quant_type", default="int8")
+    parser.add_argument("--default_dq_dtype", default="float32")
+    parser.add_argument("--timing_cache", default=TIMING_CACHE)
+    for name in ("pattern_cache", "qdq_baseline", "state_file", "node_filter_list", "trtexec_benchmark_args"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--plugin_libraries", "--plugins", nargs="+")
+    parser.add_argument("--use_trtexec", action="store_true")
+    parser.add_argument("-v", "--verbose", action="store_true")
+    parser.add_argument("-s", "--schemes_per_region", type=int, dest="num_schemes")
+    parser.add_argument("--warmup_runs", type=int)
+    parser.add_argument("--timing_runs", type=int)
     return parser
 
 

@@ -14,9 +14,8 @@ import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import chain
 from math import ceil, inf, isfinite
 from pathlib import Path
@@ -116,15 +115,15 @@ def rounds_for(timing_runs: int) -> int:
 
 
 class Benchmark:
-    """An engine, and the first model that it has timed, with which all later ones are compared in interleaved rounds.
+    """An engine, and the first model that it has timed, with which all later ones are compared in interleaved rounds:
+    latencies of two calls can be compared, though minutes lie between them.
 
-    So what two calls give can be compared, though minutes lie between them. The timing cache, plug-in libraries and
-    trtexec's arguments go to engines that know them; models are fed `calibration_data` (as in `Settings`), random
-    inputs without it.
+    The timing cache, plug-in libraries and trtexec's arguments go to engines that know them. Models are fed
+    `calibration_data` (as in `Settings`), random inputs without it.
     """
 
     engine: str | None = None
-    """That of a subclass; else `default_engine` chooses where none is given."""
+    calibration_data: str | None = None
 
     def __init__(
         self,
@@ -135,19 +134,17 @@ class Benchmark:
         trtexec_args: str | Sequence[str] | None = None,
         *,
         engine: str | EngineSpec | None = None,
-        calibration_data: str | None = None,
     ) -> None:
         if not isinstance(engine, EngineSpec):
             name = engine or self.engine or default_engine()[0]
             arguments = trtexec_args if isinstance(trtexec_args, str) else shlex.join(trtexec_args or ())
             engine = spec_of(name, timing_cache_file, plugin_libraries, arguments)
-        self.spec, self.calibration_data, self.timing_runs = engine, calibration_data, timing_runs
+        self.spec, self.timing_runs = engine, timing_runs
         self.plan = Plan((rounds_for(timing_runs),), warmup=warmup_runs)
         self._folder = temporary_folder()
         self.runner = Runner(self.spec, log_dir=self._folder.path)
+        self._first: tuple[Handle, float] | None = None  # and its latency in ms
         self._inputs: list[bytes] = []
-        self._first: Handle | None = None
-        self._first_ms = 0.0
         self._number = 0
 
     def prepared(self, model: Model, data: str | None = None) -> Prepared:
@@ -162,11 +159,10 @@ class Benchmark:
         flush_timing_cache: bool = False,
         export_profile_path: str | Path | None = None,
     ) -> float:
-        """Milliseconds per inference on the first sample, or on a random one. `export_profile_path` gets the times of
-        layers in the form of trtexec's --exportProfile. The timing cache is up to date after each build in any case.
+        """Milliseconds per inference on the first sample. `export_profile_path` gets the times of layers in the form of
+        trtexec's --exportProfile. The timing cache is up to date after each build in any case.
 
-        Infinite, with a warning that tells why, where there is none: the engine refuses the model or cannot be used at
-        all, or there is no such model.
+        Infinite, with a warning that tells why, where the model or the engine cannot be used.
         """
         self._number += 1
         path, log_path = (self._folder.path / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
@@ -174,16 +170,18 @@ class Benchmark:
             path.write_bytes(model)
         else:
             path = Path(model)
-        latency_ms = inf
         try:
             latency_ms = self._timed(path, log_path.stem)
             if export_profile_path is not None:
-                self._profile(path, Path(export_profile_path))
+                layers = self.runner.report(path, self.prepared(load(path)).samples.first(1)[0], 5, "profile")
+                times = [{"name": layer.name, "averageMs": layer.time_ms or 0.0} for layer in layers]
+                with atomic_write(Path(export_profile_path)) as fresh:
+                    fresh.write_text(json.dumps([{"count": 5}, *times], indent=2), encoding="utf-8")
         except (BadModel, EngineUnavailable, EngineRefused) as error:
             latency_ms = inf
             log.warning("the model cannot be timed: %s", error)
         for old in self._folder.path.glob("*.onnx"):  # a long run would fill the disk
-            if self._first is None or self._first.path != old:
+            if self._first is None or self._first[0].path != old:
                 old.unlink()
         if log_file is not None and log_path.exists():
             shutil.copyfile(log_path, log_file)
@@ -191,32 +189,29 @@ class Benchmark:
 
     __call__ = run
 
-    def _profile(self, model: Path, target: Path) -> None:
-        layers = self.runner.report(model, self.prepared(load(model)).samples.first(1)[0], 5, "profile")
-        times = [{"name": layer.name, "averageMs": layer.time_ms or 0.0} for layer in layers]
-        with atomic_write(target) as fresh:
-            fresh.write_text(json.dumps([{"count": 5}, *times], indent=2), encoding="utf-8")
-
     def _timed(self, path: Path, log_name: str) -> float:
         if is_simulated(self.spec.name):
             raise EngineUnavailable(simulated(self.spec.name))
         inputs = [v.SerializeToString() for v in read(path).graph.input]
         if self._first is not None and inputs != self._inputs:  # of another network
-            self.runner.unload(self._first)
+            self.runner.unload(self._first[0])
             self._first = None
         if self._first is None:
             self.runner.feed(self.prepared(load(path)).samples.first(1)[0])
         handle = self.runner.load(path, log_name, fresh=True)
-        first, rounds = self._first or handle, None
+        first, first_ms = self._first or (handle, None)
+        is_kept = False
         try:
             rounds = compare_builds(self.runner, first, handle, self.plan, 0, lambda _: False)
+            is_kept = first_ms is None
         finally:
-            if rounds is None or self._first is not None:
+            if not is_kept:
                 self.runner.unload(handle)
-        if self._first is not None:
-            return ratio(rounds, self.plan).median * self._first_ms
-        self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(rounds.a)) * 1e3
-        return self._first_ms
+        if first_ms is not None:
+            return ratio(rounds, self.plan).median * first_ms
+        self._inputs = inputs
+        self._first = handle, float(np.median(rounds.a)) * 1e3
+        return self._first[1]
 
 
 class TensorRTPyBenchmark(Benchmark):
@@ -246,24 +241,14 @@ def init_benchmark_instance(
 ) -> Benchmark:
     """Make the benchmark that `benchmark_onnx_model` and the workflow use; `engine` names another than the default."""
     global _instance
-    _instance = Benchmark(
-        timing_cache_file,
-        warmup_runs,
-        timing_runs,
-        plugin_libraries,
-        trtexec_args,
-        engine=engine or ("trtexec" if use_trtexec else None),
-        calibration_data=calibration_data,
-    )
+    engine = engine or ("trtexec" if use_trtexec else None)
+    _instance = Benchmark(timing_cache_file, warmup_runs, timing_runs, plugin_libraries, trtexec_args, engine=engine)
+    _instance.calibration_data = calibration_data
     return _instance
 
 
 def instance(default: Callable[[], Benchmark] | None = None) -> Benchmark:
-    """The benchmark; where there is none yet, that of `default`.
-
-    Raises:
-        AutotunerError: there is neither.
-    """
+    """The benchmark; where there is none yet, that of `default`, or an AutotunerError."""
     if _instance is not None:
         return _instance
     if default is None:
@@ -277,11 +262,7 @@ def benchmark_onnx_model(
     flush_timing_cache: bool = False,
     export_profile_path: str | Path | None = None,
 ) -> float:
-    """Milliseconds per inference, as the benchmark tells them when it is called (see `Benchmark.run`).
-
-    Raises:
-        AutotunerError: `init_benchmark_instance` comes first.
-    """
+    """Milliseconds per inference (see `Benchmark.run`). `init_benchmark_instance` comes first."""
     return instance().run(model_path, log_file, flush_timing_cache, export_profile_path)
 
 
@@ -324,10 +305,8 @@ class QDQAutotunerBase:
             minimum_distance=config.pattern_cache_minimum_distance,
             max_entries_per_pattern=config.pattern_cache_max_entries_per_pattern,
         )
-        self._best = Placement(), inf
-        """What all done patterns leave behind, and its latency in ms."""
-        self._measured: dict[str, float] = {}
-        """Latency in ms by digest of the placement."""
+        self._best = Placement(), inf  # of all patterns that are done, and its latency in ms
+        self._measured: dict[str, float] = {}  # latency in ms by digest of the placement
         self._made: tuple[Inserter, RegionSearch] | None = None
         self._divided: tuple[list[Region], dict[Region, Pattern]] = [], {}
 
@@ -355,20 +334,14 @@ class QDQAutotunerBase:
         return self._made
 
     @property
-    def _pattern_of(self) -> dict[Region, Pattern]:
-        """The patterns of `regions` as they are now, and of all regions below."""
+    def _pattern_of(self) -> Mapping[Any, Pattern]:
+        """The patterns of `regions`, and of all regions below."""
         if self._divided[0] != self.regions:
             self._divided = [*self.regions], patterns_of(self.graph, self.regions)
         return self._divided[1]
 
-    @property
-    def _patterns(self) -> dict[str, Pattern]:
-        """The patterns in which a pair can stand, by digest."""
-        return {pattern.digest: pattern for pattern in self._pattern_of.values() if pattern.points}
-
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
         """Turn to a region, or to none; `commit` ends the one before it, the best of its schemes stays if it is faster.
-
         `current_profile_pattern_schemes` is None afterwards if the pattern is done, or has no place for a pair.
 
         Raises:
@@ -382,20 +355,18 @@ class QDQAutotunerBase:
         if region is None:
             return
         if region not in self._pattern_of:
-            raise InvalidSchemeError(f"{region} is none of the autotuner's regions")
-        points = frozenset(self._pattern_of[region].points)
-        pattern = RegionPattern.of(self._pattern_of[region])
-        if points and all(done.pattern != pattern for done in self.profiled_patterns):
-            cached = self.pattern_cache.get_pattern_schemes(pattern) or PatternSchemes(pattern)
-            # a cache, or a scheme that the script put there, may name other points
-            schemes = dict.fromkeys(scheme.core & points for scheme in cached.schemes)
+            raise InvalidSchemeError(f"region {region.id} is none of the autotuner's regions")
+        pattern = self._pattern_of[region]
+        key = RegionPattern.of(pattern)
+        if pattern.points and all(done.pattern != key for done in self.profiled_patterns):
+            cached = self.pattern_cache.get_pattern_schemes(key) or PatternSchemes(key)
+            schemes = dict.fromkeys(scheme.core & pattern.everything for scheme in cached.schemes)
             self.current_profile_region = region
-            self.current_profile_pattern_schemes = PatternSchemes(pattern, [*map(InsertionScheme.of, schemes)])
+            self.current_profile_pattern_schemes = PatternSchemes(key, [*map(InsertionScheme.of, schemes)])
 
     def generate(self) -> int:
         """The index, in the current pattern's schemes, of one with a placement yet to be measured; -1 if there is none.
-
-        First come schemes that wait there (from the cache, imported, or put there by the script), then new ones.
+        First come schemes that wait there, then new ones.
 
         Raises:
             InvalidSchemeError: there is no current pattern.
@@ -406,7 +377,7 @@ class QDQAutotunerBase:
             raise InvalidSchemeError("no region with a pattern is set: call set_profile_region() first")
         waiting = [scheme for scheme in current.schemes if not scheme.is_profiled]
         for scheme in chain(waiting, self._ideas(current)):
-            latency = self._measured.get(self._on_top(current, scheme).digest)
+            latency = self._measured.get(self._on_top(scheme).digest)
             if latency is None:
                 if scheme not in current.schemes:
                     current.schemes.append(scheme)
@@ -419,8 +390,7 @@ class QDQAutotunerBase:
     def submit(self, latency_ms: float, success: bool = True) -> None:
         """Tell what was measured: first of the model without pairs, then of each scheme. Infinity is a failure.
 
-        The scheme stays current until the next one is made. The schemes of the pattern are sorted, the fastest first,
-        and the pattern cache takes them over.
+        The scheme stays current until the next one is made. The schemes of the pattern are sorted, the fastest first.
 
         Raises:
             BaselineFailed: the model without pairs has no latency.
@@ -438,19 +408,16 @@ class QDQAutotunerBase:
         if current is None or index is None or current.schemes[index].is_profiled:
             raise InvalidSchemeError("no scheme waits for its latency: call generate() first")
         scheme = current.schemes[index]
-        self._measured[self._on_top(current, scheme).digest] = latency
+        self._measured[self._on_top(scheme).digest] = latency
         self._record(scheme, latency)
         current.schemes.sort(key=lambda s: s.latency_ms)
         self.current_insertion_scheme_index = next(n for n, s in enumerate(current.schemes) if s is scheme)
         self.pattern_cache.add_pattern_schemes(PatternSchemes(current.pattern, [scheme]))
         if self.config.verbose:
-            print(f"{self.current_profile_region}: {latency:.3f} ms", file=sys.stderr)
+            print(f"{current.pattern.get_short_signature()}: {latency:.3f} ms", file=sys.stderr)
 
     def export_onnx(self, output_path: str | Path | None = None, insert_qdq: bool = True, best: bool = False) -> bytes:
-        """The model with the current scheme on top of the best placement; without pairs if so asked.
-
-        With `best`, and where no scheme is current, it is the best placement alone.
-        """
+        """The model with the current scheme on top of the best placement; with `best`, with that placement alone."""
         model = self._tools[0].insert(self._placement(best) if insert_qdq else Placement())
         if output_path is None:
             return model.to_proto().SerializeToString()
@@ -463,7 +430,7 @@ class QDQAutotunerBase:
         return uses_at(self.graph, self._placement(best).edges)
 
     def import_insertion_points(self, quantized_tensors: Collection[str]) -> None:
-        """Have the pairs of a quantized model, on all uses of some tensors, tried before new schemes."""
+        """Have the pairs of a quantized model on some tensors tried before new schemes."""
         self._check_initialized()
         for region in self._pattern_of:
             self.pattern_cache.add_pattern_from_region(region, self.graph, quantized_tensors)
@@ -478,19 +445,23 @@ class QDQAutotunerBase:
         cache = Output(pattern_cache_of(path), "output_path", written_as("record"))
         check_outputs([cache], {})
         best, best_ms = self._standing()
+        patterns = [
+            PatternSchemes(done.pattern, [scheme for scheme in done.schemes if not scheme.error])
+            for done in (*self.profiled_patterns, *self._tried())
+        ]
         record = ConversationRecord(
             baseline_ms=self.baseline_latency_ms,
             best=best,
             best_ms=None if best_ms == inf else best_ms,
             measured={digest: None if ms == inf else ms for digest, ms in self._measured.items()},
-            patterns=tuple(done.to_dict() for done in (*self.profiled_patterns, *self._tried())),
+            patterns=tuple(done.to_dict() for done in patterns),
         )
         with Store(path, self._fingerprint()) as store:
             store.put("conversation", record, order="deterministic")
         self.pattern_cache.save(cache.path)
 
     def load_state(self, input_path: str | Path) -> None:
-        """Go on from a state file: patterns that were begun there are done, and will be skipped.
+        """Go on from a state file; patterns that were begun there are done.
 
         Raises:
             BadState: there is no such file, or it is of another model, engine or configuration.
@@ -509,19 +480,18 @@ class QDQAutotunerBase:
             self.pattern_cache.merge(PatternCache.load(pattern_cache_of(path)), prefer_existing=False)
 
     def adopt(self, result: Result) -> None:
-        """Take over a whole tuning run of this model: its latencies, and the placement that it ships with the scheme
-        that each pattern has there."""
+        """Take over a tuning run of this model: latencies, and what ships as a scheme of each pattern."""
         before, after = result.summary["baseline_ms"], result.summary["final_ms"]
         self.baseline_latency_ms, self._best = before, (result.placement, after)
         self._measured = {Placement().digest: before, result.placement.digest: after}
-        for pattern in self._patterns.values():
+        for pattern in dict.fromkeys(self._pattern_of.values()):
             scheme = self._scheme(pattern, result.placement)
             self._record(scheme, after)
-            self.profiled_patterns.append(PatternSchemes(RegionPattern.of(pattern), [scheme]))
+            if pattern.points:
+                self.profiled_patterns.append(PatternSchemes(RegionPattern.of(pattern), [scheme]))
 
     def _record(self, scheme: InsertionScheme, latency: float) -> None:
         scheme.latency_ms, scheme.error = latency, latency == inf
-        scheme.profile_timestamp = datetime.now(UTC).isoformat()
         if self.baseline_latency_ms is not None and latency != inf:
             scheme.ratio = latency / self.baseline_latency_ms
 
@@ -536,47 +506,44 @@ class QDQAutotunerBase:
 
     def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
         """New schemes: those of the rules, then mutations of the fastest."""
-        pattern, base = self._patterns[current.pattern.digest], self._best[0]
+        pattern, base = self._pattern_of[self.current_profile_region], self._best[0]
         measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
         top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
-        parents = [self._on_top(current, scheme) for scheme in measured[:top]] or [base]
+        parents = [self._on_top(scheme) for scheme in measured[:top]] or [base]
         for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
             yield self._scheme(pattern, idea.placement)
 
     def _standing(self) -> tuple[Placement, float]:
-        """The best placement, with the best scheme of the pattern at hand on top if that is faster; its latency in
-        ms."""
+        """The best placement, with the best scheme of the pattern at hand on top if that is faster; and its latency."""
         current = self.current_profile_pattern_schemes
         scheme = current.best_scheme if current else None
         if current is None or scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:
             return self._best
-        return self._on_top(current, scheme), scheme.latency_ms
+        return self._on_top(scheme), scheme.latency_ms
 
     def _placement(self, best: bool) -> Placement:
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
         if best or current is None or index is None:
             return self._standing()[0]
-        return self._on_top(current, current.schemes[index])
+        return self._on_top(current.schemes[index])
 
-    def _on_top(self, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
-        """The best placement with all instances of a pattern as one of its schemes has them."""
-        pattern = self._patterns[schemes.pattern.digest]
+    def _on_top(self, scheme: InsertionScheme) -> Placement:
+        """The best placement with all instances of the pattern at hand as a scheme has them."""
+        pattern = self._pattern_of[self.current_profile_region]
         edges = edges_of(pattern, scheme.core) & self._tools[1].possible
         return consistent(self.graph, Placement((self._best[0].edges - edges_of(pattern, pattern.everything)) | edges))
 
     def _fingerprint(self) -> dict[str, Any]:
         self._check_initialized()
         own = {name: value for name, value in asdict(self.config).items() if name != "verbose"}
-        divided = hashlib.sha256(" ".join(sorted(self._patterns)).encode()).hexdigest()[:16]
+        digests = sorted({pattern.digest for pattern in self._pattern_of.values()})
+        divided = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
         engine = instance(init_benchmark_instance).spec.name
         return {"interface": "autotuner", **own, "engine": engine, "model": self.graph.fingerprint, "regions": divided}
 
 
 class QDQAutotuner(QDQAutotunerBase):
-    """The conversation about the regions that are found by themselves: leaves first, then what holds them.
-
-    Those are left out that no pair can make faster, as a whole run leaves them out.
-    """
+    """The conversation about the regions of the search, leaves first, without those that no pair can make faster."""
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
         super().initialize(config, pattern_cache)

@@ -22,9 +22,9 @@ from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region
 from qdqtune.autotune.region_search import get_tensor_consumer_node_indices as get_tensor_consumer_node_indices
 from qdqtune.autotune.region_search import has_quantizable_operations as has_quantizable_operations
 from qdqtune.errors import BadOption, one_line
-from qdqtune.graph.model import GRAPH, Model, Use
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
-from qdqtune.placement.files import parsed_yaml, write_yaml
+from qdqtune.placement.files import read_yaml, write_yaml
 from qdqtune.placement.possible import can_carry
 from qdqtune.search import region as search
 from qdqtune.search.regions import cache, patterns
@@ -39,7 +39,7 @@ class Config:
     """What `initialize` takes. Scales come from `calibration_data` (as in `Settings`), random inputs without it.
 
     `default_q_scale` and `default_q_zero_point` hold for a model that ONNX Runtime cannot run for calibration.
-    A scheme counts as better where it is `performance_threshold` times as fast. Fields may be changed until then.
+    A scheme counts as better where it is `performance_threshold` times as fast.
     """
 
     verbose: bool = False
@@ -59,9 +59,6 @@ class Config:
     schemes_per_region: int = search.Config.schemes_per_region
     calibration_data: str | None = None
 
-    def __post_init__(self) -> None:
-        self.check()
-
     def check(self) -> search.Config:
         """Check the values, and return them as the `Config` of `search.region`.
 
@@ -78,7 +75,7 @@ class Config:
 
 
 class Values:
-    """Structs as values of JSON."""
+    """Values of JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = msgspec.to_builtins(self)
@@ -115,20 +112,15 @@ class InsertionPoint(Values, Struct, frozen=True):
 
     @classmethod
     def among(cls, points: Iterable[Point]) -> list[Self]:
-        """Those of some points that are of this kind."""
-        own = []
-        for point in points:
-            if point.kind in cls.kinds:
-                owners = (point.owner if kind == point.kind else None for kind in cls.kinds)
-                own.append(cls(*owners, point.number))
-        return own
+        """Those of some points that are of this kind, in order."""
+        return [
+            cls(*(point.owner if kind == point.kind else None for kind in cls.kinds), point.number)
+            for point in sorted(points)
+            if point.kind in cls.kinds
+        ]
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
-        """The uses that the point means in a region; none if it is about a child and there are no children.
-
-        Raises:
-            InvalidSchemeError: the region has no such point.
-        """
+        """The uses that the point means in a region; none if it is about a child and there are no children."""
         if getattr(self, "region_index", None) is not None and not region.children:
             return set()
         model, point = as_model(graph), self.core
@@ -183,17 +175,14 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
     region_outputs: list[ChildRegionOutputInsertionPoint] = []
     latency_ms: float = inf
     error: bool = False
-    profile_timestamp: str | None = None
     ratio: float = 1.0
 
     @classmethod
     def of(cls, scheme: Scheme) -> Self:
-        """A scheme of the search."""
-        points = sorted(scheme)
         return cls(
-            NodeInputInsertionPoint.among(points),
-            ChildRegionInputInsertionPoint.among(points),
-            ChildRegionOutputInsertionPoint.among(points),
+            NodeInputInsertionPoint.among(scheme),
+            ChildRegionInputInsertionPoint.among(scheme),
+            ChildRegionOutputInsertionPoint.among(scheme),
         )
 
     @property
@@ -217,18 +206,6 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
     def distance(self, other: InsertionScheme) -> int:
         return len(self.core ^ other.core)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The scheme as values of JSON, a failure without a latency."""
-        return super().to_dict() | {
-            "hash": self.hash,
-            "latency_ms": None if self.latency_ms == inf else self.latency_ms,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave; what is missing is as in a new scheme."""
-        return super().from_dict({name: value for name, value in data.items() if value is not None})
 
 
 def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
@@ -256,22 +233,18 @@ def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_
     A node may lie outside of the graph: then it is judged by itself.
     """
     if isinstance(region_or_node, Region):
-        model, users = as_model(graph), region_or_node.get_region_nodes_and_descendants()
-    else:
-        model, index = model_with(graph, region_or_node)
-        users = {index}
-    return not any(_is_worthwhile(model, tensor_name, use) for use in _uses(model, tensor_name, users))
+        return not _worthwhile(as_model(graph), tensor_name, region_or_node.all_nodes())
+    model, index = model_with(graph, region_or_node)
+    return not _worthwhile(model, tensor_name, (index,))
 
 
 def resolve_region_io_insertion_points(
     region: Region | None, graph: GraphLike, tensor_name: str
 ) -> set[ResolvedInsertionPoint]:
-    """The uses of a tensor where a pair is worth trying: in a region, or anywhere if nothing in the region reads it."""
+    """The uses of a tensor where a pair is worth trying: in a region, or anywhere if there is none in the region."""
     model = as_model(graph)
-    everywhere = set(range(len(model.nodes)))
-    inside = everywhere if region is None else region.get_region_nodes_and_descendants()
-    uses = _uses(model, tensor_name, inside) or _uses(model, tensor_name, everywhere)
-    return {ResolvedInsertionPoint(tensor_name, u.node, u.slot) for u in uses if _is_worthwhile(model, tensor_name, u)}
+    inside = () if region is None else region.all_nodes()
+    return _worthwhile(model, tensor_name, inside) or _worthwhile(model, tensor_name, range(len(model.nodes)))
 
 
 def merge_resolved_insertion_points(
@@ -281,40 +254,39 @@ def merge_resolved_insertion_points(
     users, points = get_tensor_consumer_node_indices(graph), set(resolved_insertion_points)
     for tensor in {point.tensor_name for point in points}:
         own = {point for point in points if point.tensor_name == tensor}
-        if tensor in users and not Counter[int | None](users[tensor]) - Counter(point.node_index for point in own):
+        if tensor in users and Counter[int | None](users[tensor]) <= Counter(point.node_index for point in own):
             points = points - own | {ResolvedInsertionPoint(tensor)}
     return points
-
-
-def get_autotuner_quantizable_ops() -> set[str]:
-    """Operators that engines run on quantized values."""
-    return set(patterns.RUN_IN_8_BITS)
-
-
-def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:
-    return [use for use in model.uses(tensor) if use.node in users and use.node != GRAPH]
 
 
 FEW = 8
 """Tensors with fewer elements carry no pair in ModelOpt's autotuner."""
 
 
-def _is_worthwhile(model: Model, tensor: str, use: Use) -> bool:
-    """Whether a pair can stand on a use, and ModelOpt's autotuner would try it there.
+def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[ResolvedInsertionPoint]:
+    """The uses of a tensor by some nodes where a pair can stand, and ModelOpt's autotuner would try it.
 
     It does not on weights, which have a pair where the activation has one; between a convolution, a normalization and
     an activation, which run as one kernel; on tensors of few elements; and in front of what gives no floats.
     """
-    node, info, maker = model.nodes[use.node], model.tensors.get(tensor), model.maker(tensor)
-    if maker is not None and maker.op == "BatchNormalization" and node.op != maker.op:
-        maker = model.maker(maker.inputs[0])
-    is_inner = maker is not None and maker.op in CONVOLUTIONS and node.op in {"BatchNormalization", "Relu", "Softmax"}
-    is_weight = use.slot > 0 and node.op in COMPUTE | {"BatchNormalization", "Resize"}
-    shape = info.shape if info is not None else None
-    is_few = bool(shape) and prod(n if isinstance(n, int) else FEW for n in shape or ()) < FEW
-    outputs = onnx.defs.get_schema(node.op).outputs if onnx.defs.has(node.op) else ()
-    gives_floats = not outputs or "tensor(float)" in outputs[0].types
-    return gives_floats and not (is_inner or is_weight or is_few) and can_carry(model, tensor, *use)
+    points = set()
+    info = model.tensors.get(tensor)
+    sizes = info.shape if info is not None and info.shape else (FEW,)
+    is_few = prod(size if isinstance(size, int) else FEW for size in sizes) < FEW
+    for index, slot in model.uses(tensor):
+        if index not in users or is_few or not can_carry(model, tensor, index, slot):
+            continue
+        node, maker = model.nodes[index], model.maker(tensor)
+        if maker is not None and maker.op == "BatchNormalization" and node.op != maker.op:
+            maker = model.maker(maker.inputs[0])
+        is_behind = maker is not None and maker.op in CONVOLUTIONS
+        is_inner = is_behind and node.op in {"BatchNormalization", "Relu", "Softmax"}
+        is_weight = slot > 0 and node.op in COMPUTE | {"BatchNormalization", "Resize"}
+        outputs = onnx.defs.get_schema(node.op).outputs if onnx.defs.has(node.op) else ()
+        gives_floats = not outputs or "tensor(float)" in outputs[0].types
+        if gives_floats and not is_inner and not is_weight:
+            points.add(ResolvedInsertionPoint(tensor, index, slot))
+    return points
 
 
 # Patterns
@@ -343,13 +315,11 @@ class RegionPattern:
     @classmethod
     def from_region(cls, region: Region, graph: GraphLike) -> Self:
         """The pattern of a region; of one without nodes the empty one."""
-        if not region.get_region_nodes_and_descendants():
-            return cls("EMPTY")
-        return cls.of(pattern_of(as_model(graph), region))
+        return cls.of(pattern_of(as_model(graph), region)) if region.all_nodes() else cls("EMPTY")
 
     @property
     def is_empty(self) -> bool:
-        return self.size == 0 or self.signature == "EMPTY"
+        return self.size == 0
 
     @property
     def is_composite(self) -> bool:
@@ -367,8 +337,13 @@ class RegionPattern:
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     def get_full_insertion_scheme(self, region: Region, graph: GraphLike) -> InsertionScheme:
-        """All insertion points of a region that has this pattern."""
-        self._check(region, graph)
+        """All insertion points of a region that has this pattern.
+
+        Raises:
+            InvalidSchemeError: the region has another pattern.
+        """
+        if self != self.from_region(region, graph):
+            raise InvalidSchemeError(f"region {region.id} has another pattern")
         return InsertionScheme.of(pattern_of(as_model(graph), region).everything)
 
     def matches(
@@ -378,53 +353,41 @@ class RegionPattern:
         has another one; with a scheme as well what that means there (set[ResolvedInsertionPoint]).
 
         Raises:
-            InvalidSchemeError: a region without a graph, or a scheme for a region of another pattern.
+            InvalidSchemeError: a region without a graph, or the region has no such points.
         """
         if isinstance(other, RegionPattern):
             return self == other
         if graph is None:
             raise InvalidSchemeError("a region is compared in its graph: give the graph as well")
-        if scheme is not None:
-            self._check(other, graph)
-            model = as_model(graph)
-            return uses_at(model, edges_of(pattern_of(model, other), scheme.core))
-        if self != self.from_region(other, graph):
+        model = as_model(graph)
+        if self != self.from_region(other, model):
             return None
         if self.is_empty:
             return []
-        pattern = pattern_of(as_model(graph), other)
+        pattern = pattern_of(model, other)
+        if scheme is not None:
+            return uses_at(model, edges_of(pattern, scheme.core))
         return list(pattern.listings[pattern.instances[0]].nodes)
 
-    def _check(self, region: Region, graph: GraphLike) -> None:
-        if self != self.from_region(region, graph):
-            raise InvalidSchemeError(f"{region} has another pattern")
-
     def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:
-        """A region and all under it: its pattern, its size and its operators, a line each."""
-        model, margin = as_model(graph), "  " * indent
+        """A region and all under it, a line each: pattern, size and operators."""
+        model = as_model(graph)
         pattern = RegionPattern.from_region(region, model)
         ops = ", ".join(model.nodes[n].op for n in region.get_nodes())
-        lines = [f"{margin}Region {region.id}: {pattern.get_short_signature()} ({pattern.size} nodes)"]
-        lines += [f"{margin}  Nodes: {ops}"] if ops else []
-        lines += [self.format_tree(child, model, indent + 1) for child in region.get_children()]
-        return "\n".join(lines)
+        line = f"{'  ' * indent}Region {region.id}: {pattern.get_short_signature()} ({pattern.size} nodes) {ops}"
+        return "\n".join([line, *(self.format_tree(child, model, indent + 1) for child in region.children)])
 
 
-@dataclass
-class PatternSchemes:
+class PatternSchemes(Values, Struct):
     """The schemes of one pattern that were tried or are to be."""
 
-    pattern: RegionPattern = field(default_factory=lambda: RegionPattern("EMPTY"))
-    schemes: list[InsertionScheme] = field(default_factory=list)
+    pattern: RegionPattern = RegionPattern("EMPTY")
+    schemes: list[InsertionScheme] = []
 
     @property
     def pattern_signature(self) -> str:
         """That of the pattern; empty where it is not known, as in files of a tuning run."""
         return self.pattern.signature
-
-    @property
-    def pattern_size(self) -> int:
-        return self.pattern.size
 
     @property
     def num_schemes(self) -> int:
@@ -436,28 +399,11 @@ class PatternSchemes:
         measured = [s for s in self.schemes if s.latency_ms != inf and not s.error]
         return min(measured, key=lambda s: s.latency_ms, default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The schemes as values of JSON, and the pattern's signature, size and digest."""
-        return {
-            "pattern_signature": self.pattern.signature,
-            "pattern_size": self.pattern.size,
-            "digest": self.pattern.digest,
-            "schemes": [scheme.to_dict() for scheme in self.schemes],
-        }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], pattern: RegionPattern | None = None) -> Self:
-        """What `to_dict` gave, or ModelOpt's own; of that pattern, if it is given."""
-        if pattern is None:
-            pattern = RegionPattern(data["pattern_signature"], data.get("pattern_size", 0), data.get("digest", ""))
-        return cls(pattern, [InsertionScheme.from_dict(scheme) for scheme in data.get("schemes", ())])
-
-
-@dataclass
-class PatternCache:
+class PatternCache(Values, Struct):
     """Schemes worth trying again by pattern, in memory and as the file that a tuning run reads and writes."""
 
-    pattern_schemes: list[PatternSchemes] = field(default_factory=list)
+    pattern_schemes: list[PatternSchemes] = []
     minimum_distance: int = search.Config.pattern_cache_minimum_distance
     max_entries_per_pattern: int = search.Config.pattern_cache_max_entries_per_pattern
 
@@ -474,9 +420,6 @@ class PatternCache:
         pattern = RegionPattern(pattern_signature) if isinstance(pattern_signature, str) else pattern_signature
         return next((own for own in self.pattern_schemes if own.pattern == pattern), None)
 
-    def has_pattern(self, pattern_signature: RegionPattern | str) -> bool:
-        return self.get_pattern_schemes(pattern_signature) is not None
-
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
         """Keep the fastest of old and new schemes, each of them different enough from all faster ones."""
         own, kept = self.get_pattern_schemes(pattern_schemes.pattern), list[InsertionScheme]()
@@ -491,8 +434,8 @@ class PatternCache:
     def add_pattern_from_region(
         self, region: Region, graph: GraphLike, quantized_tensors: Collection[str] | None = None
     ) -> None:
-        """Add the pattern of a region, with the scheme of the points at which a quantized model has pairs, if there are
-        any: those whose tensor is among `quantized_tensors`. Without them it has all points."""
+        """Add the pattern of a region with the scheme of all points, or of those whose tensor is among
+        `quantized_tensors`."""
         model = as_model(graph)
         pattern = pattern_of(model, region)
         scheme = pattern.everything
@@ -505,19 +448,8 @@ class PatternCache:
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
         """Take over the schemes of another cache; with `prefer_existing` only those of patterns that this one lacks."""
         for theirs in other.pattern_schemes:
-            if not (prefer_existing and self.has_pattern(theirs.pattern)):
+            if not (prefer_existing and self.get_pattern_schemes(theirs.pattern)):
                 self.add_pattern_schemes(theirs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The cache as values of JSON."""
-        return {**vars(self), "pattern_schemes": [own.to_dict() for own in self.pattern_schemes]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave, or ModelOpt's own; patterns of the latter are those of no model here."""
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        values["pattern_schemes"] = [PatternSchemes.from_dict(row) for row in data.get("pattern_schemes", ())]
-        return cls(**values)
 
     def save(self, output_path: str | Path) -> None:
         """Write the file: what a tuning run reads of it, and the schemes as they are here."""
@@ -526,18 +458,17 @@ class PatternCache:
 
     @classmethod
     def load(cls, input_path: str | Path) -> Self:
-        """Read a file of `save`, of a tuning run, or of ModelOpt, whose patterns are those of no model here.
+        """Read a file of `save` or of a tuning run.
 
         Raises:
             BadOption: the file is missing, or is no pattern cache.
         """
         path = Path(input_path)
-        content = parsed_yaml(path, "pattern cache")
-        interface = content.get("interface", content) if isinstance(content, dict) else {}
-        if "pattern_schemes" in interface:
-            try:
-                return cls.from_dict(interface)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise BadOption(f"{path} is no pattern cache: {one_line(error)}") from error
-        entries = cache.read_cache(path).items()
-        return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])
+        content = read_yaml(path, "pattern cache")
+        if "interface" not in content:
+            entries = cache.read_cache(path).items()
+            return cls([PatternSchemes(RegionPattern("", digest=d), [*map(InsertionScheme.of, s)]) for d, s in entries])
+        try:
+            return cls.from_dict(content["interface"])
+        except ValueError as error:
+            raise BadOption(f"{path} is no pattern cache: {one_line(error)}") from error

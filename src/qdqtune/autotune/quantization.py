@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import logging
 import re
 from collections.abc import Collection, Sequence
 from functools import wraps
@@ -19,16 +18,11 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.types import QuantType
 
-log = logging.getLogger("qdqtune.autotune")
-
 IDLE = frozenset({
     "calibration_eps", "keep_intermediate_files", "log_level", "simplify", "trt_rtx_backend", "trust_calibration_data",
     "trust_remote_code", "use_external_data_format",
 })  # fmt: skip
 """Keywords whose value does not change what is written here."""
-
-USUAL = {"mha_accumulation_dtype": ["fp16"], "passes": ["concat_elimination"]}
-"""Keywords that are told where they have another value than by default."""
 
 
 def quantize(
@@ -54,7 +48,7 @@ def quantize(
 
     Shapes are written `input0:1x3x224x224,input1:1x8`. Nodes are chosen by regular expressions that match from the
     beginning. Pairs stand where `engine`, which need not be installed, gains from them as a rule. A reader gives
-    samples as ONNX Runtime's quantizer reads them, with `get_next`. `others` are those of `IDLE`.
+    samples with `get_next`. `others` are those of `IDLE`.
 
     Raises:
         BadOption: a keyword of ModelOpt's has no counterpart here, or a value no meaning.
@@ -63,8 +57,7 @@ def quantize(
     if quantize_mode not in get_args(QuantType):
         raise BadOption(f"quantize_mode is int8 or fp8, not {quantize_mode!r}")
     for name, value in others.items():
-        texts = [value] if isinstance(value, str) else value
-        if name not in IDLE and texts not in (None, False, [], USUAL.get(name)):
+        if name not in IDLE and value not in (None, False, []):
             raise BadOption(f"quantize has no {name} here: see docs/reference/modelopt.md")
     path = Path(onnx_path)
     data = calibration_data if calibration_data_reader is None else iter(calibration_data_reader.get_next, None)
@@ -82,22 +75,16 @@ def quantize(
     if nodes_to_quantize or nodes_to_exclude:
         model = load(path)
         options["nodes_to_exclude"] = _matching(model, nodes_to_exclude or ())
-        options["nodes_to_quantize"] = chosen = _matching(model, nodes_to_quantize or ())
-        if nodes_to_quantize and not chosen:
-            raise BadOption(f"no node matches nodes_to_quantize {nodes_to_quantize!r}")
+        options["nodes_to_quantize"] = _matching(model, nodes_to_quantize or ()) or nodes_to_quantize
     output = path.with_suffix(".quant.onnx") if output_path is None else Path(output_path)
     given = {name: value for name, value in options.items() if value is not None}
-    done = api.quantize(path, output=output, engine=engine, **given)
-    if done.sqnr_db is not None:
-        log.info("output SQNR %.1f dB, on %d samples", done.sqnr_db, done.judged)
+    api.quantize(path, output=output, engine=engine, **given)
 
 
 @wraps(api.quantize)
 def either(*arguments: Any, **given: Any) -> Any:
     """`qdqtune.quantize`, or the `quantize` of this module if a mode such as int8 stands behind the model, or with a
-    keyword that only ModelOpt's has.
-
-    A call that names an output is meant for `qdqtune.quantize`, which tells what it calls such a keyword.
+    keyword that only ModelOpt's has and without an output.
     """
     if len(arguments) > 1 and isinstance(arguments[1], str) and not Path(arguments[1]).suffix:
         return quantize(*arguments, **given)
@@ -107,15 +94,9 @@ def either(*arguments: Any, **given: Any) -> Any:
 
 
 def _matching(model: Model, expressions: Collection[str]) -> list[str]:
-    """Wildcards for the nodes whose name matches one of some regular expressions; what matches none is told in the
-    log."""
-    wildcards: list[str] = []
-    for expression in expressions:
-        try:
-            names = [node.name for node in model.nodes if re.match(expression, node.name)]
-        except re.error as error:
-            raise BadOption(f"{expression!r} is no regular expression: {error}") from error
-        if not names:
-            log.warning("no node matches %r", expression)
-        wildcards += map(glob.escape, names)
-    return wildcards
+    """Wildcards for the nodes whose name matches one of some regular expressions."""
+    try:
+        names = [node.name for node in model.nodes if any(re.match(text, node.name) for text in expressions)]
+    except re.error as error:
+        raise BadOption(f"{error.pattern!r} is no regular expression: {error}") from error
+    return [*map(glob.escape, names)]

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
-from qdqtune.autotune.__main__ import add_flag
 from qdqtune.autotune.region_search import CombinedRegionSearch, Region, has_quantizable_operations
 from qdqtune.cli import main as cli
 from qdqtune.cli.output import print_lines
@@ -32,8 +30,10 @@ def inspect_region_search(
 
     The functions of scripts tune a graph without `rewrites`, so that it has the nodes of the file.
     """
-    how: dict[str, Any] = {"max_sequence_size": max_sequence_size, "include_all_regions": include_all_regions}
-    print_lines(inspect(InspectOptions(onnx_path, rewrites=rewrites, **how)).lines(tree=True, verbose=verbose))
+    options = InspectOptions(
+        onnx_path, rewrites=rewrites, max_sequence_size=max_sequence_size, include_all_regions=include_all_regions
+    )
+    print_lines(inspect(options).lines(tree=True, verbose=verbose))
     graph = tuned_graph(load(Path(onnx_path)), rewrites)
     tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
     return [top for top in tops if include_all_regions or has_quantizable_operations(top, graph)]
@@ -42,10 +42,10 @@ def inspect_region_search(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program shows the regions that a run tunes. Gives 0, or 1 where it fails."""
     parser = argparse.ArgumentParser("python -m qdqtune.autotune.region_inspect", description=main.__doc__)
-    add_flag(parser, "-m --onnx_path --model", required=True)
-    add_flag(parser, "--max_sequence_size", type=int, default=10)
-    add_flag(parser, "--include_all_regions", action="store_true")
-    add_flag(parser, "-v --verbose", action="store_true")
+    parser.add_argument("-m", "--model", "--onnx_path", dest="onnx_path", required=True)
+    parser.add_argument("--max-sequence-size", "--max_sequence_size", type=int, default=10)
+    parser.add_argument("--include-all-regions", "--include_all_regions", action="store_true")
+    parser.add_argument("-v", "--verbose", action="store_true")
     given = vars(parser.parse_args(arguments))
     command = click.Command("region_inspect", callback=partial(inspect_region_search, **given, rewrites="auto"))
     try:

@@ -31,10 +31,6 @@ class AutotunerError(InputError):
     """The interface was used in a way that has no answer."""
 
 
-class NotInGraphError(AutotunerError, ValueError):
-    """There is no such tensor or node."""
-
-
 class AutotunerNotInitializedError(AutotunerError):
     """`initialize` comes first."""
 
@@ -48,6 +44,8 @@ class InvalidSchemeError(AutotunerError):
 
 def as_proto(graph: GraphLike) -> onnx.ModelProto:
     """An ONNX model; a GraphSurgeon graph is exported by the library that it comes from."""
+    if isinstance(graph, Model):
+        return graph.to_proto()
     if isinstance(graph, onnx.ModelProto):
         return graph
     library = _library(graph)
@@ -74,19 +72,13 @@ def as_model(graph: GraphLike) -> Model:
     if hasattr(graph, "toposort") and not _library(graph):
         return _sketch(graph.nodes, getattr(graph, "inputs", ()), getattr(graph, "outputs", ()))
     proto = as_proto(graph)
-    model = _loaded(proto.SerializeToString(deterministic=True))
+    model = load_proto(proto)
     if [list(node.output) for node in proto.graph.node] != [list(node.outputs) for node in model.nodes]:
         raise AutotunerError(
             "the nodes of this graph are numbered otherwise than those of the loaded model, where constants and "
             "Identity are no nodes: give the autotuner's graph"
         )
     return model
-
-
-@lru_cache(maxsize=1)
-def _loaded(content: bytes) -> Model:
-    """Kept, because scripts ask about one region of a graph after the other."""
-    return load_proto(onnx.ModelProto.FromString(content))
 
 
 def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
@@ -158,9 +150,6 @@ class Region:
             copy.add_child(cls.of(child))
         return copy
 
-    def __repr__(self) -> str:
-        return f"Region(id={self.id}, level={self.level}, type={self.type.value}, nodes={len(self.nodes)})"
-
     def add_child(self, child: Region) -> None:
         child.parent = self
         self.children.append(child)
@@ -175,37 +164,16 @@ class Region:
 
     def get_children(self, *, sort: bool = False) -> list[Region]:
         """A new list of the child regions; sorted, the higher levels come first, then the larger ones."""
-        if not sort:
-            return list(self.children)
-        return sorted(self.children, key=lambda c: (-c.level, -c.get_size_of_region_and_descendants()))
-
-    def is_descendant_of(self, potential_ancestor: Region) -> bool:
-        above = self.parent
-        while above is not None and above is not potential_ancestor:
-            above = above.parent
-        return above is not None
-
-    def add_node(self, node_index: int) -> None:
-        self.nodes.add(node_index)
+        return sorted(self.children, key=lambda child: (-child.level, -len(child.all_nodes())) if sort else 0)
 
     def get_nodes(self, *, sort: bool = True) -> list[int]:
         """The nodes directly in this region, in graph order."""
-        return sorted(self.nodes) if sort else list(self.nodes)
+        return sorted(self.nodes)
 
     def all_nodes(self) -> set[int]:
         return set().union(*(region.nodes for region in self.walk()))
 
     get_region_nodes_and_descendants = all_nodes
-
-    def get_size_of_region_and_descendants(self) -> int:
-        return len(self.get_region_nodes_and_descendants())
-
-    def contains_node(self, node_index: int) -> bool:
-        """Whether a node is directly in this region."""
-        return node_index in self.nodes
-
-    def contains_node_within_region_and_descendants(self, node_index: int) -> bool:
-        return node_index in self.get_region_nodes_and_descendants()
 
     def merge(self, other: Region) -> None:
         """Take over the nodes and the children of another region."""
@@ -241,9 +209,9 @@ def patterns_of(model: Model, regions: Iterable[Region]) -> dict[Region, Pattern
     for region in dict.fromkeys(chain.from_iterable(top.walk() for top in regions)):
         nodes = region.all_nodes()
         if not nodes or not nodes.issubset(range(len(model.nodes))):
+            last = len(model.nodes) - 1
             raise AutotunerError(
-                f"{region} needs nodes between 0 and {len(model.nodes) - 1}: indices in the autotuner's graph.nodes, "
-                "where constants are no nodes"
+                f"region {region.id} needs nodes between 0 and {last}: indices in the autotuner's graph.nodes"
             )
         parts = [sorted(child.all_nodes()) for child in region.children]
         listings[region] = structure.listing([*parts, region.get_nodes()])
@@ -261,7 +229,7 @@ def _structure(model: Model) -> Structure:
 
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
     """Whether a region holds an operator that engines quantize, working on floats, or regions that may."""
-    if region.type is not RegionType.LEAF and not region.get_region_nodes_and_descendants():
+    if region.type is not RegionType.LEAF and not region.all_nodes():
         return True
     model = as_model(graph)
     return is_quantizable(model, pattern_of(model, region).instances[0])
@@ -280,12 +248,13 @@ class RegionSearchBase:
             self.root.nodes = set(range(len(self.graph.nodes)))
             self.root.inputs, self.root.outputs = list(self.graph.inputs), list(self.graph.outputs)
 
-    def _tops(self, method: Any = "auto", **sizes: int) -> list[Region]:
-        return [Region.of(top) for top in discovery.find(self.graph, method, **sizes).tops]
+    def _tops(self, method: Any = "auto", largest: int = 10, least: int = 10) -> list[Region]:
+        found = discovery.find(self.graph, method, max_sequence_size=largest, min_topdown_size=least)
+        return [Region.of(top) for top in found.tops]
 
     def compute_region_boundaries(self, region: Region) -> None:
         """Set the tensors that a region with all under it reads from outside, and those that are used there."""
-        reads, writes = borders(self.graph, sorted(region.get_region_nodes_and_descendants()))
+        reads, writes = borders(self.graph, sorted(region.all_nodes()))
         region.inputs, region.outputs = list(reads), list(writes)
 
     def print_tree(
@@ -293,20 +262,18 @@ class RegionSearchBase:
     ) -> None:
         """Print a region, by default the root, and all under it; of nodes and tensors at most `max_items` each."""
         shown = region or self.root
-        print(f"{'  ' * indent}├─ Region {shown.id} (Level {shown.level}, Type: {shown.type.value})", file=file)
-        nodes = [f"{n}: {self.graph.nodes[n].op} ({self.graph.nodes[n].name})" for n in shown.get_nodes()]
-        for title, names in (
-            (f"Direct nodes: {len(shown.nodes)}", []),
-            (f"Total nodes: {shown.get_size_of_region_and_descendants()}", []),
-            (f"Children: {len(shown.children)}", []),
-            (f"Inputs: {len(shown.inputs)} tensors", shown.inputs),
-            (f"Outputs: {len(shown.outputs)} tensors", shown.outputs),
-            ("Nodes:", nodes),
-        ):
-            more = [f"... and {len(names) - max_items} more"] if len(names) > max_items else []
-            for line in (title, *(f"  - {name}" for name in names[:max_items]), *more):
-                print(f"{'  ' * indent}│  ├─ {line}", file=file)
-        for child in shown.get_children():
+        lines = [
+            f"├─ Region {shown.id} (Level {shown.level}, Type: {shown.type.value})",
+            f"│  ├─ Direct nodes: {len(shown.nodes)}",
+            f"│  ├─ Total nodes: {len(shown.all_nodes())}",
+            f"│  ├─ Children: {len(shown.children)}",
+        ]
+        ops = [f"{self.graph.nodes[n].op} ({self.graph.nodes[n].name})" for n in shown.get_nodes()]
+        for title, names in (("Inputs", shown.inputs), ("Outputs", shown.outputs), ("Nodes", ops)):
+            lines.append(f"│  ├─ {title}: {len(names)}")
+            lines += [f"│  │    - {name}" for name in names[:max_items]]
+        print(*("  " * indent + line for line in lines), sep="\n", file=file)
+        for child in shown.children:
             self.print_tree(child, indent + 1, max_items, file)
 
 
@@ -317,14 +284,11 @@ class CombinedRegionSearch(RegionSearchBase):
         self, graph: GraphLike, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
     ) -> None:
         super().__init__(graph)
-        self._sizes = {
-            "max_sequence_size": maximum_sequence_region_size,
-            "min_topdown_size": minimum_topdown_search_size,
-        }
+        self._sizes = maximum_sequence_region_size, minimum_topdown_search_size
 
     def search_regions(self) -> list[Region]:
         """The regions at the top, in graph order, with their children."""
-        return self._tops(**self._sizes)
+        return self._tops("auto", *self._sizes)
 
 
 class TorchRegionBuilder(RegionSearchBase):
@@ -332,8 +296,8 @@ class TorchRegionBuilder(RegionSearchBase):
 
     def build_regions(self, linearize: bool = True, only_quantizable: bool = False) -> list[Region]:
         """The regions, those without regions in them first; or with `linearize=False` only those at the top."""
-        self.regions = self._tops("names")
-        regions = leaves_first(self.regions) if linearize else self.regions
+        tops = self._tops("names")
+        regions = leaves_first(tops) if linearize else tops
         return [r for r in regions if not only_quantizable or has_quantizable_operations(r, self.graph)]
 
 
@@ -344,7 +308,7 @@ class RegionPartitioner(RegionSearchBase):
         """The regions, in graph order."""
         tops = self._tops()
         for top in tops:
-            top.nodes, top.children, top.type = top.get_region_nodes_and_descendants(), [], RegionType.LEAF
+            top.nodes, top.children, top.type = top.all_nodes(), [], RegionType.LEAF
         return tops
 
 
@@ -359,10 +323,10 @@ class TopDownRegionBuilder(RegionSearchBase):
 
     def build_composite_region(self) -> Region:
         """The region with its nodes in leaves."""
-        wanted = self.root.get_region_nodes_and_descendants()
+        wanted = self.root.all_nodes()
         whole = Region(self._next_id, self.root.level, RegionType.COMPOSITE)
         whole.inputs, whole.outputs = list(self.root.inputs), list(self.root.outputs)
-        for region in leaves_first(self._tops(max_sequence_size=self._size)):
+        for region in leaves_first(self._tops(largest=self._size)):
             if region.nodes & wanted:
                 region.nodes &= wanted
                 region.id, region.level = self._next_id + 1 + len(whole.children), whole.level + 1

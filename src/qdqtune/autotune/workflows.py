@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any, Literal
 import onnx
 from onnx.utils import Extractor
 
-from qdqtune.autotune.autotuner import Benchmark, QDQAutotuner, TrtExecBenchmark, instance, rounds_for
+from qdqtune.autotune.autotuner import QDQAutotuner, TrtExecBenchmark, instance, rounds_for
 from qdqtune.autotune.autotuner import benchmark_onnx_model as benchmark_onnx_model
 from qdqtune.autotune.autotuner import init_benchmark_instance as init_benchmark_instance
 from qdqtune.autotune.insertion_points import Config, PatternCache
-from qdqtune.autotune.region_search import AutotunerError, GraphLike, NotInGraphError, as_model, as_proto
+from qdqtune.autotune.region_search import AutotunerError, GraphLike, as_model, as_proto
 from qdqtune.calibration.options import SamplesLike
 from qdqtune.cli import progress
 from qdqtune.cli.tune import TuneArguments
@@ -29,10 +28,7 @@ from qdqtune.commands.tune import search_plan, tune
 from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model
-from qdqtune.graph.operators import COMPUTE
 from qdqtune.options import (
     COUNT,
     FILE,
@@ -57,6 +53,7 @@ from qdqtune.options import (
 )
 from qdqtune.placement.files import read_placement_file
 from qdqtune.search import region
+from qdqtune.search.costs.units import Group
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
@@ -64,8 +61,8 @@ from qdqtune.tuning.folder import LOGS, PLACEMENT, REGION_MODELS, pattern_cache_
 from qdqtune.tuning.observer import Observers, Silent, State
 from qdqtune.tuning.options import MODEL, Division, FloatType, warmup_option
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
-from qdqtune.tuning.subgraphs.groups import borders
-from qdqtune.tuning.subject import tuned_graph
+from qdqtune.tuning.subgraphs.groups import from_layers
+from qdqtune.tuning.subject import FLOAT_TYPES, tuned_graph
 from qdqtune.types import Layer, Placement, QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
@@ -109,12 +106,7 @@ class AutotuneOptions(TuneArguments):
         help="How to search. With quick, default or extensive the same as --effort. Repeatable.",
         short="how to search; also an effort",
     )
-    engine: Any = _changed(
-        "engine",
-        default=None,
-        help="Engine to time on.",
-        default_in_words="tensorrt if it works here, or onnxruntime",
-    )
+    engine: Any = _changed("engine", default=None, default_in_words="tensorrt if it works here, or onnxruntime")
     use_trtexec: Flag = option(SWITCH, False, "The same as --engine trtexec.", "Engine")
     trtexec_args: MaybeText = option(
         TEXT,
@@ -124,11 +116,7 @@ class AutotuneOptions(TuneArguments):
         flags="--trtexec-benchmark-args --trtexec-args",
     )
     timing_cache: MaybeFile = option(
-        TIMING_CACHE_FILE,
-        None,
-        "TensorRT: file of kernel times that builds share.",
-        "Engine",
-        default_in_words=TIMING_CACHE,
+        TIMING_CACHE_FILE, None, "TensorRT: file of kernel times.", "Engine", default_in_words=TIMING_CACHE
     )
     plugin_libraries: Names = option(
         several(reads(make=str)),
@@ -139,15 +127,9 @@ class AutotuneOptions(TuneArguments):
     )
     min_sqnr: Any = _changed("min_sqnr", default=None, default_in_words="none")
     min_agreement: Any = _changed("min_agreement", default=None, default_in_words="none")
-    cut_seed: Flag = option(
-        SWITCH, True, "region: begin with what the cut finds in the first dozen builds; or with rules alone.", "Search"
-    )
+    cut_seed: Flag = option(SWITCH, True, "region: begin with what the cut finds, or with rules alone.", "Search")
     incremental_validation: Flag = option(
-        SWITCH,
-        True,
-        "subgraph: look on the whole model for groups that do not pay, in batches that are halved where they are "
-        "rejected; or take all groups that gain alone, or none.",
-        "Search",
+        SWITCH, True, "subgraph: look on the whole model for groups that do not pay.", "Search"
     )
     graph_json: MaybeFile = option(
         FILE,
@@ -163,7 +145,7 @@ class AutotuneOptions(TuneArguments):
         "Search",
     )
     default_dq_dtype: Option[FloatType, FloatType] = option(
-        choice("float16", "float32", "bfloat16"),
+        choice(*FLOAT_TYPES),
         "float32",
         "Type of tensors whose type cannot be inferred (behind custom operators).",
         "Model",
@@ -214,33 +196,31 @@ class AutotuneOptions(TuneArguments):
 
 
 class RegionLogs(Silent):
-    """Copies the logs of a run, as soon as there is one, to the names that users of regions look for: of region and
-    scheme."""
+    """Copies the logs of a run to the names that users of regions look for: of region and scheme."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._region_of: dict[str, int] = {}
-        self._counts: Counter[int] = Counter()
-        self._number_of: dict[Placement, int] = {}
+        self._counts = Counter[int]()
+        self._log_of: dict[Placement, str] = {}
 
     def patterns(self, tuned: Sequence[Pattern]) -> None:
         self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        self._number_of[trial.placement] = trial.number
+        source = self._log_of[trial.placement] = f"trial_{trial.number:03}.log"
         number = self._region_of.get(trial.proposal.pattern)
         where = "in all regions" if number is None else f"of region {number}"
         log.debug("candidate %d %s: %s, %s", trial.number, where, trial.proposal.origin, outcome)
         if number is not None:
-            self._copy(f"trial_{trial.number:03}.log", f"region_{number}_scheme_{self._counts[number]}.log")
+            self._copy(source, f"region_{number}_scheme_{self._counts[number]}.log")
             self._counts[number] += 1
 
     def finish(self) -> None:
         """The run has ended: the log of what ships, and the folder of region models, which may be empty."""
-        number = None
-        if (self._folder / PLACEMENT).exists():
-            number = self._number_of.get(read_placement_file(self._folder / PLACEMENT).placement)
-        self._copy("baseline.log" if number is None else f"trial_{number:03}.log", "final.log")
+        path = self._folder / PLACEMENT
+        shipped = read_placement_file(path).placement if path.exists() else Placement()
+        self._copy(self._log_of.get(shipped, "baseline.log"), "final.log")
         if (self._folder / LOGS).is_dir():
             (self._folder / REGION_MODELS).mkdir(exist_ok=True)
 
@@ -264,18 +244,16 @@ def region_pattern_autotuning_workflow(
     *,
     model_path: str | Path | None = None,
 ) -> QDQAutotuner:
-    """Tune a model (a file, by either of two names, or an ONNX model) in region mode on the engine of the benchmark,
-    into `output_dir`. Gives an autotuner that holds the result.
+    """Tune a model (a file, by either of two names, or an ONNX model) in region mode on the engine of the benchmark.
+    Gives an autotuner that holds the result. The same call goes on where an interrupted one was.
 
     Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
-    `--effort default`. The same call goes on where an interrupted one was.
+    `--effort default`.
 
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
     """
     benchmark, model = instance(), model_or_path if model_path is None else model_path
-    if model is None:
-        raise AutotunerError("give the model: a path, or an onnx.ModelProto")
     data = calibration_data or benchmark.calibration_data
     options = AutotuneOptions(
         model=model,
@@ -311,19 +289,12 @@ def subgraph_autotuning_workflow(
     graph_json_path: str | Path | None = None,
     quant_type: QuantType = "int8",
     plugin_libraries: Sequence[str] | None = None,
-    schemes_per_group: int = 5,
-    strongly_typed: bool = True,
     extra_trtexec_args: Sequence[str] | None = None,
     incremental_validation: bool = True,
-    quantizable_ops: Collection[str] | None = None,
     calibration_data: SamplesLike | None = None,
-    calibration_method: Literal["max", "entropy", "minmax", "percentile", "mse"] = "mse",
-    high_precision_dtype: Literal["fp32", "fp16"] | None = None,
 ) -> str:
-    """Tune a model by its fusion groups, as `qdqtune tune --mode subgraph` does. Gives the path of the final model.
-
-    It runs on the engine of `init_benchmark_instance`, or on trtexec where there is none. Each group has four schemes,
-    whatever `schemes_per_group` says; engines of TensorRT 10 and later are strongly typed in any case.
+    """Tune a model by its fusion groups, as `qdqtune tune --mode subgraph` does, on the engine of
+    `init_benchmark_instance`, or on trtexec where there is none. Gives the path of the final model.
 
     Raises:
         QdqtuneError: see `qdqtune.tune`.
@@ -339,39 +310,14 @@ def subgraph_autotuning_workflow(
         graph_json=graph_json_path,
         quant_type=quant_type,
         incremental_validation=incremental_validation,
-        node_filter=_nodes_of(load(Path(model_path)), quantizable_ops) if quantizable_ops else (),
         calibration_data=calibration_data,
-        calibration_method="minmax" if calibration_method == "max" else calibration_method,
-        precision=high_precision_dtype,
         min_sqnr="auto" if calibration_data is not None else None,  # users expect a file without samples
     )
     with on_disk(options) as here:
-        result = tune(here.settings())
-    return str(result.file)
-
-
-def _nodes_of(model: Model, operators: Collection[str]) -> list[str]:
-    """The nodes of some operators, as wildcards. A model must have some."""
-    names = [glob.escape(node.name) for node in model.nodes if node.op in operators]
-    if not names:
-        raise BadOption(f"the model has no {', '.join(sorted(operators))}")
-    return names
+        return str(tune(here.settings()).file)
 
 
 # Groups of nodes that TensorRT runs together
-
-
-@dataclass
-class FusionGroup:
-    """Nodes of the model that one layer of TensorRT runs, and the tensors at its border."""
-
-    id: int
-    trt_layer_name: str
-    onnx_node_names: list[str]
-    has_quantizable_op: bool
-    input_tensors: list[str]
-    output_tensors: list[str]
-    quantizable_node_names: list[str]
 
 
 def parse_graph_json(path: str | Path) -> list[Layer]:
@@ -379,39 +325,24 @@ def parse_graph_json(path: str | Path) -> list[Layer]:
     return list(read_report(Path(path)))
 
 
-def create_fusion_groups(
-    trt_layers: Sequence[Layer], graph: GraphLike, quantizable_ops: Collection[str] | None = None
-) -> list[FusionGroup]:
-    """A group for each layer that mentions nodes of the graph."""
-    model, operators = as_model(graph), set(quantizable_ops or {*COMPUTE, "Einsum"})
-    groups = []
-    for number, layer in enumerate(trt_layers):
-        names = [name for name in dict.fromkeys(layer.nodes) if name in model.index_of]
-        if names:
-            nodes = [model.index_of[name] for name in names]
-            reads, writes = borders(model, nodes)
-            heavy = [model.nodes[n].name for n in nodes if model.nodes[n].op in operators]
-            groups.append(FusionGroup(number, layer.name, names, bool(heavy), sorted(reads), sorted(writes), heavy))
-    return groups
+def create_fusion_groups(trt_layers: Sequence[Layer], graph: GraphLike) -> list[Group]:
+    """The names of the nodes that each layer runs, in graph order; what no layer mentions is a group of its own."""
+    return list(from_layers(as_model(graph), trt_layers, "").groups)
 
 
 def generate_graph_json(
     onnx_path: str | Path,
     output_dir: str | Path,
     plugin_libraries: Sequence[str] | None = None,
-    strongly_typed: bool = True,
     extra_trtexec_args: Sequence[str] | None = None,
 ) -> str:
     """Build a model with trtexec, and leave its layers in `<model>.fp16.graph.json`. Gives that path.
 
-    Engines of TensorRT 10 and later are strongly typed in any case.
-
     Raises:
-        EngineUnavailable: there is no trtexec here.
-        EngineFailure: it cannot build or run the model.
+        EngineUnavailable, EngineFailure: there is no trtexec here, or it cannot build or run the model.
     """
     path, folder = Path(onnx_path), Path(output_dir)
-    benchmark: Benchmark = TrtExecBenchmark(None, 1, 1, plugin_libraries, extra_trtexec_args)
+    benchmark = TrtExecBenchmark(None, 1, 1, plugin_libraries, extra_trtexec_args)
     sample = benchmark.prepared(load(path)).samples.first(1)[0]
     folder.mkdir(parents=True, exist_ok=True)
     with Runner(benchmark.spec, log_dir=folder) as runner:
@@ -424,24 +355,10 @@ def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output
     """What lies between some tensors, as the bytes of a model.
 
     Raises:
-        NotInGraphError: the graph has no such tensor, or none of a known type.
+        AutotunerError: the graph has no such tensor, or none of a known type.
     """
-    proto = graph.to_proto() if isinstance(graph, Model) else as_proto(graph)
     try:
-        inferred = onnx.shape_inference.infer_shapes(proto)
+        inferred = onnx.shape_inference.infer_shapes(as_proto(graph))
         return Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names]).SerializeToString()
     except (KeyError, ValueError) as error:
-        raise NotInGraphError(f"a tensor is not found in the graph: {error}") from error
-
-
-def extract_subgraph_by_nodes(graph: GraphLike, node_names: Sequence[str]) -> bytes:
-    """Some nodes, by the tensors that they read from others and others from them, as the bytes of a model.
-
-    Raises:
-        NotInGraphError: the graph has none of them.
-    """
-    model = as_model(graph)
-    nodes = [model.index_of[name] for name in node_names if name in model.index_of]
-    if not nodes:
-        raise NotInGraphError("None of the specified nodes is in the graph")
-    return extract_subgraph(model, *borders(model, nodes))
+        raise AutotunerError(f"a tensor is not found in the graph: {error}") from error
