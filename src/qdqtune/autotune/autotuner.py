@@ -1,8 +1,7 @@
 """The search as a conversation: it says what to measure (`generate`, `export_onnx`), the script measures (`submit`).
 
-A scheme of the region at hand stands on top of the best placement so far, and it stays only where it is faster. Two
-schemes that mean one placement are measured once. The benchmark that scripts measure with is one that all functions
-share, because scripts expect it so: `init_benchmark_instance` makes it.
+A scheme of the region at hand stands on top of the best placement so far, and stays only where it is faster. Scripts
+measure with a benchmark that all functions share: `init_benchmark_instance` makes it.
 """
 
 from __future__ import annotations
@@ -280,11 +279,7 @@ class QDQAutotunerBase:
         self._begin(Config(), None)
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
-        """Begin anew. Schemes of `pattern_cache` are tried first.
-
-        Raises:
-            BadOption: a field of the configuration has no meaning.
-        """
+        """Begin anew. Schemes of `pattern_cache` are tried first."""
         config = config or Config()
         config.check()
         is_half = any(info.dtype in HALF for info in self.graph.tensors.values())
@@ -343,9 +338,6 @@ class QDQAutotunerBase:
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
         """Turn to a region, or to none; `commit` ends the one before it, the best of its schemes stays if it is faster.
         `current_profile_pattern_schemes` is None afterwards if the pattern is done, or has no place for a pair.
-
-        Raises:
-            InvalidSchemeError: the region is none of `regions`.
         """
         self._check_initialized()
         if commit:
@@ -367,9 +359,6 @@ class QDQAutotunerBase:
     def generate(self) -> int:
         """The index, in the current pattern's schemes, of one with a placement yet to be measured; -1 if there is none.
         First come schemes that wait there, then new ones.
-
-        Raises:
-            InvalidSchemeError: there is no current pattern.
         """
         self._check_initialized()
         current = self.current_profile_pattern_schemes
@@ -388,13 +377,8 @@ class QDQAutotunerBase:
         return -1
 
     def submit(self, latency_ms: float, success: bool = True) -> None:
-        """Tell what was measured: first of the model without pairs, then of each scheme. Infinity is a failure.
-
-        The scheme stays current until the next one is made. The schemes of the pattern are sorted, the fastest first.
-
-        Raises:
-            BaselineFailed: the model without pairs has no latency.
-            InvalidSchemeError: no scheme waits for a latency.
+        """Tell what was measured: first of the model without pairs, then of each scheme. Infinity is a failure, of the
+        first one BaselineFailed. The scheme stays current, and the schemes of the pattern are sorted, fastest first.
         """
         self._check_initialized()
         latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
@@ -436,11 +420,7 @@ class QDQAutotunerBase:
             self.pattern_cache.add_pattern_from_region(region, self.graph, quantized_tensors)
 
     def save_state(self, output_path: str | Path) -> None:
-        """Write a state file, in one step, and the pattern cache beside it.
-
-        Raises:
-            BadOption, BadState: there is a file of another model, engine or configuration, or no such file at all.
-        """
+        """Write a state file, in one step, and the pattern cache beside it; none over a file of something else."""
         path = Path(output_path)
         cache = Output(pattern_cache_of(path), "output_path", written_as("record"))
         check_outputs([cache], {})

@@ -60,11 +60,7 @@ class Config:
     calibration_data: str | None = None
 
     def check(self) -> search.Config:
-        """Check the values, and return them as the `Config` of `search.region`.
-
-        Raises:
-            BadOption: a value has no meaning.
-        """
+        """Check the values, and return them as the `Config` of `search.region`."""
         for name, values in (("default_quant_type", get_args(QuantType)), ("default_dq_dtype", tuple(FLOAT_TYPES))):
             if getattr(self, name) not in values:
                 raise BadOption(f"{name} is one of {', '.join(values)}, not {getattr(self, name)!r}")
@@ -95,10 +91,8 @@ class ResolvedInsertionPoint(Values, Struct, frozen=True):
 
 
 class InsertionPoint(Values, Struct, frozen=True):
-    """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names.
-
-    `kinds` are those of the fields but the last, one of which is set.
-    """
+    """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names. `kinds` are those of
+    the fields but the last, one of which is set."""
 
     kinds: ClassVar[tuple[PointKind, ...]]
 
@@ -210,11 +204,7 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
 def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
     """The edges that a scheme means in all instances of a pattern, and the other inputs of the compute operators whose
-    data input is among them: scripts name that alone.
-
-    Raises:
-        InvalidSchemeError: the pattern has no such point.
-    """
+    data input is among them: scripts name that alone."""
     try:
         edges = frozenset().union(*(patterns.resolve(pattern, region, scheme) for region in pattern.instances))
     except ValueError as error:
@@ -228,10 +218,8 @@ def uses_at(model: Model, edges: Iterable[Edge]) -> set[ResolvedInsertionPoint]:
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
-    """Whether no pair is worth trying between a tensor and a region, or a node, that reads it.
-
-    A node may lie outside of the graph: then it is judged by itself.
-    """
+    """Whether no pair is worth trying between a tensor and a region, or a node, that reads it. A node outside of the
+    graph is judged by itself."""
     if isinstance(region_or_node, Region):
         return not _worthwhile(as_model(graph), tensor_name, region_or_node.all_nodes())
     model, index = model_with(graph, region_or_node)
@@ -337,11 +325,7 @@ class RegionPattern:
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     def get_full_insertion_scheme(self, region: Region, graph: GraphLike) -> InsertionScheme:
-        """All insertion points of a region that has this pattern.
-
-        Raises:
-            InvalidSchemeError: the region has another pattern.
-        """
+        """All insertion points of a region that has this pattern."""
         if self != self.from_region(region, graph):
             raise InvalidSchemeError(f"region {region.id} has another pattern")
         return InsertionScheme.of(pattern_of(as_model(graph), region).everything)
@@ -350,11 +334,7 @@ class RegionPattern:
         self, other: RegionPattern | Region, graph: GraphLike | None = None, scheme: InsertionScheme | None = None
     ) -> Any:
         """Whether a pattern is the same (bool); with a region its nodes in the pattern's order (list[int]), None if it
-        has another one; with a scheme as well what that means there (set[ResolvedInsertionPoint]).
-
-        Raises:
-            InvalidSchemeError: a region without a graph, or the region has no such points.
-        """
+        has another one; with a scheme as well what that means there (set[ResolvedInsertionPoint])."""
         if isinstance(other, RegionPattern):
             return self == other
         if graph is None:
@@ -386,7 +366,7 @@ class PatternSchemes(Values, Struct):
 
     @property
     def pattern_signature(self) -> str:
-        """That of the pattern; empty where it is not known, as in files of a tuning run."""
+        """Empty where it is not known, as in files of a tuning run."""
         return self.pattern.signature
 
     @property
@@ -458,11 +438,7 @@ class PatternCache(Values, Struct):
 
     @classmethod
     def load(cls, input_path: str | Path) -> Self:
-        """Read a file of `save` or of a tuning run.
-
-        Raises:
-            BadOption: the file is missing, or is no pattern cache.
-        """
+        """Read a file of `save` or of a tuning run."""
         path = Path(input_path)
         content = read_yaml(path, "pattern cache")
         if "interface" not in content:

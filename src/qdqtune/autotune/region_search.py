@@ -61,12 +61,7 @@ def _library(graph: GraphLike) -> Any:
 
 
 def as_model(graph: GraphLike) -> Model:
-    """The model of a graph, with the same numbers of nodes.
-
-    Raises:
-        AutotunerError: it is no graph, or its numbers change when constants and Identity are folded.
-        BadModel: it is invalid.
-    """
+    """The model of a graph, with the same numbers of nodes."""
     if isinstance(graph, Model):
         return graph
     if hasattr(graph, "toposort") and not _library(graph):
@@ -90,8 +85,8 @@ def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
 
 
 def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
-    """A model of nodes in GraphSurgeon's form that no library exports: operators and tensors, without attributes.
-    Tensors that no node makes are `inputs` or weights."""
+    """A model of nodes in GraphSurgeon's form that no library exports. Tensors that no node makes are `inputs` or
+    weights."""
     tensors = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.dtype is not None}
     infos = {
         name: helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(t.dtype)), t.shape)
@@ -199,11 +194,7 @@ def pattern_of(model: Model, region: Region) -> Pattern:
 
 
 def patterns_of(model: Model, regions: Iterable[Region]) -> dict[Region, Pattern]:
-    """The patterns of some regions, and of all under them, as the search forms those of its own.
-
-    Raises:
-        AutotunerError: a region has no nodes, or nodes that the model lacks.
-    """
+    """The patterns of some regions, and of all under them, as the search forms those of its own."""
     structure = _structure(model)
     listings: dict[Any, Listing] = {}
     for region in dict.fromkeys(chain.from_iterable(top.walk() for top in regions)):

@@ -109,11 +109,7 @@ class AutotuneOptions(TuneArguments):
     engine: Any = _changed("engine", default=None, default_in_words="tensorrt if it works here, or onnxruntime")
     use_trtexec: Flag = option(SWITCH, False, "The same as --engine trtexec.", "Engine")
     trtexec_args: MaybeText = option(
-        TEXT,
-        None,
-        "trtexec: more arguments, as one string.",
-        "Engine",
-        flags="--trtexec-benchmark-args --trtexec-args",
+        TEXT, None, "trtexec: more arguments, as one string.", "Engine", flags="--trtexec-benchmark-args --trtexec-args"
     )
     timing_cache: MaybeFile = option(
         TIMING_CACHE_FILE, None, "TensorRT: file of kernel times.", "Engine", default_in_words=TIMING_CACHE
@@ -121,7 +117,7 @@ class AutotuneOptions(TuneArguments):
     plugin_libraries: Names = option(
         several(reads(make=str)),
         (),
-        "TensorRT: shared library with plug-ins. Repeatable.",
+        "TensorRT: plug-in libraries.",
         "Engine",
         flags="--plugin-libraries --plugins",
     )
@@ -132,23 +128,13 @@ class AutotuneOptions(TuneArguments):
         SWITCH, True, "subgraph: look on the whole model for groups that do not pay.", "Search"
     )
     graph_json: MaybeFile = option(
-        FILE,
-        None,
-        "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo (with "
-        "--profilingVerbosity=detailed), not from the engine at hand.",
-        "Engine",
+        FILE, None, "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo.", "Engine"
     )
     regions: Option[Division, Division] = option(
-        choice("auto", "names", "topology"),
-        "auto",
-        "Divide the graph by node names, by topology, or by what fits.",
-        "Search",
+        choice("auto", "names", "topology"), "auto", "Divide by node names, by topology, or by what fits.", "Search"
     )
     default_dq_dtype: Option[FloatType, FloatType] = option(
-        choice(*FLOAT_TYPES),
-        "float32",
-        "Type of tensors whose type cannot be inferred (behind custom operators).",
-        "Model",
+        choice(*FLOAT_TYPES), "float32", "Type of tensors behind custom operators.", "Model"
     )
     qdq_baseline: MaybeFile = option(MODEL, None, "A quantized version of the model to start from.", "Model")
     pattern_cache: MaybeFile = option(
@@ -167,11 +153,7 @@ class AutotuneOptions(TuneArguments):
         flags="-s --schemes-per-region",
     )
     timing_runs: MaybeInt = option(
-        COUNT,
-        None,
-        "Least inferences of each model in a comparison that is not decided earlier.",
-        "Search",
-        default_in_words="40 | 96 | 192",
+        COUNT, None, "Inferences of each model, unless decided earlier.", "Search", default_in_words="40 | 96 | 192"
     )
     warmup_runs: Int = warmup_option()
 
@@ -352,11 +334,7 @@ def generate_graph_json(
 
 
 def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output_tensor_names: Sequence[str]) -> bytes:
-    """What lies between some tensors, as the bytes of a model.
-
-    Raises:
-        AutotunerError: the graph has no such tensor, or none of a known type.
-    """
+    """What lies between some tensors of known types, as the bytes of a model."""
     try:
         inferred = onnx.shape_inference.infer_shapes(as_proto(graph))
         return Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names]).SerializeToString()
