@@ -41,7 +41,6 @@ class Provider:
     is_gpu: whether each worker needs a GPU of its own.
     memory: what ONNX Runtime calls the memory of its device; by default that of the CPU.
     precision: the usual precision of what stays in float.
-    recording: its option that records the kernels of an inference and starts them together; "" if it has none.
     has_fixed_sizes: whether it takes models only whose sizes are all fixed.
     compiles: whether it runs many nodes as one, so that ONNX Runtime cannot write its graph or time single nodes.
     simulated_on: processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are
@@ -64,7 +63,6 @@ class Provider:
     is_gpu: bool = False
     memory: str = "cpu"
     precision: Literal["fp32", "fp16"] = "fp32"
-    recording: str = ""
     has_fixed_sizes: bool = False
     compiles: bool = False
     simulated_on: tuple[str, ...] = ()
@@ -83,9 +81,8 @@ CUDA = Provider(
     is_gpu=True,
     memory="cuda",
     precision="fp16",
-    recording="enable_cuda_graph",
     plain=frozenset({
-        "enable_cuda_graph", "use_tf32", "prefer_nhwc", "cudnn_conv_use_max_workspace", "device_id",
+        "use_tf32", "prefer_nhwc", "cudnn_conv_use_max_workspace", "device_id",
         "gpu_mem_limit", "sdpa_kernel", "cudnn_conv_algo_search",
     }),
 )  # fmt: skip

@@ -21,16 +21,16 @@ from layer_reports import (
     random_array,
     text_model,
 )
-from models import build, feeds, normal, ranges
+from models import feeds, ranges
 from qdqtune.engines import CPU_PROVIDER, MERGED, EngineSpec, open_engine
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED, numeric_format
 from qdqtune.engines.library_settings import OnnxRuntimeOptions
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.engines.onnxruntime.engine import OnnxRuntime, Recording
+from qdqtune.engines.onnxruntime.engine import OnnxRuntime
 from qdqtune.engines.onnxruntime.layers import assigned_layers, elsewhere, own_words
 from qdqtune.engines.providers import PROVIDERS, table_of
-from qdqtune.errors import EngineFailure, EngineUnavailable
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import allowed
@@ -98,19 +98,9 @@ def test_onnxruntime_saves_a_model_that_computes_the_same(tmp_path: Path) -> Non
     np.testing.assert_allclose(again, built.run(RESIDUAL_INPUT)["y"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_recorded_inference_takes_new_inputs_in_their_places(tmp_path: Path) -> None:
-    model = build(
-        "net (float[2,4] x) => (float[2,8] y, float[2,8] z) { y = MatMul(x, w)\n z = Relu(y) }", {"w": normal(4, 8)}
-    )
-    save(model, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    first, second = ({"x": normal(2, 4, seed=seed)} for seed in (1, 2))
-    recording = Recording(session, first, ["y", "z"], "cpu", 1)
-    assert recording.time(3) > 0
-    for inputs in (first, second, first):
-        recording.take(inputs)
-        for found, expected in zip(recording.run(), session.run(["y", "z"], inputs), strict=True):
-            np.testing.assert_array_equal(found, expected)
+def test_graphs_of_cuda_are_refused() -> None:
+    with pytest.raises(BadOption, match="enable_cuda_graph wants inputs in fixed places"):
+        open_engine(EngineSpec("onnxruntime", {"provider_options": {"enable_cuda_graph": "1"}}))
 
 
 # Layers that ONNX Runtime ran, and the nodes that a provider leaves to it, with the reason

@@ -98,8 +98,8 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
 
 @pytest.mark.parametrize(("on", "words"), [
     ("nowhere", "ssh to nowhere fails (Could not resolve hostname nowhere"),
-    ("board:/none/python", "board has no /none/python that runs: name the Python that has qdqtune, as in --on"),
-    ("board:/bin/echo", "no worker starts with /bin/echo on board: exit code 0"),
+    ("board:/none/python", "no worker starts with /none/python on board ("),
+    ("board:/bin/echo", "no worker starts with /bin/echo on board (exit code 0): it has to be Python 3.11 or"),
     ("-oProxyCommand=x", "is no machine: give user@host, user@host:path/of/python or ssh://user@host:port/path"),
 ])  # fmt: skip
 def test_a_line_says_what_is_missing(far: Far, on: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,12 +119,8 @@ def test_a_machine_that_cannot_be_reached_is_told_once_for_many_models(
 
 
 @pytest.mark.parametrize(("code", "printed", "words"), [
-    (1, "/v/python: No module named 'qdqtune'", "python3 on pi has no qdqtune of this version: pip install qdqtune=="),
-    (2, "Unknown option: -P\nusage: python3", "python3 on pi is older than 3.11"),
-    (255, "pi: Permission denied (publickey).", "ssh to pi fails (pi: Permission denied (publickey)): it has"),
-    (255, "Host key verification failed.", "ssh to pi fails (Host key verification failed): run ssh pi once"),
-    (1, "ModuleNotFoundError: No module named 'msgspec'", "python3 on pi lacks the package msgspec: pip install"),
-    (1, "ImportError: libfoo.so\nConnection to pi closed.", "no worker starts with python3 on pi: ImportError: libfoo"),
+    (1, "/v/python: No module named 'qdqtune'", "no worker starts with python3 on pi (/v/python: No module named"),
+    (255, "pi: Permission denied (publickey).\nConnection to pi closed.", "ssh to pi fails (pi: Permission denied"),
 ])  # fmt: skip
 def test_reasons_are_read_from_what_the_other_side_prints(code: int, printed: str, words: str) -> None:
     assert why_not(Destination("pi"), code, printed.splitlines()).startswith(words)
@@ -137,7 +133,7 @@ def test_a_board_is_reached_by_adb() -> None:
     with pytest.raises(BadOption, match="is no device: give adb:SERIAL or"):
         Destination.parsed("adb:a:python")
     reason = why_not(Destination("adb:a"), 255, ["error: closed"])
-    assert reason == "no worker starts with python3 on adb:a: error: closed"
+    assert reason.startswith("no worker starts with python3 on adb:a (error: closed): it has to be Python 3.11")
 
 
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:

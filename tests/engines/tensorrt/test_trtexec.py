@@ -34,7 +34,6 @@ from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, Span, check_inputs, 
 from qdqtune.engines.tensorrt.trtexec import _outputs
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
-from qdqtune.graph.model import Model
 from qdqtune.tuning.loop import tune
 from qdqtune.types import NumericFormat, QType
 from refusals import refusal
@@ -440,11 +439,3 @@ def test_shapes_that_no_input_can_have_are_refused(text: str, words: str | None)
     spec = EngineSpec("trtexec", {"trtexec_args": text})
     with nullcontext() if words is None else pytest.raises(BadOption, match=re.escape(words)):
         check_inputs(spec, model)
-
-
-def test_input_names_that_trtexec_cannot_take_are_refused() -> None:
-    model = build("net (float[2,8] x) => (float[2,8] y) { y = Relu(x) }", {})
-    renamed = Model(onnx.compose.add_prefix(model.to_proto(), "a,'"))
-    check_inputs(EngineSpec("tensorrt"), renamed)
-    with pytest.raises(BadOption, match="rename the input"):
-        check_inputs(EngineSpec("trtexec"), renamed)

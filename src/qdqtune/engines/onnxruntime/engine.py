@@ -24,7 +24,7 @@ from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptio
 from qdqtune.engines.machine import instruction_sets, is_simulated, processor_name, simulated_chip
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.engines.providers import Provider, table_of
-from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
@@ -65,14 +65,14 @@ session that is timed next."""
 
 CONSTANTS_FILE = "session.optimized_model_external_initializers_file_name"
 NO_PREPACKING = "session.disable_prepacking"
-RECORDING_NUMBER, NOT_RECORDED = "gpu_graph_id", "-1"
-"""The entry of a run's options that tells recordings apart, and its value for an inference that is not recorded."""
-
+CUDA_GRAPHS = "enable_cuda_graph"
 RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 
 def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
     table, library = table_of(options.provider), options.library
+    if CUDA_GRAPHS in (options.provider_options or {}):  # they read inputs where the first inference had them
+        raise BadOption(f"`provider_options` {CUDA_GRAPHS} wants inputs in fixed places: leave it out")
     if not library and not table.plugin:
         available = ort.get_available_providers()
         if options.provider not in available:
@@ -107,7 +107,6 @@ class OnnxRuntime:
         self._options, self._plugged_in = options, plugged_in
         self.table = table_of(options.provider)
         self._own = simulated_chip(self.table) | dict(options.provider_options or {})
-        self.is_recorded = self._own.get(self.table.recording) == "1"
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
@@ -169,8 +168,6 @@ class OnnxRuntime:
             options.add_session_config_entry(name, value)
         content = model if isinstance(model, bytes) else str(model)
         given = {**self.table.options, **self._own}
-        if more.get("enable_profiling"):  # a recording shows no single nodes
-            given.pop(self.table.recording, None)
         if self._plugged_in:
             options.add_provider_for_devices(self._plugged_in, given)
             return Session(content, options)
@@ -185,21 +182,16 @@ class OnnxRuntimeModel:
         self._inputs = frozenset(given.name for given in session.get_inputs())
         self._outputs = [output.name for output in session.get_outputs()]
         self._reuses_outputs = True
-        self._recordings: dict[tuple[tuple[int, ...], ...], Recording] = {}
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         with refusals_in_words():
             given = self._known_inputs(inputs)
-            is_recorded = self._engine.is_recorded
-            values = self._recording(given).run() if is_recorded else self._session.run(self._outputs, given)
-            return dict(zip(self._outputs, values, strict=True))
+            return dict(zip(self._outputs, self._session.run(self._outputs, given), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, with inputs and outputs on the device."""
         with refusals_in_words():
             given = self._known_inputs(inputs)
-            if self._engine.is_recorded:
-                return self._recording(given).time(runs)
             if any(array.dtype.kind in "OSU" for array in given.values()):  # strings, which cannot be bound
                 start = time.perf_counter()
                 for _ in range(runs):
@@ -216,14 +208,6 @@ class OnnxRuntimeModel:
                     raise
                 self._reuses_outputs = False
                 return self._seconds(binding, runs)
-
-    def _recording(self, given: Mapping[str, Array]) -> Recording:
-        shapes = tuple(np.shape(array) for array in given.values())
-        if shapes not in self._recordings:
-            number, memory = 1 + len(self._recordings), self._engine.table.memory
-            self._recordings[shapes] = Recording(self._session, given, self._outputs, memory, number)
-        self._recordings[shapes].take(given)
-        return self._recordings[shapes]
 
     def _seconds(self, binding: ort.IOBinding, runs: int) -> float:
         """Seconds per inference. The first inference allocates the outputs, and the others write into them.
@@ -312,43 +296,4 @@ class OnnxRuntimeModel:
         return {name: array for name, array in inputs.items() if name in self._inputs}
 
     def close(self) -> None:
-        self._recordings.clear()
         del self._session
-
-
-def _numbered(recording: str) -> ort.RunOptions:
-    options = ort.RunOptions()
-    options.add_run_config_entry(RECORDING_NUMBER, recording)
-    return options
-
-
-class Recording:
-    """An inference whose kernels are recorded and then started together. Inputs and outputs have fixed places in the
-    memory of the device. Recordings of one session have different numbers."""
-
-    def __init__(
-        self, session: Session, inputs: Mapping[str, Array], outputs: Sequence[str], memory: str, number: int
-    ) -> None:
-        self._session, self._binding, self._options = session, session.io_binding(), _numbered(str(number))
-        self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, memory) for name, array in inputs.items()}
-        for name, value in self._inputs.items():
-            self._binding.bind_ortvalue_input(name, value)
-        for name in outputs:
-            self._binding.bind_output(name, memory)
-        session.run_with_iobinding(self._binding, _numbered(NOT_RECORDED))  # allocates the outputs
-        for name, value in zip(outputs, self._binding.get_outputs(), strict=True):
-            self._binding.bind_ortvalue_output(name, value)
-
-    def take(self, inputs: Mapping[str, Array]) -> None:
-        for name, value in self._inputs.items():
-            value.update_inplace(np.asarray(inputs[name], order="C"))
-
-    def run(self) -> list[Array]:
-        self._session.run_with_iobinding(self._binding, self._options)
-        return [value.numpy() for value in self._binding.get_outputs()]
-
-    def time(self, runs: int) -> float:
-        start = time.perf_counter()
-        for _ in range(runs):
-            self._session.run_with_iobinding(self._binding, self._options)
-        return (time.perf_counter() - start) / runs

@@ -41,20 +41,6 @@ SSH = (
 SOCKETS = Path("/tmp")
 """Where sockets of shared connections lie: the system takes paths of some 100 characters only."""
 
-SSH_ADVICE = {
-    "Permission denied": "it has to let you in by a key, without a password",
-    "Host key verification failed": "run ssh {host} once, and accept its key",
-    "": "try ssh -o BatchMode=yes {host}",
-}
-"""What to do, by a pattern of what `ssh` prints."""
-
-PYTHON_REASONS = {
-    r"No module named '?qdqtune": "has no qdqtune of this version: {install} there, or name its Python, {named}",
-    r"No module named '?([\w.]+)": "lacks the package {0}: {install} there, or name its Python, {named}",
-    "Unknown option: -P|unknown option -P": "is older than 3.11: name a newer one, as in `on` {named}",
-}
-"""What is wrong with a Python, by a pattern of what it prints."""
-
 START_SECONDS = 90.0
 """How long a machine may take to answer: a small board imports NumPy for seconds. Chosen, not measured."""
 
@@ -166,21 +152,16 @@ class Destination:
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
     """Why no worker has started, and what to do, from the exit code of `ssh` or `adb` and what it has printed."""
     host, python = destination.host, destination.python
-    named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"
-    told = [line for line in printed if not NOISE.search(line)]
-    last, text = one_line(told[-1] if told else f"exit code {code}"), "\n".join(told)
+    lines = [line for line in printed if not NOISE.search(line)]
+    last = one_line(lines[-1] if lines else f"exit code {code}")
     if code == 255 and not host.startswith("adb:"):
-        advice = next(todo for pattern, todo in SSH_ADVICE.items() if re.search(pattern, text))
         reason = re.sub(r"^ssh: |[.\s]+$", "", last)
-        return f"ssh to {host} fails ({reason}): {advice.format(host=host)}"
-    if code in (126, 127):
-        return f"{host} has no {python} that runs: name the Python that has qdqtune, as in `on` {named}"
-    for pattern, reason in PYTHON_REASONS.items():
-        found = re.search(pattern, text)
-        if found is not None:
-            install = f"pip install qdqtune=={__version__}"
-            return f"{python} on {host} {reason.format(*found.groups(), install=install, named=named)}"
-    return f"no worker starts with {python} on {host}: {last}"
+        return f"ssh to {host} fails ({reason}): ssh -o BatchMode=yes {host} has to work, without a password"
+    named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"
+    return (
+        f"no worker starts with {python} on {host} ({last}): it has to be Python 3.11 or later with qdqtune "
+        f"{__version__}; `on` {named} names another"
+    )
 
 
 class FarWorker:

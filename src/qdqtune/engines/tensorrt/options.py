@@ -21,9 +21,6 @@ Shapes = Mapping[str, Sequence[int]]
 
 SHAPE_OPTIONS = ("min_shapes", "opt_shapes", "max_shapes")
 
-UNESCAPABLE = frozenset(",'")
-"""Characters that end a name on trtexec's command line, and cannot be escaped there."""
-
 SHAPE_FLAG = re.compile(r"--(min|opt|max)?[sS]hapes=(.*)", re.DOTALL)
 
 NO_TIMING_CACHES = (b"PK", b"\x93NUMPY", b"\x1f\x8b", b"\x89HDF", b"ftrt", b"ptrt")
@@ -140,20 +137,13 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
 
 
 def check_inputs(spec: EngineSpec, model: Model) -> None:
-    """Check the shapes that an engine is given against the inputs of a model; for trtexec also the names of the inputs.
+    """Check the shapes that an engine is given against the inputs of a model.
 
     Engines themselves ignore shapes for unknown inputs, since they also build parts of a model.
 
     Raises:
-        BadOption: an unknown input, other sizes than the model fixes, not min <= opt <= max, or a name that trtexec
-            cannot take.
+        BadOption: an unknown input, other sizes than the model fixes, or not min <= opt <= max.
     """
-    for name in model.inputs if spec.name == "trtexec" else ():
-        if UNESCAPABLE & set(name):
-            raise BadOption(
-                f"trtexec takes no input name with {' or '.join(sorted(UNESCAPABLE))} in it, such as {name!r}: rename "
-                "the input, or use `engine` tensorrt"
-            )
     for name, span in spans(spec).items():
         if name not in model.inputs:
             raise BadOption(f"shapes given for {name!r}: the model's inputs are {', '.join(model.inputs)}")
