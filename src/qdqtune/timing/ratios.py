@@ -286,9 +286,9 @@ def _least_distance(free: int, pairs: int, error: float) -> float:
     return float(brentq(excess, 0.0, 10.0))
 
 
-WIDE = 0.05
-"""An interval that reaches further than this to either side is told with more pairs of builds where they are cheap.
-Chosen, not measured."""
+WIDE, VERY_WIDE = 0.05, 0.25
+"""An interval that reaches further than this to either side is told with more pairs of builds where they are cheap; and
+further than this, users are told why. Chosen, not measured."""
 
 UNLIKELY = 0.05
 """The chance of a verdict below which further rounds are not worth their time. Chosen, not measured."""
@@ -305,8 +305,8 @@ def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
     return bool(abs(np.log(found.median)) + moves < width * np.sqrt(share))
 
 
-def is_wide(found: Ratio) -> bool:
-    return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * WIDE)
+def is_wide(found: Ratio, most: float = WIDE) -> bool:
+    return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * most)
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:

@@ -29,7 +29,7 @@ from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
 from qdqtune.timing.limits import failure
-from qdqtune.timing.ratios import Plan, Ratio, with_ratios
+from qdqtune.timing.ratios import VERY_WIDE, Plan, Ratio, is_wide, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
@@ -56,6 +56,9 @@ class ModeResult:
 
     summary: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+FEW_BUILDS = "`time_budget` had room for few builds of each file in the proof: with more time the interval is narrower"
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,9 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
         doubts += [] if history else [run.budget.excuse]
     elif proof.ratio is None:
         doubts += [best_undecided(history, settings.plan), None if history else run.budget.excuse]
-    elif proof.shipped == "tuned" and run.subject.rules_placement:
+    elif settings.time_budget is not None and is_wide(proof.ratio, VERY_WIDE):
+        doubts.append(FEW_BUILDS)
+    if proof.shipped == "tuned" and run.subject.rules_placement:
         doubts.append(beside_rules(proof.in_file, run.subject.rules_placement, history, settings.plan))
     yield from filter(None, doubts)
 
