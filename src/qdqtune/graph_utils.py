@@ -1,5 +1,17 @@
-"""The function that scripts for ModelOpt import from a module of this name."""
+"""What scripts for ModelOpt import from a module of this name."""
 
-from qdqtune.autotune.region_search import get_tensor_consumer_node_indices
+from typing import Any
 
-__all__ = ["get_tensor_consumer_node_indices"]
+import onnx
+
+
+def get_tensor_consumer_node_indices(graph: Any) -> dict[str, list[int]]:
+    """By tensor, the indices of the nodes of an ONNX or GraphSurgeon graph that read it, once for each input."""
+    graph = graph.graph if isinstance(graph, onnx.ModelProto) else graph
+    is_proto = isinstance(graph, onnx.GraphProto)
+    users: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.node if is_proto else graph.nodes):
+        for tensor in node.input if is_proto else node.inputs:
+            users.setdefault(getattr(tensor, "name", tensor), []).append(index)
+    users.pop("", None)
+    return users

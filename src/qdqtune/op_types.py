@@ -1,5 +1,8 @@
-"""The function that scripts for ModelOpt import from a module of this name."""
+"""What scripts for ModelOpt import from a module of this name."""
 
-from qdqtune.autotune.region_search import get_symmetric_ops
+from qdqtune.graph.operators import COMMUTATIVE
 
-__all__ = ["get_symmetric_ops"]
+
+def get_symmetric_ops() -> set[str]:
+    """Operators whose inputs may change places."""
+    return set(COMMUTATIVE)

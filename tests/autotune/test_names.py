@@ -264,7 +264,7 @@ def test_graphs_of_graphsurgeon_serve_as_models_do(monkeypatch: pytest.MonkeyPat
     graph = Surgeon(small())
     assert [n.name for n in QDQAutotunerBase(graph).graph.nodes] == ["first", "act", "second"]
     assert RegionPattern.from_region(region(0, 1), graph) == RegionPattern.from_region(region(0, 1), small())
-    assert graphs.get_tensor_consumer_node_indices(graph)["x"] == [0, 2]
+    assert graph_utils.get_tensor_consumer_node_indices(graph)["x"] == [0, 2]
     with pytest.raises(AutotunerError, match="not int"):
         QDQAutotunerBase(3)  # type: ignore[arg-type]
     constant = small()

@@ -29,9 +29,7 @@ from qdqtune.autotune.insertion_points import (
     PatternCache,
     PatternSchemes,
     RegionPattern,
-    ResolvedInsertionPoint,
     edges_of,
-    uses_at,
 )
 from qdqtune.autotune.region_search import (
     AutotunerError,
@@ -408,11 +406,6 @@ class QDQAutotunerBase:
         save(model, Path(output_path))
         return Path(output_path).read_bytes()
 
-    def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
-        """The uses of tensors that carry a pair in what `export_onnx` would write, by indices in `graph.nodes`."""
-        self._check_initialized()
-        return uses_at(self.graph, self._placement(best).edges)
-
     def import_insertion_points(self, quantized_tensors: Collection[str]) -> None:
         """Have the pairs of a quantized model on some tensors tried before new schemes."""
         self._check_initialized()
@@ -480,9 +473,9 @@ class QDQAutotunerBase:
 
     def _tried(self) -> list[PatternSchemes]:
         """The pattern at hand with the schemes that were measured, if there are any."""
-        current = self.current_profile_pattern_schemes
-        done = [s for s in current.schemes if s.is_profiled] if current else []
-        return [PatternSchemes(current.pattern, done)] if current and done else []
+        current = self.current_profile_pattern_schemes or PatternSchemes()
+        done = [scheme for scheme in current.schemes if scheme.is_profiled]
+        return [PatternSchemes(current.pattern, done)] if done else []
 
     def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
         """New schemes: those of the rules, then mutations of the fastest."""
@@ -495,9 +488,8 @@ class QDQAutotunerBase:
 
     def _standing(self) -> tuple[Placement, float]:
         """The best placement, with the best scheme of the pattern at hand on top if that is faster; and its latency."""
-        current = self.current_profile_pattern_schemes
-        scheme = current.best_scheme if current else None
-        if current is None or scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:
+        scheme = (self.current_profile_pattern_schemes or PatternSchemes()).best_scheme
+        if scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:
             return self._best
         return self._on_top(scheme), scheme.latency_ms
 

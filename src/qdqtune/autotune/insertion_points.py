@@ -19,11 +19,11 @@ from msgspec.structs import astuple
 from qdqtune.autotune.region_search import AutotunerError as AutotunerError
 from qdqtune.autotune.region_search import AutotunerNotInitializedError as AutotunerNotInitializedError
 from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region, as_model, model_with, pattern_of
-from qdqtune.autotune.region_search import get_tensor_consumer_node_indices as get_tensor_consumer_node_indices
 from qdqtune.autotune.region_search import has_quantizable_operations as has_quantizable_operations
 from qdqtune.errors import BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS
+from qdqtune.graph_utils import get_tensor_consumer_node_indices
 from qdqtune.placement.files import read_yaml, write_yaml
 from qdqtune.placement.possible import can_carry
 from qdqtune.search import region as search
@@ -390,10 +390,6 @@ class PatternCache(Values, Struct):
     @property
     def num_patterns(self) -> int:
         return len(self.pattern_schemes)
-
-    @property
-    def total_schemes(self) -> int:
-        return sum(own.num_schemes for own in self.pattern_schemes)
 
     def get_pattern_schemes(self, pattern_signature: RegionPattern | str) -> PatternSchemes | None:
         """The schemes of a pattern, or of the pattern of a signature."""

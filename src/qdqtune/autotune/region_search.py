@@ -16,7 +16,6 @@ from onnx import helper, numpy_helper
 from qdqtune.errors import InputError
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import RegionType as RegionType
 from qdqtune.search.regions.patterns import Pattern, alike, is_quantizable
@@ -102,23 +101,6 @@ def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any])
     ]
     first, last = ([infos[t.name] for t in side if t.name in infos] for side in (inputs, outputs))
     return Model(helper.make_model(helper.make_graph(protos, "", first, last, weights, value_info=[*infos.values()])))
-
-
-def get_tensor_consumer_node_indices(graph: GraphLike) -> dict[str, list[int]]:
-    """By tensor, the indices of the nodes that read it, once for each input."""
-    graph = graph.graph if isinstance(graph, onnx.ModelProto) else graph
-    is_proto = isinstance(graph, onnx.GraphProto)
-    users: dict[str, list[int]] = {}
-    for index, node in enumerate(graph.node if is_proto else graph.nodes):
-        for tensor in node.input if is_proto else node.inputs:
-            users.setdefault(getattr(tensor, "name", tensor), []).append(index)
-    users.pop("", None)
-    return users
-
-
-def get_symmetric_ops() -> set[str]:
-    """Operators whose inputs may change places."""
-    return set(COMMUTATIVE)
 
 
 # Regions
