@@ -50,12 +50,7 @@ class Kind:
     usual: Callable[[Values], Path | None] = lambda values: None
 
 
-class _Required:
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-
-REQUIRED = _Required()
+REQUIRED: Any = ...
 """The default of an option that must be given."""
 
 

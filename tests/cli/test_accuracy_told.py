@@ -86,7 +86,7 @@ def test_inputs_that_are_not_what_the_run_was_fed_are_none(tuned: Path, tmp_path
     changed.write_bytes(tuned.with_suffix(".npz").read_bytes() + b"changed")
     told = json.loads((folder / "run.json").read_text())
     for source in (str(changed), "evil:feed", "/nowhere.npz"):
-        told["settings"]["calibration_data"] = source
+        told["calibration_data"] = source
         (folder / "run.json").write_text(json.dumps(told))
         _, out, err = call("compare", folder / "baseline.onnx", folder / "optimized_final.onnx", *FAKE)
         assert "inputs are random" in err

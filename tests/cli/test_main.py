@@ -45,16 +45,6 @@ finally:
     assert not loaded & {"numpy", "onnx", "scipy", "onnxruntime", "qdqtune.options", "qdqtune.engines"}
 
 
-@pytest.mark.parametrize(("more", "words"), [([], "starting\ninterrupted\n"), (["-q"], "interrupted\n")])
-def test_a_word_appears_before_the_module_of_a_search_is_imported(more, words, call, monkeypatch):
-    def interrupt(name: str) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "qdqtune.cli.tune")
-    monkeypatch.setattr(main.importlib, "import_module", interrupt)
-    assert call("tune", "model.onnx", *more) == (130, "", words)
-
-
 def test_words_that_are_no_command(call):
     code, out, err = call("--version")
     assert (code, err) == (0, "")
@@ -205,13 +195,7 @@ def test_a_full_disk_is_one_line_and_code_2(again, tuned, tmp_path, call):
     assert re.fullmatch(rf"error: cannot write {re.escape(str(out))}\S*: File too large\n", err)
 
 
-# Commands made of options: their help and completion, wrong usage, and what is typed twice
-def test_an_option_that_is_given_twice_is_told(call):
-    typed = ("--min-sqnr", 20, "--min_sqnr", 30, "--fix-input", "a=1", "--fix-input", "b=1")
-    said = [line for line in call("tune", "missing.onnx", *typed)[2].splitlines() if line.startswith("note: ")]
-    assert said == ["note: --min-sqnr is given more than once: the last one counts"]
-
-
+# Commands made of options: their help and completion, and wrong usage
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_a_page_of_80_columns_and_the_whole_explains_every_option(command, call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from qdqtune.cli.output import say_notes, with_flags
+from qdqtune.cli.output import with_flags
 from qdqtune.cli.streams import BEGUN
 from qdqtune.commands.inputs import check_options
 from qdqtune.errors import QdqtuneError
@@ -41,29 +41,25 @@ class Terminal(Options):
     help_all: Flag = option(SWITCH, False, "Explain every option.", "Output", short="explain every option")
 
 
-class Word(click.ParamType[Any]):
-    """A word of the command line, which click completes and leaves as it is."""
+def _completion(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    def complete(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
+        if kind.is_path:
+            return [CompletionItem(word, type="file")]
+        return [CompletionItem(choice) for choice in kind.choices if choice.startswith(word)]
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind, self.name = kind, "path" if kind.is_path else "text"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        if self.kind.is_path:
-            return [CompletionItem(incomplete, type="file")]
-        return [CompletionItem(word) for word in self.kind.choices if word.startswith(incomplete)]
+    return complete
 
 
 class Parameter(click.Option):
-    """A click option made of an `Option`. Its value is None if it is not given; of several words, a tuple."""
+    """A click option made of an `Option`. Its value is a text, of a repeated one a tuple; None if it is not given."""
 
     def __init__(self, own: Option[Any, Any]) -> None:
-        self.own, flags = own, list(own.flags)
-        if own.kind is not SWITCH:
-            super().__init__([*flags, own.name], type=Word(own.kind), required=own.default is REQUIRED, multiple=True)
-            return
-        if own.default is not False:
+        self.own, flags, is_switch = own, list(own.flags), own.kind is SWITCH
+        if is_switch and own.default is not False:
             flags = [f"{own.flag}/--no-{own.flag[2:]}"]
-        super().__init__([*flags, own.name], is_flag=True, default=None)
+        more: dict[str, Any] = {"is_flag": True} if is_switch else {"type": str}
+        more |= {"multiple": own.is_repeated, "required": own.default is REQUIRED, "default": None}
+        super().__init__([*flags, own.name], shell_complete=_completion(own.kind), **more)
 
     @property
     def label(self) -> str:
@@ -74,8 +70,10 @@ def _parameters(kind: type[Options]) -> Iterator[click.Parameter]:
     for own in options_of(kind).values():
         if own.is_positional:
             count, is_required = -1 if own.is_repeated else 1, own.default is REQUIRED
-            word = Word(own.kind)
-            yield click.Argument([own.name], is_required, type=word, nargs=count, metavar=own.metavar)
+            complete = _completion(own.kind)
+            yield click.Argument(
+                [own.name], is_required, type=str, nargs=count, metavar=own.metavar, shell_complete=complete
+            )
         else:
             parameter = Parameter(own)
             if own.name == "help_all":
@@ -124,24 +122,10 @@ class Command(click.Command):
         with _flags_in_errors():
             rest = super().parse_args(ctx, args)
             if not ctx.resilient_parsing:
-                options = self.kind(**self._values(ctx.params))
+                options = self.kind(**{name: word for name, word in ctx.params.items() if word not in (None, ())})
                 check_options(options)
                 ctx.params = {"options": options}
         return rest
-
-    def _values(self, words: dict[str, Any]) -> dict[str, Any]:
-        """The values that were typed, by field name. Of an option that is given twice the last counts, which
-        a note says."""
-        values = {}
-        for name, own in options_of(self.kind).items():
-            value = words.get(name)
-            if isinstance(value, tuple) and not own.is_repeated:
-                if len(value) > 1:
-                    say_notes([f"{own.flag} is given more than once: the last one counts"])
-                value = value[-1] if value else None
-            if value not in (None, ()):
-                values[name] = value
-        return values
 
     def invoke(self, ctx: click.Context) -> int | None:
         with _flags_in_errors():

@@ -215,7 +215,5 @@ def commands(run: FinishedRun) -> Iterator[Fact]:
         yield Fact(
             "again from the beginning", shlex.join([*typed, *(["--restart"] if "--restart" not in typed else [])])
         )
-    elif run.log.settings:
-        yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in run.log.settings.items()))
     if run.summary["shipped"] == "tuned":
         yield Fact("measure the result again", shlex.join(["qdqtune", "verify", str(run.folder)]))

@@ -258,9 +258,9 @@ def data_beside(file: Path, execution: Execution) -> Data | None:
         return None
     try:
         run = read_run(folder)
-        source, folders = run.log.settings.get("calibration_data"), (Path(run.summary["model"]).parent, folder)
+        source, folders = run.log.calibration_data, (Path(run.summary["model"]).parent, folder)
         digest = run.fingerprint.calibration_data.digest
-        is_same = isinstance(source, str) and digest_of(source, execution, folders) == digest
+        is_same = source is not None and digest_of(source, execution, folders) == digest
     except InputError:  # the folder holds no run, or was altered
         return None
     given = run.fingerprint.input_shapes

@@ -6,7 +6,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +37,6 @@ from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.records import Shipped, job_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
@@ -290,12 +289,6 @@ def no_kernels(history: Sequence[Trial], model: Model, plan: Plan) -> str | None
 
 # ---------------------------------------------------------------- run.json
 
-ELSEWHERE = frozenset(
-    {"model", "output_dir", "engine", "calibration", "config", "plan", "state_file", "command", "restart", "machine"}
-)
-"""Fields of the settings that stand elsewhere in the log, or make no difference to what was measured."""
-
-
 class RunLogWriter(Silent):
     """An observer that records when each trial ended, in seconds since it was made."""
 
@@ -320,7 +313,7 @@ class RunLogWriter(Silent):
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),
             command=settings.command,
-            settings=changed(settings),
+            calibration_data=settings.calibration_data,
             engine=settings.engine,
             calibration=f"{settings.calibration.method} on {run.subject.prepared.samples.origin}",
             machine=machine,
@@ -341,17 +334,6 @@ class RunLogWriter(Silent):
         )
         values: Mapping[str, Any] = plain(log)
         return values
-
-
-def changed(settings: Settings) -> dict[str, Any]:
-    """The settings that differ from the defaults."""
-    usual = Settings(settings.model)
-    names = (f.name for f in fields(settings) if f.name not in ELSEWHERE)
-    others = {name: value for name in names if (value := getattr(settings, name)) != getattr(usual, name)}
-    if settings.workloads:
-        others["workloads"] = [str(file) for file in settings.workloads]
-    values: dict[str, Any] = plain(others)
-    return values
 
 
 # ---------------------------------------------------------------- what a search by rule has found

@@ -219,7 +219,7 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     begun: str
     command: tuple[str, ...]
-    settings: dict[str, Any]
+    calibration_data: str | None
     engine: EngineSpec
     calibration: str
     machine: Machine
