@@ -60,7 +60,7 @@ def test_figures_are_numbers_with_small_print_and_names_are_text(finished: Path)
     assert told["speedup [interval]"] == ("2.00x [1.67x, 2.50x]", "")
     assert ("4.00x", "") in [value for name, value in told.items() if name.startswith("speedup over ")]
     assert told["output SQNR against float"] == ("24.1 dB", "18.3 to 31.0 over 9 samples")
-    assert told["of the worst slice"] == ("17.5 dB (lost)", "boxes[:, :, 3]")
+    assert told["of the worst slice"] == ("17.5 dB, lost", "boxes[:, :, 3]")
     page = render(report, {})
     assert "<img" not in page
     assert "\u202e" not in page

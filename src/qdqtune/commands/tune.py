@@ -245,7 +245,8 @@ def result_table(found: result.Result) -> Table:
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
     caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
-    return Table(("", "baseline", "final"), result_rows(summary), "\n".join([caption, *remarks(summary)]))
+    rows = [row.cells for row in result_rows(summary)]
+    return Table(("", "baseline", "final"), rows, "\n".join([caption, *remarks(summary)]))
 
 
 def front_table(summary: Mapping[str, Any]) -> Table:

@@ -15,7 +15,7 @@ from qdqtune.explanation.charts import longest
 from qdqtune.explanation.formatting import became_in_words, built, duration, origin_in_words, tail, title
 from qdqtune.explanation.model_map import alike, draw
 from qdqtune.explanation.report_values import Bar, Came, Candidate, Fact, Map, Point, Report, Speed, Strip
-from qdqtune.explanation.result_rows import figures, is_judged, remarks, result_rows, verdict
+from qdqtune.explanation.result_rows import is_judged, remarks, result_rows, verdict
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -119,17 +119,16 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
 def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
     """The rows of the result as `tune` prints them, but for the speedup in the headline, what runs elsewhere, and what
     the search took."""
-    apart = figures(summary)
-    for name, before, final in result_rows(summary):
-        if final and name != "speedup [interval]":
-            hint = f"float: {before}" if before not in ("", "0", "1x", final) else ""
-            yield Fact(name.strip(), *apart.get(name, (final, hint)))
+    for row in result_rows(summary):
+        if row.final and row.name != "speedup [interval]":
+            is_plain = row.before in ("", "0", "1x", row.final)
+            yield Fact(row.name.strip(), row.final, row.note if is_plain else f"float: {row.before}")
     if run.summary["baseline_ms"] and run.summary["final_ms"]:
         before, after = (f"{1e3 / ms:.4g}" for ms in (run.summary["baseline_ms"], run.summary["final_ms"]))
         yield Fact("inferences a second", after, f"float: {before}")
     left = run.summary.get("fallback")
     if left is not None:
-        yield Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}", left.in_words())
+        yield Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}")
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
 
 

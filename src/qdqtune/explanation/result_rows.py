@@ -4,21 +4,18 @@ the shipped model."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qdqtune.explanation.formatting import counted, samples, title
 from qdqtune.explanation.report_values import Headline, Speed
-from qdqtune.numerics.accuracy import closeness, closeness_of, decibels, integers_differ, slice_cell, spread_of
+from qdqtune.numerics.accuracy import closeness, decibels, integers_differ, spread_of
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.folder import FINAL
 from qdqtune.tuning.summary import keeps_own_pairs
 from qdqtune.types import Accuracy
 
 NOT_MEASURED = "not measured"
-
-SQNR, WORST_SLICE, BEST_CLASS = "output SQNR against float", "  of the worst slice", "best class as in float"
 
 
 def verdict(summary: Mapping[str, Any]) -> Headline:
@@ -62,70 +59,64 @@ def verdict(summary: Mapping[str, Any]) -> Headline:
     return Headline(headline, f"{FINAL} is {kept}: {why}.{untimed}", False)
 
 
-def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value of the float model, and value of what ships, from the content of summary.json."""
+class Row(NamedTuple):
+    """A row: a value of the float model and of what ships, and small print beside the latter."""
+
+    name: str
+    before: str
+    final: str
+    note: str = ""
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return self.name, self.before, self.final + (f" ({self.note})" if self.note else "")
+
+
+def result_rows(summary: Mapping[str, Any]) -> list[Row]:
+    """The rows, from the content of summary.json."""
     improved = summary["shipped"] == "tuned"
     bits, weights, without = summary.get("bits"), summary.get("weights"), summary["fastest_without_limits"]
-    rows = _latency_rows(summary) if "by_rule" not in summary else [("latency", "not timed", "not timed")]
+    rows = _latency_rows(summary) if "by_rule" not in summary else [Row("latency", "not timed", "not timed")]
     if improved and summary["ratio_to_given"] is not None:
-        rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
+        rows.append(Row(f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
     rewrites = summary["rewrites"]
     if "gave" in rewrites:
         has_pairs = summary["edges"] or weights
         gave = rewrites["gave"] if has_pairs else summary["ratio"]
-        rows.append((f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave)))
+        rows.append(Row(f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave)))
         if has_pairs:
-            rows.append(("  and by the placement", "1x", speed(rewrites["placement_gave"])))
-    rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
+            rows.append(Row("  and by the placement", "1x", speed(rewrites["placement_gave"])))
+    rows.append(Row("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if bits and bits["tensors"]:
-        rows.append(("  of these activations in 16 bits", "", f"{bits['tensors_16']} of {bits['tensors']}"))
-        rows.append(("  of these weights in 16 bits", "", str(bits["weights_16"])))
-    rows += [("nodes that run elsewhere", "", str(row["elsewhere"])) for row in by_rule(summary) if row["shipped"]]
+        rows.append(Row("  of these activations in 16 bits", "", f"{bits['tensors_16']} of {bits['tensors']}"))
     if weights:
-        rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
+        rows.append(Row("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
     if tells_accuracy(summary):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):
-            rows.append((SQNR, "", closeness_of(replace(judged, agreement=None, top1=None))))
-        if slice_cell(judged):
-            rows.append((WORST_SLICE, "", slice_cell(judged)))
+            rows.append(Row("output SQNR against float", "", decibels(judged.sqnr_db), spread_of(judged)))
+        if judged.slice_name is not None:
+            lost = f"{decibels(judged.slice_db)}{', lost' * judged.slice_is_lost}"
+            rows.append(Row("  of the worst slice", "", lost, judged.slice_name))
         if judged.agreement is not None:
-            rows.append(("integers as in float", "", f"{judged.agreement:.1%}"))
+            rows.append(Row("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
-            few = _few(judged)
-            rows.append((BEST_CLASS, "", f"{_classes(judged)}{few and f' ({few})'}"))
+            few = "" if judged.independent is None else f"as good as {judged.independent:.0f} independent ones"
+            rows.append(Row("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}", few))
     elif not is_judged(summary):
-        rows.append(("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))
+        rows.append(Row("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))
     if without is not None:
         ratio = f" at {closeness(without['sqnr_db'], without['agreement'])}" if is_judged(summary) else ""
-        rows.append(("fastest without limits, unproven", "", f"{speed(without['ratio'])}{ratio}"))
+        rows.append(Row("fastest without limits, unproven", "", f"{speed(without['ratio'])}{ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
         unknown = "failed" if improved else "unknown"
         count = summary.get("metric_samples")
         name = f"{summary['metric']}, {count} samples" if count else "your metric"
-        rows.append((name, f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
+        rows.append(Row(name, f"{summary['metric_before']:g}", unknown if after is None else f"{after:g}"))
         if improved and summary.get("metric_loss_high") is not None:
-            rows.append(("  loss at most (95 %)", "", f"{max(summary['metric_loss_high'], 0):.2g}"))
+            rows.append(Row("  loss at most (95 %)", "", f"{max(summary['metric_loss_high'], 0):.2g}"))
     return rows
-
-
-def figures(summary: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Of the rows about outputs by name: the number, and the small print that stands beside it."""
-    if not tells_accuracy(summary):
-        return {}
-    judged = Accuracy(**(summary["output_accuracy"] or {}))
-    slices = slice_cell(judged).removeprefix(f"{judged.slice_name} "), judged.slice_name or ""
-    classes = {} if judged.top1 is None else {BEST_CLASS: (_classes(judged), _few(judged))}
-    return {SQNR: (decibels(judged.sqnr_db), spread_of(judged)), WORST_SLICE: slices} | classes
-
-
-def _classes(judged: Accuracy) -> str:
-    return f"{judged.top1:.1%} of {judged.choices:,}"
-
-
-def _few(judged: Accuracy) -> str:
-    return "" if judged.independent is None else f"as good as {judged.independent:.0f} independent ones"
 
 
 def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -145,31 +136,29 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
             yield summary["scores_told"]
 
 
-def _latency_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _latency_rows(summary: Mapping[str, Any]) -> list[Row]:
     mean = "latency of a call, on average" if summary.get("workloads") else "latency"
     final = "not timed" if summary["final_ms"] is None else f"{summary['final_ms']:.3f} ms"
-    times = f"{summary['baseline_ms']:.3f} ms", final
+    rows, by_threads = [Row(mean, f"{summary['baseline_ms']:.3f} ms", final)], summary.get("by_threads", [])
     if summary["shipped"] != "tuned" or summary["ratio"] is None:
-        has_speed = (summary["pairs"] or summary.get("weights")) and summary["ratio"] is not None
-        return [
-            (mean, *times),
-            *([("  in the search, unproven", "1x", speed(summary["ratio"]))] if has_speed else []),
-        ]
-    by_threads = summary.get("by_threads", [])
-    ratio = Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"])
-    rows = [(mean, *times), ("speedup [interval]", "1x", ratio.speedup)]
+        if (summary["pairs"] or summary.get("weights")) and summary["ratio"] is not None:
+            rows.append(Row("  in the search, unproven", "1x", speed(summary["ratio"])))
+        return rows
     if len(by_threads) > 1:
         rows = []
         for row in by_threads:
             rows += _comparison_rows(f"latency, {counted(row['threads'], 'thread')}", row)
+    else:
+        ratio = Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"])
+        rows.append(Row("speedup [interval]", "1x", ratio.speedup))
     for row in summary.get("workloads", []):
         rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
     return rows
 
 
-def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[Row]:
     times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
-    return [(name, *times), ("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
+    return [Row(name, *times), Row("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup)]
 
 
 def tells_accuracy(summary: Mapping[str, Any]) -> bool:

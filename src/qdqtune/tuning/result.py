@@ -289,6 +289,7 @@ def no_kernels(history: Sequence[Trial], model: Model, plan: Plan) -> str | None
 
 # ---------------------------------------------------------------- run.json
 
+
 class RunLogWriter(Silent):
     """An observer that records when each trial ended, in seconds since it was made."""
 
