@@ -47,13 +47,16 @@ def run(options: AutotuneOptions) -> int:
     asked = "trtexec" if options.use_trtexec else options.engine
     engine, why = (asked, "as you asked") if asked else default_engine()
     say(f"engine: {engine} ({why})")
-    changed = _for_engine(options, engine)
+    spec = spec_of(engine, str(options.timing_cache or TIMING_CACHE), options.plugin_libraries, options.trtexec_args)
+    changed: dict[str, Any] = {"engine": engine, "engine_options": {**spec.options, **options.engine_options}}
+    if options.trtexec_args and engine != "trtexec":
+        say_notes([f"{engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used"])
+        usual = usual_shapes(spec_of("trtexec", None, None, options.trtexec_args), None)
+        changed["input_shapes"] = {**usual, **options.input_shapes}
+    if options.plugin_libraries and engine not in TENSORRT:
+        say_notes([f"{engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over"])
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("qdqtune").setLevel(logging.DEBUG if options.verbose else logging.WARNING)
-    for name, needed in (("pattern_cache", "region"), ("graph_json", "subgraph")):
-        if getattr(options, name) is not None and options.mode != needed:
-            say_notes([f"--{name} means something with --mode {needed} only"])
-            changed[name] = None
     logs = RegionLogs(options.output_dir) if options.mode == "region" else None
     code = tune.run(replace(options, **changed), logs)
     if options.dry_run or options.pick is not None:  # nothing was measured
@@ -71,19 +74,6 @@ def run(options: AutotuneOptions) -> int:
         lines += [f"Final: {after:.3f} ms {speedup}", f"Results: {before:.3f} ms -> {after:.3f} ms {speedup}"]
     click.echo("\n".join(lines), err=options.as_machine)  # scripts look for them
     return 0
-
-
-def _for_engine(options: AutotuneOptions, engine: str) -> dict[str, Any]:
-    """The engine and its options, among them flags that the engine knows as options of its own."""
-    spec = spec_of(engine, str(options.timing_cache or TIMING_CACHE), options.plugin_libraries, options.trtexec_args)
-    changed: dict[str, Any] = {"engine": engine, "engine_options": {**spec.options, **options.engine_options}}
-    if options.trtexec_args and engine != "trtexec":
-        say_notes([f"{engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used"])
-        usual = usual_shapes(spec_of("trtexec", None, None, options.trtexec_args), None)
-        changed["input_shapes"] = {**usual, **options.input_shapes}
-    if options.plugin_libraries and engine not in TENSORRT:
-        say_notes([f"{engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over"])
-    return changed
 
 
 command = Command("autotune", AutotuneOptions, run, context_settings=cli.CONTEXT)
