@@ -51,7 +51,7 @@ class Far:
 
     def engines(self) -> list[int]:
         """The workers there, without the processes that they leave to end them."""
-        found = [pid for pid in family(self.temporary) if b"qdqtune.engines.remote.far" in words_of(pid)]
+        found = [pid for pid in family(self.temporary) if b"qdqtune.engines.remote" in words_of(pid)]
         return [pid for pid in found if parent_of(pid) not in found]
 
     def ways(self) -> list[int]:

@@ -68,7 +68,7 @@ def test_bad_options_are_named(spec: EngineSpec, words: str) -> None:
 
 
 def test_a_missing_library_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, "qdqtune.engines.onnxruntime.engine")
+    absent(monkeypatch, "qdqtune.engines.onnxruntime")
     with pytest.raises(EngineUnavailable, match="'onnxruntime' cannot be loaded"):
         open_engine(EngineSpec("onnxruntime"))
 

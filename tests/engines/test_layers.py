@@ -24,10 +24,10 @@ from layer_reports import (
 from loaded_modules import absent, forgotten
 from models import attention, build
 from qdqtune.commands import quantize
-from qdqtune.engines.acceptance import check_loads, checked_output
 from qdqtune.engines.coverage import Claim, cover, read_model
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.fallback import fallback
+from qdqtune.engines.runner import check_loads, checked_output
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
@@ -263,7 +263,7 @@ def test_a_file_that_the_engine_refuses_does_not_appear(tmp_path: Path, workers:
 
 def test_without_the_engine_the_checker_decides(tmp_path, workers, monkeypatch):
     absent(monkeypatch, "openvino")
-    forgotten(monkeypatch, "qdqtune.engines.openvino.engine")  # which may have it already
+    forgotten(monkeypatch, "qdqtune.engines.openvino")  # which may have it already
     save(mixed(), tmp_path / "m.onnx")
     check_loads(tmp_path / "m.onnx", "openvino")
     (tmp_path / "m.onnx").write_bytes(b"no model")

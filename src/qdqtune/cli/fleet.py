@@ -30,7 +30,7 @@ from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, leased, needs_gpu, pinned
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.engines.process import NODE_LOST
-from qdqtune.engines.remote.connection import Destination
+from qdqtune.engines.remote import Destination
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.explanation.formatting import builds, counted, duration
 from qdqtune.system.interpreter import end_group, python

@@ -27,7 +27,7 @@ from qdqtune.engines.machine import (
 )
 from qdqtune.engines.options import EngineOptions, on_option
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.remote.connection import Destination
+from qdqtune.engines.remote import Destination
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import (
     EngineUnavailable,

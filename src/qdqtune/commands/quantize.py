@@ -23,7 +23,6 @@ from qdqtune.commands.debug import Damage, damages, exclusion, to_exclude
 from qdqtune.commands.inputs import METRIC, MetricLike, ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MERGED, MODULES, THREADED, EngineSpec
-from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import (
@@ -34,7 +33,7 @@ from qdqtune.engines.formats import (
     weight_formats_like,
 )
 from qdqtune.engines.options import time_limit_option
-from qdqtune.engines.runner import Handle, Runner, reused_workers
+from qdqtune.engines.runner import Handle, Runner, checked_output, reused_workers
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, load_for

@@ -17,7 +17,7 @@ from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores, usual_threads
 from qdqtune.engines.machine import is_simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
-from qdqtune.engines.remote.connection import Destination
+from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.formatting import built, counted, duration

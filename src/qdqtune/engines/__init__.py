@@ -25,12 +25,12 @@ from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors
 
 MODULES = {
     "fake": "qdqtune.engines.fake",
-    "onnxruntime": "qdqtune.engines.onnxruntime.engine",
-    "openvino": "qdqtune.engines.openvino.engine",
+    "onnxruntime": "qdqtune.engines.onnxruntime",
+    "openvino": "qdqtune.engines.openvino",
     "tensorrt": "qdqtune.engines.tensorrt.api",
     "tensorrt-rtx": "qdqtune.engines.tensorrt.rtx",
     "trtexec": "qdqtune.engines.tensorrt.trtexec",
-    **dict.fromkeys(PROVIDERS, "qdqtune.engines.onnxruntime.engine"),
+    **dict.fromkeys(PROVIDERS, "qdqtune.engines.onnxruntime"),
 }
 """Engine name to its module, whose function `create` takes a dataclass of options (its type is the parameter's
 annotation) and returns the engine."""

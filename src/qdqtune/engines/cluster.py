@@ -17,7 +17,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, needs_gpu
 from qdqtune.engines.execution import Deadline, cancelled_by
 from qdqtune.engines.process import NODE_LOST, Program
-from qdqtune.engines.remote.connection import FarWorker, check_version, greeting
+from qdqtune.engines.remote import FarWorker, check_version, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.interpreter import python
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
@@ -43,7 +43,7 @@ class WorkerActor:
 
     def __init__(self) -> None:
         self._scratch = temporary_folder()
-        self._program = Program(self._scratch.path / "worker.log", **python("-m", "qdqtune.engines.remote.far"))
+        self._program = Program(self._scratch.path / "worker.log", **python("-m", "qdqtune.engines.remote"))
 
     def greeting(self) -> dict[str, Any]:
         return greeting(self._program, WAIT_SECONDS)

@@ -12,7 +12,7 @@ from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, norm
 from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.providers import PROVIDERS
-from qdqtune.engines.remote.connection import Destination
+from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import as_json, timing_cache
 from qdqtune.errors import BadOption
 from qdqtune.options import (

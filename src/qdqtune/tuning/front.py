@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines.acceptance import check_loads
+from qdqtune.engines.runner import check_loads
 from qdqtune.errors import BadOption, EngineRefused, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import data_of

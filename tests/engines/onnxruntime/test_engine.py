@@ -23,12 +23,11 @@ from layer_reports import (
 )
 from models import feeds, ranges
 from qdqtune.engines import CPU_PROVIDER, MERGED, EngineSpec, open_engine
+from qdqtune.engines import onnxruntime as onnxruntime_layers
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED, numeric_format
 from qdqtune.engines.library_settings import OnnxRuntimeOptions
-from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.engines.onnxruntime.engine import OnnxRuntime
-from qdqtune.engines.onnxruntime.layers import assigned_layers, elsewhere, own_words
+from qdqtune.engines.onnxruntime import OnnxRuntime, assigned_layers, elsewhere, own_words
 from qdqtune.engines.providers import PROVIDERS, table_of
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
@@ -109,7 +108,7 @@ def test_a_large_model_is_profiled_in_its_only_session(tmp_path: Path, monkeypat
     onnx.save(model, tmp_path / "model.onnx")
     built = open_engine(EngineSpec("onnxruntime")).build(tmp_path / "model.onnx", tmp_path / "log")
     before, small = built.run(inputs), built.layers(inputs, 3)
-    monkeypatch.setattr("qdqtune.engines.onnxruntime.engine.LOADED_ONCE", 0)
+    monkeypatch.setattr("qdqtune.engines.onnxruntime.LOADED_ONCE", 0)
     large = built.layers(inputs, 3)
     assert [(x.name, x.nodes, x.precision) for x in large] == [(x.name, x.nodes, x.precision) for x in small]
     assert all(x.time_ms for x in large if x.kind == "compute")
@@ -342,8 +341,8 @@ def test_a_gpu_is_named_by_its_driver(monkeypatch) -> None:
 
 
 def test_a_simulator_is_named_as_one(monkeypatch) -> None:
-    monkeypatch.setattr("qdqtune.engines.onnxruntime.engine.is_simulated", lambda name: True)
-    monkeypatch.setattr("qdqtune.engines.onnxruntime.engine.metadata.version", lambda name: "2.7")
+    monkeypatch.setattr("qdqtune.engines.onnxruntime.is_simulated", lambda name: True)
+    monkeypatch.setattr("qdqtune.engines.onnxruntime.metadata.version", lambda name: "2.7")
     engine = OnnxRuntime(OnnxRuntimeOptions())
     engine.table = QNN
     assert engine.describe()["device"].startswith("simulator on ")

@@ -33,7 +33,7 @@ class TestOpenVino(EngineContract):
 
 def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "openvino")
-    forgotten(monkeypatch, "qdqtune.engines.openvino.engine")
+    forgotten(monkeypatch, "qdqtune.engines.openvino")
     with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[openvino\]'"):
         open_engine(SPEC)
 

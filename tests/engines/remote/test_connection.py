@@ -25,8 +25,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
 from qdqtune.engines.process import Program
-from qdqtune.engines.remote.connection import Destination, packed, why_not
-from qdqtune.engines.remote.far import Contents, FarSession
+from qdqtune.engines.remote import Contents, Destination, FarSession, packed, why_not
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.loading import load
@@ -137,7 +136,7 @@ def test_a_board_is_reached_by_adb() -> None:
 
 
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.engines.remote.connection.__version__", "9.9")
+    monkeypatch.setattr("qdqtune.engines.remote.__version__", "9.9")
     with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version"):
         Destination.parsed(far.on).facts()
     far.clean()
@@ -184,7 +183,7 @@ def test_workers_share_a_connection_over_a_socket_that_goes_with_them(
     assert socket.parent.stat().st_mode & 0o777 == 0o700
     del shared
     assert not socket.parent.exists()
-    monkeypatch.setattr("qdqtune.engines.remote.connection.SOCKETS", tmp_path / "none")
+    monkeypatch.setattr("qdqtune.engines.remote.SOCKETS", tmp_path / "none")
     assert Destination("board").shared().socket == ""
 
 
@@ -192,7 +191,7 @@ def test_workers_share_a_connection_over_a_socket_that_goes_with_them(
 def test_cores_that_stay_in_use_lose_the_worker_and_not_the_run(
     cores: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.engines.remote.far.LEASE_SECONDS", -1.0)
+    monkeypatch.setattr("qdqtune.engines.remote.LEASE_SECONDS", -1.0)
     monkeypatch.setattr(devices, "is_free", lambda _: False)
     good, error = request(FarSession(tmp_path), "open_on", cores, ".", FAKE)
     assert (good, type(error)) == (False, kind)
