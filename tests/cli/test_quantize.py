@@ -109,7 +109,7 @@ def test_choices_and_metric_reach_it(call: Call, model: Path, tmp_path: Path, mo
     assert before != after
     code, out, _ = call(*given)
     assert code == 0
-    assert out.splitlines()[-1] == f"metric.py:spread: {before:g} before, {after:g} after"
+    assert out.splitlines()[-1] == f"metric.py:spread: {before:.4g} before, {after:.4g} after"
     done = load(model.with_suffix(".qdq.onnx"))
     assert done.constants["w0_scale"].array().dtype == np.float16
     assert done.constants["w0_scale"].shape == ()

@@ -1,5 +1,6 @@
 """A time budget bounds the whole run, whatever an inference takes. The clock is the test's: inferences move it."""
 
+import re
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from observers import Log
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
+from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.search import Strategy
 from qdqtune.timing.ratios import USUAL_BUILDS
@@ -90,6 +92,27 @@ def test_a_time_budget_bounds_noise_and_other_modes(model, clock, workers, budge
     assert result.history or budget == 60.0
 
 
+@pytest.mark.parametrize(("each", "is_short"), [(0.01, False), (0.3, False), (1.5, True)])
+def test_quantize_ends_in_time(model: Path, clock: Clock, workers: Workers, each: float, is_short: bool) -> None:
+    workers.drift = workers.untimed = each
+    given: dict[str, Any] = {"calibration_data": str(model.with_suffix(".npz")), "output": model.with_name("q.onnx")}
+    done = quantize(QuantizeOptions(model=model, metric="cosine", time_budget=60.0, **given), begun=clock.now)
+    assert clock.now - 1000.0 <= 1.1 * 60.0
+    assert bool(done.hurried) == bool(done.to_dict()["calibration_cut_short"]) == is_short
+    told = "".join(part for part in done.parts() if isinstance(part, str))
+    assert ("the same command with a larger `time_budget` takes all" in told) == is_short
+    assert done.measured is not None
+    before, after = done.measured
+    assert len(before.by_sample) == len(after.by_sample)
+    assert any("compute the metric on all samples: it takes " in note for note in done.notes) == (each > 0.1)
+
+
+def test_quantize_that_cannot_end_in_time_says_so(model: Path, clock: Clock, workers: Workers) -> None:
+    workers.drift = workers.untimed = 10.0
+    done = quantize(QuantizeOptions(model=model, output=model.with_name("q.onnx"), time_budget=20.0), begun=clock.now)
+    assert re.match(r"this took \d+ s longer than `time_budget`", done.notes[-1])
+
+
 def test_a_search_with_builds_left_ends_in_time(model: Path, clock: Clock, workers: Workers) -> None:
     result, _ = slow_run(model, workers, 0.2, 200.0, mode="region", builds=192)
     assert clock.now - 1000.0 <= 200.0
@@ -109,7 +132,7 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
     in_time = SamplesInTime.of(prepared, Calibration("minmax"), clock.now + 40.0, notes)
     assert 9 <= sum(1 for _ in in_time()) <= 11  # the share of the time that is left
     assert in_time.bias_samples() < 10
-    assert notes.notes[0].startswith("`time_budget` has no room for all calibration samples: ")
+    assert notes.notes[0].startswith("`time_budget` has no room to calibrate on all samples: ")
 
 
 @pytest.mark.parametrize("declared", ["double[2,8]", "float[0,8]"])
@@ -145,7 +168,7 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
     assert any(note.startswith("`time_budget` had no room for a candidate: one and its proof") for note in result.notes)
     assert any("no room to correct biases" in note for note in notes.notes)
-    assert len([note for note in notes.notes if "no room for all calibration samples" in note]) == 1
+    assert len([note for note in notes.notes if "no room to calibrate on all samples" in note]) == 1
     shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
     assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
 
@@ -266,7 +289,7 @@ def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Pat
     slow_run(model, workers, 0.2, 30.0)
     _, notes = slow_run(model, workers, 0.2, 60.0)
     told = [note for note in notes.notes if "`restart` with more time calibrates anew" in note]
-    assert [note.split(":")[0] for note in told] == ["`time_budget` has no room for all calibration samples"]
+    assert [note.split(":")[0] for note in told] == ["`time_budget` has no room to calibrate on all samples"]
 
 
 def test_time_is_kept_for_the_users_file_where_the_float_model_is_another() -> None:

@@ -1,7 +1,9 @@
 """Runs whose metric comes from labels: what is taken, what is told, and what cannot be."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,12 +12,14 @@ from onnx.reference import ReferenceEvaluator
 
 import qdqtune
 from conftest import Call
-from models import build, feeds, normal
+from models import INT8, build, feeds, normal, ranges
 from observers import Log
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.numerics.scores import Score, loss_high
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
@@ -216,3 +220,71 @@ class TestTheCommands:
         assert done.metric[0] == 0.9
         with pytest.raises(BadData, match="labels are an array or a list"):
             qdqtune.quantize(model, output=model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=7)
+
+
+class TestCompare:
+    """The metric of `compare`, and the limit on it."""
+
+    @pytest.fixture
+    def files(self, model: Path) -> list[Path]:
+        net, target = classifier(), model.with_name("q.onnx")
+        known = ranges(net)
+        save(insert(net, Placement.of(possible_edges(net, known)), known, INT8), target)
+        return [model, target]
+
+    def test_a_limit_on_the_loss_holds_or_not_beyond_doubt(self, files: list[Path], call: Call, tmp_path: Path) -> None:
+        asked = ("compare", *files, "--engine", "fake", "--calibration-data", files[0].with_suffix(".npz"),
+                 "--labels", tmp_path / "labels.npy", "--timing-runs", 12)  # fmt: skip
+        (row,) = json.loads(call(*asked, "--json")[1])["others"]
+        metric = row["metric"]
+        lost, high = metric["before"] - metric["after"], metric["loss_high"]
+        assert (metric["name"], metric["samples"], metric["before"]) == ("top1", COUNT, 0.9)
+        assert high > max(lost, 0.009)
+        within = (max(lost, 0.009) + high) / 2  # the loss on the samples is smaller, and what it may be is larger
+        for most, code, told in ((high, 0, "holds"), (within, 4, "give more labels, or a higher --max-drop"),
+                                 (lost / 2, 4 if lost else 0, "a higher" if lost else "can show more")):  # fmt: skip
+            done, out, _ = call(
+                *asked, "--max-drop", most, "--junit", tmp_path / "gate.xml", "--markdown", tmp_path / "gate.md"
+            )
+            assert done == code
+            assert f"{metric['after']:.4g}, first 0.9" in out
+            for text in (out, (tmp_path / "gate.xml").read_text(), (tmp_path / "gate.md").read_text()):
+                assert re.search(r"top1 on 300 samples: 0.9 before, \S+ after; \d+ lost, \d+ won; loss at most ", text)
+                assert told in text or text.startswith("<?xml")
+            assert ("<failure" in (tmp_path / "gate.xml").read_text()) == (code == 4)
+
+    def test_too_few_samples_to_tell_pass_as_undecided(self, files: list[Path], data) -> None:
+        few = {"calibration_data": {"x": data[0][:40]}, "labels": data[1][:40]}
+        done = qdqtune.compare(files[0], files[0], engine="fake", max_drop=0.05, **few)
+        (one,) = done.gated
+        assert (one.outcome, done.exit_code) == ("undecided", 0)
+        assert one.told.endswith("; at least 52 samples can show more")
+
+    def test_a_function_of_the_user_gives_one_number(self, files: list[Path]) -> None:
+        def spread(predict) -> float:
+            return float(predict({"x": np.ones((1, 8, 64), np.float32)})["y"].std())
+
+        done = qdqtune.compare(*files, engine="fake", evaluate=spread, max_drop=100.0)
+        assert [one.outcome for one in done.gated] == ["holds"]
+        values = done.to_dict()["others"][0]["metric"]
+        assert values.keys() == {"before", "after"}
+        assert values["before"] != values["after"]
+
+    def test_a_metric_that_cannot_be_computed_fails_the_file(self, files: list[Path]) -> None:
+        calls = iter((1.0, float("nan")))
+        done = qdqtune.compare(*files, engine="fake", evaluate=lambda predict: next(calls), max_drop=1)
+        assert [one.outcome for one in done.gated] == ["failed"]
+
+    @pytest.mark.parametrize(
+        ("asked", "told"),
+        [({"max_drop": 0.1}, "`max_drop` is about a metric"), ({"labels": np.arange(COUNT)}, "is no class of output y"),
+         ({"metric": "top1:z"}, "names no output"), ({"evaluate": "nowhere:f"}, "cannot import `evaluate`")],
+    )  # fmt: skip
+    def test_labels_and_options_are_checked_before_anything_is_built(
+        self, files: list[Path], data, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], told: str
+    ) -> None:
+        monkeypatch.setattr(
+            "qdqtune.commands.compare.compare_files", lambda *_, **__: pytest.fail("something was built")
+        )
+        with pytest.raises(BadOption, match=told):
+            qdqtune.compare(*files, engine="fake", calibration_data={"x": data[0]}, **asked)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from qdqtune.cli import progress
-from qdqtune.cli.command import Terminal, command
+from qdqtune.cli.command import Terminal, begun, command
 from qdqtune.cli.output import flags, present, print_json, print_lines, print_parts, say_error, say_notes, with_flags
 from qdqtune.commands.build import BuildOptions, build
 from qdqtune.commands.check import Checked, CheckOptions, Layers, check, layers
@@ -68,7 +68,7 @@ def quantize_command(options: QuantizeOptions, terminal: Terminal) -> int:
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
-    return _run(quantize, options, terminal)
+    return _run(partial(quantize, begun=begun()), options, terminal)
 
 
 @command(InspectOptions)
@@ -140,11 +140,12 @@ def compare_command(options: CompareArguments) -> int:
 def _write_gate(
     options: CompareArguments, words: str, table: Table | None, gated: Sequence[Gated], notes: Sequence[str] = ()
 ) -> None:
+    gated = [replace(one, told=with_flags(one.told)) for one in gated]
     texts = {options.junit: junit(gated), options.markdown: markdown(words, table, gated, notes)}
     for path, text in texts.items():
         if path is not None:
             with atomic_write(path, "record") as fresh:
-                fresh.write_text(with_flags(text), encoding="utf-8")
+                fresh.write_text(text, encoding="utf-8")
 
 
 @command(ApplyOptions)

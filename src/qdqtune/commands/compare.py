@@ -7,6 +7,8 @@ from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from xml.etree import ElementTree
@@ -15,13 +17,13 @@ from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions
 from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
-from qdqtune.commands.inputs import built_for, execution_of, prepared_for
+from qdqtune.commands.inputs import MetricOptions, built_for, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, plain
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import is_simulated, simulated
 from qdqtune.engines.options import EngineOptions, on_device, on_option
-from qdqtune.engines.runner import Runner, temporary_runner
+from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineRefused, escaped, rewording
 from qdqtune.explanation.formatting import counted, samples
 from qdqtune.graph.loading import files_of, load
@@ -35,8 +37,20 @@ from qdqtune.numerics.accuracy import (
     is_finite,
     slice_cell,
 )
-from qdqtune.numerics.metrics import ScoreOption
-from qdqtune.numerics.scores import NO_SCORES, Scores, asked_outputs, equal_share, scores_of
+from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure
+from qdqtune.numerics.scores import (
+    NO_SCORES,
+    Score,
+    Scores,
+    asked_outputs,
+    can_tell,
+    doubt,
+    equal_share,
+    metric_in_words,
+    metric_json,
+    samples_to_tell,
+    scores_of,
+)
 from qdqtune.options import Int, MaybeNumber, MaybeText, Options, ValuesByInput, assignments, in_range, option
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits
@@ -164,10 +178,19 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
 
 
 @dataclass(kw_only=True)
-class CompareOptions(EngineOptions, MeasureOptions):
+class CompareOptions(MetricOptions, EngineOptions, MeasureOptions):
     takes_several_threads: ClassVar[bool] = True
 
     on: MaybeText = on_option()
+    max_drop: MaybeNumber = option(
+        in_range(0),
+        None,
+        "Exit code 4 if your metric is more than X below that of the first file. With `labels` the upper end of the "
+        "95 % interval of the loss has to be within X; where samples are too few to tell, the loss on them.",
+        "Accuracy",
+        short="most that your metric may lose",
+        metavar="X",
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,11 +203,12 @@ class Comparison(Shown):
     notes: tuple[str, ...] = ()
     judged: int = 0
     is_held_out: bool = False
-    gate: GateOptions = field(default_factory=GateOptions)
+    gate: CompareOptions = field(default_factory=CompareOptions)
 
     @property
     def gated(self) -> tuple[Gated, ...]:
-        return tuple(one for row in self.rows for one in row.gated(self.gate))
+        rows = ((*row.gated(self.gate), *row.gated_metric(self.gate.max_drop)) for row in self.rows)
+        return tuple(chain.from_iterable(rows))
 
     @property
     def passes(self) -> bool:
@@ -210,17 +234,20 @@ class Comparison(Shown):
 
     def table(self) -> Table:
         """Every file against the first; the row of a file that failed is empty. Without samples no SQNR is known."""
-        cells = []
+        cells = list[tuple[str, ...]]()
+        title = next((row.metric[0].name for row in self.rows if row.metric is not None), "metric")
         for row in self.rows:
             share = equal_share(row.accuracy)
             sqnr = "" if row.accuracy is None else closeness_cell(row.sqnr_db, share)
             equal = "" if share is None else f"{share:.1%}"
             first, other = ("" if ms is None else f"{ms:.3f}" for ms in (row.first_ms, row.ms))
-            cells.append((row.name, first, other, row.ratio.speedup if row.ratio else "", row.words, sqnr, equal))
+            metric = "" if row.metric is None else f"{row.metric[1].value:.4g}, first {row.metric[0].value:.4g}"
+            speedup = row.ratio.speedup if row.ratio else ""
+            cells.append((row.name, first, other, speedup, row.words, sqnr, equal, metric))
             for part in row.workloads:
                 times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
-                cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", "", ""))
-        columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB", "agreement")
+                cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, *[""] * 4))
+        columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB", "agreement", title)
         judged = self.judged if any(row.accuracy is not None for row in self.rows) else 0
         caption = [f"output SQNR over {samples(judged, self.is_held_out)}"] if judged else []
         worst = {row.file: slice_cell(row.accuracy) for row in self.rows}
@@ -267,6 +294,9 @@ def compare(
     workloads = options.workloads
     usual = usual_threads() if machine is None else machine.physical_cores
     spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
+    check_metric(options.evaluate, options)
+    if options.max_drop is not None and not options.has_metric:
+        raise BadOption("`max_drop` is about a metric: give `labels` or `evaluate`")
     is_timed = not is_simulated(spec.name, machine)
     busy_note = busy(spec, machine)
     if options.fail_below is not None and not is_timed:
@@ -289,6 +319,10 @@ def compare(
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
     threads = options.threads or ()
     fixed = dict(ChainMap(*fixed_in))
+    metric = options.open_metric(prepared.shaped, prepared.execution, files[0].parent, options.fix_inputs)
+    if isinstance(metric, Labelled):
+        unfixed = metric.samples
+        metric = replace(metric, samples=replace(unfixed, produce=lambda: ({**one, **fixed} for one in unfixed)))
     with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
         cpu: Runner | None = None
         if not is_timed:
@@ -306,8 +340,9 @@ def compare(
             observer=observer,
             asked=options.scores,
             reference_from=cpu,
+            metric=metric,
         )
-    notes = []
+    notes = list(filter(None, dict.fromkeys(doubt(row.metric[0]) for row in rows if row.metric is not None)))
     if options.calibration_data is None and not workloads:
         origin = f"the inputs are those of the run beside it, {prepared.samples.origin}"
         random = "inputs are random, which says nothing of accuracy: none is told"
@@ -346,7 +381,8 @@ class Row:
 
     `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `is_same`: both hold the same bytes,
     in their external data as well. `threads` is set if several numbers of threads were asked for; `workloads` has a
-    part for each of several. `scores` are those in the outputs, None if inputs are random.
+    part for each of several. `scores` are those in the outputs, None if inputs are random. `metric` is that of the
+    first file and of this one, if one is asked for.
     """
 
     file: str
@@ -361,6 +397,7 @@ class Row:
     threads: int | None = None
     workloads: tuple[Part, ...] = ()
     scores: Scores | None = None
+    metric: tuple[Score, Score] | None = None
 
     @property
     def name(self) -> str:
@@ -390,8 +427,26 @@ class Row:
             return (Gated(self.name, RUNS, "failed", self.reason),)
         return (*gate.of_speed(self.name, self.ratio), *gate.of_outputs(self.name, self.accuracy, self.unlike))
 
+    def gated_metric(self, max_drop: float | None) -> Iterator[Gated]:
+        """Whether the metric is within the limit; nothing without one."""
+        if max_drop is None or self.metric is None:
+            return
+        before, after = self.metric
+        outcome: Outcome = "holds"
+        told = metric_in_words(before, after)
+        if not Limits(max_drop=max_drop, before=before).is_good_enough(after):
+            is_lost = before.value - after.value > max_drop
+            outcome = "missed"
+            told += f"; {'a' if is_lost else 'give more labels, or a'} higher `max_drop` lets it pass"
+        elif before.by_sample and not can_tell(before, max_drop):
+            needed = samples_to_tell(before, max_drop)
+            outcome = "undecided"
+            told += f"; {'no number of' if needed == inf else f'at least {needed}'} samples can show more"
+        yield Gated(self.name, f"metric at most {max_drop:g} below the first file's", outcome, told)
+
     def as_json(self) -> dict[str, Any]:
-        fields = asdict(replace(self, scores=None)) | {"verdict": self.verdict}
+        fields = asdict(replace(self, scores=None, metric=None)) | {"verdict": self.verdict}
+        fields["metric"] = None if self.metric is None else metric_json(*self.metric)
         hidden = HIDDEN if self.workloads else HIDDEN | {"workloads"}
         return {name: value for name, value in fields.items() if name not in hidden}
 
@@ -409,11 +464,12 @@ def compare_files(
     observer: Observer | None = None,
     asked: Sequence[str] = (),
     reference_from: Runner | None = None,
+    metric: Metric | None = None,
 ) -> list[Row]:
     """Compare each other file with the first, at each number of threads in `counts`: all race on as many fresh builds
     as a verdict needs. They are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on
-    `judging` if `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`. With
-    `reference_from` the outputs of the first file come from there, and nothing is timed.
+    `judging` if `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`; so is the
+    `metric`. With `reference_from` outputs and metric of the first file come from there, and nothing is timed.
 
     Raises:
         BadOption: an output that is asked for holds no scores.
@@ -423,8 +479,9 @@ def compare_files(
     observer.stage(f"running {first.name}")
     timed = mix or (Workload(judging[0]),)
     runner.feed(at_each(timed, counts))
-    with rewording(f"{first} does not run, so there is nothing to compare with"):
-        reference = (reference_from or runner).outputs_of(first, judging)
+    source = reference_from or runner
+    with rewording(f"{first} gives nothing to compare with"):
+        reference, before = _ran(source, first, judging, metric, first)
     scores = scores_of(reference, asked) if has_real_samples else None
     rows = []
     digest = content_digest(files_of(first))
@@ -432,8 +489,9 @@ def compare_files(
         observer.stage(f"running {file.name}")
         row = Row(str(file), is_same=digest == content_digest(files_of(file)), scores=scores)
         try:
-            outputs = runner.outputs_of(file, judging if has_real_samples else judging[:1])
-            rows.append(row if scores is None else _judged(row, reference, outputs, scores))
+            outputs, after = _ran(runner, file, judging if has_real_samples else judging[:1], metric, first)
+            row = row if scores is None else _judged(row, reference, outputs, scores)
+            rows.append(row if before is None or after is None else replace(row, metric=(before, after)))
         except EngineRefused as refused:
             rows.append(Row(str(file), reason=str(refused)))
     racing = [Path(row.file) for row in rows if not row.reason]
@@ -459,6 +517,22 @@ def compare_files(
                 row = replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, workloads=tuple(parts))
             done.append(replace(row, threads=count if len(counts) > 1 else None))
     return done
+
+
+def _ran(
+    runner: Runner, file: Path, samples: Sequence[Sample], metric: Metric | None, first: Path
+) -> tuple[Outputs, Score | None]:
+    """The outputs of one build of a file, and its metric. Without labels, the answers of the first file are right."""
+    with ExitStack() as stack:
+
+        def load(path: Path) -> Handle:
+            handle = runner.load(path)
+            stack.callback(runner.unload, handle)
+            return handle
+
+        handle = load(file)
+        outputs = runner.outputs(handle, samples)
+        return outputs, None if metric is None else measure(metric, runner, handle, lambda: load(first))
 
 
 def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> Row:

@@ -34,7 +34,7 @@ from qdqtune.engines.tensorrt.options import check_inputs, libraries_in, spans, 
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
-from qdqtune.numerics.metrics import Predict
+from qdqtune.numerics.metrics import LabelOptions, Metric, Predict, load_evaluation, open_labelled
 from qdqtune.options import REQUIRED, Option, Options, anything, option, options_of, reads
 from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
@@ -132,12 +132,42 @@ class ModelOption(Options):
     )
 
 
-def execution_of(options: Options) -> Execution:
+def execution_of(options: Options, begun: float | None = None) -> Execution:
     """How a command runs models by its options, as far as it has them: `time_limit` of each request and of reading
-    samples, and `time_budget` of the whole run from now on."""
+    samples, and `time_budget` of the whole run, from the time `begun` of `time.monotonic` or from now on."""
     seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
-    ends = None if budget is None else monotonic() + budget
+    ends = None if budget is None else budget + (monotonic() if begun is None else begun)
     return Execution(seconds, ends)
+
+
+@dataclass(kw_only=True)
+class MetricOptions(LabelOptions, DataOptions):
+    """A metric of the user, or one over labelled samples."""
+
+    evaluate: Option[MetricLike | None, MetricLike | None] = option(
+        anything(METRIC),
+        None,
+        "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
+        "{output: array}. Also path/to/file.py:callable.",
+        "Accuracy",
+        short="your own function, higher is better",
+        metavar="MODULE:CALLABLE",
+    )
+
+    @property
+    def has_metric(self) -> bool:
+        return self.evaluate is not None or self.is_labelled
+
+    def open_metric(self, model: Model, execution: Execution, folder: Path, fixed: Collection[str]) -> Metric | None:
+        """The metric that the options name, None without one. Labels fit the outputs of the float `model` from
+        `folder`, whose inputs `fixed` were made constant."""
+        if self.evaluate is not None:
+            return load_evaluation(str(self.evaluate), execution)
+        if not self.is_labelled:
+            return None
+        data = None if self.calibration_data is None else str(self.calibration_data)
+        how: Any = {"limit": self.calibration_samples, "fixed": fixed, "folders": (folder,)}
+        return open_labelled(self.label_file, self.metric, data, model, execution, **how)
 
 
 @contextmanager

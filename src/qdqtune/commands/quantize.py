@@ -6,10 +6,12 @@ some that calibration has not seen. Nothing is timed.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from qdqtune.calibration.prepare import LEAST_JUDGED, Data, Prepared, hidden_wor
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.commands.debug import Damage, damages, exclusion, to_exclude
-from qdqtune.commands.inputs import METRIC, MetricLike, ModelOption, execution_of
+from qdqtune.commands.inputs import MetricOptions, ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MERGED, MODULES, THREADED, EngineSpec
 from qdqtune.engines.devices import usable_cores
@@ -56,17 +58,18 @@ from qdqtune.numerics.accuracy import (
 )
 from qdqtune.numerics.fitting import fitted, with_wide
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
-from qdqtune.numerics.metrics import (
-    LabelOptions,
-    Metric,
-    ScoreOption,
-    check_metric,
-    load_evaluation,
-    measure,
-    open_labelled,
-    option_of,
+from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure, option_of
+from qdqtune.numerics.scores import (
+    NO_SCORES,
+    Score,
+    Scores,
+    asked_outputs,
+    doubt,
+    equal_share,
+    metric_in_words,
+    metric_json,
+    scores_of,
 )
-from qdqtune.numerics.scores import NO_SCORES, Score, Scores, asked_outputs, doubt, equal_share, loss_high, scores_of
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import (
     FILE,
@@ -77,13 +80,13 @@ from qdqtune.options import (
     Duration,
     File,
     Flag,
+    MaybeDuration,
     MaybeFile,
     MaybeText,
     Names,
     Option,
     Text,
     Values,
-    anything,
     choice,
     option,
     writes,
@@ -96,8 +99,13 @@ from qdqtune.placement.possible import NO_WIDE, every_edge, possible_edges, weig
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.options import portable_option, precision_option, quant_type_option
-from qdqtune.types import Accuracy, Edge, Listener, NumericFormat, Placement, QuantType
+from qdqtune.tuning.options import portable_option, precision_option, quant_type_option, time_budget_option
+from qdqtune.tuning.subject import SamplesInTime
+from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, QuantType
+
+CALIBRATION_SHARE, COMPARING_SHARE, LATE_SHARE = 0.7, 0.6, 0.1
+"""The share of the time left that calibration may take, and then the comparison of outputs; and the share of a time
+budget by which a command may end later without a note. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +127,18 @@ class PreparedModel:
         how: Calibration,
         numbers: NumericFormat,
         placed: Callable[[Ranges], Placement],
-        listener: Listener,
-    ) -> Ranges:
-        """The ranges of the cache, or else calibrated ones of tensors with pairs. `placed` maps ranges to the
-        placement."""
+        observer: Observer,
+    ) -> tuple[Ranges, tuple[str, ...]]:
+        """The ranges of the cache, or else calibrated ones of tensors with pairs, and what a time budget left out of
+        calibration. `placed` maps ranges to the placement."""
         if self.matched is not None:
-            return self.matched.ranges
+            return self.matched.ranges, ()
         if self.prepared is None:
-            return Ranges({})
-        return fitted(self.prepared, how, numbers, placed, listener=listener, only_placed=True)
+            return Ranges({}), ()
+        in_time = SamplesInTime.of(self.prepared, how, self.prepared.execution.ends, observer, CALIBRATION_SHARE)
+        prepared = replace(self.prepared, calibration=replace(self.prepared.calibration, produce=in_time))
+        ranges = fitted(prepared, how, numbers, placed, observer, bias_samples=in_time.bias_samples, only_placed=True)
+        return ranges, tuple(in_time.notes)
 
 
 def _beside(given: Values) -> Path | None:
@@ -211,7 +222,7 @@ def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
+class QuantizeOptions(MetricOptions, FixOption, SourceOptions):
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
     per_channel: Option[bool | None, bool | None] = option(
         SWITCH,
@@ -255,19 +266,15 @@ class QuantizeOptions(LabelOptions, FixOption, SourceOptions):
     op_types_to_exclude: Names = _wildcards(
         "Operators to keep in float. Repeatable.", "OP", short="operators that stay in float"
     )
-    evaluate: Option[MetricLike | None, MetricLike | None] = option(
-        anything(METRIC),
-        None,
-        "Your metric, called with a function that runs the model: before and after.",
-        "Accuracy",
-        short="your own function, higher is better",
-        metavar="MODULE:CALLABLE",
+    time_budget: MaybeDuration = time_budget_option(
+        "How long the command may take: calibration and the comparison with MODEL take fewer samples where it is short",
+        "Data",
     )
 
     @property
     def is_run(self) -> bool:
         """Whether the model is run: with ranges from a file, random inputs would tell nothing."""
-        return self.calibration_cache is None or bool(self.calibration_data or self.evaluate or self.is_labelled)
+        return self.calibration_cache is None or bool(self.calibration_data or self.has_metric)
 
     @property
     def sees_data(self) -> bool:
@@ -330,6 +337,8 @@ class Quantized(Shown):
     scores: Scores = NO_SCORES
     is_finite: bool = True
     """Whether all outputs of both models are finite."""
+    hurried: tuple[str, ...] = ()
+    """What a time budget left out of calibration."""
     matched: CacheRanges | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
 
@@ -385,20 +394,11 @@ class Quantized(Shown):
         elif self.damages and self.sqnr_db is not None:
             yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
         if self.measured is not None:
-            before, after = self.measured
-            name = f"{before.name} on {len(before.by_sample)} samples" if before.name else str(self.options.evaluate)
-            high = loss_high(before, after)
-            most = "" if high is None else f"; loss at most {max(high, 0):.2g} (95 %)"
-            yield f"{name}: {before.value:g} before, {after.value:g} after{most}"
+            yield metric_in_words(*self.measured)
+        for why in self.hurried:
+            yield f"calibration was cut short: {why}; the same command with a larger `time_budget` takes all"
 
     def to_dict(self) -> dict[str, Any]:
-        metric: dict[str, Any] | None = None
-        if self.measured is not None:
-            before, after = self.measured
-            metric = {"before": before.value, "after": after.value}
-            if before.by_sample:
-                metric |= {"name": before.name, "samples": len(before.by_sample)}
-                metric |= {"loss_high": loss_high(before, after)}
         return {
             "engine": self.options.engine,
             "quant_type": self.options.quant_type,
@@ -414,7 +414,8 @@ class Quantized(Shown):
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,
-            "metric": metric,
+            "calibration_cut_short": list(self.hurried),
+            "metric": None if self.measured is None else metric_json(*self.measured),
             "pairs": [damage.to_dict() for damage in self.damages],
             "nodes_to_exclude": self.loudest,
             "notes": list(self.notes),
@@ -422,8 +423,9 @@ class Quantized(Shown):
         }
 
 
-def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quantized:
-    """Write a Q/DQ version of a model, its pairs placed by the rules of an engine.
+def quantize(options: QuantizeOptions, observer: Observer | None = None, begun: float | None = None) -> Quantized:
+    """Write a Q/DQ version of a model, its pairs placed by the rules of an engine. A time budget counts from `begun`,
+    by `time.monotonic`, or from now on.
 
     Raises:
         InputError: model, data or options cannot be used, or not together.
@@ -433,9 +435,14 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None) -> Quan
     with (
         temporary_folder() as folder,
         ConstantFile(folder / CONSTANTS) as constants,
-        reused_workers(execution_of(options)) as execution,
+        reused_workers(execution_of(options, begun)) as execution,
     ):
-        return _quantized(options, observer, replace(execution, constants=constants))
+        done = _quantized(options, observer, replace(execution, constants=constants))
+    late = 0.0 if execution.ends is None else time.monotonic() - execution.ends
+    if options.time_budget is not None and late > LATE_SHARE * options.time_budget:
+        note = f"this took {late:.0f} s longer than `time_budget`: the model needs more time here"
+        done = replace(done, notes=(*done.notes, note))
+    return done
 
 
 def _quantized(options: QuantizeOptions, observer: Observer, execution: Execution) -> Quantized:
@@ -447,15 +454,11 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         numbers = replace(numbers, per_channel=options.per_channel)
     # A cache names tensors that rewrites of the engine's own kind would take away.
     rewrites = allowed(options.rewrites, () if options.calibration_cache else MERGED.get(options.engine, ()))
-    metric: Metric | None = None if options.evaluate is None else load_evaluation(str(options.evaluate), execution)
     fixed, is_run = options.fix_inputs, options.is_run
     ready = options.prepared(options.engine, fixed, numbers.opset, rewrites, execution, observer, is_run=is_run)
     shaped, prepared = ready.shaped, ready.prepared
     options.allowed(shaped, frozenset())  # refuses names that fit nothing, before the work begins
-    if options.is_labelled:
-        data = None if options.calibration_data is None else str(options.calibration_data)
-        how: Any = {"limit": options.calibration_samples, "fixed": fixed, "folders": (path.parent,)}
-        metric = open_labelled(options.label_file, options.metric, data, shaped, execution, **how)
+    metric = options.open_metric(shaped, execution, path.parent, fixed)
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
         if options.weight_only is not None:
@@ -466,9 +469,10 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         possible = frozenset(e for e in possible if e.node not in without)
         return engine_rules.place(shaped, possible, options.engine, options.quant_type)
 
-    ranges = Ranges({})
+    ranges, hurried = Ranges({}), tuple[str, ...]()
     if options.weight_only is None:
-        ranges = ready.ranges(options.calibration, numbers, lambda found: placed_by_rules(found).placement, observer)
+        how = options.calibration
+        ranges, hurried = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
     if not placed.placement:
         is_whole = options.allowed(shaped, every_edge(shaped)) == every_edge(shaped)
@@ -482,7 +486,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         save(quantized, fresh)
         if prepared is not None:
             observer.stage("comparing with the float model")
-            done = _judged(options, fresh, placed, prepared, metric)
+            done = _judged(options, fresh, placed, prepared, metric, observer)
         if options.precision == "bf16":  # which ONNX Runtime cannot run
             save(converted(quantized, "bf16"), fresh)
     if prepared is not None and options.report:
@@ -493,7 +497,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = replace(done, damages=tuple(report), loudest=loudest)
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
-    return replace(done, notes=(*ready.notes, *done.notes), matched=ready.matched)
+    return replace(done, notes=(*ready.notes, *done.notes), matched=ready.matched, hurried=hurried)
 
 
 def _check_options(options: QuantizeOptions) -> None:
@@ -502,6 +506,8 @@ def _check_options(options: QuantizeOptions) -> None:
     check_metric(options.evaluate, options)
     if options.per_channel and options.quant_type == "fp8":
         raise BadOption("`per_channel` is for int8: FP8 weights have one scale")
+    if options.report and options.time_budget is not None:
+        raise BadOption("`report` runs the model up to 400 times, however long that takes: leave `time_budget` out")
     if options.weight_only is None:
         if options.report and options.calibration_data is None:
             raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
@@ -529,11 +535,11 @@ def _judged(
     placed: PlacedByRules,
     prepared: Prepared,
     metric: Metric | None,
+    observer: Observer,
 ) -> Quantized:
     """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
     target. Random inputs give no accuracy, but the file must run on them."""
-    model = load(Path(str(options.model)), fix_inputs=options.fix_inputs)
-    samples = prepared.judging
+    model, ends = load(Path(str(options.model)), fix_inputs=options.fix_inputs), prepared.execution.ends
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     with (
@@ -541,14 +547,20 @@ def _judged(
         Runner(spec, log_dir=folder, execution=prepared.execution, start=prepared.execution.idle) as runner,
     ):
         save(model, folder / "float.onnx")
+        measured, until = None, inf
         with rewording(REFUSED):
             before, after = runner.load(folder / "float.onnx"), runner.load(written)
-            expected, returned = runner.outputs(before, samples), runner.outputs(after, samples)
-        measured = None
-        if metric is not None:
-            measured = _measured(metric, runner, before, before), _measured(metric, runner, after, before)
-    judged = len(samples) if prepared.has_real_samples else 0
-    notes = list(filter(None, [measured and doubt(measured[0])]))
+            if ends is not None:
+                until = time.monotonic() + COMPARING_SHARE * (ends - time.monotonic())
+            in_time = SamplesInTime(prepared.judging, until, 2 if metric is None else 4, observer)
+            expected, returned = runner.outputs(before, in_time()), runner.outputs(after, in_time())
+            del expected[len(returned) :]  # time may have ended the second pass earlier
+            remarks = [in_time.shortfall("compare outputs on all samples")]
+            if metric is not None:
+                measured, shortfall = _measured(metric, runner, before, after, until, observer)
+                remarks += [shortfall, measured and doubt(measured[0])]
+    notes = list(filter(None, remarks))
+    judged = len(returned) if prepared.has_real_samples else 0
     if not judged:
         notes.append(f"no `calibration_data`{': scales come from random inputs' * options.sees_data}")
     elif not prepared.is_held_out and options.sees_data:
@@ -575,14 +587,26 @@ def _judged(
     )
 
 
-def _measured(metric: Metric, runner: Runner, handle: Handle, floats: Handle) -> Score:
-    with rewording(REFUSED):
-        try:
-            return measure(metric, runner, handle, lambda: floats)
-        except EngineRefused as refused:
-            if refused.failure.stage not in ("output", "run"):
-                raise
-            raise BadOption(f"{option_of(metric)} cannot be used: {refused}") from refused
+def _measured(
+    metric: Metric, runner: Runner, before: Handle, after: Handle, until: float, observer: Observer
+) -> tuple[tuple[Score, Score] | None, str | None]:
+    """The metric of both models, and what a time budget left out of it: over labels it is to be done at `until`."""
+    in_time = None
+    if isinstance(metric, Labelled):
+        in_time = SamplesInTime(metric.samples, until, 2, observer)
+        metric = replace(metric, samples=replace(metric.samples, produce=in_time))
+    try:
+        first, second = (measure(metric, runner, handle, lambda: before) for handle in (before, after))
+    except EngineRefused as refused:
+        if refused.failure.stage == "timeout" and until < inf:
+            return None, f"{option_of(metric)} was not computed: {refused}"
+        if refused.failure.stage not in ("output", "run"):
+            raise
+        raise BadOption(f"{option_of(metric)} cannot be used: {refused}") from refused
+    if in_time is None:
+        return (first, second), None
+    rows = first.by_sample[: len(second.by_sample)]  # time may have ended the second pass earlier
+    return (Score.of_rows(first.name, rows), second), in_time.shortfall("compute the metric on all samples")
 
 
 # `apply`
@@ -672,7 +696,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         count = len(recorded.placement) + len(recorded.placement.weight_only)
         raise BadModel(f"{path} has none of the {count} edges of {options.placement}: is it the same network?")
     how = options.calibration if options.has_method else recorded.calibration
-    ranges = ready.ranges(how, numbers, lambda found: replace(known(found)[0], wide=frozenset()), observer)
+    ranges, _ = ready.ranges(how, numbers, lambda ranges: replace(known(ranges)[0], wide=frozenset()), observer)
     placed, lost = known(ranges)
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")

@@ -11,7 +11,7 @@ from qdqtune.calibration.options import RangeOptions, check_cache
 from qdqtune.calibration.prepare import USUAL_JUDGED
 from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
 from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.inputs import METRIC, MetricLike, ModelOption, built_for
+from qdqtune.commands.inputs import MetricOptions, ModelOption, built_for
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores, usual_threads
@@ -24,7 +24,7 @@ from qdqtune.explanation.formatting import built, counted, duration
 from qdqtune.explanation.result_rows import NOT_MEASURED, by_rule, is_judged, remarks, result_rows, verdict
 from qdqtune.numerics.accuracy import closeness, closeness_cell
 from qdqtune.numerics.scores import equal_share
-from qdqtune.options import SWITCH, Flag, MaybeInt, Option, anything, choice, in_range, option
+from qdqtune.options import SWITCH, Flag, MaybeInt, Option, choice, in_range, option
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan, Ratio, least_rounds
@@ -62,7 +62,7 @@ def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: boo
 
 
 @dataclass(kw_only=True)
-class TuneOptions(ModelOption, SearchOptions, EngineOptions, RangeOptions):
+class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, RangeOptions):
     takes_several_threads: ClassVar[bool] = True
 
     effort: Option[Preset, Preset] = option(
@@ -79,15 +79,6 @@ class TuneOptions(ModelOption, SearchOptions, EngineOptions, RangeOptions):
         default_in_words=f"by `effort`: {usual_builds()}; with `time_budget` as in extensive",
     )
     workloads: WorkloadsOption = workloads_option()
-    evaluate: Option[MetricLike | None, MetricLike | None] = option(
-        anything(METRIC),
-        None,
-        "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
-        "{output: array}. Also path/to/file.py:callable. Reported before and after.",
-        "Accuracy",
-        short="your own function, higher is better",
-        metavar="MODULE:CALLABLE",
-    )
     report: Flag = option(
         SWITCH,
         True,

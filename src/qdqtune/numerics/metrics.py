@@ -407,7 +407,7 @@ def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[],
         BadOption: the function of the user fails, or no output fits the metric.
     """
     if isinstance(metric, Evaluation):
-        return Score(evaluate(metric, runner, handle))
+        return Score(evaluate(metric, runner, handle), name=metric.source)
     original = handle if metric.labels is not None else floats()
     by_row = list[float]()
     for sample, labels in zip(metric.samples, repeat(None) if metric.labels is None else metric.labels, strict=False):

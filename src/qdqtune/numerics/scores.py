@@ -253,7 +253,7 @@ class Score:
     """A metric of a model; higher is better.
 
     `by_sample` has the score of each labelled sample, in their order, 1 or 0 where an answer is right or wrong; empty
-    where a function of the user gives one number. `name` is that of the metric over labels.
+    where a function of the user gives one number. `name` is that of the metric, or of the function.
     """
 
     value: float
@@ -277,6 +277,26 @@ def doubt(before: Score) -> str | None:
         f"the float model has {before.name} {before.value:.3g}: if it should be better, see whether `labels` has the "
         "order of the samples, counts classes as the outputs do, and the samples are pre-processed"
     )
+
+
+def metric_json(before: Score, after: Score) -> dict[str, Any]:
+    """The metric of two models; over labels with its name, how many samples there were, and `loss_high`."""
+    values: dict[str, Any] = {"before": before.value, "after": after.value}
+    if before.by_sample:
+        values |= {"name": before.name, "samples": len(before.by_sample), "loss_high": loss_high(before, after)}
+    return values
+
+
+def metric_in_words(before: Score, after: Score) -> str:
+    """The metric of two models, how many answers became wrong and right, and the most that may be lost."""
+    over = f" on {len(before.by_sample)} samples" if before.by_sample else ""
+    parts = [f"{before.name}{over}: {before.value:.4g} before, {after.value:.4g} after"]
+    if before.is_of_hits:
+        moves = [b - a for a, b in zip(before.by_sample, after.by_sample, strict=True)]
+        parts.append(f"{sum(m < 0 for m in moves)} lost, {sum(m > 0 for m in moves)} won")
+    if (high := loss_high(before, after)) is not None:
+        parts.append(f"loss at most {max(high, 0):.2g} (95 %)")
+    return "; ".join(parts)
 
 
 def loss_high(before: Score, after: Score) -> float | None:

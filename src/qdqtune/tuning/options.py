@@ -22,6 +22,7 @@ from qdqtune.options import (
     SWITCH,
     File,
     Flag,
+    Group,
     Kind,
     MaybeDuration,
     Option,
@@ -70,6 +71,11 @@ def portable_option() -> Any:
         "of 7 bits. For onnxruntime and openvino.",
         "Model",
     )
+
+
+def time_budget_option(help: str, group: Group) -> Any:
+    """The option `time_budget`: the duration of a whole command."""
+    return option(SECONDS, None, f"{help}: 90s, 10m, 1h.", group, short="for the whole run: 90s, 10m, 1h")
 
 
 def precision_option() -> Any:
@@ -190,13 +196,7 @@ class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, Rewrite
         "Search",
         short="points from fastest to most exact",
     )
-    time_budget: MaybeDuration = option(
-        SECONDS,
-        None,
-        "How long the whole run may take, proof included: 90s, 10m, 1h.",
-        "Search",
-        short="for the whole run: 90s, 10m, 1h",
-    )
+    time_budget: MaybeDuration = time_budget_option("How long the whole run may take, proof included", "Search")
     node_filter: Option[PathLike | Sequence[str], tuple[str, ...]] = option(
         WILDCARDS,
         (),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -17,7 +17,6 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import onnxruntime_session, passes
 from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
-from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.user_code import TooSlow
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
@@ -54,7 +53,7 @@ FOREMOST = ("imported", "rules", "static", "compute")
 floats."""
 
 CALIBRATION_SHARE = 0.25
-"""The share of the time left that calibration may take. Chosen, not measured."""
+"""The share of the time left that calibration may take in a search. Chosen, not measured."""
 
 PAIRED = 2.0
 """The time of an inference with pairs that nothing fuses, in plain inferences. Estimated, not measured."""
@@ -289,34 +288,40 @@ def calibrated(
 
 @dataclass
 class SamplesInTime:
-    """Iterates over the samples of calibration, and over fewer of them, but for the `LEAST_SAMPLES`, once a pass takes
-    longer than `seconds` or they cannot be read any longer; later passes then take as few. The observer is told of each
-    sample, and the user of what time has no room for (`notes`). `each` is the seconds of a sample in the passes so
-    far."""
+    """Iterates over samples in several passes that are to be over at the time `until` of `time.monotonic`. A pass that
+    takes more than its part of the time left ends with fewer samples, but for the `LEAST_SAMPLES`, as does one that
+    cannot read them any longer; later passes then take as few. The observer is told of each sample, and the user of
+    what time has no room for (`notes`). `each` is the seconds of a sample in the passes so far."""
 
-    samples: Samples
-    seconds: float
+    samples: Iterable[Sample]
+    until: float
+    passes: int
     observer: Observer
     most: float = inf
     each: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(prepared: Prepared, how: Calibration, ends: float | None, observer: Observer) -> SamplesInTime:
-        """The samples of a calibration in a run that has to end at `ends`, if at all: the time is divided among the
-        passes and the correction of biases."""
+    def of(
+        prepared: Prepared, how: Calibration, ends: float | None, observer: Observer, share: float = CALIBRATION_SHARE
+    ) -> SamplesInTime:
+        """The samples of a calibration in a run that has to end at `ends`, if at all: its passes and the correction of
+        biases may take the `share` of the time left."""
         if ends is None:
-            return SamplesInTime(prepared.calibration, inf, observer)
-        left = CALIBRATION_SHARE * max(0.0, ends - time.monotonic())
+            return SamplesInTime(prepared.calibration, inf, 1, observer)
+        now = time.monotonic()
         tensors = candidate_tensors(prepared.shaped)
         count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
-        return SamplesInTime(prepared.calibration, left / (max(1, count) + how.bias_correction), observer)
+        until = now + share * max(0.0, ends - now)
+        return SamplesInTime(prepared.calibration, until, max(1, count) + how.bias_correction, observer)
 
     def __call__(self) -> Iterator[Sample]:
         started, read = time.monotonic(), 0
+        ends = started + (self.until - started) / max(1, self.passes)
+        self.passes -= 1
         try:
             for number, sample in enumerate(self.samples):
-                if number >= LEAST_SAMPLES and time.monotonic() - started > self.seconds:
+                if number >= LEAST_SAMPLES and time.monotonic() > ends:
                     self.most = min(self.most, number)
                 if number:
                     self.each = (time.monotonic() - started) / number
@@ -331,14 +336,19 @@ class SamplesInTime:
 
     def bias_samples(self) -> int:
         """How many samples may correct biases; 0 if there is no time for `LEAST_SAMPLES`."""
-        if self.most < inf:
-            self._note(f"`time_budget` has no room for all calibration samples: it takes {self.most:.0f}")
+        if (shortfall := self.shortfall("calibrate on all samples")) is not None:
+            self._note(shortfall)
         cost = BIAS_RUNS * self.each  # a pass of calibration takes an inference and looks at all values
-        count = BIAS_SAMPLES if BIAS_SAMPLES * cost <= self.seconds else int(self.seconds / cost)
+        left = self.until - time.monotonic()
+        count = BIAS_SAMPLES if BIAS_SAMPLES * cost <= left else int(left / cost)
         if count >= LEAST_SAMPLES:
             return count
         self._note("`time_budget` has no room to correct biases: outputs come less close to the float model's")
         return 0
+
+    def shortfall(self, what: str) -> str | None:
+        """What to tell the user where there is no time to do `what`; None if no sample was left out."""
+        return None if self.most == inf else f"`time_budget` has no room to {what}: it takes {self.most:.0f}"
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
