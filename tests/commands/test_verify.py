@@ -192,7 +192,7 @@ def test_samples_of_the_run_may_hold_inputs_that_it_made_constant(call: Call, tm
     )
     model, out = write(build(text, {"w": normal(128, 128, scale=0.1)}), tmp_path), tmp_path / "out"
     data = ("--calibration-data", model.with_suffix(".npz"))
-    assert call("tune", model, *QUICK, *data, "--fix-input", "k=2.0", "-o", out, "--min-sqnr", "none")[0] == 0
+    assert call("tune", model, *QUICK, *data, "--fix-input", "rate=2.0", "-o", out, "--min-sqnr", "none")[0] == 0
     code, told, _ = call("verify", out, *data)
     assert code == 0
     assert "output SQNR" in told.splitlines()[-1]
