@@ -268,15 +268,6 @@ def test_engines_without_16_bits_and_edges_without_a_pair_refuse_them() -> None:
         Placement.of([Edge("a", "n", 0)], (), [Edge("b", "n", 1)])
 
 
-def test_placements_with_16_bits_are_added_and_taken_apart() -> None:
-    a, b = Edge("a", "n", 0), Edge("b", "n", 1)
-    both = Placement.of([a], (), [a]) | Placement.of([b])
-    assert (both.edges, both.wide) == ({a, b}, {a})
-    assert (both - Placement.of([a])).wide == frozenset()
-    assert both.paired([b]).wide == frozenset()
-    assert both.digest != Placement.of([a, b]).digest
-
-
 def test_candidates_share_what_they_have_written() -> None:
     model = conv_net()
     inserter = Inserter(model, ranges(model), WIDE)

@@ -83,20 +83,6 @@ def test_our_own_models_are_read_exactly_and_stripped(name: str, data: st.DataOb
 # Clamps that a quantizer dropped
 
 
-@pytest.mark.parametrize(
-    ("clamp", "high", "restored"), [("Relu(c)", 5, "Relu"), ("Clip(c, zero, six)", 6, "Clip"), ("Relu(c)", 6.5, "Relu")]
-)
-def test_dropped_clamps_come_back(clamp: str, high: float, restored: str) -> None:
-    text = "net (float[N,4] x) => (float[N,4] y) {{ [mm] c = MatMul(x, w)\n [clamp] k = {}\n [mm2] y = MatMul(k, w) }}"
-    model = build(text.format(clamp), {"w": normal(4, 4), "zero": np.float32(0), "six": np.float32(6)})
-    quantized = insert(model, Placement.of([Edge("k", "mm2", 0)]), Ranges({"k": Range(0, high)}), UINT8)
-    assert "clamp" not in quantized.index_of
-    stripped = strip_pairs(quantized)
-    assert [n.op for n in stripped.nodes] == ["MatMul", restored, "MatMul"]
-    samples = [{"x": 10 * normal(50, 4)}]
-    np.testing.assert_array_equal(run(stripped, samples)[0]["y"], run(model, samples)[0]["y"])
-
-
 NEVER_NEGATIVE = [
     "Relu(x)", "Sigmoid(x)", "Softmax(x)", "MaxPool<kernel_shape=[1,1]>(r)", "Add(r, r)", "Concat<axis=1>(r, r)",
     "Mul(r, r)", "Add(e, one)", "Clip(x, zero)", "Add(r, one)", "Flatten(r)",
@@ -156,18 +142,6 @@ def test_quantize_static_is_read_and_reached(name: str, options: tuple[str, ...]
     assert sqnr(outputs, run(own, samples)) > wanted - 0.5
 
 
-@pytest.mark.parametrize("name", ["conv_net", "attention", "embedding"])
-def test_quantize_static_is_stripped(name: str) -> None:
-    _, samples, _, _, outputs = case(name)
-    model, quantized = static(name, per_channel=True)
-    stripped = strip_pairs(quantized)
-    onnx.checker.check_model(stripped.to_proto(), full_check=True)
-    assert counts(stripped) - Counter(Relu=9, Clip=9) == counts(model) - Counter(Relu=9, Clip=9)
-    assert sum(counts(stripped)[op] for op in ("Relu", "Clip")) == sum(counts(model)[op] for op in ("Relu", "Clip"))
-    assert sqnr(outputs, run(stripped, samples)) > 38
-    assert read_placement(stripped, quantized).unmatched == ()
-
-
 # Other quantizers
 
 
@@ -225,19 +199,6 @@ def test_another_model_altogether_has_no_counterpart() -> None:
     assert reading.unmatched == ("x_dq", "x_dq", "w_dq", "w_dq", "r_dq")
     swapped = build(FLOAT.replace("Relu(c)", "Sigmoid(c)").replace("Add(d, x)", "Mul(d, x)"), WEIGHTS)
     assert {e.node for e in read_placement(swapped, build(QDQ, WEIGHTS | SCALES)).placement} == {"conv", "conv2"}
-
-
-def test_an_activation_pair_where_the_float_model_has_a_constant() -> None:
-    float_text = "net (float[N,4] x) => (float[N,4] y) { [mm] y = MatMul(x, w) }"
-    text = """net (float[N,4] x) => (float[N,4] y) {
-        [abs] v = Abs(u)
-        [q] q = QuantizeLinear(v, s, z)
-        [dq] d = DequantizeLinear(q, s, z)
-        [mm] y = MatMul(x, d)
-    }"""
-    constants = {"u": normal(4, 4), "s": np.float32(0.1), "z": np.int8(0)}
-    reading = read_placement(build(float_text, {"w": normal(4, 4)}), build(text, constants))
-    assert (reading.placement, reading.unmatched) == (Placement(), ("dq",))
 
 
 def test_scales_that_are_computed_and_integer_operators_are_left_alone() -> None:
@@ -391,22 +352,6 @@ def test_q_and_dq_may_write_the_same_numbers_in_two_ways_but_no_others(numbers: 
     else:
         with pytest.raises(BadModel, match="the pair on w does not give its values back"):
             read_placement(model, build(text, weights | numbers))
-
-
-def test_a_lost_clamp_is_not_in_front_of_a_pair_that_does_not_clamp() -> None:
-    """One tensor with an unsigned pair, which clamps at zero, and a signed one."""
-    text = """net (float[N,4] x) => (float[N,4] y, float[N,4] z) {
-        [q1] q1 = QuantizeLinear(x, s)
-        [dq1] d1 = DequantizeLinear(q1, s)
-        [one] y = Abs(d1)
-        [q2] q2 = QuantizeLinear(x, s, zero)
-        [dq2] d2 = DequantizeLinear(q2, s, zero)
-        [two] z = Neg(d2)
-    }"""
-    model = build(text, {"s": np.float32(0.03), "zero": np.int8(0)})
-    stripped, samples = strip_pairs(model), feeds(model)
-    for found, exact in zip(run(stripped, samples), run(model, samples), strict=True):
-        assert all(np.abs(found[name] - exact[name]).max() < 0.02 for name in "yz")
 
 
 def test_weights_that_differ_in_their_zero_points_only_are_different_constants() -> None:
