@@ -108,27 +108,6 @@ def test_of_many_files_a_limit_reads_those_that_it_takes(tmp_path: Path) -> None
         list(samples.others(2))
 
 
-def test_a_callable_is_called_for_each_pass_and_never_collected(module: Callable[[str], str]) -> None:
-    name = module(
-        "calls = []\ngiven = []\n"
-        "def endless():\n"
-        "    calls.append(1)\n"
-        "    i = 0\n"
-        "    while True:\n"
-        "        given.append(i)\n"
-        "        yield {'x': np.full((1, 3), i, np.float32)}\n"
-        "        i += 1\n"
-    )
-    samples = open_samples(f"{name}:endless", model())
-    loaded = sys.modules[name]
-    assert (loaded.calls, loaded.given) == ([], [])
-    iterator = iter(samples)
-    assert [next(iterator)["x"][0, 0] for _ in range(3)] == [0, 1, 2]
-    assert loaded.given == [0, 1, 2]
-    assert [s["x"][0, 0] for s in samples.first(2)] == [0, 1]
-    assert loaded.calls == [1, 1]
-
-
 BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
     ("other name", "float[1,3] x", {"y": normal(2, 3)}, "no array 'x'"),
     ("many names", "float[1,3] x", {f"y{n}": normal(2, 3) for n in range(9)}, r"it holds 'y0', .*, 'y5', \.\.\.$"),

@@ -18,7 +18,7 @@ from qdqtune.calibration import user_code
 from qdqtune.calibration.samples import open_samples
 from qdqtune.calibration.user_code import TooSlow, call_in_thread, read_in_thread
 from qdqtune.engines.execution import Execution
-from qdqtune.errors import BadData, Cancelled
+from qdqtune.errors import BadData
 from runs import mixed, write
 from sample_files import one_line
 
@@ -134,14 +134,6 @@ def test_functions_end_in_any_thread(small: Path) -> None:
     thread.start()
     thread.join()
     assert "calibration_data" in str(caught[0])
-
-
-@pytest.mark.usefixtures("workers")
-def test_another_thread_ends_the_wait(small: Path) -> None:
-    end = threading.Event()
-    end.set()
-    with pytest.raises(Cancelled):
-        qdqtune.tune(small, output_dir=small.parent / "o", calibration_data=never, engine="fake", cancel=end)
 
 
 def test_only_what_is_asked_for_is_made_and_generators_are_closed() -> None:

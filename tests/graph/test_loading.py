@@ -1,6 +1,5 @@
 """Reading ONNX files: what comes out runs like the original, what cannot be read is refused in one line."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,13 +9,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from conftest import Call
-from engine_contract import quantized_conv_model, static
-from models import INT8, UINT8, Arrays, feeds, loaded_from, model, normal, outputs, same_when_loaded
+from models import Arrays, loaded_from, model, normal, outputs, same_when_loaded
 from qdqtune.errors import BadModel
-from qdqtune.graph.loading import load, load_proto, node_names
+from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model_folder import companions, first_beside, graphs_in, model_in
 from qdqtune.tuning.subgraphs import groups
-from trtexec_stand_in import stand_in
 
 
 def test_node_names_become_unique_and_stay_the_same_from_load_to_load(file: Path) -> None:
@@ -39,13 +36,6 @@ def test_nodes_out_of_order_are_sorted(file: Path) -> None:
     loaded = loaded_from(file, proto)
     assert [n.name for n in loaded.nodes] == ["a", "b", "c"]
     np.testing.assert_allclose(outputs(loaded.to_proto(), {"x": normal(2)})[0], normal(2) + np.maximum(-normal(2), 0))
-
-
-def test_custom_operators_pass(file: Path) -> None:
-    proto = model("g (float[2] x) => (float[2] y) { [k] t = custom.Thing<size=3>(x)\n y = Relu(t) }", opset=11)
-    loaded = loaded_from(file, proto)
-    assert (loaded.nodes[0].domain, loaded.nodes[0].name, loaded.nodes[0].attributes["size"]) == ("custom", "k", 3)
-    assert loaded.opset == 13
 
 
 def test_functions_are_inlined(file: Path) -> None:
@@ -235,60 +225,7 @@ def test_a_negative_size_in_a_body_is_an_open_one() -> None:
     assert body.output[0].type.tensor_type.shape.dim[0].dim_value == 2  # by inference
 
 
-def test_outputs_whose_shape_depends_on_values_are_compared(call: Call, tmp_path: Path) -> None:
-    """As those of detectors, which give as many boxes as they see."""
-    proto = small()
-    proto.graph.node.extend(
-        [
-            helper.make_node("Greater", ["y", "limit"], ["large"], "greater"),
-            helper.make_node("NonZero", ["large"], ["places"], "places"),
-        ]
-    )
-    proto.graph.initializer.append(numpy_helper.from_array(np.float32(0.125), "limit"))
-    proto.graph.output.append(helper.make_tensor_value_info("places", TensorProto.INT64, None))
-    onnx.save(proto, tmp_path / "m.onnx")
-    given = load(tmp_path / "m.onnx")
-    np.savez(tmp_path / "m.npz", **feeds(given, 1)[0])
-    data = ("--calibration-data", tmp_path / "m.npz")
-    code, out, err = call("quantize", tmp_path / "m.onnx", "-o", tmp_path / "q.onnx", *data)
-    assert code == 0, err
-    assert "output SQNR" in out
-
-
 # Nodes without a name have that of `load` everywhere, whatever an engine calls them
-
-
-ENGINES = ["fake", "onnxruntime", "openvino", "trtexec"]
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """Options for an engine; TensorRT is a stand-in that names nodes as its parser does."""
-    name = str(request.param)
-    if name == "openvino" and importlib.util.find_spec(name) is None:
-        pytest.skip("needs OpenVINO")
-    more = ["--engine-option", f"trtexec={stand_in(tmp_path, '10.16')}"] if name == "trtexec" else []
-    return ["--engine", name, *more]
-
-
-@pytest.fixture
-def unnamed(tmp_path: Path, engine: list[str]) -> Path:
-    """A convolution behind pairs, with a float result."""
-    proto = static(quantized_conv_model(UINT8 if engine[1] == "onnxruntime" else INT8))
-    last, _ = proto.graph.node.pop(), proto.graph.node.pop()
-    proto.graph.node[-1].output[0] = last.output[0]
-    for node in proto.graph.node:
-        node.name = ""
-    onnx.save(proto, tmp_path / "unnamed.onnx")
-    return tmp_path / "unnamed.onnx"
-
-
-def test_layers_have_the_names_of_loading(call: Call, unnamed: Path, engine: list[str]) -> None:
-    code, out, _ = call("check", "--layers", unnamed, *engine, "--json")
-    assert code == 0
-    told = [name for layer in json.loads(out)["layers"] for name in layer["nodes"]]
-    assert sorted(told) == sorted(node_names(onnx.load(unnamed).graph))
-    assert set(told) >= {node.name for node in load(unnamed).nodes}
 
 
 def test_a_report_of_tensorrt_gives_groups_of_the_loaded_model(tmp_path: Path) -> None:

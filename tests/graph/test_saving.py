@@ -11,7 +11,7 @@ from onnx import TensorProto, parser
 from models import Array, build, normal, outputs
 from qdqtune.engines.execution import Execution
 from qdqtune.errors import OutputError
-from qdqtune.graph.model import Constant, Model, captured
+from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes, save
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -46,17 +46,6 @@ def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(tmp_path,
     assert (tmp_path / "m.onnx").stat().st_size < 2000
     np.testing.assert_array_equal(outputs(tmp_path / "m.onnx", FEEDS)[0], np.full((2, 40), 3))
     onnx.checker.check_model(str(tmp_path / "m.onnx"))
-
-
-def test_a_saved_file_is_the_same_model_for_onnx_and_for_load(tmp_path: Path) -> None:
-    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
-    save(model, tmp_path / "model.onnx")
-    written = onnx.load(tmp_path / "model.onnx")
-    onnx.checker.check_model(written)
-    assert {t.name for t in written.graph.initializer} == {"w"}
-    again = onnx.ModelProto.FromString(written.SerializeToString())
-    assert again == model.to_proto()
-    assert (tmp_path / "model.onnx").stat().st_size == written.ByteSize()
 
 
 def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
@@ -119,16 +108,6 @@ def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> Non
         ConstantFile(nowhere)
     with ConstantFile(tmp_path / "w.bin") as constants, pytest.raises(OutputError, match=r"cannot write .*where"):
         constants.save(model(), nowhere)
-
-
-def test_names_of_nested_bodies_are_captured_unless_they_are_defined_there() -> None:
-    outer = parser.parse_graph("""g () => (float[2] r) {
-        own = Relu(free)
-        r = If(own) <
-            then_branch = a () => (float[2] p) { p = Add(own, deep) },
-            else_branch = b () => (float[2] q) { q = Neg(own) }>
-    }""")
-    assert captured(outer) == {"free", "deep"}
 
 
 def test_keys_name_the_content() -> None:

@@ -118,17 +118,6 @@ def test_the_mean_of_every_layer_is_that_of_the_float_model(half: bool, numbers:
         np.testing.assert_allclose(shifts["first"], 3 * 0.4 / 127 * 2, rtol=0.15)  # three lost weights, inputs around 2
 
 
-def test_a_layer_in_float_keeps_its_bias() -> None:
-    net = two_layers()
-    feeds = positive(net)
-    known = ranges(net, feeds)
-    whole = everything(net, known)
-    corrected = replace(known, shifts=shifts_of(net, feeds, whole, known, UINT8))
-    assert insert(net, Placement(), corrected, UINT8).to_proto() == insert(net, Placement(), known, UINT8).to_proto()
-    alone = insert(net, Placement.of(e for e in whole if e.node == "second"), corrected, UINT8)
-    np.testing.assert_array_equal(means(alone, feeds, "a"), means(net, feeds, "a"))
-
-
 @pytest.mark.parametrize("numbers", [PLAIN, INT8])
 def test_its_noise_is_that_of_the_file(numbers: NumericFormat) -> None:
     model = conv_net()
@@ -159,6 +148,8 @@ def test_a_constant_that_is_quantized_itself_is_left_alone() -> None:
     net = build(text, {"w": lopsided(4, 4).T, "bias": np.arange(4, dtype=np.float32)})
     known = ranges(net, [{"x": 2 + normal(2, 4)}])
     assert not biased_layers(net, everything(net, known))
+    foreign = build("net (float[2,4] x) => (float[2,4] y) { [own] y = custom.Conv(x, w) }", {"w": normal(4, 4)})
+    assert not biased_layers(foreign, Placement.of([Edge("x", "own", 0), Edge("w", "own", 1)]))
 
 
 def test_biases_are_corrected_for_each_sample_by_the_others() -> None:

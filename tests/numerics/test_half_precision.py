@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto
 
 from conftest import Call
-from models import attention, build, check, conv_net, feeds, normal, run, sqnr
+from models import build, conv_net, feeds, normal, run
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.scales import Calibration, Range, Ranges
@@ -88,27 +88,6 @@ def test_a_mask_may_be_cut_off_and_a_weight_may_not() -> None:
     }
 
 
-def test_between_kept_nodes_nothing_is_cast() -> None:
-    model = loud()
-    half = converted(model, "fp16", ["square", "shift", "cube", "root"])
-    check(half)
-    assert {types(half)[t] for n in half.nodes if n.name in ("square", "shift", "cube") for t in n.outputs} == {
-        TensorProto.FLOAT
-    }
-    assert [n.op for n in half.nodes].count("Cast") == 4  # in front of x, behind y, in front of `square`, behind `root`
-    samples = feeds(model)
-    assert sqnr(run(model, samples), run(half, samples)) > 45
-
-
-def test_kept_nodes_at_the_ends_need_no_casts() -> None:
-    model = build("net (float[2,4] x) => (float[2,4] y) { [a] t = Exp(x) [b] u = Neg(t) [c] y = Log(u) }")
-    assert [n.op for n in converted(model, "fp16", ["a", "b", "c"]).nodes] == ["Exp", "Neg", "Log"]
-    half = converted(model, "fp16", ["c"])
-    assert [n.op for n in half.nodes] == ["Cast", "Exp", "Neg", "Cast", "Log"]
-    check(half)
-    assert (half.inputs, half.outputs) == (("x",), ("y",))
-
-
 def test_a_half_model_tells_what_was_kept() -> None:
     model = loud()
     assert kept_in(converted(model, "fp16", ["square", "cube"]), model) == {"square", "cube"}
@@ -144,16 +123,6 @@ def test_rounding_is_that_of_the_format() -> None:
     with np.errstate(over="ignore"):
         wanted = (x.astype(np.float16).astype(np.float32) * 3).astype(np.float16).astype(np.float32)
     np.testing.assert_array_equal(found["y"], wanted)
-
-
-@pytest.mark.parametrize("make", [conv_net, attention])
-def test_bfloat16_is_everywhere_that_float16_would_be(make) -> None:  # type: ignore[no-untyped-def]
-    model = make()
-    half, wide = converted(model, "fp16"), converted(model, "bf16")
-    swapped = {TensorProto.FLOAT16: TensorProto.BFLOAT16}
-    assert {t: swapped.get(d, d) for t, d in types(half).items()} == types(wide)
-    assert (wide.inputs, wide.outputs) == (model.inputs, model.outputs)
-    assert [n.op for n in wide.nodes] == [n.op for n in half.nodes]
 
 
 def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,23 +131,6 @@ def test_the_score_interval_ends_where_the_score_is_z(lost: int, won: int, count
     assert z == pytest.approx(-sqrt(Z2), rel=1e-3)
 
 
-def test_without_any_change_the_interval_ends_by_the_number_of_samples() -> None:
-    assert loss_high(*hits(lost=0, won=0, count=100)) == pytest.approx(Z2 / (100 + Z2))
-    assert loss_high(*hits(lost=10, won=0, count=10)) == 1.0
-    fewer = [loss_high(*hits(lost=n, won=3, count=60)) or 0.0 for n in range(6)]
-    assert fewer == sorted(fewer)
-
-
-def test_the_interval_holds_the_loss_as_often_as_it_says() -> None:
-    random, held, share_lost, share_won = np.random.default_rng(0), 0, 0.04, 0.02
-    for _ in range(400):
-        lost, won, _ = random.multinomial(200, [share_lost, share_won, 1 - share_lost - share_won])
-        high = loss_high(*hits(lost=int(lost), won=int(won), count=200))
-        assert high is not None
-        held += high >= share_lost - share_won
-    assert 0.92 <= held / 400 <= 0.985
-
-
 def test_the_samples_that_it_takes() -> None:
     few, _ = hits(lost=0, won=0, count=100)
     assert samples_to_tell(few, 0.01) == 268

@@ -250,15 +250,6 @@ def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothi
     assert 0 < found["z"] < found["x"] == UNBOUNDED_NOISE
 
 
-def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
-    model = build(
-        "net (float[2,4] x) => (float[2,4] y) { [first] h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)}
-    )
-    edge = Edge("x", "first", 0)
-    with pytest.raises(EngineRefused):
-        sensitivities(model, {edge: scales.of_range(Range(-1, 1), PLAIN)}, feeds(model))
-
-
 @pytest.mark.parametrize("first", [2, 5])
 def test_a_failure_of_the_machine_is_no_noise(workers: Workers, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     model, asked, run_of = conv_net(), [0], WatchedModel.run
