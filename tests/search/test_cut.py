@@ -108,16 +108,6 @@ def test_the_best_of_all_placements_is_found() -> None:
     assert bench.seconds(best_of(bench.played())) == pytest.approx(min(best, bench.float_seconds), rel=1e-9)
 
 
-def test_every_subset_of_stored_tensors_is_beaten_too() -> None:
-    bench = Bench(mixed())
-    found = bench.seconds(best_of(bench.played()))
-    parts = partition(bench.model, bench.possible, bench.search().groups)
-    for decision in decisions(parts):
-        stored = sorted(decision.stored)
-        for kept in chain.from_iterable(combinations(stored, n) for n in range(len(stored) + 1)):
-            assert found <= bench.seconds(parts.placement(Decision.of(decision.quantized, kept))) * (1 + 1e-9)
-
-
 def test_a_fixed_point_ends_the_search() -> None:
     bench = Bench(mixed())
     history = bench.played(100)
@@ -125,20 +115,6 @@ def test_a_fixed_point_ends_the_search() -> None:
     assert bench.search().propose(history) == ()
     last = [t for t in history if t.proposal.origin == "cut"][-1]
     assert bench.search().costs(history).ms(last.placement) == pytest.approx(1e3 * bench.seconds(last.placement))
-
-
-def test_failed_builds_do_not_stop_it() -> None:
-    """The usual first builds fail, and so does every third after them."""
-    bench = Bench(mixed())
-
-    def flaky(number: int, proposal, against: Placement) -> Trial:
-        if number in (1, 4):
-            return Trial(number, proposal, against, Failure("build", "no kernel"))
-        return bench.measured(number, proposal, against)
-
-    history = bench.played(measured=flaky)
-    assert len(history) > 4
-    assert bench.seconds(best_of(history)) < 0.75 * bench.float_seconds
 
 
 def test_when_everything_fails_it_ends() -> None:

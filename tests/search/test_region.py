@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import compress, product
 from typing import Any
 
-import numpy as np
 import pytest
 
 from models import attention, build, conv_net, normal, ranges
@@ -17,7 +16,6 @@ from qdqtune.engines import formats
 from qdqtune.engines.fake import latency
 from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import work
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
@@ -101,17 +99,6 @@ def test_the_suggestions_come_first_in_their_order(name: str) -> None:
     assert sizes == [min(BATCH, len(suggested)), BATCH]
 
 
-def test_patterns_vary_as_all_suggestions_have_it_whatever_those_were_compared_with() -> None:
-    offered = list(search().seeds.items())
-    assert BATCH < len(offered) <= 2 * BATCH
-    proposed = set()
-    for first in range(len(offered)):
-        strategy = search(seeds=dict(offered[first:] + offered[:first]))
-        history = play(strategy, most=len(offered))
-        proposed.add(tuple(strategy.propose(history)))
-    assert len(proposed) == 1
-
-
 def test_suggestions_are_ranked_by_their_ratio_to_the_float_model() -> None:
     history = played("mixed")[: len(search().seeds)]
     assert history[-1].against.edges
@@ -142,31 +129,6 @@ def test_every_pattern_has_its_number_of_schemes_or_all_that_there_are(name: str
                 edges = frozenset[Edge]().union(*compress(points, chosen))
                 assert consistent(model, Placement((best.edges - inside) | edges)) in known
     assert exhausted or cap < 20
-
-
-def test_mutations_start_from_the_fastest_schemes_of_a_pattern() -> None:
-    history = played("mixed")
-    digest, _ = max(Counter(t.proposal.pattern for t in history if t.proposal.pattern).items(), key=lambda i: i[1])
-    best, ratios = best_of(history), ratios_to_float(history, Plan())
-    own = [t.placement for t in history if t.proposal.pattern == digest]
-    few = Config(minimum_schemes_to_mutate=3, maximum_mutations=1)
-    strategy = search(config=few)
-    pattern = next(p for p in strategy.patterns if p.digest == digest)
-    found = list(strategy._parents(pattern, best, history, ratios))
-    expected = sorted(own, key=lambda p: ratios[p])
-    inside = strategy._domain(pattern)
-    assert found[0] == best
-    assert len(found) == 3
-    on_top = dict.fromkeys((best.edges - inside) | (p.edges & inside) for p in expected)
-    assert [p.edges for p in found[1:]] == [edges for edges in on_top if edges != best.edges][:2]
-    many = replace(strategy, config=Config(minimum_schemes_to_mutate=1, top_percent_to_mutate=1.0))
-    assert len(list(many._parents(pattern, best, history, ratios))) > 3
-    rng = np.random.default_rng(0)
-    sampled = [consistent(strategy.model, p.placement) for p in strategy._mutated(pattern, found, rng)][:40]
-    near = [{consistent(strategy.model, strategy._turned(pattern, parent, [p])) for p in pattern.points}
-            for parent in found]  # fmt: skip
-    assert all(p in set().union(*near) for p in sampled[: len(pattern.points)])
-    assert all(set(sampled) & (reached - near[0]) for reached in near[1:] if reached - near[0])
 
 
 def test_a_run_of_mutations_that_miss_the_limits_ends_the_search_of_them() -> None:
@@ -202,33 +164,6 @@ def test_a_pattern_varies_inside_itself_only_and_in_all_instances_alike() -> Non
     assert varied
 
 
-def test_mutations_depend_on_the_random_seed_and_the_number_of_trials_alone() -> None:
-    history = [t for t in played("mixed") if not t.proposal.pattern]  # no pattern has spent anything yet
-
-    def mutations(random_seed: int, trials: Sequence[Trial]) -> list[Proposal]:
-        strategy = search(seed=random_seed)
-        return list(strategy._mutations(best_of(trials), trials, Counter()))
-
-    slower = [replace(t, result=Failure("build", "refused")) if not t.accepted else t for t in history]
-    assert mutations(1, history) == mutations(1, slower)
-    assert mutations(1, history) != mutations(2, history)
-    assert mutations(1, history) != mutations(1, history[:-1]) or best_of(history) != best_of(history[:-1])
-
-
-def test_it_finds_the_optimum_of_the_cost_model() -> None:
-    model, _, possible, inserter = parts("mixed")
-    weight_of = {t: Edge(n.inputs[1], n.name, 1) for n in model.nodes if n.op == "MatMul" for t in [n.name]}
-    free = sorted(possible - set(weight_of.values()))
-    costs = []
-    for bits in range(2 ** len(free)):
-        chosen = [e for k, e in enumerate(free) if bits >> k & 1]
-        both = [weight_of[e.node] for e in chosen if e.node in weight_of]
-        costs.append(latency(inserter.insert(Placement.of(chosen + both)).to_proto()))
-    found = seconds("mixed", best_of(played("mixed")))
-    assert min(costs) < 0.6 * costs[0]
-    assert found <= 1.02 * min(costs)
-
-
 def test_it_goes_on_when_everything_fails() -> None:
     history = trials_of(search(), lambda n, p, a: Trial(n, p, a, Failure("crash", "gone")), 24)
     assert len(history) > len(search().seeds)
@@ -250,28 +185,6 @@ def test_a_cache_without_a_known_pattern_changes_nothing(unknown: Mapping[str, S
     assert play(search(cached=unknown), most=16) == play(search(), most=16)
 
 
-def test_suggestions_that_are_empty_or_halves_do_not_stop_the_search() -> None:
-    model, _, possible, _ = parts("mixed")
-    lonely = Placement.of(e for e in possible if e.node in ("first", "softmax") and e.tensor not in model.constants)
-    assert len(lonely) == 2
-    offered = {"imported": lonely, "nothing": Placement(), "half": Placement.of(e for e in lonely if e.node == "first")}
-    history = play(search(seeds=offered | dict(search().seeds)), most=24)
-    assert history[0].proposal == Proposal("imported", consistent(model, lonely))
-    assert {t.proposal.origin for t in history} > {"imported", *search().seeds}
-    assert not {"nothing", "half"} & {t.proposal.origin for t in history}
-
-
-def test_only_the_given_patterns_and_edges_are_varied() -> None:
-    model, grouped, possible, _ = parts("attention")
-    chosen = tuple(p for p in grouped if {"query", "key"} & {model.nodes[n].name for n in p.instances[0].all_nodes()})
-    within = possible & {e for p in chosen for edges in p.edges.values() for es in edges.values() for e in es}
-    made = start_placements.placements(model, within)
-    history = play(search("attention", patterns=chosen, possible=within, seeds=made), "attention", 32)
-    assert 0 < len(within) < len(possible)
-    assert history
-    assert all(t.placement.edges <= within for t in history)
-
-
 def test_winners_of_one_batch_are_tried_together() -> None:
     history = played("mixed")
     number, merged = next((k, t) for k, t in enumerate(history) if t.proposal.origin == "merged winners")
@@ -279,14 +192,6 @@ def test_winners_of_one_batch_are_tried_together() -> None:
     added, removed = lost[-1].placement - lost[-1].against, lost[-1].against - lost[-1].placement
     assert merged.against != lost[-1].against
     assert merged.placement == (merged.against | added) - removed
-
-
-def test_work_counts_multiplications_for_products_and_elements_for_the_rest() -> None:
-    model = parts("mixed")[0]
-    assert work(model, model.node("first")) == 8 * 8 * 64 * 128
-    assert work(model, model.node("softmax")) == 8 * 8 * 128
-    net = parts("conv_net")[0]
-    assert work(net, net.node("depthwise")) == 16 * 4 * 4 * 9  # its batch is unknown and counts as 1
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,3 @@ def test_in_the_same_number_of_builds_it_is_never_worse_with_the_cut_first(
     begun = next((i for i, origin in enumerate(origins) if origin in ("residual", "islands")), len(origins))
     assert "cut" in origins[:begun]
     assert not OF_THE_CUT & set(origins[begun:])
-
-
-def test_without_layer_times_the_rules_come_first(model: Path) -> None:
-    seeded = tuned(model, "seeded", builds=10, hide_times=True)
-    assert seeded.history == tuned(model, "rules", builds=10, cut_seed=False, hide_times=True).history
-    assert not OF_THE_CUT & {t.proposal.origin for t in seeded.history}

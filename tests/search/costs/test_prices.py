@@ -1,7 +1,6 @@
 """Prices from layer reports: each is charged to the unit or conversion that causes it."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -21,10 +20,9 @@ from qdqtune.search.costs.attribution import BuildTimes, attribute
 from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, everything, margin
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import UNMEASURED_SHARE, Costs, Price, learn
-from qdqtune.search.costs.table import Table, expansion, solve
+from qdqtune.search.costs.table import Table, solve
 from qdqtune.search.costs.units import Decision, Partition, partition, state
 from qdqtune.types import Edge, Placement, WeightFormat
-from region_models import resnet
 from runs import mixed
 from weight_only_nets import MODEL, SHARES, W4, W8, parts
 
@@ -128,23 +126,6 @@ def test_conversions_without_a_layer_are_free() -> None:
     assert costs.quantize["u"] == 0.4  # never seen: as the Q of x, which has as many elements
 
 
-def test_a_tensor_with_two_readers() -> None:
-    """Pairs on some of its uses leave a float there."""
-    model = resnet(1)
-    uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
-    parts = partition(model, frozenset(Edge(*use) for use in uses), ())
-    tensor = next(t for t in parts.edges if len(parts.users[t]) == 2 and t in parts.producer)
-    unit = parts.units[parts.producer[tensor]]
-    one = Placement(parts.placement(Decision.of({unit.number})).edges | {parts.edges[tensor][0]})
-    assert state(unit, parts, one) == "handing"
-    both = Decision.of({unit.number}, {tensor})
-    placement = parts.placement(both)
-    assert state(unit, parts, placement) == "quantized"
-    base = times(**dict.fromkeys((n.name for n in model.nodes), 1.0))
-    costs = learn(parts, [base, times(placement, dequantize={tensor: 0.8}, **base.nodes)])
-    assert costs.of_tensor(tensor, both) == pytest.approx(0.8)
-
-
 def test_the_fake_engines_builds_are_predicted_exactly() -> None:
     """Each build's own prices give back its latency."""
     model = mixed()
@@ -220,13 +201,6 @@ def test_three_labels_are_decided_nearly_exactly(seed: int) -> None:
     assert table.total(labels) <= 1.05 * min(map(table.total, product(range(3), repeat=7)))
     for number, label in product(range(7), range(3)):
         assert table.total([*labels[:number], label, *labels[number + 1 :]]) >= table.total(labels) - 1e-6
-
-
-def test_an_expansion_is_the_best_of_all_sets_that_change() -> None:
-    table = drawn(3, 7, 3)
-    start = [0, 1, 2, 1, 0, 2, 1]
-    every = product(*((label, 1) for label in start))
-    assert table.total(expansion(table, start, 1)) == pytest.approx(min(map(table.total, every)), rel=1e-6)
 
 
 def test_a_value_is_converted_once_for_all_readers_with_a_label() -> None:
@@ -370,18 +344,6 @@ class TestCutWithinLimits:
         assert times == sorted(times)
         assert times[0] < times[-1]
 
-    def test_no_placement_with_as_little_noise_is_faster(self, make) -> None:
-        """The cut lies on the convex front: whatever beats it in time makes more noise."""
-        costs, noise = made_up_costs(make())
-        parts = costs.partition
-        whole, least = noise.summed(parts.placement(cut(costs))), costs.total(cut(costs))
-        found = [cut_within(costs, noise, share * whole) for share in (0.7, 0.4, 0.2)]
-        for other in _random_decisions(parts, 2000):
-            assert costs.total(other) >= least - 1e-6
-            for decision in found:
-                if noise.summed(parts.placement(other)) <= noise.summed(parts.placement(decision)):
-                    assert costs.total(other) >= costs.total(decision) - 1e-6
-
 
 def test_where_a_limit_binds_the_decision_with_less_noise_is_taken_of_those_with_equal_time() -> None:
     steps = "[a] b = MatMul(x, u) [c] d = MatMul(b, v) [e] y = MatMul(d, w)"
@@ -406,13 +368,3 @@ def test_nothing_is_quantized_where_values_do_not_explain_the_noise() -> None:
     costs, noise = made_up_costs(mixed())
     unknown = Noise(noise.model, {}, limit=0.1, simulate=lambda placement: 0.5 if placement else 0.0)
     assert cut_holding(costs, unknown, 0.1) == Decision()
-
-
-def _random_decisions(parts: Partition, count: int) -> Sequence[Decision]:
-    random = np.random.default_rng(4)
-    found = []
-    for _ in range(count):
-        quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.5)
-        mine = [t for t in parts.edges if parts.producer.get(t) in quantized]
-        found.append(Decision(quantized, frozenset(t for t in mine if random.random() < 0.8)))
-    return found

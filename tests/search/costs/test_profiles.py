@@ -1,17 +1,17 @@
 """Schemes of groups that stand alone, their prices, and what is selected by them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
-from models import INT8, attention, build, conv_net, normal, ranges, tapped
+from models import INT8, build, conv_net, normal, ranges
 from qdqtune.engines.fake import CostModel
 from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import consistent, possible_edges
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.profiles import (  # fmt: skip
     PricedScheme,
     Profile,
@@ -40,24 +40,6 @@ def alone(parts: Partition, unit: Unit) -> tuple[Model, frozenset[Edge]]:
     part = extract(parts.model, unit.nodes, Resolved(known), {})  # type: ignore[arg-type]
     own = {e for e in parts.possible if e.node in part.index_of}
     return part, frozenset(own | {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)})
-
-
-@pytest.mark.parametrize("make", [conv_net, attention, tapped])
-def test_schemes_never_quantize_an_activation_without_its_weight(make: Callable[[], Model]) -> None:
-    parts = parts_of(make())
-    for unit in parts.units:
-        if not unit.outputs:
-            continue
-        model, possible = alone(parts, unit)
-        found = schemes(model, possible)
-        assert len(set(found.values())) == len(found)
-        assert all(p.edges and p.edges <= possible for p in found.values())
-        for name, placement in found.items():
-            if name == "weight-only":
-                assert placement.edges == set(unit.weights)
-                continue
-            assert consistent(model, placement) == placement
-            assert ("activation-only" in name) <= (not unit.weights)
 
 
 def test_the_schemes_of_a_convolution() -> None:

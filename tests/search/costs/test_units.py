@@ -1,7 +1,5 @@
 """Units: every node in one of them, and what decisions about them mean for the edges."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from models import attention, build, conv_net, normal, ranges, tapped
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import BuildTimes, group_ms
 from qdqtune.search.costs.units import (
     Decision,
     Partition,
@@ -95,28 +92,6 @@ def test_groups_are_layers_of_several_known_nodes() -> None:
         Layer("d", ("unknown", "other"), "FP32", 1.0, "compute"),
     ]
     assert fusion_groups(model, layers) == [("stem", "stem_relu")]
-
-
-class Walked(frozenset[Edge]):
-    """A set that counts how often somebody goes through all of it."""
-
-    times = 0
-
-    def __iter__(self) -> Iterator[Edge]:
-        Walked.times += 1
-        return super().__iter__()
-
-
-def test_a_group_does_not_walk_all_edges() -> None:
-    """Large graphs have thousands of groups: that would take as long as the square of their number."""
-    model = conv_net()
-    possible = Walked(possible_edges(model, ranges(model)))
-    times = BuildTimes(Placement(possible), {}, {}, {})
-    Walked.times = 0
-    for node in model.nodes:
-        assert not inner_edges(model, [node.name], possible)
-        group_ms(model, [node.name], times)
-    assert Walked.times == 1
 
 
 def test_splitting_at_inner_edges() -> None:

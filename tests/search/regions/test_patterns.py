@@ -105,17 +105,6 @@ def test_equal_structure_has_one_short_signature(a, b):
     assert len(a) < 200
 
 
-def test_the_order_of_children_is_structural():
-    def made(first, second):
-        net = Network()
-        x = net.add("Relu", "input")
-        branches = [net.add(op, net.conv(x)) for op in (first, second)]
-        net.outputs = [net.add("Mul", *branches)]
-        return {p.signature for p in grouped(net.model()) if p.type is RegionType.COMPOSITE}
-
-    assert made("Sigmoid", "Tanh") == made("Tanh", "Sigmoid") != set()
-
-
 def test_a_different_division_of_the_same_nodes_is_a_different_pattern():
     model = resnet(1)
     (whole,) = (p for p in grouped(model) if p.type is RegionType.COMPOSITE)
@@ -211,37 +200,6 @@ def test_a_foreign_point_is_refused():
     first, *_ = grouped(resnet(1))
     with pytest.raises(ValueError, match="no point"):
         patterns.resolve(first, first.instances[0], frozenset({Point("node_input", 7, 0)}))
-
-
-# ---- properties
-@given(networks(), st.data())
-def test_equal_signatures_mean_equal_shapes(net, data):
-    model = net.model()
-    size = data.draw(st.sampled_from([1, 3, 10]))
-    for pattern in grouped(model, max_sequence_size=size, min_topdown_size=size):
-        shapes = [_shape(model, pattern, region) for region in pattern.instances]
-        assert all(shape == shapes[0] for shape in shapes)
-        for region in pattern.instances:
-            chosen = frozenset(data.draw(st.sets(st.sampled_from(pattern.points))))
-            edges = patterns.resolve(pattern, region, chosen)
-            assert patterns.scheme_of(pattern, region, edges) == chosen
-            assert len(edges) >= len(chosen)
-
-
-def _shape(model, pattern, region):
-    """For each point what its edges join; how many users a region output has is not a matter of the region."""
-
-    def ends(point, edge):
-        made_by = model.nodes[model.producers[edge.tensor]].op if edge.tensor in model.producers else None
-        if point.kind.endswith("output"):
-            return made_by
-        user = model.nodes[model.index_of[edge.node]]
-        inside = model.producers.get(edge.tensor) in region.all_nodes()
-        return user.op, None if user.op in COMMUTATIVE else edge.index, made_by if inside else None
-
-    return {p: sorted({ends(p, e) for e in edges}, key=repr) if p.kind.endswith("output")
-            else sorted((ends(p, e) for e in edges), key=repr)
-            for p, edges in pattern.edges[region].items()}  # fmt: skip
 
 
 @given(networks(tagged=True) | networks(max_nodes=15), st.data())
