@@ -98,26 +98,6 @@ def test_what_is_slower_at_a_number_is_not_accepted_in_the_search(model: Path, w
     assert result.shipped == "baseline"
 
 
-def test_where_the_winner_is_slower_at_a_number_the_next_candidate_is_tried(model: Path, workers: Workers) -> None:
-    seen: list[bytes] = []
-
-    def slower(build: Build) -> float:
-        if not is_final(build, 4):
-            return 1.0
-        content = build.path.read_bytes()
-        seen.extend([content] if content not in seen else [])
-        return 3.0 if content == seen[0] else 1.0
-
-    workers.slower = slower
-    result = run(model)
-    assert result.shipped == "tuned"
-    assert (model.parent / "out" / "optimized_final.onnx").read_bytes() == seen[1]
-    first, second = result.summary["by_threads"]
-    assert first["verdict"] == "faster"
-    assert second["ratio"] < 1  # two pairs of builds are enough to see that it is not slower
-    assert any("is no gain where it may run" in note for note in result.notes)
-
-
 def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) -> None:
     result = run(model, front=True, builds=25)
     rows = result.summary["front"]
@@ -166,20 +146,6 @@ def test_the_usual_number_is_the_engines() -> None:
 def test_numbers_that_nothing_can_be_proven_at(model: Path, engine: str, asked: tuple[int, ...], said: str) -> None:
     with pytest.raises(BadOption, match=said):
         settings(model, engine=EngineSpec(engine), threads=asked)
-
-
-def test_where_the_optimum_of_all_is_slower_at_a_number_one_that_is_slower_at_none_is_found(
-    model: Path, workers: Workers
-) -> None:
-    """Pairs everywhere gain at one thread more than they lose at four; some of them lose at neither."""
-
-    def slower(build: Build) -> float:
-        return 1.2 if build.threads == 4 and build.path.read_bytes().count(b"DequantizeLinear") > 12 else 1.0
-
-    workers.slower = slower
-    result = run(model, builds=20)
-    assert result.shipped == "tuned"
-    assert all(row["ratio"] < 1 for row in result.summary["by_threads"])
 
 
 # What is told

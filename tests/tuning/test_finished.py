@@ -88,12 +88,6 @@ def test_changed_or_missing_results_are_written_again(model: Path, name: str, ho
     assert untimed(left(model)) == untimed(before)
 
 
-def test_a_run_that_ran_out_of_time_goes_on(model: Path) -> None:
-    short = tune(settings(model, **MODES["cut"], time_budget=1e-9))
-    whole = run(model)
-    assert len(short.history) < len(whole.history)
-
-
 def test_a_version_that_makes_other_candidates_ships_nothing_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run(model) and left(model)
     monkeypatch.setattr(store, "VERSION", store.VERSION + 1)

@@ -40,19 +40,6 @@ def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: W
     assert result.summary["builds"] <= 25
 
 
-def test_a_run_that_was_cut_off_goes_on_to_the_same_front(model: Path, workers: Workers) -> None:
-    first = tune(settings(model, mode="cut", front=True, builds=25))
-    state = model.parent / "out" / "autotuner_state.yaml"
-    lines = state.read_text().splitlines(keepends=True)
-    points = [i for i, line in enumerate(lines) if '"key": "race:' in line]
-    state.write_text("".join(lines[: points[len(points) // 2]]))
-    built = len(workers.builds)
-    again = tune(settings(model, mode="cut", front=True, builds=25))
-    assert again.summary["front"] == first.summary["front"]
-    assert again.history == first.history
-    assert sum(b.engine == "fake" for b in workers.builds[built:]) < first.summary["proof_builds"] + 3
-
-
 def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
     free = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=None))
     fastest, second, *_ = free.summary["front"]

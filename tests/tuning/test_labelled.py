@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
 
@@ -117,17 +116,6 @@ class TestTheLimit:
         again = tune(asked)
         assert again.summary["metric_loss_high"] == first.summary["metric_loss_high"]
         assert Placement() != again.placement == first.placement
-
-
-def test_without_labels_the_float_model_is_right(model: Path) -> None:
-    done = tune(settings(model, metric="top1", builds=10, max_drop=None))
-    summary = done.summary
-    assert (summary["metric_before"], summary["metric_samples"]) == (1.0, COUNT)
-    evaluators = [ReferenceEvaluator(onnx.load(model.parent / "out" / f"{f}.onnx"))
-                  for f in ("baseline", "optimized_final")]  # fmt: skip
-    with np.load(model.with_suffix(".npz")) as arrays:
-        told = [[e.run(None, {"x": x[None]})[0].argmax() for x in arrays["x"]] for e in evaluators]
-    assert summary["metric_after"] == pytest.approx(np.equal(*told).mean(), abs=0.01)
 
 
 def test_labels_in_another_order_are_doubted(model: Path, data, call: Call) -> None:

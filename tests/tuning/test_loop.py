@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,16 @@ import pytest
 from models import INT8, build, conv_net, normal, ranges
 from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, Failure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.insertion import Inserter, insert
+from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import count_pairs, is_quantized
 from qdqtune.search import best_of
-from qdqtune.search.region import Config
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.ratios import USUAL_BUILDS, Plan, judge, speed
 from qdqtune.tuning.estimate import estimate
@@ -108,15 +105,6 @@ class TestAnImprovement:
         recorded = read_placement_file(out(improved, "placement.yaml"))
         assert recorded.placement == result.placement == best_of(result.history)
         assert (recorded.engine, recorded.quant_type) == ("fake", "int8")
-
-    def test_the_best_trial_was_accepted_and_each_one_was_faster_than_the_last(
-        self, improved: Path, result: Result
-    ) -> None:
-        inserter = Inserter(load(improved), ranges(load(improved)), INT8)
-        accepted = [t for t in result.history if t.accepted]
-        times = [latency(inserter.insert(t.placement).to_proto()) for t in accepted]
-        assert times == sorted(times, reverse=True)
-        assert all(t.against == before.placement for before, t in pairwise(accepted) if t.number - before.number > 4)
 
 
 def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, workers: Workers) -> None:
@@ -215,11 +203,6 @@ def test_the_builds_are_never_overspent(model: Path, workers: Workers, builds: i
     assert sum(build.is_candidate for build in workers.builds) == result.summary["builds"]
     built = sum(build.engine == "fake" for build in workers.builds)  # besides: calibration, and what is foretold
     assert built == result.summary["builds"] + result.summary["proof_builds"]
-
-
-def test_it_stops_when_there_is_nothing_left_to_try(model: Path) -> None:
-    result = tune(settings(model, builds=392, config=Config(schemes_per_region=2)))
-    assert 0 < result.summary["builds"] < 60
 
 
 def test_the_node_filter_leaves_other_regions_in_float(model: Path) -> None:
@@ -381,16 +364,6 @@ class TestAModelThatHasPairs:
         summary = tune(settings(model, model=destroyed, **asked)).summary
         assert (summary["shipped"], summary["metric_before"], summary["metric_after"]) == (shipped, 1.0, after)
 
-    def test_with_external_data_it_ships_again_whole(self, model: Path) -> None:
-        given = quantized(model, "qdq.onnx", tune(settings(model)).placement)
-        beside = model.parent / "beside" / "qdq.onnx"
-        beside.parent.mkdir()
-        onnx.save(onnx.load(given), beside, save_as_external_data=True, location="weights.bin", size_threshold=0)
-        result = tune(settings(model, model=beside, from_qdq=True, output_dir=model.parent / "again"))
-        assert result.shipped == "given"
-        shipped = onnx.load(model.parent / "again" / "optimized_final.onnx")
-        assert shipped.graph == onnx.load(beside).graph
-
     @pytest.mark.parametrize("lonely", [True, False])
     def test_a_useless_import_does_not_stop_the_search(self, model: Path, lonely: bool) -> None:
         edges = [e for e in possible(model) if e.node == ("first" if lonely else "tanh") and e.index == 0]
@@ -398,13 +371,6 @@ class TestAModelThatHasPairs:
         result = tune(settings(model, qdq_baseline=other, node_filter=() if lonely else ("first", "relu")))
         assert result.improved
         assert len(result.history) > 4
-
-    def test_as_a_baseline_it_is_tried_first(self, model: Path) -> None:
-        placement = start_placements.integer_islands(load(model), possible(model))
-        other = quantized(model, "qdq.onnx", placement)
-        result = tune(settings(model, qdq_baseline=other, builds=12))
-        assert result.history[0].proposal.origin == "imported"
-        assert result.history[0].placement == placement
 
     def test_both_ways_at_once_are_refused(self, model: Path) -> None:
         with pytest.raises(BadOption, match="exclude each other"):
@@ -492,18 +458,6 @@ def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Pa
     assert accepted <= 2
 
 
-def test_under_the_same_noise_a_real_gain_is_found(model: Path) -> None:
-    for number in range(2):
-        engine = EngineSpec("fake", {"seed": number, **NOISE})
-        result = tune(settings(model, engine=engine, seed=number, restart=True))
-        assert result.improved
-        assert result.ratio is not None
-        low, high, truth = result.ratio.low, result.ratio.high, cost(out(model, "optimized_final.onnx")) / cost(model)
-        assert low is not None
-        assert high is not None
-        assert low <= truth <= high
-
-
 @pytest.mark.parametrize("time_budget", [None, 0.01])
 def test_half_precision_that_is_slower_or_not_timed_ships_for_nobody(tmp_path: Path, time_budget: float | None) -> None:
     model = write(hopeless(), tmp_path)
@@ -558,18 +512,6 @@ def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_compute
         assert result.shipped == "given"
         why = "the output SQNR" if fast == "baseline.onnx" else "without its pairs the output SQNR"
         assert any(f"proved faster, and was not taken: {why}" in note for note in result.notes)
-
-
-def test_no_placement_is_built_twice_in_a_search(model: Path, workers: Workers) -> None:
-    """Schemes that mean the same edges are one placement, the float model is built once, and runs choose alike."""
-    result = tune(settings(model, builds=52))
-    built = [build.path.stem for build in workers.builds if build.is_candidate]
-    placements = [t.placement for t in result.history]
-    assert len(set(placements)) == len(placements) > 12
-    assert Placement() not in placements
-    assert len(built) == len(set(built)) == 1 + len(placements)
-    twin = tune(settings(model, builds=52, output_dir=model.parent / "twin"))
-    assert [t.placement for t in twin.history] == placements
 
 
 def test_warmup_is_a_number_of_inferences(model: Path, workers: Workers) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from qdqtune.cli import main
-from qdqtune.errors import EngineFailure, Failure
 from qdqtune.tuning.loop import tune
 from runs import environment, mixed, rows, settings, timeless, write
-from workers import Build, Workers, in_process
+from workers import in_process
 
 STATE = "autotuner_state.yaml"
 FILES = [STATE, "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "placement.yaml"]
@@ -75,24 +74,6 @@ def test_a_run_that_is_killed_ends_with_the_same_files(unbroken, tmp_path, call)
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(("mode", "builds"), [("region", 16), ("cut", 8)])
-def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(
-    model: Path, mode: str, builds: int
-) -> None:
-    first = tune(settings(model, builds=builds, mode=mode))
-    assert len(first.history) > 3
-    out = model.parent / "out"
-    expected = contents(out)
-    lines = expected[STATE].splitlines(keepends=True)
-    for kept in range(1, len(lines), 3):
-        torn = lines[kept][: len(lines[kept]) // 2] if kept % 2 else b""
-        (out / STATE).write_bytes(b"".join(lines[:kept]) + torn)
-        again = tune(settings(model, builds=builds, mode=mode))
-        assert untimed(out) == expected | {STATE: timeless(expected[STATE])}
-        assert again.history == first.history
-
-
-@pytest.mark.usefixtures("workers")
 def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> None:
     whole = tune(settings(model, builds=32, cut_seed=True, output_dir=model.parent / "whole"))
     for builds in (4, 13, 18, 32):
@@ -112,22 +93,6 @@ def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
     after = rows(model.parent / "out" / STATE)
     assert after[: len(before)] == before
     assert all(r["kind"] != "trial" for r in after[len(before) :])
-
-
-@pytest.mark.usefixtures("workers")
-def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(model: Path, workers: Workers) -> None:
-    first = tune(settings(model, builds=10))
-
-    def dead(build: Build) -> str | None:
-        return "the device is gone" if build.is_candidate and build.log.stem != "baseline" else None
-
-    workers.refused = dead
-    with pytest.raises(EngineFailure, match="the device is gone"):
-        tune(settings(model, builds=32))
-    workers.refused = lambda _: None
-    whole = tune(settings(model, builds=32))
-    assert whole.history[: len(first.history[:-4])] == first.history[:-4]
-    assert not [t for t in whole.history if isinstance(t.result, Failure)]
 
 
 @pytest.mark.usefixtures("workers")

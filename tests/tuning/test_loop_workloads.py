@@ -1,7 +1,6 @@
 """Calls of different shapes: timed together by their shares, judged on all, proven as one and told one by one."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,9 @@ import pytest
 import qdqtune
 from decoders import CALLS, WEIGHTS, call_of, cost, decoder, mean, settings, written
 from qdqtune.errors import BadOption, BadState
-from qdqtune.graph.loading import load
-from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.run import open_run, prepared
-from runs import rows
 from workers import Workers
 
 
@@ -105,25 +101,6 @@ def test_calibration_data_stay_the_samples_where_they_are_given(model: Path, wor
     result = tune(settings(model, WEIGHTS, calibration_data=str(model.with_name("samples.npz")), accuracy_samples=8))
     assert result.summary["accuracy_samples"] == 3
     assert [row["name"] for row in result.summary["workloads"]] == ["decode", "prefill"]
-
-
-def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(model, call, monkeypatch):
-    pytest.importorskip("openvino")
-    monkeypatch.setattr("qdqtune.commands.tune.Plan", partial(Plan, turn_seconds=0.001))
-    out = model.parent / "out"
-    mix = ["--workload", f"{model.with_name('decode.npz')}:4", "--workload", f"{model.with_name('prefill.npz')}:1"]
-    how = ["--calibration-method", "minmax", "--no-bias-correction", "--min-sqnr", "none", "--no-report", "-q"]
-    at = ["--engine", "openvino", "--threads", 1, "--builds", 3]
-    code, _, _ = call("tune", model, *at, *mix, *how, "-o", out)
-    assert code in (0, 3)  # faster, or not
-    told = json.loads((out / "summary.json").read_text())["workloads"]
-    assert [(row["name"], row["share"]) for row in told] == [("decode", 0.8), ("prefill", 0.2)]
-    records = rows(out / "autotuner_state.yaml")
-    tried = [record["value"]["result"] for record in records if record["kind"] == "trial"]
-    assert [len(samples["parts"]) for samples in tried] == [2, 2]
-    (floats,) = (record["value"] for record in records if record["kind"] == "layers")
-    assert any("up" in layer["nodes"] for layer in floats)
-    assert load(out / "optimized_final.onnx").tensors["ids"].shape == (None, None)
 
 
 def test_compare_reports_each_workload(model: Path, call: Any) -> None:

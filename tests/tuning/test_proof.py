@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from qdqtune.commands.tune import result_table
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, BaselineFailed
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.constants import inner_tensors
 from qdqtune.graph.loading import load
@@ -23,7 +23,7 @@ from qdqtune.tuning.proof import copy_model
 from qdqtune.tuning.run import Run
 from qdqtune.types import Accuracy, Edge, Placement, Trial
 from runs import out, settings
-from workers import Workers
+from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -81,6 +81,19 @@ def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Pa
     assert any("did not prove faster" in note for note in result.notes)
     assert out(model, "optimized_final.onnx").read_bytes() == out(model, "baseline.onnx").read_bytes()
     assert result.summary["ratio"] == 1.0
+
+
+def test_a_proof_that_the_machine_fails_is_made_by_the_next_run(model: Path, workers: Workers) -> None:
+    def late(build: Build) -> None:
+        if build.path.name in ("optimized_final.onnx", model.name):
+            raise TimeoutError
+
+    workers.refused = late
+    with pytest.raises(BaselineFailed, match="failed on the finished files"):
+        tune(settings(model, builds=8, mode="cut"))
+    assert not out(model, "optimized_final.onnx").exists()
+    workers.refused = lambda _: None
+    assert tune(settings(model, builds=8, mode="cut")).improved
 
 
 def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, workers: Workers) -> None:

@@ -1,7 +1,6 @@
 """Rewrites that pay are found before the search, kept, told and made again; what does not pay is left out."""
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,8 @@ from qdqtune.errors import BadModel, EngineRefused, Failure
 from qdqtune.graph import rewrites
 from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES, Rewrites
-from qdqtune.graph.saving import ConstantFile
 from qdqtune.placement.files import read_placement_file
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import rewritten
@@ -76,21 +74,6 @@ def test_a_rewrite_that_pays_is_kept_and_told(tmp_path: Path) -> None:
     assert "HardSwish" in {n.op for n in final.nodes}
     assert read_placement_file(asked.output_dir / "placement.yaml").rewrites == Rewrites(True, ("hardswish",))
     assert any("HardSwish" in row.operators for row in explain_run(asked.output_dir).rows)
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_weights_are_written_once_whether_a_rewrite_pays_or_not(pays, tmp_path, monkeypatch):
-    monkeypatch.setattr(rewritten, "SAME_DB", 40.0 if pays else 1e9)
-    computed, span, model = Counter[str](), ConstantFile._span, swishing()
-
-    def counted(self: ConstantFile, constant: Constant) -> tuple[int, int]:
-        computed[constant.key] += constant.key not in self._spans
-        return span(self, constant)
-
-    monkeypatch.setattr(ConstantFile, "_span", counted)
-    result = tune(run(tmp_path, model))
-    assert bool(result.summary["rewrites"]["names"]) == pays
-    assert [computed[model.constants[weight].key] for weight in ("w0", "w1", "w2")] == [1, 1, 1]
 
 
 def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:

@@ -1,23 +1,18 @@
 """Candidates of a batch side by side: what is found, in which order it is known, and how such a run goes on."""
 
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from observers import Log
-from qdqtune.engines import EngineSpec, devices
-from qdqtune.errors import EngineUnavailable
-from qdqtune.search import best_of
+from qdqtune.engines import EngineSpec
 from qdqtune.tuning import loop
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.proof import prove
-from qdqtune.tuning.store import Store
 from runs import cost, rows, settings
-from workers import Build, Workers
+from workers import Workers
 
 MODES: dict[str, dict[str, Any]] = {
     "cut": {"mode": "cut", "builds": 12},
@@ -72,45 +67,12 @@ def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, m
         assert len(asked_again) == left
 
 
-def test_a_search_that_learns_from_batches_is_not_given_all_builds_in_one(model: Path) -> None:
-    asked = settings(model, **MODES["cut"])
-    eight, four = (tune(replace(asked, output_dir=model.parent / str(n), workers=n)).history for n in (8, 4))
-    assert eight == four
-    more = replace(asked, output_dir=model.parent / "more", workers=8, builds=40)
-    assert tune(more).history[: len(eight)] != eight
-
-
 def test_a_run_of_one_worker_stays_one_at_a_time(model: Path) -> None:
     asked = settings(model, **MODES["cut"])
     expected = tune(asked)
     shutil.rmtree(asked.output_dir / "logs")
     assert not any(r["kind"] == "batch" for r in rows(asked.output_dir / "autotuner_state.yaml"))
     assert tune(replace(asked, workers=4, builds=asked.builds + 1)).history[: len(expected.history)] == expected.history
-
-
-def test_jobs_of_a_lost_worker_are_done_by_the_others(model, monkeypatch, many_cores):
-    asked = settings(model, workers=3, **MODES["region"])
-    expected = tune(asked)
-    others, started = threading.Lock(), Workers.__call__
-
-    def lost(self: Workers, log: Path, device: devices.Device) -> Any:
-        worker = started(self, log, device)
-        ask = worker.ask
-
-        def refused(message: tuple[str, Any], limit: float) -> tuple[bool, Any]:
-            with others:
-                if message[0] == "build" and device.name == "worker-2":
-                    return False, EngineUnavailable("its driver is gone")
-            return ask(message, limit)
-
-        worker.ask = refused  # type: ignore[method-assign]
-        return worker
-
-    monkeypatch.setattr(Workers, "__call__", lost)
-    notes = Log()
-    found = tune(replace(asked, output_dir=model.parent / "lost"), notes)
-    assert found.history == expected.history
-    assert [note for note in notes.notes if "its driver is gone" in note]
 
 
 def test_the_proof_runs_alone(model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers) -> None:
@@ -130,26 +92,3 @@ def test_candidates_beyond_the_budget_are_not_begun(model: Path, many_cores: Wor
     result = tune(asked)
     known = [r for r in rows(asked.output_dir / "autotuner_state.yaml") if r["kind"] == "trial"]
     assert len(known) == len(result.history) == 3
-
-
-def test_what_comes_first_is_written_first_and_told_in_order(model, monkeypatch, many_cores):
-    """The first candidate of a batch hangs until another one is in the journal."""
-    written, waited = threading.Event(), []
-    put = Store.put
-
-    def watched(self: Store, key: str, value: Any, **how: Any) -> Any:
-        done = put(self, key, value, **how)
-        if key.startswith("trial:"):
-            written.set()
-        return done
-
-    def hang(build: Build) -> None:
-        if build.log.name == "trial_001.log":
-            waited.append(written.wait(timeout=60))
-
-    monkeypatch.setattr(Store, "put", watched)
-    many_cores.refused = hang
-    result = tune(settings(model, workers=2, **MODES["region"]))
-    assert waited == [True]
-    assert [t.number for t in result.history] == sorted(t.number for t in result.history)
-    assert best_of(result.history).edges
