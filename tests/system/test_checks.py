@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 
@@ -16,7 +15,6 @@ from command_lines import is_refused
 from conftest import Call
 from qdqtune.errors import OutputError
 from qdqtune.graph.saving import save
-from qdqtune.placement.files import write_yaml
 from qdqtune.system import interpreter
 from qdqtune.system.checks import HEAD, LIST, below
 from qdqtune.system.writing import atomic_write, write_json
@@ -38,20 +36,13 @@ def external(tmp_path: Path) -> Path:
     ("more", "target", "what"),
     [
         ([], "weights.bin", "the model"),
-        ([], "copy.onnx", "the model"),
-        ([], "link.onnx", "the model"),
-        ([], "weights", "the model"),
         (["--calibration-data", "d"], "d/a.npz", "the calibration data"),
         (["--calibration-data", "code.py:samples"], "code.py", "the calibration data"),
-        (["--evaluate", "code.py:score"], "code.py", "the metric"),
         (["--evaluate", "code:score"], "code.py", "the metric"),
     ],
 )
-def test_inputs_are_not_overwritten_by_any_name(call, external, more, target, what, monkeypatch):
+def test_inputs_are_not_overwritten(call, external, more, target, what, monkeypatch):
     monkeypatch.chdir(external.parent)
-    os.link(external, "copy.onnx")
-    Path("link.onnx").symlink_to(external)
-    os.link("weights.bin", "weights")
     Path("d").mkdir()
     shutil.copy(external.with_suffix(".npz"), "d/a.npz")
     Path("code.py").write_text("def samples(): yield {}\ndef score(predict): return 1.0\n")
@@ -68,14 +59,6 @@ def test_files_that_engine_options_name_are_not_overwritten(call: Call, model: P
         is_refused(call, tmp_path, "--engine-option timing_cache", "build", model, *cache)
 
 
-@pytest.mark.parametrize("how", [os.link, os.symlink])
-def test_a_result_that_is_the_model_by_another_name_is_refused(call: Call, external: Path, how: Callable) -> None:  # type: ignore[type-arg]
-    out = external.parent / "out"
-    out.mkdir()
-    how(external, out / "baseline.onnx")
-    is_refused(call, external.parent, "would overwrite", "tune", external, *QUICK, "-o", out)
-
-
 @pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
 def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: str) -> None:
     mine = [tmp_path / folder / "notes.txt" for folder in ("region_models", "subgraphs", "front", "logs")]
@@ -89,26 +72,6 @@ def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: s
         code, _, err = call("tune", model, *QUICK, *chosen, "--restart", "-o", tmp_path)
         assert code in (0, 3, 4), err
         assert all(path.read_text() == "mine" for path in mine)
-
-
-RESULTS = ["baseline.onnx", "optimized_final.onnx", "placement.yaml", "summary.json", "logs/baseline.log",
-           "optimized_final.onnx.data", "deploy/run.py"]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("chosen", "name"),
-    [
-        *[("", name) for name in RESULTS],
-        ("--mode region", "region_models/region_1_level_2.onnx"),
-        ("--mode subgraph", "subgraphs/group_001.onnx"),
-        ("--front --builds 14", "front/30db.onnx"),
-    ],
-)
-def test_a_users_file_with_the_name_of_a_result_is_refused(call, model, tmp_path, chosen, name):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    arguments = ["tune", model, *QUICK, *chosen.split(), "-o", tmp_path]
-    is_refused(call, tmp_path, "is not of qdqtune's making", *arguments)
 
 
 def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model: Path, tmp_path: Path) -> None:
@@ -172,16 +135,6 @@ def write_both(target: Path, then: Callable[[], None]) -> None:
         then()
 
 
-def test_a_file_has_its_old_content_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    target = tmp_path / "r.onnx"
-    target.write_bytes(OLD)
-    with atomic_write(target) as fresh:
-        fresh.write_bytes(NEW)
-        assert target.read_bytes() == OLD
-    assert target.read_bytes() == NEW
-    assert names(tmp_path) == {"r.onnx"}
-
-
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError()])
 def test_an_error_leaves_existing_files_unchanged(tmp_path: Path, error: BaseException) -> None:
     for name in ("r.onnx", "r.onnx.data"):
@@ -243,17 +196,6 @@ def test_a_model_on_a_full_disk(tmp_path: Path, limit: int, room: int, monkeypat
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     save(mixed(), path)
     onnx.checker.check_model(str(path))
-
-
-@pytest.mark.parametrize("write", [write_json, write_yaml])
-def test_records_on_a_full_disk(tmp_path: Path, write: Callable[..., None]) -> None:
-    path = tmp_path / "summary"
-    write(path, {"a": 1})
-    before = path.read_bytes()
-    with room_for(100), pytest.raises(OutputError, match="File too large"):
-        write(path, {"a": list(map(float, np.arange(1000)))})
-    assert path.read_bytes() == before
-    assert names(tmp_path) == {"summary"}
 
 
 def test_a_file_that_cannot_be_listed_is_not_left_as_one_of_nobodys(tmp_path: Path) -> None:
