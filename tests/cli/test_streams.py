@@ -199,7 +199,8 @@ def test_a_console_takes_text_as_text() -> None:
         shown = output.console(width=200)
         shown.print(table)
         shown.print(HOSTILE)
-    assert written.getvalue().count(SPELT) == 4
+        print(HOSTILE)
+    assert written.getvalue().count(SPELT) == 5
     assert "[bold]plain[/bold]" in written.getvalue()
     assert {c for c in written.getvalue() if not c.isprintable()} <= {"\n"}
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-import onnx
 import pytest
 from rich.console import Console
 
@@ -26,7 +25,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import loop
 from qdqtune.tuning.observer import Observers
 from qdqtune.tuning.settings import EFFORTS, Settings
-from qdqtune.types import Accuracy
+from qdqtune.types import Accuracy, Placement
 from runs import hopeless, mixed, settings, write
 
 
@@ -207,23 +206,20 @@ def test_when_every_candidate_fails_one_note_says_why(call, model, tmp_path):
     assert f"candidates: {told[1]} ({told[1]} failed)" in out
 
 
-def test_candidates_that_hang_alike_have_one_reason(call, model, tmp_path, workers):
+def test_candidates_that_fail_alike_have_one_reason(call, model, tmp_path, workers):
     """Although the name of a candidate's file stands in it."""
 
-    def hangs(build):
-        if any(node.op_type == "DequantizeLinear" for node in onnx.load(build.path).graph.node):
-            raise TimeoutError
+    def refused(build):
+        is_in_float = build.path.stem == Placement().digest or not build.is_candidate
+        return None if is_in_float else f"{build.path.name} has no kernel"
 
-    workers.refused = hangs
-    data = ["--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax"]
-    limit = ["--no-bias-correction", "--time-limit", "1", "--builds", "3"]  # correcting biases hangs before
-    code, _, err = call("tune", model, *QUICK, *data, *limit, "-o", tmp_path / "out")
+    workers.refused = refused
+    data = ["--calibration-data", model.with_suffix(".npz"), "--builds", "3"]
+    code, _, err = call("tune", model, *QUICK, *data, "-o", tmp_path / "out")
     assert code == 3
     *_, note = noted(err)  # behind that of --builds, which QUICK has as well
-    assert (
-        note
-        == f"all 2 candidates failed: building a candidate took longer than 1 s (see {tmp_path}/out/logs/trial_001.log)"
-    )
+    assert note.startswith("all 2 candidates failed: ")
+    assert note.endswith(f"a candidate has no kernel (see {tmp_path}/out/logs/trial_001.log)")
 
 
 def test_a_candidate_that_ran_needs_no_word_about_those_that_failed(call, model, tmp_path):

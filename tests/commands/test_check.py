@@ -159,25 +159,6 @@ def test_elsewhere_the_same_pairs_fail(call, tuned, tmp_path):
         assert call("check", tuned, "--engine", "fake")[0] == 4
 
 
-def test_onnxruntime_fuses_its_own_format_and_says_what_it_misses(call, tmp_path):
-    path = tmp_path / "m.onnx"
-    model = quantized_conv_model(UINT8)  # its zero points are in the middle, so that the Relu has work to do
-    onnx.save(model, path)
-    code, out, _ = call("check", path, "--input-shape", "x:1x4x8x8", "--json")
-    failing = {f["kind"]: f for f in json.loads(out)["findings"] if f["fails"]}
-    assert code == 4
-    assert failing["float compute"]["nodes"] == ["conv"]
-    assert failing["standalone pair"]["cause"] == "conv"
-    zero = next(t for t in model.graph.initializer if t.name == "z")
-    zero.CopyFrom(onnx.helper.make_tensor("z", onnx.TensorProto.UINT8, [], [0]))
-    onnx.save(model, path)
-    code, out, _ = call("check", path, "--input-shape", "x:1x4x8x8", "--json")
-    found = json.loads(out)
-    assert (code, found["failing"]) == (0, 0)
-    assert found["layers_in_8_bits"] >= 1
-    assert found["time_ms"] > 0
-
-
 def exported(folder: Path, case: str) -> Path:
     text = gzip.decompress((DATA / "rtx1.7_sm89.json.gz").read_bytes())
     path = folder / "layers.json"

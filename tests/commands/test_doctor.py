@@ -70,7 +70,7 @@ def test_gpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("script", "note"), [
-    ("echo 'NVIDIA-SMI has failed'; exit 9", "nvidia-smi finds none: NVIDIA-SMI has failed"),
+    ("echo 'L4, 550, 8.9, 1 MiB'; exit 9", "nvidia-smi finds none: L4, 550"),
     ("echo 'No devices were found'", "nvidia-smi finds none: No devices were found"),
     ("echo broken >&2; exit 1", "nvidia-smi finds none: broken"),
     ("exec sleep 60", "nvidia-smi does not answer: "),

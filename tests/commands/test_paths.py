@@ -41,12 +41,8 @@ class Case(NamedTuple):
     command: str
     option: Option[Any, Any]
 
-    @property
-    def flag(self) -> str:
-        return self.option.flag
-
     def __str__(self) -> str:
-        return f"{self.command} {self.flag}"
+        return f"{self.command} {self.option.flag}"
 
 
 def own(command: str) -> list[Option[Any, Any]]:
@@ -77,17 +73,10 @@ def files(tmp_path: Path) -> dict[str, Path]:
     model = write(mixed(), tmp_path)
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
     samples = model.with_suffix(".npz")
-    made = {
-        "model": model,
-        "files": model,
-        "directory": tmp_path / "run",
-        "calibration_data": samples,
-    }
+    made = {"model": model, "files": model, "directory": tmp_path / "run", "calibration_data": samples}
     for name in ("workloads.npz", "plugin_libraries.so", "qdq_baseline.onnx", "quantized.onnx", "placement.yaml",
-                 "calibration_cache.txt", "evaluate.py",
-                 "labels.txt", "graph_json.json", "profile_json.json", "node_filter.txt", "pattern_cache.yaml",
-                 "state_file.yaml",
-                 "file.yaml"):  # fmt: skip
+                 "calibration_cache.txt", "evaluate.py", "labels.txt", "graph_json.json", "profile_json.json",
+                 "node_filter.txt", "pattern_cache.yaml", "state_file.yaml", "file.yaml"):  # fmt: skip
         made[Path(name).stem] = path = tmp_path / name
         like = {".onnx": model, ".npz": samples}.get(path.suffix)
         path.write_bytes(like.read_bytes() if like else b"mine\n")
@@ -103,15 +92,12 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return made
 
 
-def given(command: str, files: dict[str, Path], but: str = "") -> list[object]:
+def given(command: str, files: dict[str, Path]) -> list[object]:
     """Arguments that name a file for all that a command may read."""
     named: list[object] = [*GIVEN.get(command, ())]
     for param in reads(command):
         assert param.name in files, f"{param.name} of {command} names a file to read: the test needs one"
-        if param.name == but:
-            continue
-        path: object = files[param.name]
-        path = f"{path}:score" if param.name == "evaluate" else path
+        path = f"{files[param.name]}:score" if param.name == "evaluate" else files[param.name]
         named += [path] if param.is_positional else [param.flag, path]
     return named
 
@@ -128,28 +114,20 @@ def test_each_option_says_whether_what_it_names_is_read_or_written() -> None:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("case", WRITTEN, ids=str)
-def test_no_option_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, call, request):
+def test_no_option_writes_to_what_is_read_or_was_there_before_or_is_a_folder(case, files, tmp_path, call, request):
     others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
-    more = needed(case, tmp_path)
-    for victim in others:
-        is_refused(call, tmp_path, "", case.command, *given(case.command, files), *more, case.flag, victim)
+    asked = [case.command, *given(case.command, files), *needed(case, tmp_path), case.option.flag]
     link, second, circle = tmp_path / "link", tmp_path / "second", tmp_path / "circle"
     link.symlink_to(files["evaluate"])
     circle.symlink_to(circle)
     os.link(files["evaluate"], second)
-    for victim in (link, second, circle):
-        is_refused(call, tmp_path, "", case.command, *given(case.command, files), *more, case.flag, victim)
+    for victim in (*others, link, second, circle):
+        is_refused(call, tmp_path, "", *asked, victim)
     assert circle.is_symlink()
-    request.node.add_report_section("call", "written", f"{case}: {len(others) + 3} files, all refused and untouched")
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("case", WRITTEN, ids=str)
-def test_a_folder_is_called_a_folder(case, files, tmp_path, call):
-    more = needed(case, tmp_path)
     for name in (tmp_path, tmp_path / "run", f"{tmp_path}/run/", f"{tmp_path}/new/"):
-        told = is_refused(call, tmp_path, "", case.command, *given(case.command, files), *more, case.flag, name)
+        told = is_refused(call, tmp_path, "", *asked, name)
         assert told == f"error: cannot write {name}: it is a folder", case
+    request.node.add_report_section("call", "written", f"{case}: {len(others) + 3} files, all refused and untouched")
 
 
 @pytest.mark.usefixtures("workers")
@@ -170,7 +148,7 @@ def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path
         known.append(([*mode, *([] if param.name == "model" else [param.flag, *named])], path))
     is_folder = case.option.name == "output_dir"
     for more, victim in known:
-        arguments = ["-m", files["model"], *QUICK, *more, case.flag]
+        arguments = ["-m", files["model"], *QUICK, *more, case.option.flag]
         if not is_folder:
             is_refused(call, tmp_path, "", "autotune", *arguments, victim, "-o", out)
             count += 1

@@ -9,8 +9,10 @@ import pytest
 from loaded_modules import CUDA, absent
 from models import attention, build, conv_net, normal
 from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.commands.qualification import transformer
 from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.types import Layer
@@ -43,29 +45,6 @@ NEXT = """net (float[1,3,16,16] x) => (float[1,64,4,4] y) {
     [shrink] y = Conv <strides=[2,2]> (c, w3)
 }"""
 
-HEADS = """net (float[1,2,32,32] q, float[1,2,32,32] k, float[1,2,32,32] v) => (float[1,2,32,32] y) {
-    [turn] t = Transpose <perm=[0,1,3,2]> (k)
-    [scores] s = MatMul(q, t)
-    [scale] d = Mul(s, c)
-    [softmax] p = Softmax(d)
-    [context] o = MatMul(p, v)
-    [project] y = MatMul(o, w)
-}"""
-
-
-FUSED = """net (float[1,64,128] x) => (float[1,64,32] y) {
-    [make] m = MatMul(x, w)
-    [bias] n = Add(b, m)
-    [heads] h = Reshape(n, five)
-    [turn] t = Transpose <perm=[2,0,3,1,4]> (h)
-    [part] q1, k1, v1 = Split <axis=0, num_outputs=3> (t)
-    [sq] q = Squeeze(q1, zero) [sk] k2 = Squeeze(k1, zero) [sv] v = Squeeze(v1, zero)
-    [scale] qs = Mul(q, c)
-    [keys] k = Transpose <perm=[0,1,3,2]> (k2)
-    [scores] s = MatMul(qs, k) [softmax] p = Softmax(s) [context] o = MatMul(p, v)
-    [back] r = Transpose <perm=[0,2,1,3]> (o) [merge] e = Reshape(r, three) [end] y = MatMul(e, wo)
-}"""
-
 
 def passing() -> Model:
     """SiLU, a pool, a residual, a Resize, an average pool and a Concat between convolutions."""
@@ -77,11 +56,6 @@ def convnext() -> Model:
     """LayerNormalization behind a convolution, and behind a residual Add in front of one."""
     return build(NEXT, {"w0": normal(32, 3, 2, 2), "w1": normal(32, 64, scale=0.1), "w2": normal(64, 32, scale=0.1),
                         "w3": normal(64, 32, 2, 2, scale=0.1), "g": np.ones(32, "f"), "b": normal(32)})  # fmt: skip
-
-
-def heads() -> Model:
-    """The core of an attention, and the product behind it."""
-    return build(HEADS, {"c": np.float32(0.25), "w": normal(32, 32)})
 
 
 LOUD = """net (float[1,32,16,16] x) => (float[1,32,16,16] y) {
@@ -108,6 +82,11 @@ def quantized_layers(model: Model, folder: Path, **options: Any) -> tuple[Quanti
     return done, engine.build(output, folder / "build.log").layers({}, 1)
 
 
+def heads() -> Model:
+    """Attention whose products all run in 8 bits."""
+    return load_proto(transformer(32))
+
+
 CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp8"), (heads, "int8"), (heads, "fp8"),
          (attention, "int8"), (conv_net, "int8")]  # fmt: skip
 
@@ -116,17 +95,16 @@ CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp
 @pytest.mark.parametrize(("make", "quant_type"), CASES)
 def test_it_builds_and_runs_in_8_bits(make: Any, quant_type: str, precision: str, tmp_path: Path) -> None:
     _, layers = quantized_layers(make(), tmp_path, quant_type=quant_type, precision=precision)
-    expected = {quant_type.upper()} if make is heads else {quant_type.upper(), precision.upper()}  # all its products
-    assert expected <= {layer.precision for layer in layers}
+    assert {quant_type.upper(), precision.upper()} <= {layer.precision for layer in layers}
+    if make is heads:
+        products = [layer for layer in layers if any("matmul" in node for node in layer.nodes)]
+        assert {layer.precision for layer in products} == {quant_type.upper()}
 
 
 def test_the_product_of_queries_keys_and_values_runs_in_8_bits(tmp_path: Path) -> None:
     """With pairs on its inputs alone it runs in float16, in a kernel that converts its weights."""
-    ints = {"five": [1, 64, 3, 4, 32], "three": [1, 64, 128], "zero": [0]}
-    constants = {"w": normal(128, 384, scale=0.1), "b": normal(384), "c": np.float32(0.25), "wo": normal(128, 32)}
-    model = build(FUSED, constants | {n: np.array(v) for n, v in ints.items()})
-    _, layers = quantized_layers(model, tmp_path, precision="fp16")
-    assert [layer.precision for layer in layers if "make" in layer.nodes] == ["INT8"]
+    _, layers = quantized_layers(heads(), tmp_path, precision="fp16")
+    assert [layer.precision for layer in layers if "/matmul_1" in layer.nodes] == ["INT8"]
 
 
 def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(tmp_path: Path) -> None:

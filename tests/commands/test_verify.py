@@ -14,7 +14,7 @@ import qdqtune
 from command_lines import QUICK, errors
 from conftest import Call
 from models import build, normal
-from runs import hopeless, mixed, write
+from runs import hopeless, write
 from workers import Workers
 
 
@@ -174,16 +174,6 @@ def test_external_data_outside_of_the_folder_are_not_read(
     code, out, _ = call("verify", target)
     assert (code, workers.started) == (4, 0)
     assert "optimized_final.onnx is not the file that was proven" in out
-
-
-def test_onnx_runtime_is_verified(call: Call, tmp_path: Path) -> None:
-    model, out = write(mixed(), tmp_path), tmp_path / "out"
-    data = ("--calibration-data", model.with_suffix(".npz"), "--threads", 1)
-    assert call("tune", model, *data, "-o", out, "--builds", 2, "--no-report")[0] in (0, 3)
-    code, told, _ = call("verify", out, "--timing-runs", 12, "--json")
-    found = json.loads(told)
-    assert (code == 0) is (found["finding"] == "holds")
-    assert found["differences"] == {}
 
 
 def test_samples_of_the_run_may_hold_inputs_that_it_made_constant(call: Call, tmp_path: Path) -> None:
