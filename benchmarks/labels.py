@@ -47,7 +47,7 @@ from qdqtune.types import Array
 PLAIN: Mapping[str, Any] = {"bias_correction": False}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
-    **{method: {"calibration_method": method, **PLAIN} for method in ("minmax", "percentile", "mse", "entropy")},
+    **{method: {"calibration_method": method, **PLAIN} for method in ("minmax", "percentile", "mse")},
     "minmax, 4 samples": {"calibration_method": "minmax", "calibration_samples": 4, **PLAIN},
     "mse, 4 samples, biases": {"calibration_method": "mse", "calibration_samples": 4},
     "minmax, per tensor": {"calibration_method": "minmax", "per_channel": False, **PLAIN},

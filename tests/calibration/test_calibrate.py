@@ -120,9 +120,8 @@ def test_memory_does_not_grow_with_the_number_of_samples() -> None:
 def test_ranges_fit_the_numbers_they_are_for_and_percentiles_cut_both_ends() -> None:
     net = build("net (float[N,20000] x) => (float[N,20000] y) { y = Relu(x) }")
     samples = [{"x": (normal(1, 20000, seed=i) ** 3).astype(np.float32)} for i in range(3)]
-    for method in ("entropy", "mse"):
-        fp8, int8 = (calibrate(net, samples, Calibration(method), numbers=n).activations["x"] for n in (FP8, INT8))
-        assert fp8.magnitude > int8.magnitude  # whose steps are the same size everywhere
+    fp8, int8 = (calibrate(net, samples, Calibration("mse"), numbers=n).activations["x"] for n in (FP8, INT8))
+    assert fp8.magnitude > int8.magnitude  # whose steps are the same size everywhere
     values = np.concatenate([sample["x"].ravel() for sample in samples])
     bin_width = 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS
     close(calibrate(net, samples, Calibration("percentile", 90.0)).activations["x"], values, 90.0, bin_width)
@@ -179,7 +178,7 @@ def test_odd_histograms(parts: list[Array], expected: Range | None) -> None:
     histogram = filled(*parts)
     assert histogram.range(100.0) == expected
     if len(parts) == 1 or expected is None:
-        assert histogram.least_error(INT8) == histogram.least_divergence(INT8) == expected
+        assert histogram.least_error(INT8) == expected
 
 
 NUMBERS = {"uint8": UINT8, "int8": INT8, "fp8": FP8}
@@ -201,58 +200,6 @@ def test_mse_moves_the_ends_of_an_asymmetric_range_by_themselves() -> None:
     found = filled(values).least_error(UINT8)
     assert found.high < 5  # one value, where all others gain
     assert error(values, found, UINT8) < min(error(values, Range(-t, t), UINT8) for t in (found.high, 4.0, 5.0, 6.0))
-
-
-def migacz(magnitudes: Array, bin_width: float) -> dict[float, float]:
-    """Divergence by threshold, as the original method has it: every number of bins from 128 on, one after the other."""
-    counts = np.histogram(magnitudes, np.arange(2049) * bin_width)[0].astype(float)
-    counts[0] = counts[1]
-    found = {}
-    for i in range(128, int(np.flatnonzero(counts)[-1]) + 2):
-        p, held = counts[:i].copy(), counts[:i] > 0
-        p[-1] += counts[i:].sum()
-        level = np.arange(i) * 128 // i
-        means = np.bincount(level, counts[:i]) / np.maximum(np.bincount(level, held), 1)
-        q = np.where(held, means[level], 0.0)
-        q[-1] = q[-1] or 0.0001
-        p, q = p / p.sum(), q / q.sum()
-        found[(i + 0.5) * bin_width] = float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())
-    return found
-
-
-@pytest.mark.parametrize("kind", ["normal", "relu", "heavy", "outliers"])
-def test_entropy_finds_a_threshold_as_good_as_the_original_method_does(kind: str) -> None:
-    values = normal(50_000).astype(np.float64)
-    made = {"normal": values, "relu": np.maximum(values, 0), "heavy": values**3}
-    values = made.get(kind, np.append(values, [15.0, -14.0]))
-    found = filled(values).least_divergence(INT8)
-    top = np.abs(values).max()
-    bin_width = 2.0 ** np.ceil(np.log2(top / Histogram.BINS))
-    divergences = migacz(np.abs(values), bin_width)
-    best = min(divergences.values())
-    threshold = min(divergences, key=lambda t: abs(t - found.magnitude))
-    assert abs(found.magnitude - min(threshold, top)) <= bin_width
-    assert divergences[threshold] <= 1.15 * best
-    assert divergences[threshold] < 0.9 * np.median([*divergences.values()])
-
-
-KEPT: dict[str, tuple[Array, float]] = {
-    "an even distribution": (np.linspace(-1, 1, 50_000), 0.05),
-    # Where a range holds fewer bins than codes nothing is merged, so that a tiny one would seem to lose nothing.
-    "large values beside many small ones": (np.append(normal(50_000) * 0.02, np.linspace(-4, 4, 20_000)), 0.05),
-    # As a spectrum in decibels has them: in a range that ends at the smallest one, one bin would hold all.
-    "values far from zero": (8 + normal(50_000), 0.05),
-    # A pair keeps zeros exactly, however many they are.
-    "what a Relu lets pass": (np.append(np.abs(normal(20_000)), np.zeros(200_000)), 0.001),
-}
-
-
-@pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize("name", KEPT)
-def test_entropy_keeps_what_counts(name: str, numbers: str) -> None:
-    values, share = KEPT[name]
-    found = filled(values).least_divergence(NUMBERS[numbers])
-    assert np.mean(np.abs(values) > found.magnitude) < share
 
 
 @pytest.mark.parametrize("memory", [2**29, 1])

@@ -24,6 +24,9 @@ IDLE = frozenset({
 })  # fmt: skip
 """Keywords whose value does not change what is written here."""
 
+METHODS = {"max": "minmax", "entropy": "mse"}
+"""What stands for ModelOpt's ways of calibration."""
+
 
 def quantize(
     onnx_path: str | Path,
@@ -65,7 +68,7 @@ def quantize(
     options: dict[str, Any] = {
         "quant_type": quantize_mode,
         "calibration_data": None if isinstance(data, list) and not data else data,
-        "calibration_method": "minmax" if calibration_method == "max" else calibration_method,
+        "calibration_method": METHODS.get(calibration_method or "", calibration_method),
         "calibration_cache": calibration_cache_path,
         "precision": high_precision_dtype,
         "input_shapes": read_shapes(shapes) if shapes else None,

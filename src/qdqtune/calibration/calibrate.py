@@ -22,13 +22,6 @@ THRESHOLD_STEP = 16
 EXACT_ERRORS = 4
 """How many thresholds, those with the least estimated errors, get their exact error. Chosen, not measured."""
 
-MAGNITUDES = 128
-"""Magnitudes that 8 bits with a sign can represent."""
-
-SMOOTHING = 1e-4
-"""The count of an empty last bin before all values above are added: as in ONNX Runtime and MXNet."""
-
-
 SUBNORMAL = 2.0**-120
 """Bins of at most this width are counted in float64: float32 may not hold the inverse."""
 
@@ -89,36 +82,6 @@ class Histogram:
         low, high = (first - self.BINS) * self._width, (last + 1 - self.BINS) * self._width
         return Range(max(low, self._low), min(max(high, max(low, self._low)), self._high))
 
-    def least_divergence(self, numbers: NumericFormat) -> Range | None:
-        """The range within [-T, T] that loses the least information, by the Kullback-Leibler divergence of magnitudes.
-
-        From Migacz, "8-bit inference with TensorRT", GTC 2017: P is the counts of i bins up to T = (i + 1/2) bins, with
-        all values above in the last bin. Q merges these into 128 levels, and spreads each level evenly over its bins
-        that are not empty. i is at least 128, since fewer bins would not be merged, and large enough to keep half of
-        the values, since a single bin with all values above would lose nothing either. Pairs keep zeros exactly, so
-        the zeros of a Relu do not count: the first bin is set to the second. FP8 gets the whole range.
-        """
-        whole = self.whole
-        if whole is None or self._width == 0.0 or numbers.activation is QType.FP8:
-            return whole
-        counts = (self._counts[self.BINS :] + self._counts[: self.BINS][::-1]).astype(np.float64)
-        counts = counts[: int(np.flatnonzero(counts)[-1]) + 1]
-        if counts.size > 1:
-            counts[0] = counts[1]
-
-        def best(tried: Iterable[int]) -> int:
-            bins = np.fromiter((counts.size, *tried), np.int64)
-            divergences = _divergences(counts, bins)
-            return int(bins[divergences == divergences.min()].max())
-
-        below = np.cumsum(counts)
-        first = max(MAGNITUDES, int(np.searchsorted(below, below[-1] / 2)) + 1)
-        near = best(range(first, counts.size, THRESHOLD_STEP))
-        bins = best(range(max(first, near - THRESHOLD_STEP), min(counts.size, near + THRESHOLD_STEP)))
-        top = (bins + 0.5) * self._width
-        low, high = max(whole.low, -top), min(whole.high, top)
-        return Range(low, high) if low <= high else whole  # values far from zero may all be above
-
     def least_error(self, numbers: NumericFormat) -> Range | None:
         """The range whose quantization has the least mean squared error, of rounding inside and clipping outside.
 
@@ -170,32 +133,8 @@ def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, 
     return np.asarray(below + above + inside * np.square(step) / 12)
 
 
-def _divergences(counts: Array, bins: Array) -> Array:
-    """For each n of `bins`: the divergence of P from Q. P is the first n counts with all others added to the last of
-    them, Q what merging P into `MAGNITUDES` levels leaves of it.
-
-    With P and Q the sums of p and q: sum(p/P log((p/P) / (q/Q))) = (sum(p log p) - sum(p log q)) / P + log(Q/P), and q
-    is one number in each level. So sums up to each bin serve for all thresholds.
-    """
-    total = counts.sum()
-    below, filled, informed = (np.concatenate([[0.0], np.cumsum(a)]) for a in (counts, counts > 0, _x_log_x(counts)))
-    ends = -(-np.arange(MAGNITUDES + 1) * bins[:, None] // MAGNITUDES)
-    held, spread = np.diff(below[ends], axis=1), np.maximum(np.diff(filled[ends], axis=1), 1)
-    kept, above = below[bins], total - below[bins]
-    is_empty = counts[bins - 1] == 0
-    last = np.where(is_empty, SMOOTHING, np.maximum(held[:, -1] / spread[:, -1], SMOOTHING))
-    p_log_p = informed[bins - 1] + _x_log_x(counts[bins - 1] + above)
-    p_log_q = (_x_log_x(held) - held * np.log(spread)).sum(axis=1) + above * np.log(last)
-    found: Array = (p_log_p - p_log_q) / total + np.log((kept + SMOOTHING * is_empty) / total)
-    return found
-
-
-def _x_log_x(values: Array) -> Array:
-    return np.asarray(values * np.log(np.maximum(values, np.finfo(np.float64).tiny)))
-
-
 ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
-"""The default format to which entropy and mse fit ranges."""
+"""The default format to which mse fits ranges."""
 
 
 def candidate_tensors(model: Model) -> tuple[str, ...]:
@@ -221,8 +160,8 @@ def calibrate(
 ) -> Ranges:
     """Ranges of candidate tensors (all, or `tensors`) over all samples, by running the float model on ONNX Runtime.
 
-    A tensor with a NaN or an infinite value (an attention mask, say) gets no range, and so no pair. The methods entropy
-    and mse fit ranges to `numbers`."""
+    A tensor with a NaN or an infinite value (an attention mask, say) gets no range, and so no pair. The method
+    mse fits ranges to `numbers`."""
     how = how or Calibration()
     tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:
@@ -236,8 +175,6 @@ def calibrate(
             ranges[tensor] = histogram.whole
         elif how.method == "percentile":
             ranges[tensor] = histogram.range(how.percentile)
-        elif how.method == "entropy":
-            ranges[tensor] = histogram.least_divergence(numbers)
         else:
             ranges[tensor] = histogram.least_error(numbers)
     return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})

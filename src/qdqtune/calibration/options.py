@@ -100,7 +100,7 @@ class RangeOptions(Options):
         Kind(_method, choices=METHOD.choices),
         None,
         "How ranges are found. minmax: all values; percentile: without outliers, percentile:99.9 without a thousandth; "
-        "entropy: with the least loss of information; mse: with the least squared error.",
+        "mse: with the least squared error.",
         "Accuracy",
         default_in_words=DEFAULT_CALIBRATION.method,
     )

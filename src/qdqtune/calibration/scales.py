@@ -69,16 +69,15 @@ class Ranges:
     wide: Mapping[str, Range] = field(default_factory=dict)
 
 
-Method = Literal["minmax", "percentile", "entropy", "mse"]
+Method = Literal["minmax", "percentile", "mse"]
 
 
 @dataclass(frozen=True)
 class Calibration:
     """How ranges are found.
 
-    minmax: all values. percentile: `percentile` % of the values, without outliers at both ends. entropy: the least
-    divergence of the distribution. mse: the least squared error. `bias_correction` keeps the means of the outputs of
-    quantized layers (see `numerics.fitting`).
+    minmax: all values. percentile: `percentile` % of the values, without outliers at both ends. mse: the least squared
+    error. `bias_correction` keeps the means of the outputs of quantized layers (see `numerics.fitting`).
     """
 
     method: Method = "minmax"
