@@ -1,6 +1,5 @@
 """Rewrites that pay are found before the search, kept, told and made again; what does not pay is left out."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,10 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES, Rewrites
 from qdqtune.placement.files import read_placement_file
-from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import rewritten
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import line_of
 from runs import mixed, rows, settings, without_seconds, write
 from workers import Build, Workers
 
@@ -116,19 +113,6 @@ def test_rewrites_race_together_and_all_that_pay_are_kept(tmp_path: Path, monkey
     forms = [(row["name"], row["form"]) for row in tried(asked)]
     assert forms == [*((name, "float") for name in rewritten.NAMES), ("layernorm", "pairs")]
     assert told["builds"] == 4 + 2
-
-
-def test_a_race_of_other_rewrites_with_pairs_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer rounds in float had left open a rewrite that more rounds keep."""
-    alter(monkeypatch, "layernorm", slowed)
-    expected = tune(run(tmp_path, swishing())).summary["rewrites"]
-    state = tmp_path / "out" / "autotuner_state.yaml"
-    kept = [json.loads(line) for line in state.read_text().splitlines()][:3]
-    assert [row.pop("crc") and row["key"] for row in kept] == ["run", "rewrite:float", "rewrite:pairs"]
-    in_float, with_pairs = (row["value"]["results"] for row in kept[1:])
-    with_pairs["hardswish"] = in_float["hardswish"]
-    state.write_bytes(b"".join(map(line_of, kept)))
-    assert tune(run(tmp_path, swishing())).summary["rewrites"] == expected
 
 
 def slowed(model: Model) -> Model:
@@ -235,13 +219,6 @@ def test_a_rewrite_that_an_accident_kept_out_is_tried_by_the_next_run(tmp_path, 
     kinds = [record["kind"] for record in rows(tmp_path / "out" / "autotuner_state.yaml")]
     assert kinds.count("ranges") == 1  # what was measured of the other float model is forgotten
     assert without_seconds(tune(run(tmp_path, swishing())).summary) == without_seconds(second.summary)
-
-
-def test_a_rewrite_that_too_few_rounds_left_open_is_tried_with_more(tmp_path: Path) -> None:
-    few = Plan((2,), turn_seconds=0.0)
-    assert tune(run(tmp_path, swishing(), plan=few)).summary["rewrites"]["names"] == []
-    assert tune(run(tmp_path, swishing(), plan=few)).summary["rewrites"]["names"] == []
-    assert tune(run(tmp_path, swishing())).summary["rewrites"]["names"] == ["hardswish"]
 
 
 def test_the_users_graph_stays_or_is_rewritten_as_told(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.errors import Failure
 from qdqtune.numerics.scores import Scores
 from qdqtune.timing.ratios import Ratio
-from qdqtune.types import Measurement, Placement
+from qdqtune.types import Placement
 
 Shipped = Literal["tuned", "baseline", "given"]
 """The content of optimized_final.onnx: the tuned model, the float model, or a copy of the user's file."""
@@ -61,13 +60,6 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return Scores(self.axis, self.classes, {}, why_not=self.why_no_scores)
 
 
-class RewriteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Models with one more rewrite each, by its name, compared with the model without, and the builds of the race."""
-
-    results: dict[str, Measurement | Failure]
-    builds: int
-
-
 Form = Literal["float", "pairs"]
 """How two models are compared: both in float, or both with pairs where the engine's rules place them."""
 
@@ -84,11 +76,13 @@ class Tried:
 
 @dataclass(frozen=True)
 class TriedRewrites:
-    """The rewrites that were tried before the search, in the order of trying, and the builds that they took."""
+    """The rewrites that were tried before the search, in the order of trying, and the builds that they took. If
+    `is_open`, time or an accident of the engine has cut that short: the next session tries them anew."""
 
     tried: tuple[Tried, ...] = ()
     builds: int = 0
     notes: tuple[str, ...] = ()
+    is_open: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

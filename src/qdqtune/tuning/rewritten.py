@@ -25,7 +25,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.timing.race import race_candidates, taking_rounds
 from qdqtune.timing.ratios import is_cut_short, ratio
 from qdqtune.tuning.contexts import at_each
-from qdqtune.tuning.records import Form, RewriteRecord, Tried, TriedRewrites
+from qdqtune.tuning.records import Form, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject, open_subject, placement_by_rules
@@ -62,20 +62,16 @@ def with_rewrites(ready: Ready) -> Ready:
     names = _applicable(ready.settings, ready.subject)
     if not names:
         return ready
-    with ExitStack() as loaded:
-        tried, subject = _Trying(ready, loaded).all(names)
     earlier = ready.store.get("rewrites", TriedRewrites)
+    with ExitStack() as loaded:
+        trying = _Trying(ready, loaded)
+        tried = trying.all(names) if earlier is None or earlier.is_open else earlier
+        subject = trying.opened(*tried.names)
     if earlier is not None and earlier.names != tried.names:
-        ready.store.forget("rewrite:")  # candidates were made of another float model
+        ready.store.forget()  # candidates were made of another float model
     if earlier != tried:
         ready.store.put("rewrites", tried)
     return replace(ready, found=tried, subject=subject)
-
-
-def _is_open(record: RewriteRecord, settings: Settings) -> bool:
-    """Whether a comparison has more rounds to come by this plan: it lacked time, or its own plan had fewer."""
-    rounds = [result for result in record.results.values() if isinstance(result, Measurement)]
-    return any(is_cut_short(measured, settings.plan) for measured in rounds)
 
 
 def most_builds(settings: Settings, subject: Subject) -> int:
@@ -112,41 +108,36 @@ class _Trying:
         self.begun = time.monotonic()
         self.subjects[()] = self.ready.subject
 
-    def all(self, names: Sequence[str]) -> tuple[TriedRewrites, Subject]:
-        """The rewrites that were tried, by the records of earlier sessions or anew, and the model with those that are
-        kept. What time or an accident of the engine has left open has no record, or one that is open."""
-        settings, store = self.ready.settings, self.ready.store
-        notes: list[str] = []
-        tried: list[Tried] = []
-        builds, left = 0, list(names)
+    def all(self, names: Sequence[str]) -> TriedRewrites:
+        """The rewrites that were tried, in float and those that are not faster so with pairs. Time, or an accident of
+        the engine, may leave them open."""
+        settings, notes, tried = self.ready.settings, list[str](), list[Tried]()
+        left, is_open = list(names), False
         for form in FORMS if settings.has_pairs else FORMS[:1]:
-            record = store.get(f"rewrite:{form}", RewriteRecord)
-            is_of_these = record is not None and record.results.keys() <= set(left)  # more rounds may have kept others
-            if left and (record is None or not is_of_these or _is_open(record, settings)):
-                if self.is_late(READINGS):
-                    notes += [f"rewrite {name} was not tried: no room for its builds" for name in left]
-                    break
-                if not self.builds:
-                    self.ready.observer.stage(f"trying rewrites: {', '.join(names)}")
-                    self.ready.runner.feed(at_each(self.ready.subject.mix, settings.thread_counts))
-                record = self._raced(form, left)
-                failures = [result for result in record.results.values() if isinstance(result, Failure)]
-                is_lost = any(failed.is_transient for failed in failures)
-                store.put(f"rewrite:{form}", record, on_disk=not is_lost)
-            if not left or record is None:
+            if not left:
                 break
-            builds += record.builds
-            for name, result in record.results.items():
-                measured = None if isinstance(result, Failure) else ratio(result, settings.plan)
-                tried.append(Tried(name, form, measured, kept=measured is not None and measured.verdict == "faster"))
+            if self.is_late(READINGS):
+                notes += [f"rewrite {name} was not tried: no room for its builds" for name in left]
+                is_open = True
+                break
+            if not self.builds:
+                self.ready.observer.stage(f"trying rewrites: {', '.join(names)}")
+                self.ready.runner.feed(at_each(self.ready.subject.mix, settings.thread_counts))
+            for name, result in self._raced(form, left).items():
                 if isinstance(result, Failure):
+                    measured, is_kept = None, False
+                    is_open |= result.is_transient
                     notes.append(f"rewrite {name} was passed over: {result.reason}")
-                if tried[-1].kept or measured is None:
+                else:
+                    measured = ratio(result, settings.plan)
+                    is_kept = measured.verdict == "faster"
+                    is_open |= is_cut_short(result, settings.plan)
+                tried.append(Tried(name, form, measured, kept=is_kept))
+                if is_kept or measured is None:
                     left.remove(name)
-        found = TriedRewrites(tuple(tried), builds, tuple(notes))
-        return found, self._opened(*found.names)
+        return TriedRewrites(tuple(tried), len(self.builds), tuple(notes), is_open)
 
-    def _opened(self, *names: str) -> Subject:
+    def opened(self, *names: str) -> Subject:
         """The model with more rewrites. Raises BadModel if one of them fails."""
         ready = self.ready
         if names not in self.subjects:
@@ -154,10 +145,10 @@ class _Trying:
             self.subjects[names] = open_subject(ready.settings, ready.runner, ready.execution, rewrites)
         return self.subjects[names]
 
-    def _raced(self, form: Form, names: Sequence[str]) -> RewriteRecord:
-        """The race in one form; without results where the engine refuses the model without a rewrite, or rules place no
-        pair in it."""
-        runner, settings, before = self.ready.runner, self.ready.settings, len(self.builds)
+    def _raced(self, form: Form, names: Sequence[str]) -> dict[str, Measurement | Failure]:
+        """The race in one form, by rewrite; empty where the engine refuses the model without a rewrite, or rules place
+        no pair in it."""
+        runner, settings = self.ready.runner, self.ready.settings
         handles: dict[str, Handle] = {}
         results: dict[str, Measurement | Failure] = {}
         for name in ("", *names):
@@ -171,11 +162,10 @@ class _Trying:
                 continue
             if handle is not None:
                 handles[name] = handle
-        builds = len(self.builds) - before
         if "" not in handles:
-            return RewriteRecord(results={}, builds=builds)
+            return {}
         if len(handles) == 1:
-            return RewriteRecord(results=results, builds=builds)
+            return results
         take = taking_rounds(runner, list(handles.values()), settings.plan, settings.seed)
         try:
             times = race_candidates(take, len(handles), settings.plan, self.is_late)
@@ -184,7 +174,7 @@ class _Trying:
                     results[name] = self._checked(name, times.pair(0, place))
         except EngineRefused as refused:
             results |= dict.fromkeys(filter(None, handles), refused.failure)
-        return RewriteRecord(results=results, builds=builds)
+        return results
 
     def _checked(self, name: str, measured: Measurement) -> Measurement | Failure:
         """The rounds of a model; a failure if it is faster, but its float outputs differ by more than rounding from
@@ -202,7 +192,7 @@ class _Trying:
     def _built(self, form: Form, name: str) -> Handle | None:
         """The build of a model, made when it is first asked for; None where rules place no pair."""
         if (form, name) not in self.builds:
-            file = self._file(form, self._opened(name) if name else self.ready.subject)
+            file = self._file(form, self.opened(name) if name else self.ready.subject)
             if file is None:
                 return None
             handle = self.ready.runner.load(file, f"rewrite_{name}_{form}" if name else "kept")

@@ -206,18 +206,14 @@ class Store:
             self.journal.lines[key] = Line(key, row.get("value"), failure, where=str(self.path))
             self._own[key] = value
 
-    def forget(self, but: str) -> None:
-        """Forget everything that was measured, as another float model is measured from now on, but for the keys that
-        begin so."""
-        start = LINE_START.decode() + but
-        head, *others = self.lines()
-        kept = [line for line in others if line.startswith(start)]
+    def forget(self) -> None:
+        """Forget everything that was measured, as another float model is measured from now on."""
+        head, *_ = self.lines()
         with writing(self.path):
             self._file.truncate(0)
-            write_through(self._file, "".join(f"{line}\n" for line in (head, *kept)).encode())
-        for values in (self.journal.lines, self._own):
-            for key in [key for key in values if not key.startswith(but)]:
-                del values[key]
+            write_through(self._file, f"{head}\n".encode())
+        self.journal.lines.clear()
+        self._own.clear()
 
     def lines(self) -> list[str]:
         """The lines of the file, without an incomplete last one."""
