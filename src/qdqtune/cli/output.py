@@ -105,13 +105,11 @@ def show(table: Table) -> None:
     """Print a table on standard output, without empty columns. Where that is no terminal, every cell is whole and on
     one line. On a narrow terminal the widest columns are folded: nothing is cut, and short words stay whole."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table as RichTable
     from rich.text import Text
 
     table = table.filled
-    drawn = RichTable(box=box.SIMPLE_HEAD, title_style="", title_justify="left", pad_edge=False)
-    drawn.title = escape(table.title) or None
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(table.columns):
         cells = [row[number] for row in table.rows if row[number]]
         words = " ".join([column, *cells]).split()

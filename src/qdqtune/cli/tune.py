@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,9 +41,6 @@ from qdqtune.tuning.folder import FINAL, LOGS, REPORT
 from qdqtune.tuning.front import pick as pick_point
 from qdqtune.tuning.observer import Observer, Observers
 from qdqtune.tuning.options import MODELS
-
-CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
-"""Matches names of candidate files, which differ in reasons that are otherwise equal."""
 
 
 def _models(value: Any) -> Path | tuple[Path, ...]:
@@ -169,17 +164,13 @@ def _write_report(folder: Path, *, quiet: bool = False) -> None:
 
 
 def _failure_note(result: Result) -> str | None:
-    """If every candidate failed: the most frequent reason, its count, and the log of the first such candidate."""
-    failures = [(trial.number, failed) for trial in result.history if (failed := failure(trial))]
-    if not failures or len(failures) < len(result.history):
+    """If every candidate failed: the reason of the first, and its log."""
+    failures = [failure(trial) for trial in result.history]
+    first = failures[0] if failures else None
+    if first is None or None in failures:
         return None
-    reasons = [(number, CANDIDATE.sub("a candidate", failure.reason)) for number, failure in failures]
-    counts = Counter(reason for _, reason in reasons)
-    commonest, count = counts.most_common(1)[0]
-    first = next(number for number, reason in reasons if reason == commonest)
-    which = f"all {len(failures)} candidates" if len(failures) > 1 else "the only candidate"
-    share = f", {count} of them" if count < len(failures) else ""
-    return f"{which} failed{share}: {commonest.rstrip('.')} (see {result.folder / LOGS / f'trial_{first:03}.log'})"
+    log = result.folder / LOGS / f"trial_{result.history[0].number:03}.log"
+    return f"every candidate failed; the first: {first.reason.rstrip('.')} (see {log})"
 
 
 # Jobs of a YAML file, all checked before the first one begins

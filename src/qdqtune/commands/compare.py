@@ -249,7 +249,8 @@ class Comparison(Shown):
                 cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, *[""] * 4))
         columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB", "agreement", title)
         judged = self.judged if any(row.accuracy is not None for row in self.rows) else 0
-        caption = [f"output SQNR over {samples(judged, self.is_held_out)}"] if judged else []
+        caption = [f"first: {self.first}"]
+        caption += [f"output SQNR over {samples(judged, self.is_held_out)}"] if judged else []
         worst = {row.file: slice_cell(row.accuracy) for row in self.rows}
         caption += [f"worst slice of {file}: {text}" for file, text in worst.items() if text]
         caption += [] if self.scores is None else [self.scores.told]
@@ -257,7 +258,7 @@ class Comparison(Shown):
             if row.ms and row.first_ms:
                 rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
                 caption.append(f"inferences a second of {row.name}: {rates}")
-        return Table(columns, cells, "\n".join(caption), f"first: {self.first}")
+        return Table(columns, cells, "\n".join(caption))
 
     @property
     def exit_code(self) -> int:

@@ -90,8 +90,6 @@ class Damage:
     noise: float
     float_range: tuple[float, float]
     quantized_range: tuple[float, float]
-    scale: tuple[float, float]
-    zero_point: tuple[float, float]
     joined: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     without: float | None = None
 
@@ -127,7 +125,7 @@ class Damage:
     def to_dict(self) -> dict[str, Any]:
         """The tensor as JSON values; NaN and infinite ends of ranges are text, since JSON has no such numbers."""
         row = {name: value for name, value in asdict(self).items() if name not in ("noise", "without")}
-        for name in ("float_range", "quantized_range", "scale", "zero_point"):
+        for name in ("float_range", "quantized_range"):
             row[name] = [end if np.isfinite(end) else str(end) for end in row[name]]
         without = {} if self.without is None else {"without_db": sqnr_of(self.without)}
         return row | {"output_db": self.output_db, **without, "reason": self.reason}
@@ -282,8 +280,6 @@ def described(
                 alone,
                 ranges[tensor],
                 _min_max(np.array([representable(pair) for pair in own])),
-                _min_max(np.concatenate([pair.scale.ravel() for pair in own])),
-                _min_max(np.concatenate([pair.zero_point.ravel() for pair in own])),
                 {name: ranges[name] for name in joined[tensor]},
             )
         )
@@ -484,14 +480,12 @@ class Diagnosis(Shown):
             "min_sqnr_db": sqnr_of(self.limit),
             "healthy": self.is_healthy,
             "output_sqnr_db": sqnr_of(self.noise),
-            "finite": self.noise < UNKNOWN_NOISE,
             "examined": {"samples": self.examined, "output_sqnr_db": sqnr_of(self.noise_there)},
             "sqnr_db_as_defined": None if self.by_numbers is None else sqnr_of(self.by_numbers),
             "rest_sqnr_db": None if self.rest is None else sqnr_of(self.rest),
             "guilty": [damage.to_dict() for damage in self.guilty],
             "largest": [damage.to_dict() for damage in self.largest],
             "nodes_to_exclude": self.excluded,
-            "flags": exclusion(self.excluded),
             "notes": self.notes,
         }
 

@@ -15,14 +15,13 @@ MOST_ROWS = 30
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people: titles of columns, rows of texts, a caption below and a title above. `least_widths` are those
-    of columns of long texts, in characters, by title.
+    """A table for people: titles of columns, rows of texts, and a caption below. `least_widths` are those of columns of
+    long texts, in characters, by title.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
-    title: str = ""
     least_widths: Mapping[str, int] = field(default_factory=dict)
 
     @property

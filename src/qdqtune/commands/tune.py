@@ -263,13 +263,12 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
             "failed" if row["elsewhere"] is None else str(row["elsewhere"]),
             f"{row['tensors_16']} of {row['tensors']}",
             str(row["weights_16"] or ""),
-            str(row["conversions"]),
             *(_judged(row, summary) if row["elsewhere"] is not None else ("", "", _mark(row))),
         )
         for row in by_rule(summary)
     ]
     caption = "not timed: nodes elsewhere count first, then bytes in 16 bits and of conversions, then those of weights"
-    columns = ("candidate", "from", "nodes elsewhere", "in 16 bits", "weights too", "conversions")
+    columns = ("candidate", "from", "nodes elsewhere", "in 16 bits", "weights too")
     return Table((*columns, *JUDGED), cells, caption)
 
 

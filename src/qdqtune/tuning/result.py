@@ -14,7 +14,6 @@ from typing import Any
 
 from qdqtune.engines import devices, unwatched
 from qdqtune.engines.fallback import fallback
-from qdqtune.engines.machine import simulated
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
@@ -22,7 +21,7 @@ from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.scores import Score, equal_share
 from qdqtune.placement import files
-from qdqtune.placement.possible import conversions, wide_tensors, wide_weights
+from qdqtune.placement.possible import wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
@@ -142,8 +141,6 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     if (machine := settings.machine) is not None:
         chip = run.runner.describe().get("device", "unknown")
         yield f"built, run and timed on {machine.where} ({chip}, {machine.cores} cores), calibrated here"
-    if not settings.is_timed:
-        yield f"{simulated(settings.engine.name, settings.machine)}: nothing was timed, and no speed is claimed"
     shipped = None if proof.trial is None or not settings.has_samples else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
@@ -356,8 +353,7 @@ def bits_of(model: Model, placement: Placement) -> Bits:
 
 
 def _row_by_rule(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
-    bits, failed, placement = bits_of(costs.model, trial.placement), failure(trial), trial.placement
-    converted = conversions(costs.model, placement, wide_tensors(costs.model, placement))
+    bits, failed = bits_of(costs.model, trial.placement), failure(trial)
     row = ByRuleCandidate(
         number=trial.number,
         origin=trial.proposal.origin,
@@ -365,7 +361,6 @@ def _row_by_rule(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCan
         tensors=bits["tensors"],
         tensors_16=bits["tensors_16"],
         weights_16=bits["weights_16"],
-        conversions=len({edge.tensor for edge in converted}),
         sqnr_db=trial.sqnr_db,
         agreement=equal_share(trial.accuracy),
         holds_limits=trial.holds if failed is None else False,

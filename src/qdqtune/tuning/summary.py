@@ -114,7 +114,6 @@ class ByRuleCandidate(Bits):
     number: int
     origin: str
     elsewhere: int | None
-    conversions: int
     sqnr_db: float | None
     agreement: float | None
     holds_limits: bool | None
