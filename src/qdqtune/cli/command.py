@@ -58,7 +58,8 @@ class Parameter(click.Option):
         if is_switch and own.default is not False:
             flags = [f"{own.flag}/--no-{own.flag[2:]}"]
         more: dict[str, Any] = {"is_flag": True} if is_switch else {"type": str}
-        more |= {"multiple": own.is_repeated, "required": own.default is REQUIRED, "default": None}
+        more |= {"required": True} if own.default is REQUIRED else {"default": None}  # to click, None is a default
+        more |= {"multiple": own.is_repeated}
         super().__init__([*flags, own.name], shell_complete=_completion(own.kind), **more)
 
     @property
