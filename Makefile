@@ -1,7 +1,7 @@
 # Needs Python 3.11 and make, nothing else: every target prepares what it needs itself.
 #
 #   make demo    tune the bundled classifier, in a small environment of its own (build/demo)
-#   make docs    write the site of the documents to build/site, and check its links
+#   make docs    write the pages of the reference, and the site of the documents to build/site, and check its links
 #   make test    lint, type check and run the tests
 #   make simulate  play 100,000 whole runs with faults on a simulated machine: SEEDS=1000 for fewer, SEED=17 for one
 #   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
@@ -72,6 +72,7 @@ dist: | python
 
 # A warning, such as one about a link that leads nowhere, is an error.
 docs: $(DOCS)/.ready
+	$(DOCS)/bin/python docs/site/reference.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html is the first page"
 

@@ -1,40 +1,16 @@
-"""Hooks of MkDocs: pages of the reference are generated, and links to files outside of docs/ lead to the repository."""
+"""Hooks of MkDocs: links to files outside of docs/ lead to the repository."""
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from posixpath import normpath
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import reference
-
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<place>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
-
-
-COMMANDS = "Commands"
-"""The section of the navigation that gets the page of every command."""
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of commands into the navigation."""
-    sections = [part for entry in config.nav or () for part in entry.get("Reference", ())]
-    (commands,) = [part for part in sections if isinstance(part, dict) and COMMANDS in part]
-    commands[COMMANDS] = reference.command_paths()
-    return config
-
-
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
-    for path, text in reference.pages().items():
-        files.append(File.generated(config, path, content=text))
-    return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

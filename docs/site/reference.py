@@ -1,6 +1,8 @@
 """Writes the pages of the reference from the code: commands, functions, files, JSON, exit codes, rules.
 
-`pages` gives them; the site takes them when it is built (see hooks.py), and nobody edits them.
+    python docs/site/reference.py
+
+They lie in docs/reference, and nobody edits them: a test compares them with what `pages` gives.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ ENGINE_OPTIONS = {
     "trtexec": TrtexecOptions,
 }
 
+DOCS = Path(__file__).parents[1]
 OVERVIEW = "reference/index.md"
 KEYWORDS: dict[str, type[options.Options]] = {"compare": CompareOptions}
 """Functions that pass keywords on, and the options that these are."""
@@ -93,7 +96,7 @@ def prose(text: str) -> str:
 def _overview(commands: dict[str, Command]) -> str:
     rows = [(f"[{code(name)}](commands/{name}.md)", prose(main.app.commands[name].help or "")) for name in commands]
     return (
-        "# Reference\n\nThese pages are made from the code when the site is built. In a terminal, `--help` explains a "
+        "# Reference\n\nThese pages are made from the code. In a terminal, `--help` explains a "
         "command on one page and `--help-all` option by option.\n\n## Commands\n\n"
         + table(("command", "what it does"), rows)
         + "\nEach takes `-q` (no progress), `-v` (progress line by line) and, where it has a result, "
@@ -131,7 +134,7 @@ def _help(text: str) -> tuple[str, list[str]]:
 
 def _option_row(option: Parameter) -> tuple[str, str]:
     own = option.own
-    names = ", ".join(f"{code(name)}{{ .flag }}" for name in (*option.opts, *option.secondary_opts))
+    names = ", ".join(f"{code(name)}" for name in (*option.opts, *option.secondary_opts))
     value = code(own.metavar) if own.metavar else ""
     if own.kind.choices and own.metavar == "|".join(own.kind.choices):
         value = "one of " + ", ".join(map(code, own.kind.choices))
@@ -377,11 +380,6 @@ def rules_page() -> str:
     )
 
 
-def words() -> int:
-    """The words of all generated pages."""
-    return sum(len(text.split()) for text in pages().values())
-
-
 OTHERS: dict[str, Callable[[], str]] = {
     "reference/python.md": python_page,
     "reference/files.md": files_page,
@@ -392,3 +390,16 @@ OTHERS: dict[str, Callable[[], str]] = {
     "reference/autotune.md": partial(command_page, "python -m qdqtune.autotune", autotune.command),
 }
 """Pages that are not about a command, with the functions that write them."""
+
+
+def write() -> None:
+    """Write all pages, and delete those of commands that are gone."""
+    for old in (DOCS / "reference" / "commands").glob("*.md"):
+        old.unlink()
+    for path, text in pages().items():
+        (DOCS / path).parent.mkdir(exist_ok=True)
+        (DOCS / path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
