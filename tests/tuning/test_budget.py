@@ -191,6 +191,7 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     assert [note for note in result.notes if note.startswith(told)]
     result, notes = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
     assert not [note for note in result.notes if note.startswith("`time_budget` has ended")]
+    assert [note for note in result.notes if note.startswith("the search ended after")]
     assert notes.notes == []  # all samples were seen
 
 

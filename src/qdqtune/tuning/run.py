@@ -75,6 +75,9 @@ its time. Chosen, not measured."""
 LEARNING = 3
 """A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
 
+SPARE = 2.0
+"""Time left at the end of a search is told if it is this many times that of the proof. Chosen, not measured."""
+
 FURTHER_SHARE = 0.25
 """The share of a time budget that is kept for further blocks of builds in the proof, where the best candidate may need
 them. Chosen, not measured."""
@@ -240,11 +243,18 @@ class Budget:
         return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
 
     def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
-        """What to tell the user if time has ended a search that had builds left. To be called as soon as it ended."""
-        if not trials or self.builds <= len(trials) or self.room(trials, pace, reserve):
+        """What to tell the user if time has ended a search that had builds left, or if it ended with time to spare. To
+        be called as soon as it ended."""
+        if not trials:
             return None
-        spent = f"{1 + len(trials)} of {1 + self.builds} builds"
-        return f"`time_budget` has ended the search after {spent}: with more time the same command goes on from there"
+        left, spent = self.room(trials, pace, reserve), 1 + len(trials)
+        if len(trials) < self.builds and not left:
+            told = f"`time_budget` has ended the search after {spent} of {1 + self.builds} builds"
+            return f"{told}: with more time the same command goes on from there"
+        if self.seconds_left is None or self.seconds_left < SPARE * self.proof_seconds(1):
+            return None
+        why = "more `builds` would use it" if len(trials) >= self.builds else "nothing more is predicted to gain"
+        return f"the search ended after {spent} builds with much of `time_budget` to spare: {why}"
 
 
 FIRST, LESSONS = 3, 2

@@ -54,7 +54,7 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
         "quick": Effort(30, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32), 5.0),
         "default": Effort(50, {"region": 52, "cut": 8, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96), 20.0),
         "extensive": Effort(
-            200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192), 60.0
+            200, {"region": 400, "cut": 60, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192), 60.0
         ),
     }
 )
