@@ -45,6 +45,16 @@ finally:
     assert not loaded & {"numpy", "onnx", "scipy", "onnxruntime", "qdqtune.options", "qdqtune.engines"}
 
 
+@pytest.mark.parametrize(("more", "words"), [([], "starting\ninterrupted\n"), (["-q"], "interrupted\n")])
+def test_a_word_appears_before_the_module_of_a_search_is_imported(more, words, call, monkeypatch):
+    def interrupt(name: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "qdqtune.cli.tune")
+    monkeypatch.setattr(main.importlib, "import_module", interrupt)
+    assert call("tune", "model.onnx", *more) == (130, "", words)
+
+
 def test_words_that_are_no_command(call):
     code, out, err = call("--version")
     assert (code, err) == (0, "")
