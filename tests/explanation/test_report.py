@@ -195,6 +195,9 @@ VERDICTS = {
     "not exact enough": "Nothing faster is exact enough for {}",
 }
 REASONS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
+    "cut": {**dict.fromkeys(("first", "relu", "second", "skip"), ("8 bits", "", "")),
+            "third": ("float", "conversions cost more than it saves", ""),
+            **dict.fromkeys(("softmax", "tanh"), ("float", "no kernel for this operator", ""))},
     "region": {"third": ("float", "no gain beyond noise", "region search ran it in 8 bits: slower")},
     "no times": {"second": ("8 bits", "", "part of"),
                  "third": ("float", "no gain beyond noise", "region search ran it in 8 bits: slower")},
