@@ -64,8 +64,12 @@ def test_it_prints_latency_and_accuracy_before_and_after(final_ms: float, words:
     def tuned(command: Sequence[str]) -> SimpleNamespace:
         output = Path(command[command.index("--output-dir") + 1])
         output.mkdir(parents=True)
-        for name in ("baseline.onnx", "optimized_final.onnx"):
-            shutil.copyfile(run.MODEL, output / name)
+        shutil.copyfile(run.MODEL, output / "baseline.onnx")
+        spoiled = onnx.load(run.MODEL)
+        for tensor in spoiled.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.FLOAT:
+                tensor.CopyFrom(onnx.numpy_helper.from_array(0 * onnx.numpy_helper.to_array(tensor), tensor.name))
+        onnx.save(spoiled, output / "optimized_final.onnx")
         summary = {"baseline_ms": 9.5, "final_ms": final_ms, "ratio": final_ms / 9.5}
         (output / "summary.json").write_text(json.dumps(summary))
         return SimpleNamespace(returncode=0 if final_ms < 9.5 else 3)
@@ -74,7 +78,7 @@ def test_it_prints_latency_and_accuracy_before_and_after(final_ms: float, words:
     printed = capsys.readouterr().out
     before, after, *accuracies = numbers(printed)
     assert (before, after) == (9.5, final_ms)
-    assert accuracies[0] == accuracies[1] > 90
+    assert accuracies[0] > 90 > accuracies[1]
     assert words in printed
     assert ("times as fast" in printed) != ("Nothing was faster" in printed)
 
