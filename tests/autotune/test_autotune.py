@@ -293,25 +293,20 @@ def test_state_goes_on_where_it_was_and_forgets_no_pattern() -> None:
     assert Path("autotuner_state_pattern_cache.yaml").is_file()
 
 
-def test_state_of_other_settings_is_refused() -> None:
-    begun(mixed().to_proto()).save_state("state.yaml")
+def test_state_is_that_of_one_configuration_and_of_the_last_script_that_wrote_it() -> None:
+    autotuner = begun(mixed().to_proto())
+    list(profile(autotuner))
+    autotuner.save_state("state.yaml")
     other = begun(mixed().to_proto(), Config(maximum_mutations=2))
     for use in (other.load_state, other.save_state):
         with pytest.raises(BadState, match="maximum mutations 3, now it is 2"):
             use("state.yaml")
     with pytest.raises(BadState, match="no state file"):
         other.load_state("missing.yaml")
-
-
-def test_a_script_that_does_not_load_its_state_writes_it_anew() -> None:
-    autotuner = begun(mixed().to_proto())
-    list(profile(autotuner))
-    autotuner.save_state("state.yaml")
     second = begun(mixed().to_proto())
     second.save_state("state.yaml")
-    third = begun(mixed().to_proto())
-    third.load_state("state.yaml")
-    assert third.profiled_patterns == []
+    second.load_state("state.yaml")
+    assert second.profiled_patterns == []
 
 
 def test_a_pattern_cache_is_tried_first() -> None:
