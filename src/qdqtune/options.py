@@ -54,6 +54,7 @@ REQUIRED: Any = ...
 """The default of an option that must be given."""
 
 
+@dataclass(eq=False)
 class Option(Generic[In, Out]):
     """One option: a descriptor that converts the value of its field. `In` are the types that it takes, `Out` is the
     type that it gives.
@@ -63,24 +64,16 @@ class Option(Generic[In, Out]):
     dashes and the name of the field.
     """
 
-    name: str
-
-    def __init__(
-        self,
-        kind: Kind,
-        default: Any,
-        help: str,
-        group: Group = "Other",
-        *,
-        short: str = "",
-        default_in_words: str = "",
-        is_positional: bool = False,
-        flags: str = "",
-        metavar: str = "",
-    ) -> None:
-        self.kind, self.default, self.help, self.group, self.short = kind, default, help, group, short
-        self.default_in_words, self.is_positional = default_in_words, is_positional
-        self.metavar, self.flags = metavar or "|".join(kind.choices) or kind.metavar, tuple(flags.split())
+    kind: Kind
+    default: Any
+    help: str
+    group: Group = "Other"
+    short: str = ""
+    default_in_words: str = ""
+    is_positional: bool = False
+    flags: tuple[str, ...] = ()
+    metavar: str = ""
+    name: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -138,9 +131,12 @@ class Option(Generic[In, Out]):
             raise BadOption(f"`{self.name}`: {error}") from error
 
 
-def option(kind: Kind, default: Any, help: str, group: Group = "Other", **more: Any) -> Any:
+def option(
+    kind: Kind, default: Any, help: str, group: Group = "Other", *, flags: str = "", metavar: str = "", **more: Any
+) -> Any:
     """Make an `Option` for a field of an `Options` dataclass; the field's annotation gives its types."""
-    return Option(kind, default, help, group, **more)
+    metavar = metavar or "|".join(kind.choices) or kind.metavar
+    return Option(kind, default, help, group, flags=tuple(flags.split()), metavar=metavar, **more)
 
 
 @dataclass(kw_only=True)

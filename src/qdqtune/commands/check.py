@@ -241,9 +241,6 @@ class Checked(Shown):
 
     def parts(self) -> Iterator[str | Table]:
         yield self.table()
-        if unknown := [layer for layer in self.running if layer.kind == "unknown"]:
-            spent_there, first = time_of(unknown) or 0.0, f"{unknown[0].name:.60}"
-            yield f"{len(unknown)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
         yield self.in_words()
         if self.fallback is not None:
             yield self.fallback.in_words()

@@ -41,9 +41,6 @@ class Explained(Shown):
         return tally(self.rows)
 
     def in_words(self) -> str:
-        if self.is_part and len(self.rows) == 1:
-            (row,) = self.rows
-            return f"{', '.join(row.nodes)} ({', '.join(row.operators)}): {row.state}; {row.why}"
         return self.headline
 
     def table(self) -> Table:
@@ -76,22 +73,8 @@ class Explained(Shown):
         yield self.table()
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "folder": str(self.folder),
-            "headline": self.headline,
-            "reasons": [
-                {
-                    "state": row.state,
-                    "reason": row.reason,
-                    "nodes": len(row.nodes),
-                    "ms": row.ms,
-                    "float_ms": row.float_ms,
-                    "example": row.nodes[0],
-                }
-                for row in self.tallies
-            ],
-            "units": [asdict(row) for row in self.rows],
-        }
+        units = [asdict(row) for row in self.rows]
+        return {"folder": str(self.folder), "headline": self.headline, "units": units}
 
 
 def explain_run(folder: Path, pattern: str | None = None) -> Explained:
