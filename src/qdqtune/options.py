@@ -165,11 +165,6 @@ def flags_of(kind: type[Options]) -> dict[str, str]:
     return {name: own.flag for name, own in options_of(kind).items() if not own.is_positional}
 
 
-def shared_values(options: Options, kind: type[Options]) -> dict[str, Any]:
-    """The values of `options`, by field name, of the options that the command of `kind` takes as well."""
-    return {name: getattr(options, name) for name in options_of(kind) if name in options_of(type(options))}
-
-
 # Kinds of single values
 
 

@@ -35,8 +35,8 @@ from qdqtune.options import (
     Option,
     PathLike,
     option,
+    options_of,
     several,
-    shared_values,
     writes,
 )
 from qdqtune.system.checks import Output, check_outputs, in_list, record, written_as
@@ -202,7 +202,8 @@ def check_command(options: CheckArguments) -> int:
         raise BadOption("`graph_json` is about one model: name that alone")
     results: list[Layers | Checked] = []
     for model in models:
-        one = CheckOptions(**shared_values(options, CheckOptions) | {"model": model})
+        values = {name: getattr(options, name) for name in options_of(CheckOptions)}
+        one = CheckOptions(**values | {"model": model})
         done = layers(one) if options.layers else check(one)
         results.append(done)
         say_notes(done.notes)

@@ -7,13 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from threading import Event
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.shell_completion import shell_complete
 
 from qdqtune.cli.output import say, say_error, say_exception
-from qdqtune.cli.streams import BEGUN, INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output
+from qdqtune.cli.streams import BEGUN, INTERRUPTED, end_with_parent, guarded, interrupts, lost_output
 from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
 
@@ -56,9 +57,9 @@ def main(
     if (asked := os.environ.get(COMPLETING)) and command is None:
         sys.exit(shell_complete(app, {}, name, COMPLETING, asked))
     end_with_parent()
-    with guarded(), Interrupts() as interrupts:
+    with guarded(), interrupts() as interrupted:
         try:
-            code = _run(command or app, name, given, interrupts, begun)
+            code = _run(command or app, name, given, interrupted, begun)
             if (lost := lost_output()) is not None:
                 code = _failed(f"cannot write to standard output: {lost.strerror or lost}", 2)
         except KeyboardInterrupt:  # while an error was being printed
@@ -66,7 +67,7 @@ def main(
     sys.exit(code)
 
 
-def _run(command: click.Command, name: str, given: Sequence[str], interrupts: Interrupts, begun: float) -> int:
+def _run(command: click.Command, name: str, given: Sequence[str], interrupted: Event, begun: float) -> int:
     try:
         with command.make_context(name, list(given), obj=(name, *given)) as context:
             context.meta[BEGUN] = begun
@@ -91,7 +92,7 @@ def _run(command: click.Command, name: str, given: Sequence[str], interrupts: In
     except MemoryError:
         return _failed("there is not enough memory for this", 2)
     except Exception:  # noqa: BLE001  (a defect: shown whole, and never mistaken for one of the promised codes)
-        if interrupts.happened:  # inside of a library that made another error of it
+        if interrupted.is_set():  # inside of a library that made another error of it
             say("interrupted")
             return INTERRUPTED
         say_exception()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from threading import Event
 from types import FrameType
 from typing import TextIO
 
@@ -141,38 +141,32 @@ def lost_output() -> OSError | None:
     return sys.stdout.lost or sys.stdout.styled.lost
 
 
-@dataclass
-class Interrupts:
+@contextmanager
+def interrupts() -> Iterator[Event]:
     """Ctrl-C: the first one raises KeyboardInterrupt, so that everything is cleaned up; the second ends the process.
 
-    A context manager. Does nothing where interrupts are ignored, as in the background.
+    The event is set by the first one: inside of a library it may turn into any other error. Nothing changes where
+    interrupts are ignored, as in the background.
     """
+    happened, before = Event(), signal.getsignal(signal.SIGINT)
 
-    happened: bool = False
-    """Whether there was an interrupt: inside of a library it may turn into any other error."""
-
-    def __enter__(self) -> Interrupts:
-        self._before = signal.getsignal(signal.SIGINT)
-        self._is_ours = threading.current_thread() is threading.main_thread() and self._before not in (
-            signal.SIG_IGN,
-            None,
-        )
-        if self._is_ours:
-            signal.signal(signal.SIGINT, self._interrupt)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_ours:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        if self.happened:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        if happened.is_set():
             with suppress(OSError):
                 if os.isatty(2):
                     os.write(2, SHOW_CURSOR)
             os._exit(INTERRUPTED)
-        self.happened = True
+        happened.set()
         raise KeyboardInterrupt
+
+    is_ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
+    if is_ours:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield happened
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def end_with_parent() -> None:
