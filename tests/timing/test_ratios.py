@@ -256,6 +256,7 @@ def test_candidates_leave_once_they_are_decided_or_show_no_gain_and_clear_losers
     assert [models for models, _ in field.asked][:3] == [(0, 1, 2, 3, 4), (0, 1, 3, 4), (0, 4)]
     assert [len(rounds) for rounds in times.seconds[1:4]] == [12, 4, 12]
     assert ratio(times.pair(0, 2), PLAN).verdict == "slower"
+    assert ratio(times.pair(0, 2), Plan((4,))).verdict == "undecided"  # a plan of few rounds claims nothing
     assert len(times.seconds[4]) == len(times.seconds[0]) > 12
     assert len(times.pair(1, 4).a) == 12
 

@@ -146,15 +146,16 @@ class Ratio:
 def ratio(measurement: Measurement, plan: Plan) -> Ratio:
     """Ratio b/a of all rounds, at the error of one look (plan.error / number of looks).
 
-    The k-th smallest and k-th largest of n ratios bound the median with P(Binomial(n, 1/2) < k) on each side. Where
-    rounds are too few for that, but each of `EARLY_ROUNDS` or more is above `CLEAR_LOSS`, their least is the lower end.
+    The k-th smallest and k-th largest of n ratios bound the median with P(Binomial(n, 1/2) < k) on each side. Of
+    a candidate that left before the first look, as all of its rounds were above `CLEAR_LOSS`, the lower end is their
+    least.
     """
     ratios = np.sort(np.asarray(measurement.b) / np.asarray(measurement.a))
     rank = _rank(len(ratios), plan.error / len(plan.looks))
     median = float(np.median(ratios))
     if rank:
         return Ratio(median, float(ratios[rank - 1]), float(ratios[-rank]))
-    is_loss = len(ratios) >= EARLY_ROUNDS and ratios[0] > CLEAR_LOSS
+    is_loss = EARLY_ROUNDS <= len(ratios) < plan.looks[0] and ratios[0] > CLEAR_LOSS
     return Ratio(median, float(ratios[0]) if is_loss else None, None)
 
 

@@ -189,7 +189,7 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
 
     while True:
         placements = queue.next(attempts)
-        ratio = max((ratios[placement] for placement in placements), default=HOPED_RATIO)
+        ratio = max((ratios.get(placement, HOPED_RATIO) for placement in placements), default=HOPED_RATIO)
         if not run.budget.provable(1, ratio):
             run = replace(run, budget=run.budget.in_haste, racer=replace(run.racer, builds=FEWEST_BUILDS))
         placements = placements[: run.budget.provable(len(placements), ratio)]
