@@ -163,13 +163,16 @@ def _ends(call: Callable[[], object], code: int, what: str) -> None:
     assert ended == code, f"{what} ends with {ended}, not {code}"
 
 
+def faked(code: str) -> str:
+    for named, fake in FAKED.items():
+        code = re.sub(named, fake, code)
+    return code
+
+
 def run_python(code: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Python code of a document; on the fake engine where it names ONNX Runtime. What it prints, and says it does."""
     capsys.readouterr()
-    faked = code
-    for named, fake in FAKED.items():
-        faked = re.sub(named, fake, faked)
-    exec(compile(faked, "document", "exec"), {"__name__": "document"})
+    exec(compile(faked(code), "document", "exec"), {"__name__": "document"})
     printed = capsys.readouterr().out
     for line in PRINTED.findall(code):
         assert line in printed.splitlines(), f"{line!r} is not what it prints: {printed}"
@@ -183,10 +186,7 @@ def run_notebook(path: Path) -> list[object]:
     values = []
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
-            code = "".join(cell["source"])
-            for named, fake in FAKED.items():
-                code = re.sub(named, fake, code)
-            tree = ast.parse(code)
+            tree = ast.parse(faked("".join(cell["source"])))
             last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
             exec(compile(tree, str(path), "exec"), scope)
             if isinstance(last, ast.Expr):

@@ -22,12 +22,8 @@ def test_apply_on_retrained_weights_gives_the_same_edges_and_other_scales(call, 
     for tensor in retrained.graph.initializer:
         tensor.CopyFrom(onnx.numpy_helper.from_array(3 * onnx.numpy_helper.to_array(tensor), tensor.name))
     onnx.save(retrained, tmp_path / "retrained.onnx")
-    arguments = [
-        "--placement",
-        tuned.parent / "out" / "placement.yaml",
-        "--calibration-data",
-        tuned.with_suffix(".npz"),
-    ]
+    placement = tuned.parent / "out" / "placement.yaml"
+    arguments = ["--placement", placement, "--calibration-data", tuned.with_suffix(".npz")]
     code, out, _ = call("apply", tmp_path / "retrained.onnx", *arguments)
     assert code == 0
     count = json.loads((tuned.parent / "out" / "summary.json").read_text())["pairs"]
@@ -69,17 +65,14 @@ def test_apply_says_why_outputs_are_not_compared(call, tuned, tmp_path):
     changed.graph.node.append(onnx.helper.make_node("Neg", ["size"], ["below"]))
     changed.graph.node.append(onnx.helper.make_node("Log", ["below"], [output]))
     onnx.save(changed, tmp_path / "changed.onnx")
-    data, placement = tuned.with_suffix(".npz"), tuned.parent / "out" / "placement.yaml"
-    code, out, err = call(
-        "apply", tmp_path / "changed.onnx", "--placement", placement, "--calibration-data", data, "--json"
-    )
+    data = ("--placement", tuned.parent / "out" / "placement.yaml", "--calibration-data", tuned.with_suffix(".npz"))
+    code, out, err = call("apply", tmp_path / "changed.onnx", *data, "--json")
     assert (code, json.loads(out)["accuracy"]) == (0, None)
     assert "note: outputs were not compared: the outputs hold NaN or infinite values" in err
 
 
 def test_apply_says_what_is_not_there(call, tuned, tmp_path):
-    code, error = errors(
-        call("apply", write(conv_net(), tmp_path), "--placement", tuned.parent / "out" / "placement.yaml")
-    )
+    placement = tuned.parent / "out" / "placement.yaml"
+    code, error = errors(call("apply", write(conv_net(), tmp_path), "--placement", placement))
     assert code == 2
     assert "is it the same network?" in error
