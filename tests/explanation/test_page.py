@@ -1,15 +1,16 @@
 """The report in a real browser: it shows, answers to mouse and keys, says nothing on the console, asks for nothing."""
 
 import re
+import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from browsers import chromium, installed, opened
 from qdqtune.explanation.model_map import blocks
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import report_of_run
@@ -18,9 +19,11 @@ from qdqtune.tuning.loop import tune
 from runs import mixed, settings, write
 from workers import in_process
 
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = [
     pytest.mark.xdist_group("browser"),
-    pytest.mark.skipif(installed() is None, reason="no Chromium: apt-get install chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
 ]
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202ereversed<b>"
@@ -28,8 +31,34 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\u202ereversed<b>"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as found:
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
+        found.close()
+
+
+@dataclass
+class Watched:
+    """A page, with what it said on the console and what it asked for besides itself."""
+
+    page: Page
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def opened(browser: Browser, file: Path, *, width: int = 1200, scheme: str = "light") -> Iterator[Watched]:
+    """A file in a window of its own, when its script is done."""
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
+    watched = Watched(context.new_page())
+    watched.page.on("console", lambda message: watched.said.append(message.text))
+    watched.page.on("pageerror", lambda error: watched.said.append(str(error)))
+    watched.page.on("request", lambda request: watched.asked.append(request.url))
+    watched.page.goto(file.as_uri())
+    watched.page.wait_for_selector("html[data-ready]")
+    watched.asked.remove(file.as_uri())
+    yield watched
+    context.close()
 
 
 @pytest.fixture(scope="module")
