@@ -107,6 +107,14 @@ def test_quantize_ends_in_time(model: Path, clock: Clock, workers: Workers, each
     assert any("compute the metric on all samples: it takes " in note for note in done.notes) == (each > 0.1)
 
 
+def test_quantize_looks_for_what_half_precision_holds_in_time(model: Path, clock: Clock, workers: Workers) -> None:
+    workers.drift = workers.untimed = 0.8
+    given: dict[str, Any] = {"calibration_data": str(model.with_suffix(".npz")), "output": model.with_name("q.onnx")}
+    done = quantize(QuantizeOptions(model=model, engine="tensorrt", time_budget=60.0, **given), begun=clock.now)
+    assert clock.now - 1000.0 <= 1.1 * 60.0
+    assert any("what half precision holds: it takes " in note for note in done.notes)
+
+
 def test_quantize_that_cannot_end_in_time_says_so(model: Path, clock: Clock, workers: Workers) -> None:
     workers.drift = workers.untimed = 10.0
     done = quantize(QuantizeOptions(model=model, output=model.with_name("q.onnx"), time_budget=20.0), begun=clock.now)

@@ -480,9 +480,8 @@ def compare_files(
     observer.stage(f"running {first.name}")
     timed = mix or (Workload(judging[0]),)
     runner.feed(at_each(timed, counts))
-    source = reference_from or runner
     with rewording(f"{first} gives nothing to compare with"):
-        reference, before = _ran(source, first, judging, metric, first)
+        reference, before = _ran(reference_from or runner, first, judging, metric, first)
     scores = scores_of(reference, asked) if has_real_samples else None
     rows = []
     digest = content_digest(files_of(first))

@@ -100,12 +100,12 @@ from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import portable_option, precision_option, quant_type_option, time_budget_option
-from qdqtune.tuning.subject import SamplesInTime
+from qdqtune.tuning.subject import SamplesInTime, part_of
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, QuantType
 
-CALIBRATION_SHARE, COMPARING_SHARE, LATE_SHARE = 0.7, 0.6, 0.1
-"""The share of the time left that calibration may take, and then the comparison of outputs; and the share of a time
-budget by which a command may end later without a note. Chosen, not measured."""
+HALF_SHARE, CALIBRATION_SHARE, COMPARING_SHARE, LATE_SHARE = 0.25, 0.7, 0.6, 0.1
+"""The share of the time left that the ranges of half precision may take, then calibration, then the comparison of
+outputs; and the share of a time budget by which a command may end later without a note. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,7 @@ class PreparedModel:
     notes: tuple[str, ...]
 
     def ranges(
-        self,
-        how: Calibration,
-        numbers: NumericFormat,
-        placed: Callable[[Ranges], Placement],
-        observer: Observer,
+        self, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement], observer: Observer
     ) -> tuple[Ranges, tuple[str, ...]]:
         """The ranges of the cache, or else calibrated ones of tensors with pairs, and what a time budget left out of
         calibration. `placed` maps ranges to the placement."""
@@ -206,7 +202,11 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
             source = None if self.calibration_data is None else str(self.calibration_data)
             data = Data(source, self.calibration_samples, self.input_shapes, self.seed, folders=(path.parent,))
             drawn = prepare(graph, data, execution, fixed=fixed)
-            lowered, _, notes = in_half_precision(drawn, self.precision, usual_precision(engine))
+            in_time = SamplesInTime(drawn.calibration, part_of(execution.ends, HALF_SHARE), 1, observer)
+            limited = replace(drawn, calibration=replace(drawn.calibration, produce=in_time))
+            lowered, _, notes = in_half_precision(limited, self.precision, usual_precision(engine))
+            lowered = replace(lowered, calibration=drawn.calibration)
+            notes += tuple(filter(None, [in_time.shortfall("see on all samples what half precision holds")]))
             prepared, more = lowered.sized_for(engine)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *lowered.hints, *more)
         else:
@@ -486,7 +486,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         save(quantized, fresh)
         if prepared is not None:
             observer.stage("comparing with the float model")
-            done = _judged(options, fresh, placed, prepared, metric, observer)
+            done = _judged(done, fresh, prepared, metric, observer)
         if options.precision == "bf16":  # which ONNX Runtime cannot run
             save(converted(quantized, "bf16"), fresh)
     if prepared is not None and options.report:
@@ -529,17 +529,11 @@ def _float_rules(placed: PlacedByRules) -> str:
     return f": kept in float by {', '.join(kept)}" if kept else ""
 
 
-def _judged(
-    options: QuantizeOptions,
-    written: Path,
-    placed: PlacedByRules,
-    prepared: Prepared,
-    metric: Metric | None,
-    observer: Observer,
-) -> Quantized:
+def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric | None, observer: Observer) -> Quantized:
     """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
     target. Random inputs give no accuracy, but the file must run on them."""
-    model, ends = load(Path(str(options.model)), fix_inputs=options.fix_inputs), prepared.execution.ends
+    options = done.options
+    model = load(Path(str(options.model)), fix_inputs=options.fix_inputs)
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     with (
@@ -547,11 +541,10 @@ def _judged(
         Runner(spec, log_dir=folder, execution=prepared.execution, start=prepared.execution.idle) as runner,
     ):
         save(model, folder / "float.onnx")
-        measured, until = None, inf
+        measured = None
         with rewording(REFUSED):
             before, after = runner.load(folder / "float.onnx"), runner.load(written)
-            if ends is not None:
-                until = time.monotonic() + COMPARING_SHARE * (ends - time.monotonic())
+            until = part_of(prepared.execution.ends, COMPARING_SHARE)
             in_time = SamplesInTime(prepared.judging, until, 2 if metric is None else 4, observer)
             expected, returned = runner.outputs(before, in_time()), runner.outputs(after, in_time())
             del expected[len(returned) :]  # time may have ended the second pass earlier
@@ -565,7 +558,8 @@ def _judged(
         notes.append(f"no `calibration_data`{': scales come from random inputs' * options.sees_data}")
     elif not prepared.is_held_out and options.sees_data:
         notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
-    done = Quantized(options, placed, None, judged, prepared.is_held_out, measured, notes=tuple(notes))
+    is_held_out = prepared.is_held_out
+    done = replace(done, judged=judged, is_held_out=is_held_out, measured=measured, notes=tuple(notes))
     if not judged:
         return done
     for outputs, whose in ((expected, "float"), (returned, "quantized")):

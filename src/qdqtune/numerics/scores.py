@@ -294,7 +294,8 @@ def metric_in_words(before: Score, after: Score) -> str:
     if before.is_of_hits:
         moves = [b - a for a, b in zip(before.by_sample, after.by_sample, strict=True)]
         parts.append(f"{sum(m < 0 for m in moves)} lost, {sum(m > 0 for m in moves)} won")
-    if (high := loss_high(before, after)) is not None:
+    high = loss_high(before, after)
+    if high is not None:
         parts.append(f"loss at most {max(high, 0):.2g} (95 %)")
     return "; ".join(parts)
 

@@ -286,6 +286,12 @@ def calibrated(
     return replace(subject, ranges=ranges, hurried=record.hurried, possible=possible, rules_placement=by_rules)
 
 
+def part_of(ends: float | None, share: float) -> float:
+    """The end of work that may take this share of the time until `ends`, by `time.monotonic`; infinite without one."""
+    now = time.monotonic()
+    return inf if ends is None else now + share * max(0.0, ends - now)
+
+
 @dataclass
 class SamplesInTime:
     """Iterates over samples in several passes that are to be over at the time `until` of `time.monotonic`. A pass that
@@ -307,12 +313,11 @@ class SamplesInTime:
     ) -> SamplesInTime:
         """The samples of a calibration in a run that has to end at `ends`, if at all: its passes and the correction of
         biases may take the `share` of the time left."""
+        until = part_of(ends, share)
         if ends is None:
-            return SamplesInTime(prepared.calibration, inf, 1, observer)
-        now = time.monotonic()
+            return SamplesInTime(prepared.calibration, until, 1, observer)
         tensors = candidate_tensors(prepared.shaped)
         count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
-        until = now + share * max(0.0, ends - now)
         return SamplesInTime(prepared.calibration, until, max(1, count) + how.bias_correction, observer)
 
     def __call__(self) -> Iterator[Sample]:
@@ -336,7 +341,8 @@ class SamplesInTime:
 
     def bias_samples(self) -> int:
         """How many samples may correct biases; 0 if there is no time for `LEAST_SAMPLES`."""
-        if (shortfall := self.shortfall("calibrate on all samples")) is not None:
+        shortfall = self.shortfall("calibrate on all samples")
+        if shortfall is not None:
             self._note(shortfall)
         cost = BIAS_RUNS * self.each  # a pass of calibration takes an inference and looks at all values
         left = self.until - time.monotonic()
