@@ -50,7 +50,7 @@ def test_float16_is_squared_without_overflow_and_ratios_are_finite_numbers_whate
 
 
 @pytest.mark.parametrize(("value", "expected"), [(1.0, True), (np.nan, False), (np.inf, False), (-np.inf, False)])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_finite_outputs(value: float, expected: bool, dtype: type) -> None:
     outputs = [{"y": np.ones(3, dtype)}, {"y": np.array([1, value], dtype), "n": np.array([1]), "s": np.array(["a"])}]
     assert is_finite(outputs) == expected

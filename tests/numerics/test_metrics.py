@@ -175,7 +175,6 @@ def written(folder: Path, name: str, text: str) -> Path:
     ("name", "text"),
     [
         ("l.txt", "3\n1\n4\n"),
-        ("l.csv", "3\n1\n4\n"),
         ("l.csv", "file,label\na.png,3\nb.png,1\nc.png,4\n"),
         ("l.csv", "Label,file\n3,a.png\n1,b.png\n\n4,c.png\n"),
         ("l.csv", "a.png,3\nb.png,1\nc.png,4\n"),

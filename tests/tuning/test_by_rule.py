@@ -173,29 +173,19 @@ def test_on_another_machine_its_processor_tells_whether_the_search_goes_by_time(
 
 
 @SIMULATOR
-def test_the_placement_is_applied_with_its_bits_and_without_them_elsewhere(done, folder: Path) -> None:
-    data, found = str(folder / "samples.npz"), folder / "out" / "placement.yaml"
-    same = apply(folder / "m.onnx", placement=found, output=folder / "again.onnx", calibration_data=data)
-    assert same.placement == done.placement
-    assert load(folder / "again.onnx").opset == 21
-    other = apply(
-        folder / "m.onnx", placement=found, output=folder / "cpu.onnx", calibration_data=data, engine="onnxruntime"
-    )
-    assert not other.placement.wide
-    assert "onnxruntime has no 16 bits: pairs of 16 bits have 8 here" in " ".join(other.notes)
-
-
-@SIMULATOR
-def test_open_sizes_are_fixed_where_a_placement_is_applied(done, folder: Path) -> None:
+def test_the_placement_is_applied_with_its_bits_and_sizes_and_without_them_elsewhere(done, folder: Path) -> None:
     model = onnx.load(folder / "m.onnx")
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "N"
     onnx.save(model, folder / "open.onnx")
-    data, found = str(folder / "samples.npz"), folder / "out" / "placement.yaml"
-    same = apply(folder / "open.onnx", placement=found, output=folder / "sized.onnx", calibration_data=data)
-    assert same.placement == done.placement
-    assert load(folder / "sized.onnx").tensors["x"].shape == (1, 8, 12, 12)
+    given = {"placement": folder / "out" / "placement.yaml", "calibration_data": str(folder / "samples.npz")}
+    same = apply(folder / "open.onnx", output=folder / "sized.onnx", **given)
+    sized = load(folder / "sized.onnx")
+    assert (same.placement, sized.opset, sized.tensors["x"].shape) == (done.placement, 21, (1, 8, 12, 12))
     assert "takes fixed sizes only: what ships has those of the samples" in " ".join(same.notes)
+    other = apply(folder / "m.onnx", output=folder / "cpu.onnx", engine="onnxruntime", **given)
+    assert not other.placement.wide
+    assert "onnxruntime has no 16 bits: pairs of 16 bits have 8 here" in " ".join(other.notes)
 
 
 DRAWN = np.random.default_rng(0).standard_normal((40, 4, 32)).astype(np.float32)

@@ -112,7 +112,7 @@ def test_a_proof_of_other_files_does_not_count(model: Path, workers: Workers, mo
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "gone"])
-@pytest.mark.parametrize("when", ["trial_001", "final_0_model", "final_1_optimized_final"])
+@pytest.mark.parametrize("when", ["trial_001", "final_1_optimized_final"])
 def test_weights_that_change_while_a_run_is_on_are_noticed(model: Path, workers: Workers, how: str, when: str) -> None:
     weights = model.parent / "weights.bin"
     onnx.save(onnx.load(model), model, save_as_external_data=True, location=weights.name, size_threshold=0)

@@ -194,7 +194,7 @@ def drawn(seed: int, parts: int, labels: int) -> Table:
     return table
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_three_labels_are_decided_nearly_exactly(seed: int) -> None:
     table = drawn(seed, 7, 3)
     labels = solve(table)
