@@ -121,15 +121,15 @@ def test_the_settings_take_denormal_numbers_as_zero_as_the_measurements_did() ->
 )
 def test_trtexec_gets_flags_that_its_version_knows(version: str, build: list[str], run: list[str]) -> None:
     described = {"version": version, "typing": "weak" if version < "9" and "." in version[:2] else "strong"}
-    found = library_settings(EngineSpec("trtexec"), described, {"x": (1, 3)})
-    shapes = [f"--{which}Shapes=x:1x3" for which in ("min", "opt", "max")]
-    assert (found["build"], found["run"]) == ([*build, *shapes], ["--shapes=x:1x3", *run])
+    found = library_settings(EngineSpec("trtexec", {"builder_level": 4}), described, {"x": (1, 3)})
+    flags = [*(f"--{which}Shapes=x:1x3" for which in ("min", "opt", "max")), "--builderOptimizationLevel=4"]
+    assert (found["build"], found["run"]) == ([*build, *flags], ["--shapes=x:1x3", *run])
 
 
-def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str]) -> Path:
+def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str], **options: int) -> Path:
     """The files of a run with the script and settings of another engine."""
     shutil.copytree(tuned.parent / "out", folder)
-    spec, settings = EngineSpec(engine), read_settings(folder)
+    spec, settings = EngineSpec(engine, options), read_settings(folder)
     renewed = msgspec.structs.replace(settings, library=library_settings(spec, described, {}))
     assert isinstance(renewed, DeploySettings)
     (folder / "deploy" / "settings.json").write_bytes(msgspec.json.encode(renewed))
@@ -141,11 +141,12 @@ def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str]) 
 def test_the_script_of_tensorrt_fits_each_version(
     version: str, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install(monkeypatch, version)
-    script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version})
+    trt, _ = install(monkeypatch, version)
+    script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version}, workspace_mb=3, builder_level=5)
     monkeypatch.setattr(sys, "argv", ["run.py", "2"])
     runpy.run_path(str(script), run_name="__main__")
     assert f"ms, TensorRT {version}" in capsys.readouterr().out
+    assert (trt.seen.config._limits, trt.seen.config.builder_optimization_level) == ({"WORKSPACE": 3 << 20}, 5)
 
 
 def test_the_script_of_trtexec_calls_it(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

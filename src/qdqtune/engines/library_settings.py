@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal, provider_of
 from qdqtune.engines.providers import PLAIN_VALUE, table_of
-from qdqtune.engines.tensorrt.options import sizes_text
+from qdqtune.engines.tensorrt.options import builder_flags, sizes_text
 from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
@@ -101,7 +101,8 @@ def library_settings(
         return _trtexec(spec, described, sizes)
     if spec.name in TENSORRT_FAMILY:
         module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
-        return {"module": module, **_shapes(spec, sizes)}
+        builder = {name: options[name] for name in ("workspace_mb", "builder_level") if name in options}
+        return {"module": module, **_shapes(spec, sizes), **builder}
     provider = provider_of(spec)
     table, told = table_of(provider), described.get("provider_options", "").split()
     chip = {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
@@ -127,6 +128,7 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
         types = ["--stronglyTyped"] if is_old else []
     shapes = _shapes(spec, sizes)
     build = [f"--{which}Shapes={sizes_text(named)}" for which, named in shapes.items() if named]
+    build += builder_flags(spec.options)
     run = [f"--shapes={sizes_text(shapes['opt'])}"] if shapes["opt"] else []
     return {
         "program": spec.options.get("trtexec") or "trtexec",

@@ -27,6 +27,10 @@ if not parser.parse_from_file(str(here.parent / settings["model"])):  # finds ex
 config, profile = builder.create_builder_config(), builder.create_optimization_profile()
 for name in () if is_strong else ("FP16", "INT8"):
     config.set_flag(getattr(trt.BuilderFlag, name))
+if "workspace_mb" in library:
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, library["workspace_mb"] << 20)
+if "builder_level" in library:
+    config.builder_optimization_level = library["builder_level"]
 tensors = [network.get_input(i) for i in range(network.num_inputs)]
 dynamic = [tensor for tensor in tensors if -1 in tuple(tensor.shape)]
 for tensor in dynamic:

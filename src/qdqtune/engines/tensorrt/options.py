@@ -213,6 +213,12 @@ def sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
     return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
+def builder_flags(options: Mapping[str, Any]) -> list[str]:
+    """The flags of trtexec for options of the builder."""
+    flags = {"workspace_mb": "--memPoolSize=workspace:", "builder_level": "--builderOptimizationLevel="}
+    return [f"{flag}{options[name]}" for name, flag in flags.items() if options.get(name) is not None]
+
+
 def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
     """Shapes of random inputs: those that the engine tunes for; none with calibration data, which have shapes."""
     return {} if calibration_data else {name: span.usual for name, span in spans(spec).items()}

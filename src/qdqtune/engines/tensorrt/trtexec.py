@@ -29,7 +29,7 @@ import onnx
 from qdqtune.engines import formats
 from qdqtune.engines.devices import gpu
 from qdqtune.engines.library_settings import BETTER_DEFAULTS, QUICK
-from qdqtune.engines.tensorrt.options import CachedOptions, sizes_text, split_arguments
+from qdqtune.engines.tensorrt.options import CachedOptions, builder_flags, sizes_text, split_arguments
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import read
@@ -238,10 +238,7 @@ class Trtexec:
                 flags += ["--fp16", "--int8"] if has_pairs else ["--fp16"]
         if self.options.timing_cache is not None:
             flags.append(f"--timingCacheFile={Path(self.options.timing_cache).absolute()}")
-        if self.options.workspace_mb is not None:
-            flags.append(f"--memPoolSize=workspace:{self.options.workspace_mb}")
-        if self.options.builder_level is not None:
-            flags.append(f"--builderOptimizationLevel={self.options.builder_level}")
+        flags += builder_flags(vars(self.options))
         built = TrtexecModel(self, model, graph, flags, log)
         try:
             built.plan({name: [size or 1 for size in graph.tensors[name].shape or ()] for name in graph.inputs})
