@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-CUDA = ("cuda.bindings.runtime", "cuda.cudart")
-"""The modules of cuda-python, by the names of newer and older releases: without them there is no GPU to use."""
+CUDA = "cuda.bindings.runtime"
+"""The module of cuda-python without which there is no GPU to use."""
 
 
 def present(patch: pytest.MonkeyPatch, modules: Mapping[str, object]) -> None:

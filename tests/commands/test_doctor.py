@@ -273,7 +273,7 @@ def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(
     only: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
-    absent(monkeypatch, *CUDA)
+    absent(monkeypatch, CUDA)
     only("builds, layers, 8 bits, numbers", DYNAMIC, W8)
     seen = qualified(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
     assert not broken(seen)

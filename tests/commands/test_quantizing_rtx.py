@@ -69,7 +69,7 @@ LOUD = """net (float[1,32,16,16] x) => (float[1,32,16,16] y) {
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
     """As on a machine without a GPU, also where there is one."""
-    absent(monkeypatch, *CUDA)
+    absent(monkeypatch, CUDA)
 
 
 def quantized_layers(model: Model, folder: Path, **options: Any) -> tuple[Quantized, tuple[Layer, ...]]:

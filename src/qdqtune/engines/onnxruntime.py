@@ -276,8 +276,6 @@ class OnnxRuntimeModel:
     def _partitions(self, model: Model, table: Provider) -> tuple[Layer, ...]:
         """The layers of a provider that runs many nodes as one, without times: a second session tells which they are,
         and its log why others run elsewhere."""
-        if not hasattr(Session, "get_provider_graph_assignment_info"):
-            raise EngineFailure(f"ONNX Runtime {ort.__version__} does not say where nodes run: install 1.24 or later")
         with TemporaryDirectory(prefix="profile-") as name:
             log, entries = Path(name) / "log", {INPUT_FOLDER: str(self._path.parent), RECORD_ASSIGNMENT: "1"}
             with output_to(log), refusals_in_words():

@@ -46,10 +46,7 @@ refusals_in_words = partial(
 
 
 def create(options: OpenVinoOptions) -> OpenVino:
-    core = ov.Core()
-    if DEVICE not in core.available_devices:
-        raise EngineUnavailable("OpenVINO here has no CPU plug-in: pip install --force-reinstall openvino")
-    return OpenVino(core, options)
+    return OpenVino(ov.Core(), options)
 
 
 class OpenVino:

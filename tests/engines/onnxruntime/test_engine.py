@@ -347,14 +347,3 @@ def test_a_simulator_is_named_as_one(monkeypatch) -> None:
     engine.table = QNN
     assert engine.describe()["device"].startswith("simulator on ")
     assert engine.describe()["plugin"] == "2.7"
-
-
-def test_an_onnxruntime_that_does_not_tell_is_refused(monkeypatch, tmp_path) -> None:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
-    engine = OnnxRuntime(OnnxRuntimeOptions())
-    engine.table = replace(QNN, ep=CPU_PROVIDER, options={})
-    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
-    name = "onnxruntime.capi.onnxruntime_inference_collection.Session.get_provider_graph_assignment_info"
-    monkeypatch.delattr(name)
-    with pytest.raises(EngineFailure, match=r"does not say where nodes run: install 1.24 or later"):
-        built.layers(IMAGE, 1)

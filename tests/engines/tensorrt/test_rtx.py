@@ -46,7 +46,7 @@ NETWORKS = {"convolutions": conv_net, "attention": attention, "upsampling": upsa
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a GPU, also where there is one."""
-    absent(monkeypatch, *CUDA)
+    absent(monkeypatch, CUDA)
 
 
 def engine(**options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,6 @@ import numpy as np
 
 from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Array, Tensors
-
-CUDA_MODULES = ("cuda.bindings.runtime", "cuda.cudart")
-"""The module of the runtime API, in newer and in older releases of cuda-python."""
 
 NUMPY_TYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "FP8": ml_dtypes.float8_e4m3fn,
@@ -40,15 +36,13 @@ class Cuda:
     """
 
     def __init__(self) -> None:
-        for name in CUDA_MODULES:
-            with contextlib.suppress(ImportError):
-                self._api: Any = importlib.import_module(name)
-                break
-        else:
-            raise EngineUnavailable("cuda-python is missing: pip install cuda-python")
+        try:
+            self._api: Any = importlib.import_module("cuda.bindings.runtime")
+        except ImportError as failure:
+            raise EngineUnavailable("cuda-python is missing, or too old: pip install cuda-python") from failure
         try:
             error, count = self._api.cudaGetDeviceCount()
-        except RuntimeError as failure:  # cuda-python 12.2 looks for the driver at the first call
+        except RuntimeError as failure:  # before version 13 cuda-python looks for the driver at the first call
             raise EngineUnavailable(f"this machine has no NVIDIA driver: {one_line(failure)}") from failure
         if int(error) or not count:
             words = error.name if int(error) else "no device is visible"
@@ -72,16 +66,10 @@ class Cuda:
         self._api.cudaGetLastError()  # clears an error that was reported before
         self.call("cudaDeviceSynchronize")
 
-    def upload(self, address: int, array: Array, stream: Any) -> None:
-        """Copy an array to the device, and wait for the copy."""
-        kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self.call("cudaMemcpyAsync", address, array.ctypes.data, array.nbytes, kind, stream)
-        self.call("cudaStreamSynchronize", stream)
-
-    def download(self, address: int, array: Array, stream: Any) -> None:
-        """Fill an array from the device, once all work on the stream is done."""
-        kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self.call("cudaMemcpyAsync", array.ctypes.data, address, array.nbytes, kind, stream)
+    def copy(self, target: int, source: int, nbytes: int, direction: str, stream: Any) -> None:
+        """Copy once all work on the stream is done, and wait for the copy; `direction` is as in `HostToDevice`."""
+        kind = getattr(self._api.cudaMemcpyKind, f"cudaMemcpy{direction}")
+        self.call("cudaMemcpyAsync", target, source, nbytes, kind, stream)
         self.call("cudaStreamSynchronize", stream)
 
     def seconds(self, stream: Any, work: Callable[[], None]) -> float:
@@ -171,7 +159,8 @@ class Execution:
         for name in self._outputs:
             shape = self._allocator.shapes.get(name, tuple(self._context.get_tensor_shape(name)))
             arrays[name] = np.empty(shape, self._dtype(name))
-            self._cuda.download(self._buffers[name][0], arrays[name], self._stream)
+            target, source, nbytes = arrays[name].ctypes.data, self._buffers[name][0], arrays[name].nbytes
+            self._cuda.copy(target, source, nbytes, "DeviceToHost", self._stream)
         return arrays
 
     def time(self, inputs: Tensors, runs: int) -> float:
@@ -228,7 +217,7 @@ class Execution:
         else:
             address = self._reserve(name, array.nbytes)
             self._set_address(name, address)
-            self._cuda.upload(address, array, self._stream)
+            self._cuda.copy(address, array.ctypes.data, array.nbytes, "HostToDevice", self._stream)
 
     def _set_address(self, name: str, address: int) -> None:
         if not self._context.set_tensor_address(name, address):
