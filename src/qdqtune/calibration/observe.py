@@ -164,13 +164,13 @@ def outputs_on(
         raise BadData("the calibration data hold no sample")
 
 
-def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:
-    """The model with `nodes` at its end, and other outputs: the named ones, or else the first of each new node."""
+def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto]) -> Model:
+    """The model with `nodes` at its end, and the first output of each of them as its outputs."""
     proto = deepcopy(model.proto)
     proto.graph.node.extend(nodes)
     del proto.graph.output[:]
-    for name in [node.output[0] for node in nodes] if outputs is None else outputs:
-        proto.graph.output.add(name=name)  # ONNX Runtime infers type and shape
+    for node in nodes:
+        proto.graph.output.add(name=node.output[0])  # ONNX Runtime infers type and shape
     return Model(proto, model.large)
 
 

@@ -174,7 +174,6 @@ def prepare(
 
 
 def _affordable(model: Model, most: int, slower: float) -> int:
-    """The number of samples to compare outputs on: more are more reliable and take longer."""
     each = slower * max(1.0, sum(work(model, node) for node in model.nodes))
     written = 4 * sum(elements(model, output) for output in model.outputs)
     usual = min(USUAL_JUDGED, JUDGED_WORK / each)

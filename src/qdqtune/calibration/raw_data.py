@@ -107,7 +107,6 @@ def _lines(path: Path) -> list[str]:
 
 
 def _read_object(path: Path | None) -> dict[str, Any]:
-    """The JSON object in a file; empty without a file."""
     if path is None:
         return {}
     try:

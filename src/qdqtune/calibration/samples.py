@@ -245,7 +245,6 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:
-    """A sample from a dictionary, or from the array of the only input."""
     sample = _checked(item if isinstance(item, Mapping) else {specs[0].name: item}, specs, fixed, origin)
     for spec in specs:
         shape = sample[spec.name].shape

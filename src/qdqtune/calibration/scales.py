@@ -191,7 +191,6 @@ def dequantize(values: Array, quantization: Quantization) -> Array:
 
 
 def _along(quantization: Quantization, rank: int) -> Array:
-    """The scale in a shape that broadcasts along its axis."""
     if quantization.axis is None:
         return quantization.scale
     return quantization.scale.reshape([-1 if i == quantization.axis else 1 for i in range(rank)])

@@ -84,7 +84,6 @@ def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """A Python file as a module, under a name that no other module has."""
     name = f"{path.stem} ({path.absolute()})"
     spec = spec_from_file_location(name, path)
     assert spec is not None  # the name ends in .py

@@ -133,7 +133,6 @@ def inferences(model: Model, how: Calibration, samples: int) -> int:
 
 
 def _affordable_samples(model: Model, most: int) -> int:
-    """On how many samples `WORK` allows to correct biases, `most` at most."""
     each = BIAS_RUNS * sum(work(model, node) + OVERHEAD for node in model.nodes)
     return max(LEAST_SAMPLES, min(most, int(WORK / max(each, 1.0))))
 

@@ -225,7 +225,6 @@ def _is_mask(model: Model, tensor: str, values: Range) -> bool:
 
 
 def _inner_sum(model: Model, node: Node, ranges: Ranges) -> float:
-    """The largest sum inside a mean or norm; 0 for other nodes."""
     if node.domain or not node.outputs or node.outputs[0] not in ranges.activations:
         return 0.0
     result = ranges.activations[node.outputs[0]].magnitude
@@ -281,7 +280,6 @@ def _gain(model: Model, node: Node, full: set[int]) -> float:
 
 
 def _around(model: Model, tensor: str) -> list[int]:
-    """The indices of the nodes that make and read a tensor, or `GRAPH`."""
     return [model.producers.get(tensor, GRAPH), *(use.node for use in model.uses(tensor))]
 
 

@@ -207,7 +207,6 @@ def _probabilities(rows: Array) -> Array | None:
 
 
 def _gaps(rows: Array) -> Array:
-    """By how much the largest value of each row is above the second."""
     top = np.partition(rows, -2, axis=1)
     return np.asarray(top[:, -1] - top[:, -2])
 

@@ -70,7 +70,6 @@ class Inserter:
 
     @cached_property
     def _raised(self) -> Inserter:
-        """An inserter of the same model in BLOCK_OPSET, which scales of blocks need, and pairs of 16 bits."""
         return Inserter(with_opset(self._model, BLOCK_OPSET), self._ranges, self._format)
 
     @cached_property
@@ -98,8 +97,6 @@ class Inserter:
 
 
 class _Writer:
-    """Writes one candidate: nodes in topological order, constants, and unique names."""
-
     def __init__(
         self, model: Model, fmt: NumericFormat, weights: FormattedWeights, decision: Decision, placement: Placement,
         names: UniqueNames,
@@ -298,7 +295,6 @@ class _Writer:
         return tuple(nodes)
 
     def _in_memory(self, wanted: str, values: Array) -> str:
-        """Add a constant in memory; returns its name, `wanted` unless that is taken."""
         name = self._fresh(wanted)
         self._constants[name] = Constant.of(np.asarray(values))
         return name

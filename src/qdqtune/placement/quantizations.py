@@ -136,7 +136,6 @@ class Quantizer:
         return scales.without_sign(found) if is_joined else found
 
     def _constant_range(self, tensor: str) -> Range:
-        """The range of a constant that is quantized like an activation: the given one, or that of its values."""
         if tensor not in self._constants:
             values = self._model.constants[tensor].array()
             own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))

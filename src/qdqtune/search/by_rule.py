@@ -203,7 +203,6 @@ def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:
 
 
 def _half(size: int) -> int:
-    """Half of a size rounded up, 0 of one."""
     return (size + 1) // 2 if size > 1 else 0
 
 

@@ -390,7 +390,6 @@ def _loaded(
 
 
 def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:
-    """The pairs of `qdq_baseline` that fit `model`; None without that option."""
     if settings.qdq_baseline is None:
         return None
     if precision == "fp32":

@@ -341,7 +341,6 @@ def _blocks(flow: Flow, whole: int) -> list[Block]:
 
 
 def _epilogue(flow: Flow, vertex: int) -> int:
-    """The position where a block that converges at `vertex` ends."""
     for _ in range(EPILOGUE):
         if vertex in flow.leaves_graph or len(flow.after[vertex]) != 1:
             break
@@ -525,7 +524,6 @@ class _Clusters:
         return self._home[a] == self._home[b] and len(self._members[a]) + len(self._members[b]) <= self._max_size
 
     def _join(self, source: int, target: int) -> None:
-        """Add a light cluster to another one."""
         for node in self._members[source]:
             self._cluster[node] = target
         self._members[target] += self._members.pop(source)

@@ -229,7 +229,6 @@ class _Part:
         return self._labels_of_borders(self.labels)
 
     def _with_users(self, labels: Mapping[int, int]) -> dict[int, int]:
-        """New labels, from the last node to the first: each with the new labels of the node's users."""
         new, below = dict[int, int](), dict.fromkeys(labels, 0)
         for n in reversed(self._order):
             new[n] = _mix(labels[n], below[n])
@@ -240,7 +239,6 @@ class _Part:
         return new
 
     def _labels_of_borders(self, labels: Mapping[int, int]) -> dict[str, int]:
-        """Labels of the activations that enter the part: each with the labels of its uses inside."""
         borders: dict[str, int] = {}
         for n in self._order:
             for tensor, role, _, _ in self._reads[n]:
