@@ -424,7 +424,7 @@ def test_the_page_the_file_and_the_exit_code(
     assert (code, told["holds"], told["engine"]["engine"]) == (0, True, "fake")
     states = {seen["subject"]: seen["state"] for seen in told["checks"]}
     assert states == {PLAIN: "held", W8: "not applicable"}
-    assert f"not applicable: builds, {W8}: fake has no kernels" in printed
+    assert re.search(rf"not applicable +builds +{W8} +fake has no kernels", printed)
     only("8 bits", PLAIN)  # for the model of costs a product without a pair behind it runs in float
     code, printed, _ = call(*words, "--json", "-o", "other.json")
     assert code == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -221,13 +221,10 @@ class Qualification(Shown):
         engine = f"{self.engine['engine']} {self.engine['version']} on {self.engine['device']}"
         return f"{engine}: of {len(self.checks)} checks {states}; {self.seconds:.0f} s"
 
-    def parts(self) -> Iterator[str | Table]:
-        """What each check is about, what did not hold or is not applicable, once a reason, and the counts."""
-        lines = [f"{requirement.name}: {requirement.claim}" for requirement in CONTRACT]
-        for told in dict.fromkeys((seen.state, seen.told) for seen in self.checks if seen.state != "held"):
-            first = next(seen for seen in self.checks if (seen.state, seen.told) == told)
-            lines.append(f"{first.state}: {first.check}, {first.subject}: {first.told}")
-        yield from (*lines, self.in_words())
+    def table(self) -> Table:
+        """What did not hold, or is not applicable, and why."""
+        rows = [(seen.state, seen.check, seen.subject, seen.told) for seen in self.checks if seen.state != "held"]
+        return Table(("state", "check", "of", "why"), rows, least_widths={"why": 30})
 
     def to_dict(self) -> dict[str, Any]:
         return {"qdqtune": __version__, "holds": self.holds, **asdict(self), "seconds": round(self.seconds, 1)}
@@ -292,11 +289,13 @@ class Bench:
 
 
 def _builds(bench: Bench, graph: str) -> str:
+    """Graphs build in float, and with pairs or stored weights by our rules."""
     files = [bench.quantized(graph)] if GRAPHS[graph][1] else [bench.plain(graph), bench.quantized(graph)]
     return ", ".join(f"{file.stem} in {bench.loaded(file).build_seconds:.2f} s" for file in files)
 
 
 def _refuses(bench: Bench, subject: str) -> str:
+    """What cannot run is refused in one line."""
     file = bench.plain(PLAIN)
     if subject in NO_MODELS:
         file = bench.folder / "refused.onnx"
@@ -311,6 +310,7 @@ def _refuses(bench: Bench, subject: str) -> str:
 
 
 def _reports_layers(bench: Bench, graph: str) -> str:
+    """Each node is in one layer of the report, with its time."""
     counts = []
     for file in (bench.plain(graph), bench.quantized(graph)):
         layers, operators = bench.layers(file), {node.name: node.op for node in load(file).nodes}
@@ -357,6 +357,7 @@ def _keeps_8_bits(bench: Bench, graph: str) -> str:
 
 
 def _agrees_with_simulation(bench: Bench, graph: str) -> str:
+    """Outputs are as accurate as in the simulation."""
     files = bench.plain(graph), bench.quantized(graph)
     samples, levels = samples_of(files[0]), []
     models = list(map(load, files))
@@ -377,6 +378,7 @@ def _agrees_with_simulation(bench: Bench, graph: str) -> str:
 
 
 def _tells_apart(bench: Bench, subject: str) -> str:
+    """Equal files are not told apart, others are."""
     plain = bench.plain(PLAIN)
     other = plain.with_name("other.onnx")
     onnx.save(convolutions() if subject == ITSELF else convolutions(depth=16), other)
@@ -391,6 +393,7 @@ def _tells_apart(bench: Bench, subject: str) -> str:
 
 
 def _tunes(bench: Bench, mode: str) -> str:
+    """A search ends, and ships what is proven, or float."""
     plain, folder = bench.plain(PLAIN), bench.folder / f"tune_{mode}"
     asked: dict[str, Any] = {"engine": bench.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
     options = TuneOptions(plain, calibration_data=bench.samples(PLAIN), output_dir=folder, **asked, **QUICKLY)
@@ -407,24 +410,19 @@ class Requirement(NamedTuple):
     it `runs` models, it is asked only where they can run."""
 
     name: str
-    claim: str
     subjects: tuple[str, ...]
     look: Callable[[Bench, str], str]
     runs: bool = False
 
 
 CONTRACT = (
-    Requirement(
-        "builds", "graphs build in float, and with pairs or stored weights by our rules", tuple(GRAPHS), _builds
-    ),
-    Requirement("refusals", "what cannot run is refused in one line", (*NO_MODELS, *WRONG_INPUTS), _refuses, runs=True),
-    Requirement("layers", "each node is in one layer of the report, with its time", tuple(GRAPHS), _reports_layers),
-    Requirement("8 bits", "convolutions and products with pairs run in 8 bits", tuple(GRAPHS), _keeps_8_bits),
-    Requirement(
-        "numbers", "outputs are as accurate as in the simulation", tuple(GRAPHS), _agrees_with_simulation, runs=True
-    ),
-    Requirement("times", "equal files are not told apart, others are", (ITSELF, DEEPER), _tells_apart, runs=True),
-    Requirement("search", "a search ends, and ships what is proven, or float", get_args(Mode), _tunes, runs=True),
+    Requirement("builds", tuple(GRAPHS), _builds),
+    Requirement("refusals", (*NO_MODELS, *WRONG_INPUTS), _refuses, runs=True),
+    Requirement("layers", tuple(GRAPHS), _reports_layers),
+    Requirement("8 bits", tuple(GRAPHS), _keeps_8_bits),
+    Requirement("numbers", tuple(GRAPHS), _agrees_with_simulation, runs=True),
+    Requirement("times", (ITSELF, DEEPER), _tells_apart, runs=True),
+    Requirement("search", get_args(Mode), _tunes, runs=True),
 )
 """The requirements, in the order in which they are checked."""
 
