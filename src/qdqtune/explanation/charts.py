@@ -83,11 +83,8 @@ class Scatter:
 
     def down(self, sqnr_db: float | None) -> float:
         """The distance of a point from the upper edge, in px."""
-        return round(self.height * (1 - self.y.place(self.loud(sqnr_db)) / 100), 1)
-
-    def loud(self, sqnr_db: float | None) -> float:
-        """The SQNR at which a point is drawn: equal outputs at the top."""
-        return self.y.high if sqnr_db is None or sqnr_db >= EQUAL_DB else sqnr_db
+        shown = self.y.high if sqnr_db is None or sqnr_db >= EQUAL_DB else sqnr_db  # equal outputs at the top
+        return round(self.height * (1 - self.y.place(shown) / 100), 1)
 
 
 def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) -> Scatter:

@@ -190,7 +190,7 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
     """The engine, the machine and the settings of a run."""
     summary, log = run.summary, run.log
     engine = summary["engine"]
-    for name in ("engine", "version", "provider", "plugin", "device", "driver", "isa"):
+    for name in ("engine", "provider", "plugin", "device", "driver", "isa"):
         if engine.get(name):
             yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
     yield Fact("cores", str(log.machine.cores))
