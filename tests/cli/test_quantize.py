@@ -134,7 +134,8 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
      (["-o", "."], "cannot write .: it is a folder"), (["-o", "/dev/null/q.onnx"], "there is no folder /dev/null"),
      (["-o", "/proc/q.onnx"], "cannot write /proc/q.onnx"),
      (["--precision", "fp16"], " half-precision ("), (["--op-types-to-exclude", "LSTM"], "the model has no LSTM; it "),
-     (["--per-channel", "--engine", "tensorrt", "--quant-type", "fp8"], "--per-channel is for int8")],
+     (["--per-channel", "--engine", "tensorrt", "--quant-type", "fp8"], "--per-channel is for int8"),
+     (["--calibration-data", "m.npz", "--report", "--time-budget", "9s"], "--report runs the model up to 400 times")],
 )  # fmt: skip
 def test_bad_input_is_one_line(call: Call, model: Path, arguments: list[str], words: str) -> None:
     is_refused(call, model.parent, words, "quantize", model, *arguments)

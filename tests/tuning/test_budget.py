@@ -19,6 +19,8 @@ from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
+from qdqtune.errors import EngineFailure, EngineRefused, Failure
+from qdqtune.numerics.scores import Score
 from qdqtune.search import Strategy
 from qdqtune.timing.ratios import USUAL_BUILDS
 from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
@@ -105,6 +107,21 @@ def test_quantize_ends_in_time(model: Path, clock: Clock, workers: Workers, each
     before, after = done.measured
     assert len(before.by_sample) == len(after.by_sample)
     assert any("compute the metric on all samples: it takes " in note for note in done.notes) == (each > 0.1)
+
+
+def test_a_metric_that_takes_longer_than_quantize_may_is_left_out(
+    model: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object) -> Score:
+        raise EngineRefused(Failure("timeout", "`time_budget` has ended"))
+
+    monkeypatch.setattr("qdqtune.commands.quantize.measure", late)
+    given: dict[str, Any] = {"calibration_data": str(model.with_suffix(".npz")), "output": model.with_name("q.onnx")}
+    done = quantize(QuantizeOptions(model=model, metric="cosine", time_budget=60.0, **given), begun=clock.now)
+    assert done.measured is None
+    assert any(note.endswith(" was not computed: `time_budget` has ended") for note in done.notes)
+    with pytest.raises(EngineFailure):
+        quantize(QuantizeOptions(model=model, metric="cosine", **given))
 
 
 def test_quantize_looks_for_what_half_precision_holds_in_time(model: Path, clock: Clock, workers: Workers) -> None:

@@ -440,7 +440,7 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None, begun: 
         done = _quantized(options, observer, replace(execution, constants=constants))
     late = 0.0 if execution.ends is None else time.monotonic() - execution.ends
     if options.time_budget is not None and late > LATE_SHARE * options.time_budget:
-        note = f"this took {late:.0f} s longer than `time_budget`: the model needs more time here"
+        note = f"this took {late:.0f} s longer than `time_budget`, which had no room for the least work"
         done = replace(done, notes=(*done.notes, note))
     return done
 
@@ -584,11 +584,12 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
 def _measured(
     metric: Metric, runner: Runner, before: Handle, after: Handle, until: float, observer: Observer
 ) -> tuple[tuple[Score, Score] | None, str | None]:
-    """The metric of both models, and what a time budget left out of it: over labels it is to be done at `until`."""
-    in_time = None
+    """The metric of both models, which is to be done at `until`, and what a time budget left out of it."""
+    in_time = SamplesInTime(metric.samples if isinstance(metric, Labelled) else (), until, 2, observer)
     if isinstance(metric, Labelled):
-        in_time = SamplesInTime(metric.samples, until, 2, observer)
         metric = replace(metric, samples=replace(metric.samples, produce=in_time))
+    else:
+        metric = replace(metric, execution=replace(metric.execution, ends=until))
     try:
         first, second = (measure(metric, runner, handle, lambda: before) for handle in (before, after))
     except EngineRefused as refused:
@@ -597,10 +598,9 @@ def _measured(
         if refused.failure.stage not in ("output", "run"):
             raise
         raise BadOption(f"{option_of(metric)} cannot be used: {refused}") from refused
-    if in_time is None:
-        return (first, second), None
-    rows = first.by_sample[: len(second.by_sample)]  # time may have ended the second pass earlier
-    return (Score.of_rows(first.name, rows), second), in_time.shortfall("compute the metric on all samples")
+    if len(second.by_sample) < len(first.by_sample):  # time has ended the second pass earlier
+        first = Score.of_rows(first.name, first.by_sample[: len(second.by_sample)])
+    return (first, second), in_time.shortfall("compute the metric on all samples")
 
 
 # `apply`
