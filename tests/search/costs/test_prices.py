@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import INT8, attention, build, conv_net, normal, ranges
+from models import attention, build, conv_net, normal, ranges
 from price_chain import CHAIN, FLOAT, chain, parts_of, placed, times
-from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
-from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.attribution import BuildTimes, attribute
-from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, everything, margin
+from qdqtune.search.costs.attribution import BuildTimes
+from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, margin
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import UNMEASURED_SHARE, Costs, Price, learn
 from qdqtune.search.costs.table import Table, solve
@@ -124,24 +122,6 @@ def test_conversions_without_a_layer_are_free() -> None:
     assert costs.quantize["v"] == 0
     assert costs.dequantize["t"] == 0
     assert costs.quantize["u"] == 0.4  # never seen: as the Q of x, which has as many elements
-
-
-def test_the_fake_engines_builds_are_predicted_exactly() -> None:
-    """Each build's own prices give back its latency."""
-    model = mixed()
-    parts = parts_of(model)
-    inserter = Inserter(model, ranges(model), INT8)
-
-    def timed_builds(placement: Placement) -> tuple[BuildTimes, float]:
-        found = CostModel(inserter.insert(placement).to_proto(), 1)
-        return attribute(model, placement, found.layers(), 1e3 * found.seconds), 1e3 * found.seconds
-
-    whole = everything(parts)
-    base, seconds = timed_builds(Placement())
-    built, quantized_seconds = timed_builds(parts.placement(whole))
-    costs = learn(parts, [base, built])
-    assert costs.total(Decision()) == pytest.approx(seconds)
-    assert costs.total(whole) == pytest.approx(quantized_seconds)
 
 
 def test_weight_formats_are_priced_by_builds_or_else_by_products_alone() -> None:
