@@ -23,7 +23,7 @@ from qdqtune.cli import output, progress, streams
 from qdqtune.errors import Failure
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.observer import State
-from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Accuracy, CostsByRule, Edge, Measurement, Placement, Proposal, Trial
 from runs import environment
 
 COMMAND = f"{sys.executable} -m qdqtune"
@@ -242,6 +242,14 @@ def test_a_line_says_how_fast_and_why_not(
     speed = "" if ratio is None else f"{ratio.speedup}, "
     line = progress.line(trial, outcome, state)
     assert line.startswith(f"   3   3/11 builds  best {1 / best_ratio:.2f}x  static: {speed}{words}")
+
+
+@pytest.mark.parametrize(("best", "words"), [(PAIR, "cheaper by rule than the float model"), (OTHER, "not taken: not")])
+def test_a_line_of_what_is_not_timed_says_its_costs(best: Placement, words: str) -> None:
+    trial = Trial(3, Proposal("8 bits", PAIR), Placement(), CostsByRule(2.0, 1.0), accuracy=Accuracy(15.14))
+    state = State(3, 11, 1.0, best, 1.0, None, replayed=False, timed=False)
+    told = "   3   3/11 builds  8 bits: 0 nodes elsewhere, 0 tensors read in 16 bits, 15.1 dB, "
+    assert progress.line(trial, "faster", state).startswith(told + words)
 
 
 def test_steps_of_a_long_stage_are_told_now_and_then(monkeypatch, capsys):
