@@ -26,10 +26,13 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
-from qdqtune.timing.ratios import BLOCK_LOOKS, Plan
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.settings import EFFORTS
+
+MOST_BUILDS = 12
+"""Builds of a file in one comparison, at most."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> 
                 break
             begun = time.monotonic()
             try:
-                racer = Racer(runner, plan, BLOCK_LOOKS[-1] * seed, (View(None, (1.0,)),))
+                racer = Racer(runner, plan, MOST_BUILDS * seed, (View(None, (1.0,)),))
                 race = racer.race([entry.path, entry.path], [(0, 1)], f"same_{seed}")
             except EngineRefused as refused:
                 raise SystemExit(f"{entry.name} does not run: {refused}") from refused
