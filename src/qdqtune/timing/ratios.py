@@ -186,9 +186,9 @@ def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
     return rounds < plan.looks[-1] and not settled(measured)
 
 
-FEWEST_BUILDS, USUAL_BUILDS = 1, 3
-"""Builds of each file in a block of a race of files: where time is short or files are large, and else. Three show how
-much builds differ far better than one."""
+FEWEST_BUILDS, FEW_BUILDS, USUAL_BUILDS = 1, 2, 3
+"""Builds of each file in a block of a race of files: where time is short or files are large, where each turn starts a
+process, and else. Three show how much builds differ far better than one."""
 
 
 def block_looks(builds: int) -> tuple[int, ...]:

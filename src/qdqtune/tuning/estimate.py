@@ -17,7 +17,7 @@ from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
-from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS
+from qdqtune.timing.ratios import FEW_BUILDS, USUAL_BUILDS
 from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
@@ -81,7 +81,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     floats = FloatRecord(seconds=latency, turn_seconds=latency, build_seconds=build, start_seconds=launch)
     plan, each_round = settings.plan, settings.plan.round_seconds(latency, launch)
     candidate = trial_seconds(plan, floats, len(subject.accuracy), profiled_runs(latency))
-    copies = FEWEST_BUILDS if launch else USUAL_BUILDS
+    copies = FEW_BUILDS if launch else USUAL_BUILDS
     proof = len(settings.thread_counts) * 2 * copies * (build + each_round * settings.proof[0])
     rewrite_builds = most_builds(settings, subject)
     rewriting = rewrite_builds * (build + each_round * plan.looks[0])

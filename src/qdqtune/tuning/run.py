@@ -33,7 +33,7 @@ from qdqtune.search.front import MAX_POINTS
 from qdqtune.system.checks import Stamps
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks, clear_ratio, least_rounds
+from qdqtune.timing.ratios import FEW_BUILDS, FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks, clear_ratio, least_rounds
 from qdqtune.tuning.bench import Bench, ByRule, Candidates, Conditions, TrialWorker
 from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
@@ -134,7 +134,7 @@ class Budget:
         each_round = plan.round_seconds(floats.turn_seconds, floats.start_seconds)
         warmup = plan.warmup_seconds(floats.turn_seconds, floats.start_seconds)
         opponents, points = 1 + has_other_float, MAX_POINTS if settings.front else 1
-        copies = FEWEST_BUILDS if floats.start_seconds else USUAL_BUILDS
+        copies = FEW_BUILDS if floats.start_seconds else USUAL_BUILDS
         if total is not None:
             left = (FRONT_SHARE if settings.front else PROOF_SHARE) * total
             least = floats.build_seconds + LEAST_ROUNDS * each_round + warmup
