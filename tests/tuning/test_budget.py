@@ -160,6 +160,13 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
     assert notes.notes[0].startswith("`time_budget` has no room to calibrate on all samples: ")
 
 
+def test_one_sample_whose_pass_ends_late_still_corrects_biases(clock: Clock) -> None:
+    in_time = SamplesInTime.of(prepare(mixed(), Data(), most=0), Calibration("minmax"), clock.now + 1.0, Log())
+    list(in_time())
+    clock.spend(5.0)
+    assert replace(in_time, each=0.0).bias_samples() > 0
+
+
 @pytest.mark.parametrize("declared", ["double[2,8]", "float[0,8]"])
 def test_a_model_without_values_to_calibrate_on_has_time_for_them(clock: Clock, declared: str) -> None:
     dtype = np.float64 if "double" in declared else np.float32

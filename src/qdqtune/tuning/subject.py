@@ -345,7 +345,7 @@ class SamplesInTime:
         if shortfall is not None:
             self._note(shortfall)
         cost = BIAS_RUNS * self.each  # a pass of calibration takes an inference and looks at all values
-        left = self.until - time.monotonic()
+        left = max(0.0, self.until - time.monotonic())
         count = BIAS_SAMPLES if BIAS_SAMPLES * cost <= left else int(left / cost)
         if count >= LEAST_SAMPLES:
             return count
