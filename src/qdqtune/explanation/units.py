@@ -18,6 +18,7 @@ from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
+from qdqtune.search.costs.output_noise import DOUBT
 from qdqtune.search.costs.units import (
     Partition,
     Unit,
@@ -296,7 +297,10 @@ class _Table:
         came, others = outcome(build.trial, self.run.plan), len(build.fresh) - 1
         origin = origin_in_words(build.trial.proposal.origin)
         if others:
-            return "not tried", f"only with {counted(others, 'more unit')} ({origin}: {came})"
+            return (
+                "not tried",
+                f"not by itself: {origin} had it in 8 bits with {counted(others, 'more unit')}, and was {came}",
+            )
         return REASONS[came], f"{origin} ran it in 8 bits: {came}"
 
     def _lost_accuracy(self, unit: Unit) -> str:
@@ -308,10 +312,11 @@ class _Table:
         stored = [edge for tensor in unit.outputs for edge in self.parts.edges.get(tensor, ())]
         edges = {e for e in (*unit.inputs, *unit.weights, *stored) if noise.value(e.tensor) not in rounded}
         alone = noise.summed(Placement.of(edges))
-        if not alone or now + alone <= allowed:
+        if not alone or now + alone <= DOUBT * allowed:
             return ""
         expected, limit = (decibels(sqnr_of(each)) for each in ((now + alone) * most / allowed, most))
-        return f"with it in 8 bits, too, the outputs are predicted at {expected}, and the limit is {limit}"
+        too = ", too," if rounded else ""
+        return f"with it in 8 bits{too} the outputs are estimated at {expected}, and the limit is {limit}"
 
     @cached_property
     def _noise_now(self) -> tuple[float, float, set[str]]:

@@ -251,7 +251,7 @@ class Budget:
         if len(trials) < self.builds and not left:
             told = f"`time_budget` has ended the search after {spent} of {1 + self.builds} builds"
             return f"{told}: with more time the same command goes on from there"
-        if self.seconds_left is None or self.seconds_left < SPARE * self.proof_seconds(1):
+        if self.seconds_left is None or self.seconds_left < max(SPARE * self.proof_seconds(1), self.further):
             return None
         why = "more `builds` would use it" if len(trials) >= self.builds else "nothing more is predicted to gain"
         return f"the search ended after {spent} builds with much of `time_budget` to spare: {why}"
