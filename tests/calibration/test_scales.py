@@ -187,3 +187,10 @@ def test_weights_whose_squares_overflow_are_rounded_by_their_largest(name: str) 
     huge = WEIGHT * np.float32(1e25)
     found = rounded_weight(huge, WeightFormat.named(name)).values()
     assert np.abs(found - huge).max() < 0.1 * np.abs(huge).max()
+
+
+def test_a_range_covers_a_clamp_only_if_both_of_its_ends_do() -> None:
+    step = np.float32(0.5)
+    assert Quantization(QType.UINT8, step).covers(0.0, 127.5)
+    assert not Quantization(QType.UINT8, step, 20).covers(0.0, 127.5), "it reaches below zero"
+    assert not Quantization(QType.UINT8, step).covers(0.0, 100.0)

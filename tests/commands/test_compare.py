@@ -15,7 +15,7 @@ from command_lines import errors
 from conftest import Call
 from models import INT8, build, joined, normal, ranges
 from qdqtune import compare
-from qdqtune.commands.compare import Gated, GateOptions, junit, markdown
+from qdqtune.commands.compare import Comparison, Gated, GateOptions, Row, junit, markdown
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
@@ -269,3 +269,8 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
     assert (tmp_path / "own.md").read_text() == "mine"
     monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda *_: True)
     assert "simulator" in errors(call(*base, "--fail-below", 1))[1]
+
+
+def test_inferences_a_second_are_those_of_their_own_file() -> None:
+    told = Comparison("a.onnx", (Row("b.onnx", first_ms=4.0, ms=2.0),)).table().caption
+    assert "inferences a second of b.onnx: 500, the first file 250" in told

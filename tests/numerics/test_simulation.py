@@ -26,7 +26,7 @@ from qdqtune.tuning.rounding_noise import each_value
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, WeightFormat
 from refusals import refusal
 from weight_only_nets import DYNAMIC
-from workers import WatchedModel, Workers
+from workers import InProcess, WatchedModel, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -264,3 +264,12 @@ def test_a_failure_of_the_machine_is_no_noise(workers: Workers, monkeypatch: pyt
     found = ranges(model)
     pairs = each_value(model, found, PLAIN, possible_edges(model, found))
     assert refusal(lambda: sensitivities(model, pairs, feeds(model, 2))).is_transient
+
+
+def test_its_engine_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ended = conv_net(), list[InProcess]()
+    monkeypatch.setattr(InProcess, "end", lambda worker, seconds=0.0: ended.append(worker))
+    with Simulation(Inserter(model, ranges(model), PLAIN), feeds(model, 1)) as simulation:
+        simulation.accuracy(Placement())
+        before = len(ended)
+    assert len(ended) > before

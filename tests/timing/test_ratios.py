@@ -14,7 +14,17 @@ from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
 from qdqtune.timing.race import Block, Take, between_files, decided_files, race, race_candidates, wants_more_builds
-from qdqtune.timing.ratios import Plan, Ratio, block_looks, clear_ratio, least_rounds, ratio
+from qdqtune.timing.ratios import (
+    USUAL_BUILDS,
+    Plan,
+    Ratio,
+    Spread,
+    block_looks,
+    build_margin,
+    clear_ratio,
+    least_rounds,
+    ratio,
+)
 from qdqtune.types import Measurement, Times, Turn, Workload
 from rates import plausible
 
@@ -362,3 +372,8 @@ def test_rounds_that_can_change_nothing_are_not_taken(gain: float) -> None:
     field = Field(1.0, gain)
     race(field, 2, PROOF.looks, decided_files([(0, 1)], 1, PROOF, ONE_VIEW))
     assert len(field.asked) == 1
+
+
+def test_the_usual_number_of_builds_that_agree_narrows_the_margin() -> None:
+    agreeing = [Spread(2 * 0.006**2, 2)]
+    assert build_margin(agreeing, USUAL_BUILDS, 0.00025) < 0.7 * build_margin((), USUAL_BUILDS, 0.00025)
