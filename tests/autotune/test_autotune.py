@@ -652,6 +652,14 @@ def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_pa
     assert {file.suffix for file in tmp_path.iterdir()} <= {".onnx", ".npz", ""}
 
 
+def test_what_modelopt_takes_by_itself_may_be_given(tmp_path: Path) -> None:
+    output = tmp_path / "quantized.onnx"
+    quantize(
+        write(mixed(), tmp_path), passes=["concat_elimination"], mha_accumulation_dtype="fp16", output_path=str(output)
+    )
+    assert output.exists()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -30,11 +30,11 @@ from qdqtune.commands.doctor import (
 )
 from qdqtune.commands.qualification import CONTRACT, DEEPER, ITSELF, PLAIN
 from qdqtune.engines import MODULES, Built, EngineSpec, devices
-from qdqtune.engines.fake import Fake
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import Layer, Tensors
+from trtexec_stand_in import stand_in
 from workers import Workers, open_here
 
 # Processors
@@ -401,12 +401,14 @@ def test_a_search_that_ships_what_it_may_not(result: Any, told: str, only: Any, 
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(("capability", "state"), [("8.6", "not applicable"), ("8.9", "held")])
-def test_fp8_on_a_gpu_that_has_none(capability: str, state: str, only: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("capability", "state"), [("8.6", "not applicable"), ("[N/A]", "held")])
+def test_fp8_on_a_gpu_that_has_none(
+    capability: str, state: str, only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """trtexec does not tell what its GPU is capable of: nvidia-smi does."""
     only("builds", FP8)
-    described = Fake.describe
-    monkeypatch.setattr(Fake, "describe", lambda s: described(s) | {"compute_capability": capability})
-    assert the_one(EngineSpec("fake"))[0] == state
+    monkeypatch.setattr(qualification, "find_gpus", lambda: ((Gpu("A10", "550", capability, "24 GB"),), ""))
+    assert the_one(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")}))[0] == state
 
 
 # The command

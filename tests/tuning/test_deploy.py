@@ -121,6 +121,8 @@ def test_the_settings_take_denormal_numbers_as_zero_as_the_measurements_did() ->
 )
 def test_trtexec_gets_flags_that_its_version_knows(version: str, build: list[str], run: list[str]) -> None:
     described = {"version": version, "typing": "weak" if version < "9" and "." in version[:2] else "strong"}
+    unset = EngineSpec("tensorrt", {"builder_level": None, "workspace_mb": None})
+    assert library_settings(unset, described, {}).keys() == {"module", "min", "opt", "max"}
     found = library_settings(EngineSpec("trtexec", {"builder_level": 4}), described, {"x": (1, 3)})
     flags = [*(f"--{which}Shapes=x:1x3" for which in ("min", "opt", "max")), "--builderOptimizationLevel=4"]
     assert (found["build"], found["run"]) == ([*build, *flags], ["--shapes=x:1x3", *run])

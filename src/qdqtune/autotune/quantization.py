@@ -24,6 +24,9 @@ IDLE = frozenset({
 })  # fmt: skip
 """Keywords whose value does not change what is written here."""
 
+USUAL = {"mha_accumulation_dtype": "fp16", "passes": ["concat_elimination"]}
+"""Keywords that ModelOpt gives other values than nothing by default."""
+
 METHODS = {"max": "minmax", "entropy": "mse"}
 """What stands for ModelOpt's ways of calibration."""
 
@@ -60,7 +63,7 @@ def quantize(
     if quantize_mode not in get_args(QuantType):
         raise BadOption(f"quantize_mode is int8 or fp8, not {quantize_mode!r}")
     for name, value in others.items():
-        if name not in IDLE and value not in (None, False, []):
+        if name not in IDLE and value not in (None, False, [], USUAL.get(name)):
             raise BadOption(f"quantize has no {name} here: see docs/reference/modelopt.md")
     path = Path(onnx_path)
     data = calibration_data if calibration_data_reader is None else iter(calibration_data_reader.get_next, None)

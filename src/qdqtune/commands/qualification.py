@@ -437,6 +437,7 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
     if is_simulated(spec.name):
         why = simulated(spec.name)
         raise EngineUnavailable(f"{why}, and most claims are about times: leave `qualify` out, check and compare work")
+    cpu, (gpus, _) = this_processor(), find_gpus()
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         spec = with_timing_cache(spec, folder)
@@ -444,7 +445,11 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
         runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
         described = runner.describe()
         exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
-        has_fp8 = float(described.get("compute_capability", "inf")) >= FP8_SINCE
+        capability = gpus[0].compute_capability if gpus and spec.name in TENSORRT_FAMILY else ""
+        capability = described.get(
+            "compute_capability", capability
+        )  # of the GPU that the engine runs on, if it says so
+        has_fp8 = not fullmatch(r"\d+\.\d+", capability) or float(capability) >= FP8_SINCE
         bench = Bench(spec, folder, runner, stack.enter_context(exact), observer, has_fp8)
         checks = []
         for requirement in contract or CONTRACT:
@@ -460,7 +465,6 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
                 except QdqtuneError as error:
                     state, seen = "not held", str(error)
                 checks.append(Seen(requirement.name, subject, state, seen, round(monotonic() - started, 2)))
-    cpu, (gpus, _) = this_processor(), find_gpus()
     machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
     machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
     return Qualification(described, machine, tuple(checks), monotonic() - begun)

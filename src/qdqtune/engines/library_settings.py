@@ -101,7 +101,7 @@ def library_settings(
         return _trtexec(spec, described, sizes)
     if spec.name in TENSORRT_FAMILY:
         module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
-        builder = {name: options[name] for name in ("workspace_mb", "builder_level") if name in options}
+        builder = {n: options[n] for n in ("workspace_mb", "builder_level") if options.get(n) is not None}
         return {"module": module, **_shapes(spec, sizes), **builder}
     provider = provider_of(spec)
     table, told = table_of(provider), described.get("provider_options", "").split()

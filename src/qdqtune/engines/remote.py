@@ -176,7 +176,7 @@ def why_not(destination: Destination, code: int, printed: list[str]) -> str:
 
 class FarWorker:
     """A worker of a runner on another machine: on cores of its own, `cores` of them, or with 0 wherever the system
-    there puts it. `program` runs `remote.far` there; `host` is how the user knows the machine."""
+    there puts it. `program` runs this module there; `host` is how the user knows the machine."""
 
     def __init__(self, program: Worker, host: str, cores: int) -> None:
         self._program, self._host, self._cores = program, host, cores
