@@ -268,6 +268,8 @@ def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_o
     assert tight.reserve(0.45) == pytest.approx(tight.proof_seconds(1, 0.45) - tight.proof_seconds(1))
     blocks = (tight.reserve(0.7) + tight.proof_seconds(1)) / tight.proof_seconds(1, 0.7)
     assert blocks == pytest.approx(2)
+    front = replace(ample, points=6)
+    assert front.reserve(0.5) == 0  # its other points may gain less
     clock.now += ample.seconds_left - 30.0
     assert (ample.room([], 6.0), ample.room([], 6.0, ample.reserve(0.85))) == (4, 0)
 
@@ -286,18 +288,22 @@ def test_a_proof_that_begins_late_ends_a_little_after_the_budget(clock: Clock, s
     assert late.ends + late.grace - clock.now <= 1.02 * seconds
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.8])
+@pytest.mark.parametrize("ratio", [1.0, 0.8, 0.4])
 def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, ratio: float) -> None:
     """As it measures what rounding does to outputs. Candidates take 2 s each, and the proof of this model 7 s, as long
-    as the further blocks that a small gain is left time for. What time has ended is told in both cases."""
-    limit = replace(budget(60, 0.02), builds=30)
+    as the further blocks that a small gain is left time for. A large gain leaves the search more time, in which
+    candidates are no briefer. What time has ended is told in all cases."""
+    limit, bench, was_brief = replace(budget(60, 0.02), builds=30), SimpleNamespace(), list[bool]()
 
     class Learning:
         def propose(self, history: Sequence[Trial]) -> list[Proposal]:
             clock.now += 20.0 if len(history) == 1 else 0.0
             return [Proposal("cut", Placement(frozenset({Edge("x", "n", len(history))})))]
 
-    def measured(number: int, batch: Sequence[Proposal], *_: object, **__: object) -> Generator[tuple[Trial, bool]]:
+    def measured(
+        number: int, batch: Sequence[Proposal], _: Placement, *, is_brief: bool
+    ) -> Generator[tuple[Trial, bool]]:
+        was_brief.append(is_brief)
         for place, proposal in enumerate(batch, number):
             clock.now += 2.0
             against = Placement() if place == 1 else Placement(frozenset({Edge("x", "n", 0)}))
@@ -307,15 +313,18 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
     run = SimpleNamespace(
         settings=Settings(Path("m")),
         budget=limit,
-        bench=SimpleNamespace(measured=measured, keep_only=lambda _: None, metric=None),
+        bench=bench,
         limits=SimpleNamespace(judged=lambda trial, *_: trial, why_refused=lambda _: None),
         slower=lambda _: frozenset(),
         subject=SimpleNamespace(shaped=None),
     )
+    bench.measured, bench.keep_only, bench.metric = measured, lambda _: None, None
     history, shortfall = search(cast(Strategy, Learning()), cast(Run, run), Silent())
-    assert (5 if ratio < 1 else 8) <= len(history) <= 16
+    assert {1.0: 8, 0.8: 5, 0.4: 9}[ratio] <= len(history) <= 16
     assert shortfall is not None
-    assert clock.now < limit.ends - limit.proof_seconds(1) + 2.0
+    assert not any(was_brief)
+    assert bench.deadline == limit.deadline - limit.reserve(ratio)
+    assert clock.now < limit.ends - limit.proof_seconds(1, ratio) + 2.0
 
 
 def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Path, workers: Workers) -> None:

@@ -221,6 +221,15 @@ def test_a_rewrite_that_an_accident_kept_out_is_tried_by_the_next_run(tmp_path, 
     assert without_seconds(tune(run(tmp_path, swishing())).summary) == without_seconds(second.summary)
 
 
+def test_what_was_left_open_stays_as_it_was_where_time_is_short(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(rewritten, "is_cut_short", lambda *_: True)
+        first = tune(run(tmp_path, swishing()))
+    assert first.summary["rewrites"]["names"] == ["hardswish"]
+    monkeypatch.setattr(rewritten._Trying, "is_late", lambda *_: True)
+    assert without_seconds(tune(run(tmp_path, swishing())).summary) == without_seconds(first.summary)
+
+
 def test_the_users_graph_stays_or_is_rewritten_as_told(tmp_path: Path) -> None:
     result = tune(run(tmp_path, swishing(), rewrites="off"))
     assert result.summary["rewrites"] == {"folded": False, "names": []}

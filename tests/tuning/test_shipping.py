@@ -20,7 +20,7 @@ from qdqtune.tuning.shipping import (
     slower_workloads,
     unproven,
 )
-from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Times, Trial, Workload
+from qdqtune.types import Accuracy, CostsByRule, Edge, Measurement, Placement, Proposal, Times, Trial, Workload
 
 PLAN = Plan((12,), turn_seconds=0.0)
 BEST = Placement.of([Edge("t", "n", 0)])
@@ -76,6 +76,8 @@ def test_it_is_told_where_rules_do_as_well(of_rules: float, holds: bool, is_told
     assert (told is not None) is is_told
     assert beside_rules(rules, rules, history, PLAN) is not None
     assert beside_rules(other, PLACEMENTS[4], history, PLAN) is None
+    untimed = [replace(t, result=CostsByRule(1.0, 0.5)) for t in history]
+    assert beside_rules(other, rules, untimed, PLAN) is None
 
 
 # ---------------------------------------------------------------- whether a file may ship

@@ -90,7 +90,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
         known, measured_count = history, 0
-        is_brief = not budget.room(history, pace)
+        is_brief = not budget.room(history, pace, reserve)
         measured = run.bench.measured(len(history) + 1, batch, best_of(history), is_brief=is_brief)
         with closing(measured):
             for trial, replayed in measured:
@@ -103,6 +103,8 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
             pace = (time.monotonic() - begun) / measured_count
         history = known
         reserve = budget.reserve(ratios_to_float(history, plan)[best_of(history)])
+        if budget.deadline is not None:
+            run.bench.deadline = budget.deadline - reserve
         run.bench.keep_only(best_of(history))
     return history, budget.shortfall(history, pace, reserve)
 

@@ -65,7 +65,9 @@ def with_rewrites(ready: Ready) -> Ready:
     earlier = ready.store.get("rewrites", TriedRewrites)
     with ExitStack() as loaded:
         trying = _Trying(ready, loaded)
-        tried = trying.all(names) if earlier is None or earlier.is_open else earlier
+        tried = earlier
+        if tried is None or (tried.is_open and not trying.is_late(READINGS)):
+            tried = trying.all(names)
         subject = trying.opened(*tried.names)
     if earlier is not None and earlier.names != tried.names:
         ready.store.forget()  # candidates were made of another float model

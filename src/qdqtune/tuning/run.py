@@ -177,12 +177,13 @@ class Budget:
     def reserve(self, ratio: float) -> float:
         """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
         share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds. Below 0 for a large
-        gain."""
+        gain, but for a front, whose other points may gain less."""
         if self.ends is None or ratio >= 1:
             return 0.0
         each, needed = self.proof_seconds(self.points, ratio), self.blocks(ratio)
         able = [n for n in block_looks(self.copies) if n <= needed and (n == 1 or (n - 1) * each <= self.further)]
-        return max(able) * each - self.proof_seconds(self.points)
+        longer = max(able) * each - self.proof_seconds(self.points)
+        return longer if self.points == 1 else max(0.0, longer)
 
     @property
     def deadline(self) -> float | None:
@@ -213,9 +214,9 @@ class Budget:
 
     def provable(self, finalists: int, ratio: float = HOPED_RATIO) -> int:
         """How many of the finalists, which take the share `ratio` of float's time, there is time to prove together:
-        several only if that leaves time for all blocks that one of them may need."""
-        blocks = self.blocks(ratio) if self.points == 1 else 1
-        while finalists > 1 and self.lacks(SLACK * blocks * self.proof_seconds(finalists, ratio)):
+        several only if that leaves time for all blocks that one of them may need; points of a front by one block."""
+        blocks = SLACK * self.blocks(ratio) if self.points == 1 else 1.0
+        while finalists > 1 and self.lacks(blocks * self.proof_seconds(finalists, ratio) - self.grace):
             finalists -= 1
         return 0 if finalists and self.lacks(self.proof_seconds(finalists, ratio) - self.grace) else finalists
 

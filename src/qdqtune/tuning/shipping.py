@@ -282,10 +282,11 @@ def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
 
 
 def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial], plan: Plan) -> str | None:
-    """A note if the pairs that rules place are what ships, or took as long in the search and hold the limits."""
+    """A note if the pairs that rules place are what ships, or took as long in the search and hold the limits. Costs by
+    rule are no times."""
     if shipped == rules:
         return SAME_AS_RULES
-    ratios = ratios_to_float(history, plan)
+    ratios = ratios_to_float([trial for trial in history if isinstance(trial.result, Measurement)], plan)
     holds = {trial.placement for trial in history if trial.holds}
     if rules not in ratios or rules not in holds or shipped not in ratios or ratios[rules] > ALIKE * ratios[shipped]:
         return None
