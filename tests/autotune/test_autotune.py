@@ -548,6 +548,8 @@ def test_open_sizes_come_from_trtexecs_arguments_or_from_samples(
         assert benchmark_onnx_model(model) < INF
         dims = onnx.load_from_string(model).graph.input[0].type.tensor_type.shape.dim
         assert [d.dim_value or d.dim_param for d in dims] == ["N", 64, 64]
+        with pytest.raises(AutotunerError, match="give the model"):
+            region_pattern_autotuning_workflow()
         with pytest.raises(SystemExit):
             region_pattern_autotuning_workflow(path)
     assert [settings.input_shapes for settings in asked] == [{"x": (8, 64, 64)}, {}]
@@ -610,11 +612,14 @@ def quantized(path: Path) -> set[str]:
     return {e.node for e in read_placement(strip_pairs(model), model).placement}
 
 
-def test_quantize_by_its_keywords(tmp_path: Path) -> None:
+def test_quantize_by_its_keywords(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, data = write(mixed(), tmp_path), np.load(tmp_path / "model.npz")
     samples = {name: data[name] for name in data.files}
     how: dict[str, Any] = {"calibration_method": "max", "engine": "onnxruntime", "high_precision_dtype": "fp32"}
     quantize(str(path), "int8", samples, **how, nodes_to_exclude=["sec.*", "nothing"], log_level="INFO")
+    assert [record.getMessage() for record in caplog.records if record.name == "qdqtune.autotune"] == [
+        "no node matches 'nothing'"
+    ]
     names = quantized(tmp_path / "model.quant.onnx")
     assert "first" in names
     assert "second" not in names

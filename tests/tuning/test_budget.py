@@ -27,7 +27,7 @@ from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import search, tune
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.result import FEW_BUILDS, Result
+from qdqtune.tuning.result import WIDE_FOR_TIME, Result
 from qdqtune.tuning.run import Budget, Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import SamplesInTime
@@ -191,7 +191,7 @@ def test_a_large_gain_is_proven_in_the_last_of_the_time(tmp_path: Path, clock: C
     assert len(trial.result.a) == BRIEF_LOOKS[0]
     assert (result.shipped, clock.now - 1000.0 <= 1.1 * 16.0) == ("tuned", True)
     assert result.summary["proof_builds"] == 2
-    assert FEW_BUILDS in result.notes
+    assert WIDE_FOR_TIME in result.notes
 
 
 def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -> None:

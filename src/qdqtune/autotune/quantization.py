@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import re
 from collections.abc import Collection, Sequence
 from functools import wraps
@@ -17,6 +18,8 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.types import QuantType
+
+log = logging.getLogger("qdqtune.autotune")
 
 IDLE = frozenset({
     "calibration_eps", "keep_intermediate_files", "log_level", "simplify", "trt_rtx_backend", "trust_calibration_data",
@@ -100,9 +103,15 @@ def either(*arguments: Any, **given: Any) -> Any:
 
 
 def _matching(model: Model, expressions: Collection[str]) -> list[str]:
-    """Wildcards for the nodes whose name matches one of some regular expressions."""
-    try:
-        names = [node.name for node in model.nodes if any(re.match(text, node.name) for text in expressions)]
-    except re.error as error:
-        raise BadOption(f"{error.pattern!r} is no regular expression: {error}") from error
-    return [*map(glob.escape, names)]
+    """Wildcards for the nodes whose name matches one of some regular expressions; what matches none is told in the
+    log."""
+    wildcards = list[str]()
+    for expression in expressions:
+        try:
+            names = [node.name for node in model.nodes if re.match(expression, node.name)]
+        except re.error as error:
+            raise BadOption(f"{expression!r} is no regular expression: {error}") from error
+        if not names:
+            log.warning("no node matches %r", expression)
+        wildcards += map(glob.escape, names)
+    return wildcards

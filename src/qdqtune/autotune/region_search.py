@@ -66,13 +66,19 @@ def as_model(graph: GraphLike) -> Model:
     if hasattr(graph, "toposort") and not _library(graph):
         return _sketch(graph.nodes, getattr(graph, "inputs", ()), getattr(graph, "outputs", ()))
     proto = as_proto(graph)
-    model = load_proto(proto)
+    model = _loaded(proto.SerializeToString(deterministic=True))
     if [list(node.output) for node in proto.graph.node] != [list(node.outputs) for node in model.nodes]:
         raise AutotunerError(
             "the nodes of this graph are numbered otherwise than those of the loaded model, where constants and "
             "Identity are no nodes: give the autotuner's graph"
         )
     return model
+
+
+@lru_cache(maxsize=1)
+def _loaded(content: bytes) -> Model:
+    """Kept, because scripts ask about one region of a graph after the other."""
+    return load_proto(onnx.ModelProto.FromString(content))
 
 
 def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:

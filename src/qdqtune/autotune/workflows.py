@@ -236,6 +236,8 @@ def region_pattern_autotuning_workflow(
         QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
     """
     benchmark, model = instance(), model_or_path if model_path is None else model_path
+    if model is None:
+        raise AutotunerError("give the model: a path, or an onnx.ModelProto")
     data = calibration_data or benchmark.calibration_data
     options = AutotuneOptions(
         model=model,

@@ -237,7 +237,7 @@ class NotApplicableError(Exception):
 @dataclass
 class Bench:
     """An engine with the files of graphs, which are made when they are first asked for. `simulation` is ONNX Runtime
-    without fusion."""
+    without fusion; no request takes longer than `time_limit`."""
 
     spec: EngineSpec
     folder: Path
@@ -245,6 +245,7 @@ class Bench:
     simulation: Session
     observer: Observer
     has_fp8: bool
+    time_limit: float
 
     def plain(self, graph: str) -> Path:
         """The float file of a graph, beside its samples."""
@@ -266,11 +267,11 @@ class Bench:
         file = self.plain(graph).with_name("quantized.onnx")
         if file.exists():
             return file
-        asked = {"engine": self.spec.name, "calibration_data": self.samples(graph), **QUICKLY, **options}
+        asked: dict[str, Any] = {"engine": self.spec.name, "time_limit": self.time_limit, **QUICKLY, **options}
         try:
             if graph == "fp8":
                 self.runner.numeric_format("fp8")
-            quantize(QuantizeOptions(self.plain(graph), output=file, **asked))
+            quantize(QuantizeOptions(self.plain(graph), output=file, calibration_data=self.samples(graph), **asked))
         except BadOption as error:
             if not options:  # pairs in 8 bits are for every engine
                 raise
@@ -382,8 +383,8 @@ def _tells_apart(bench: Bench, subject: str) -> str:
     plain = bench.plain(PLAIN)
     other = plain.with_name("other.onnx")
     onnx.save(convolutions() if subject == ITSELF else convolutions(depth=16), other)
-    asked = CompareOptions(engine=bench.spec, calibration_data=bench.samples(PLAIN), timing_runs=ROUNDS)
-    (row,) = compare([plain, other], asked).rows
+    asked: dict[str, Any] = {"engine": bench.spec, "time_limit": bench.time_limit, "timing_runs": ROUNDS}
+    (row,) = compare([plain, other], CompareOptions(calibration_data=bench.samples(PLAIN), **asked)).rows
     if row.ratio is None:
         raise EngineFailure(f"the second file is not timed: {row.reason}")
     verdict = f"the second file is {row.ratio.verdict}, {row.ratio.speedup}"
@@ -396,6 +397,7 @@ def _tunes(bench: Bench, mode: str) -> str:
     """A search ends, and ships what is proven, or float."""
     plain, folder = bench.plain(PLAIN), bench.folder / f"tune_{mode}"
     asked: dict[str, Any] = {"engine": bench.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
+    asked["time_limit"] = bench.time_limit
     options = TuneOptions(plain, calibration_data=bench.samples(PLAIN), output_dir=folder, **asked, **QUICKLY)
     done = tune(options.settings(), bench.observer)
     if done.improved and (done.ratio is None or done.ratio.verdict != "faster"):
@@ -445,12 +447,10 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
         runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
         described = runner.describe()
         exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
-        capability = gpus[0].compute_capability if gpus and spec.name in TENSORRT_FAMILY else ""
-        capability = described.get(
-            "compute_capability", capability
-        )  # of the GPU that the engine runs on, if it says so
+        listed = gpus[0].compute_capability if gpus and spec.name in TENSORRT_FAMILY else ""
+        capability = described.get("compute_capability", listed)  # of the GPU that the engine runs on, if it says so
         has_fp8 = not fullmatch(r"\d+\.\d+", capability) or float(capability) >= FP8_SINCE
-        bench = Bench(spec, folder, runner, stack.enter_context(exact), observer, has_fp8)
+        bench = Bench(spec, folder, runner, stack.enter_context(exact), observer, has_fp8, execution.seconds)
         checks = []
         for requirement in contract or CONTRACT:
             for subject in requirement.subjects:

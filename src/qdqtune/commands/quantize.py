@@ -440,7 +440,7 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None, begun: 
         done = _quantized(options, observer, replace(execution, constants=constants))
     late = 0.0 if execution.ends is None else time.monotonic() - execution.ends
     if options.time_budget is not None and late > LATE_SHARE * options.time_budget:
-        note = f"this took {late:.0f} s longer than `time_budget`, which had no room for the least work"
+        note = f"this took {late:.0f} s longer than `time_budget`: give more, or end other work on this machine"
         done = replace(done, notes=(*done.notes, note))
     return done
 

@@ -56,7 +56,9 @@ class ModeResult:
     notes: tuple[str, ...] = ()
 
 
-FEW_BUILDS = "`time_budget` had room for few builds of each file in the proof: with more time the interval is narrower"
+WIDE_FOR_TIME = (
+    "`time_budget` had room for few builds of each file in the proof: with more time the interval is narrower"
+)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     elif proof.ratio is None:
         doubts += [best_undecided(history, settings.plan), None if history else run.budget.excuse]
     elif settings.time_budget is not None and is_wide(proof.ratio, VERY_WIDE):
-        doubts.append(FEW_BUILDS)
+        doubts.append(WIDE_FOR_TIME)
     if proof.shipped == "tuned" and run.subject.rules_placement:
         doubts.append(beside_rules(proof.in_file, run.subject.rules_placement, history, settings.plan))
     yield from filter(None, doubts)
