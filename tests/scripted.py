@@ -68,5 +68,5 @@ class Script:
         or_raise(self.failures.pop(0) if self.failures else None)
         return Times(tuple(((self.speed(one.path.stem, one.build),),) * len(numbers) for one in handles))
 
-    def timed(self, handle: Handle, count: int) -> Times:
+    def timed(self, handle: Handle, count: int, _: float) -> Times:
         return self.rounds([handle], range(count))

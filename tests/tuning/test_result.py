@@ -9,6 +9,7 @@ import pytest
 
 from models import build, normal
 from observers import Log
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption
 from qdqtune.placement.start_placements import STATIC
 from qdqtune.search.regions.cache import read_cache
@@ -79,8 +80,15 @@ def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(model: Path) -> None:
-    expected = estimate(settings(model))
+def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, turns = list[float](), Runner.turns
+    monkeypatch.setattr(
+        Runner, "turns", lambda self, handles, least: asked.append(least) or turns(self, handles, least)
+    )
+    expected = estimate(settings(model, plan=Plan()))
+    assert asked == [Plan.turn_seconds]  # as races time: single inferences are slower
     assert expected.latency == pytest.approx(cost(model))
     assert expected.builds <= 32
     assert expected.patterns == 4

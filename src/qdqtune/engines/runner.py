@@ -272,10 +272,11 @@ class Runner:
         )
         return times
 
-    def timed(self, handle: Handle, count: int, warmup: int = 0) -> Times:
-        """The times of one model alone in so many short rounds."""
-        turns = self.turns([handle], 0.0)
-        return self.rounds([handle], range(count), seed=0, turns=turns, warmup=warmup)
+    def timed(self, handle: Handle, count: int, turn_seconds: float) -> Times:
+        """The times of one model alone in so many rounds. A single inference between others is slower than those in a
+        row that races time, so turns have to last as long as theirs where the time is told to users."""
+        turns = self.turns([handle], turn_seconds)
+        return self.rounds([handle], range(count), seed=0, turns=turns, warmup=0)
 
     # Requests to the worker
 

@@ -548,7 +548,7 @@ class Bench:
             with rewording(*CANNOT_RUN):
                 handle = self._worker.load(FLOAT, "baseline")
             with rewording("the engine cannot time the float model", BaselineFailed):
-                calls = self._runner.timed(handle, 1).seconds[0][0]
+                calls = self._runner.timed(handle, 1, self._conditions.plan.turn_seconds).seconds[0][0]
             mix = self._runner.mix
             untimed = 1.5 if len(mix) > builds_for(mix) else 1.0
             seconds, turn = sum(w.share * each for w, each in zip(mix, calls, strict=True)), untimed * sum(calls)

@@ -1,4 +1,4 @@
-"""Estimates what a run would take (`--dry-run`), from one build of the float model and two of its inferences."""
+"""Estimates what a run would take (`--dry-run`), from one build of the float model and two rounds of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         observer.stage("measuring the float model")
         with rewording("the engine cannot run the float model", BaselineFailed):
             handle = runner.load(settings.model, "estimate")
-            rounds = runner.timed(handle, 2, warmup=1)
+            rounds = runner.timed(handle, 2, settings.plan.turn_seconds)
         launch = runner.start_seconds(handle)
         calibrating = 0.0
         if settings.calibration_cache is None:

@@ -125,7 +125,7 @@ class Racer:
             try:
                 handle = self.runner.load(file, f"alone_{file.stem}", fresh=True)
                 try:
-                    self.runner.timed(handle, 1)
+                    self.runner.timed(handle, 1, 0.0)
                 finally:
                     self.runner.unload(handle)
             except EngineRefused as refused:

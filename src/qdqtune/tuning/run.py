@@ -264,8 +264,8 @@ from each batch, so that many workers do not spend all builds right after the fi
 with two the files are at most 0.4 % slower than by one build at a time, with one up to 4 %."""
 
 GLANCE_ROUNDS, GLANCE_SHARE = 3, 0.05
-"""Rounds of the glance at one thread, each of four inferences, and the share of the time left of a time budget that it
-may take. Chosen, not measured."""
+"""Rounds of the glance at one thread, each of four inferences or more, and the share of the time left of a time budget
+that it may take. Chosen, not measured."""
 
 CLEARLY_LESS = 0.9
 """The most of the time at all threads that one thread may take to be told of. Chosen, not measured."""
@@ -499,8 +499,8 @@ def open_run(ready: Ready) -> Iterator[Run]:
 
 
 def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
-    """A note if the float model is faster at one thread than at those that the engine takes by default, as a dozen
-    inferences at each tell. Not looked at where the user names the threads, for large models, or where time is short.
+    """A note if the float model is faster at one thread than at those that the engine takes by default, as a few
+    rounds at each tell. Not looked at where the user names the threads, for large models, or where time is short.
     """
     settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
     is_usual = settings.threads is None and settings.engine.name in THREADED and settings.is_timed
@@ -515,7 +515,8 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
     try:
         handle = runner.load(file, "glance")
         try:
-            seconds = np.array(runner.timed(handle, GLANCE_ROUNDS, warmup=1).seconds[0])  # [round, call]
+            times = runner.timed(handle, GLANCE_ROUNDS, settings.plan.turn_seconds)
+            seconds = np.array(times.seconds[0])  # [round, call]
         finally:
             runner.unload(handle)
     except EngineRefused:
