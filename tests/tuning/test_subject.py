@@ -41,7 +41,7 @@ def test_work_in_the_bodies_of_an_if_is_named_with_the_way_out(more: list[str], 
     code, out, err = call("tune", path, "--engine", "fake", *data, *more, "-o", tmp_path / "out")
     assert HIDDEN in err
     if more == ["--dry-run"]:
-        assert "builds: at most 1, " in out
+        assert "builds: up to 1, " in out
     else:
         assert code == 3
         assert out.splitlines()[-1].startswith("Nothing was tried in ")
@@ -54,7 +54,7 @@ def test_the_option_that_is_named_helps(call: Call, tmp_path: Path) -> None:
         "tune", path, "--engine", "fake", *data, "--fix-input", "rate=16000", "--dry-run", "-o", tmp_path / "out"
     )
     assert "note: all operators" not in err
-    assert "builds: at most 8, " in out
+    assert "builds: up to 8, " in out
 
 
 def test_a_model_that_is_quantized_already_is_told(call: Call, tmp_path: Path) -> None:

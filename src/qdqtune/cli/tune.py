@@ -134,10 +134,12 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
             print_json(vars(result))
         else:
             spent = builds(result.builds - result.rewrite_builds, result.rewrite_builds)
+            if settings.time_budget is not None:
+                spent += f" within the {duration(settings.time_budget)}"
             print_lines([
                 f"regions: {result.regions}",
                 f"patterns: {result.patterns}",
-                f"builds: at most {spent}, without the proof",
+                f"builds: up to {spent}, without the proof",
                 f"time: about {duration(result.seconds)} (float model: {result.latency * 1e3:.3f} ms)",
             ])  # fmt: skip
         return 0
