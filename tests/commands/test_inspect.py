@@ -55,8 +55,10 @@ def test_the_overview_tells_what_a_model_holds_and_what_keeps_it_from_8_bits(tmp
 
 
 def test_an_input_of_one_value_may_decide_an_if():
-    model = build("""g (float[2] x, int64[1] steps, bool[1] cached) => (float[2] y) {
-        y = If (cached) <
+    model = build("""g (float[1] level, float[2] x, int64[1] steps, bool[1] cached) => (float[2] y) {
+        loud = Cast <to = 9> (level)
+        both = And (cached, loud)
+        y = If (both) <
             then_branch = a () => (float[2] t) { t = Abs (x) },
             else_branch = b () => (float[2] e) { e = Neg (x) }
         >

@@ -50,6 +50,7 @@ def test_work_in_the_bodies_of_an_if_is_named_with_the_way_out(more: list[str], 
 def test_the_option_that_is_named_helps(call: Call, tmp_path: Path) -> None:
     path = write(tmp_path, [16000] * 3)
     data = ("--calibration-data", path.with_suffix(".npz"))
+    assert "--fix-input rate=16000," in call("quantize", path, *data, "-o", tmp_path / "q.onnx")[2]
     _, out, err = call(
         "tune", path, "--engine", "fake", *data, "--fix-input", "rate=16000", "--dry-run", "-o", tmp_path / "out"
     )

@@ -87,6 +87,11 @@ class Prepared:
         return not self.samples.is_random
 
     @property
+    def real(self) -> tuple[Sample, ...]:
+        """The samples on which outputs are compared, none where these are random."""
+        return self.judging if self.has_real_samples else ()
+
+    @property
     def hints(self) -> tuple[str, ...]:
         """Notes of every command that places pairs: on samples that are all alike, and on compute operators that no
         pair can reach."""
@@ -101,7 +106,7 @@ class Prepared:
                     f"the samples in {self.samples.origin} are all equal, or hold one value throughout: scales and "
                     "accuracy from them do not hold for real inputs; give typical ones"
                 )
-        if (hidden := hidden_work(self.model)) is not None:
+        if (hidden := hidden_work(self.model, self.real)) is not None:
             notes.append(hidden)
         return tuple(notes)
 
@@ -181,7 +186,7 @@ def _affordable(model: Model, most: int, slower: float) -> int:
     return max(min(LEAST_JUDGED, most), min(most, int(affordable)))
 
 
-def hidden_work(model: Model) -> str | None:
+def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
     """Why pairs cannot reach compute operators: there are none, the model is quantized, their weights are inputs that
     callers may override, they compute in float64, or they are in the bodies of If, Loop or Scan. None if pairs reach
     them."""
@@ -211,12 +216,17 @@ def hidden_work(model: Model) -> str | None:
     deciding = deciding_inputs(model)
     if not deciding:
         return f"{what}, where no pair can be: unroll it where the model is exported"
-    flags = " ".join(f"`fix_inputs` {name}=VALUE" for name in deciding)
+    values = {name: {sample[name].item() for sample in samples if name in sample} for name in deciding}
+    texts = {name: str(min(those)).lower() if len(those) == 1 else "VALUE" for name, those in values.items()}
+    flags = " ".join(f"`fix_inputs` {name}={text}" for name, text in texts.items())
     return f"{what}, where no pair can be: give the value that you deploy with, {flags}, and it is folded"
 
 
+SELECTING = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL})
+
+
 def deciding_inputs(model: Model) -> list[str]:
-    """The inputs from which conditions of If are computed."""
+    """The inputs of one integer or boolean from which conditions of If are computed: others carry data."""
     waiting = [node.inputs[0] for node in model.nodes if node.op == "If"]
     seen: set[str] = set()
     while waiting:
@@ -225,4 +235,5 @@ def deciding_inputs(model: Model) -> list[str]:
             seen.add(tensor)
             producer = model.maker(tensor)
             waiting += [] if producer is None else producer.inputs
-    return [name for name in model.inputs if name in seen]
+    infos = {name: model.tensors[name] for name in model.inputs if name in seen and name in model.tensors}
+    return [name for name, info in infos.items() if info.dtype in SELECTING and info.shape in ((), (1,))]

@@ -141,8 +141,7 @@ def overview_of(model: Model) -> dict[str, Any]:
     if inside := sum(len(graph.node) for graph in graphs(model.proto.graph)) - len(model.nodes):
         kinds = ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))
         deciding = deciding_inputs(model)
-        first = next((s.name for s in inputs if s.name in deciding and all(size == 1 for size in s.shape)), "")
-        advice = f"; if {first} decides, `fix_inputs` {first}=VALUE may bring them out" if first else ""
+        advice = "".join(f"; if {n} decides, `fix_inputs` {n}=VALUE may bring them out" for n in deciding[:1])
         notes.append(f"{counted(inside, 'node')} in the bodies of {kinds} stay in float{advice}")
     for reason, count in Counter(filter(None, refusals)).items():
         notes.append(f"{counted(count, 'product')} cannot: {reason}")

@@ -478,7 +478,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         is_whole = options.allowed(shaped, every_edge(shaped)) == every_edge(shaped)
         where = "" if is_whole else " among the nodes that you chose"
         what = f"the rules of {options.engine} find nothing to quantize in {path}{where}"
-        hidden = hidden_work(ready.graph)
+        hidden = hidden_work(ready.graph, () if prepared is None else prepared.real)
         raise BadModel(what + _float_rules(placed) + (f"; {hidden}" if hidden else ""))
     quantized = Inserter(ready.graph, ranges, numbers).insert(placed.placement)
     done = Quantized(options, placed)

@@ -279,7 +279,7 @@ def calibrated(
     if not settings.has_pairs:
         possible = frozenset()
     elif not possible:
-        hidden = hidden_work(subject.shaped)
+        hidden = hidden_work(subject.shaped, subject.prepared.real)
         reason = f": {hidden}" if hidden else ""
         raise BadModel(f"{settings.model} has no tensor that could be quantized{reason}")
     by_rules = engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
