@@ -230,6 +230,25 @@ def test_nodes_and_operators_to_quantize_and_to_exclude(
     assert kept <= nodes
 
 
+@pytest.mark.parametrize(
+    ("selection", "alone"),
+    [({"nodes_to_exclude": ["b"]}, "b"), ({"nodes_to_quantize": ["b"]}, "b"), ({"nodes_to_exclude": ["c"]}, "")],
+)  # fmt: skip
+def test_a_node_in_another_precision_than_all_its_neighbours_is_told(
+    selection: dict[str, Any], alone: str, tmp_path: Path
+) -> None:
+    text = """net (float[N,32] x) => (float[N,32] y) {
+        [a] p = MatMul(x, w)
+        [relu] q = Relu(p)
+        [b] r = MatMul(q, w)
+        [c] y = MatMul(r, w)
+    }"""
+    done = quantize(request(write(build(text, {"w": normal(32, 32)}), tmp_path, count=5), **selection))
+    assert [n.split(",")[0] for n in done.notes if "converted" in n] == [
+        f"values are converted in front of and behind {alone}"
+    ] * bool(alone)
+
+
 def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
     path = write(conv_net(), tmp_path, count=5)
     quantize(request(path))

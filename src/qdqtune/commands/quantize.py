@@ -7,7 +7,7 @@ some that calibration has not seen. Nothing is timed.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -36,7 +36,7 @@ from qdqtune.engines.formats import (
 )
 from qdqtune.engines.options import time_limit_option
 from qdqtune.engines.runner import Handle, Runner, checked_output, reused_workers
-from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
+from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, first_of, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.inference import with_input_shapes
@@ -95,7 +95,7 @@ from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import NO_WIDE, every_edge, possible_edges, weight_only_edges
+from qdqtune.placement.possible import NO_WIDE, able_edges, every_edge, possible_edges, weight_only_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
@@ -474,8 +474,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         how = options.calibration
         ranges, hurried = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
+    is_whole = options.allowed(shaped, every_edge(shaped)) == every_edge(shaped)
     if not placed.placement:
-        is_whole = options.allowed(shaped, every_edge(shaped)) == every_edge(shaped)
         where = "" if is_whole else " among the nodes that you chose"
         what = f"the rules of {options.engine} find nothing to quantize in {path}{where}"
         hidden = hidden_work(ready.graph, () if prepared is None else prepared.real)
@@ -497,7 +497,35 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = replace(done, damages=tuple(report), loudest=loudest)
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
-    return replace(done, notes=(*ready.notes, *done.notes), matched=ready.matched, hurried=hurried)
+    notes = (*ready.notes, *done.notes)
+    if not is_whole and options.weight_only is None:
+        whole = engine_rules.place(shaped, able_edges(shaped), options.engine, options.quant_type)
+        if alone := alone_among(shaped, placed.placement, whole.placement):
+            fact = f"values are converted in front of and behind {first_of(alone, most=3)}"
+            advice = "choose these alike, or see with qdqtune compare whether it pays"
+            notes = (*notes, f"{fact}, as all neighbours have another precision: {advice}")
+    return replace(done, notes=notes, matched=ready.matched, hurried=hurried)
+
+
+def alone_among(model: Model, placement: Placement, whole: Placement) -> list[str]:
+    """The nodes in 8 bits between nodes that are in float, and the reverse, all of which the `whole` placement has in
+    8 bits: values are converted in front of them and behind. Other nodes just pass values on."""
+    quantized, usual = ({edge.node for edge in one.edges} for one in (placement, whole))
+    before, behind = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    sources = defaultdict[str, set[str]](set)  # of a tensor: the nodes that it comes from
+    for node in model.nodes:
+        names = set[str]().union(*(sources[tensor] for tensor in node.inputs))
+        if node.name in usual:
+            before[node.name] = names
+            for name in names:
+                behind[name].add(node.name)
+            names = {node.name}
+        sources.update(dict.fromkeys(node.outputs, names))
+
+    def differ(name: str, others: set[str]) -> bool:
+        return bool(others) and all((other in quantized) != (name in quantized) for other in others)
+
+    return [name for name in before if differ(name, before[name]) and differ(name, behind[name])]
 
 
 def _check_options(options: QuantizeOptions) -> None:

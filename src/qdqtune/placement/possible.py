@@ -80,10 +80,14 @@ def every_edge(model: Model) -> frozenset[Edge]:
     return frozenset(edges.union(*(node.into for node in model.nodes)))
 
 
-def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
-    """Every edge that can carry a pair (`can_carry`), of tensors that have a scale."""
+def able_edges(model: Model) -> frozenset[Edge]:
+    """Every edge that can carry a pair (`can_carry`) if its tensor has a scale."""
     places = {**model.index_of, "": GRAPH}
-    able = [e for e in every_edge(model) if can_carry(model, e.tensor, places[e.node], e.index)]
+    return frozenset(e for e in every_edge(model) if can_carry(model, e.tensor, places[e.node], e.index))
+
+
+def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
+    able = able_edges(model)
     scaled = {t for t in {e.tensor for e in able} if unscaled(model, t, ranges) is None}
     return frozenset(e for e in able if e.tensor in scaled)
 
