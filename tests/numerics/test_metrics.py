@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from models import build, feeds, normal
+from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.user_code import TooSlow
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION, Execution
@@ -29,6 +30,7 @@ from qdqtune.numerics.metrics import (
     row_scores,
 )
 from qdqtune.numerics.scores import LEAST_CHANGED, Z2, Score, can_tell, loss_high, samples_to_tell
+from qdqtune.types import Sample
 from refusals import refusal
 from workers import Workers
 
@@ -228,14 +230,18 @@ def test_arrays_without_labels_are_named(tmp_path: Path) -> None:
 
 def test_labels_are_paired_with_samples_and_their_rows() -> None:
     labels = np.arange(4)
-    assert paired(labels, 4, SAMPLE, "d").tolist() == [[0], [1], [2], [3]]
-    assert paired(labels, 2, PAIR, "d").tolist() == [[0, 1], [2, 3]]
+
+    def samples(count: int, sample: Sample) -> Samples:
+        return Samples("data", "", False, lambda: iter([sample] * count))
+
+    assert paired(labels, samples(4, SAMPLE), "l.csv").tolist() == [[0], [1], [2], [3]]
+    assert paired(labels, samples(2, PAIR), "l.csv").tolist() == [[0, 1], [2, 3]]
     rows = np.stack([labels, labels], 1)
-    assert paired(rows, 4, PAIR, "d").tolist() == rows.tolist()
-    with pytest.raises(BadData, match="4 labels for 3 samples of d: `labels` has one for each sample, in the same"):
-        paired(labels, 3, SAMPLE, "d")
-    with pytest.raises(BadData, match=r"4 labels for more than 4 samples of d: .* or for each of its 2 rows"):
-        paired(labels, 5, PAIR, "d")
+    assert paired(rows, samples(4, PAIR), "l.csv").tolist() == rows.tolist()
+    with pytest.raises(BadData, match=r"l\.csv has 4 labels, data 3 samples: give one for each sample, in order"):
+        paired(labels, samples(3, SAMPLE), "l.csv")
+    with pytest.raises(BadData, match=r"has 4 labels, data more than 4 samples: .* or for each of its 2 rows"):
+        paired(labels, samples(5, PAIR), "l.csv")
 
 
 NET = build("net (float[2,4] x) => (float[2,3] y) { y = MatMul(x, w) }", {"w": normal(4, 3)})

@@ -139,7 +139,7 @@ class TestWhatCannotBe:
                 BadOption,
                 "give `calibration_data`, or as `labels` an",
             ),
-            ({"labels": "few.npy"}, BadData, "299 labels for more than 299 samples of .*: `labels` has one for each"),
+            ({"labels": "few.npy"}, BadData, r"few.npy has 298 labels, .*model.npz 300 samples: give one for each"),
             ({"labels": "nowhere.npy"}, BadData, r"labels .*nowhere.npy not found"),
             ({"labels": "labels.npy", "evaluate": "m:f"}, BadOption, "`evaluate` is a metric of its own"),
             ({"metric": "cosine", "calibration_data": None}, BadOption, "a metric needs samples"),
@@ -148,7 +148,7 @@ class TestWhatCannotBe:
         ],
     )
     def test_one_line_says_what_to_do(self, model: Path, data, changes, error, message) -> None:
-        np.save(model.parent / "few.npy", data[1][1:])
+        np.save(model.parent / "few.npy", data[1][2:])
         if "labels" in changes:
             changes = changes | {"labels": model.parent / changes["labels"]}
         with pytest.raises(error, match=message) as told:

@@ -241,17 +241,24 @@ def read_labels(path: Path) -> Array:
     return labels.astype(np.int64 if is_whole else np.float64)
 
 
-def paired(labels: Array, samples: int, first: Sample, origin: str) -> Array:
-    """The labels as [samples, rows, ...]: for each sample those of its rows (its batch)."""
-    rows = next((array.shape[0] for array in first.values() if array.ndim), 1)
-    if len(labels) == samples * rows:
-        return labels.reshape(samples, rows, *labels.shape[1:])
-    if len(labels) == samples and labels.shape[1:2] == (rows,):
+MOST_COUNTED = 1000
+"""Samples beyond the number of labels that are counted, to be told. Chosen, not measured."""
+
+
+def paired(labels: Array, samples: Samples, file: str) -> Array:
+    """The labels of a file as [samples, rows, ...]: for each sample those of its rows (its batch)."""
+    rows = next((array.shape[0] for array in samples.first(1)[0].values() if array.ndim), 1)
+    count = sum(1 for _ in samples)
+    if len(labels) == count * rows:
+        return labels.reshape(count, rows, *labels.shape[1:])
+    if len(labels) == count and labels.shape[1:2] == (rows,):
         return labels
-    many = f"more than {len(labels)}" if samples > len(labels) else str(samples)
+    left = 0 if samples.others is None else sum(1 for _ in samples.others(MOST_COUNTED))
+    is_counted = count <= len(labels) or 0 < left < MOST_COUNTED
+    many = str(count + left) if is_counted else f"more than {count + left - 1}"
     each = "sample" if rows == 1 else f"sample, or for each of its {rows} rows"
     raise BadData(
-        f"{len(labels)} labels for {many} samples of {origin}: `labels` has one for each {each}, in the same order"
+        f"{file} has {len(labels)} labels, {samples.origin} {many} samples: give one for each {each}, in order"
     )
 
 
@@ -385,9 +392,8 @@ def open_labelled(
         )
     most = limit if found is None else len(found) + 1
     samples = open_samples(data, model, execution, limit=most, fixed=fixed, folders=folders)
-    first = samples.first(1)[0]
-    rows = None if found is None else paired(found, sum(1 for _ in samples), first, samples.origin)
-    outputs = next(outputs_on(model, [first], execution=execution))  # before the work of a run begins
+    rows = None if labels is None or found is None else paired(found, samples, labels.name)
+    outputs = next(outputs_on(model, samples.first(1), execution=execution))  # before the work of a run begins
     name, of = chosen(asked, outputs, None if rows is None else rows[0], output or None)
     if rows is not None:
         check_classes(name, of, outputs[of], rows)
