@@ -63,7 +63,7 @@ class Prepared:
     workloads differ.
 
     Outputs are compared on the samples `judging`, which are held out of calibration if `is_held_out`. `execution` is
-    how the model is run.
+    how the model is run. Samples are from `data`, without the inputs `fixed`, which were made constants.
     """
 
     model: Model
@@ -75,6 +75,8 @@ class Prepared:
     sizes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     workloads: Mix = ()
     execution: Execution = EXECUTION
+    data: Data = field(default_factory=Data)
+    fixed: Collection[str] = ()
 
     @property
     def mix(self) -> Mix:
@@ -175,7 +177,7 @@ def prepare(
         is_held_out = parts is not None
         calibration, unseen = parts or (samples, samples)
         judging = tuple(unseen.first(count))
-    return Prepared(model, shaped, samples, calibration, judging, is_held_out, sizes, mix, execution)
+    return Prepared(model, shaped, samples, calibration, judging, is_held_out, sizes, mix, execution, data, fixed)
 
 
 def _affordable(model: Model, most: int, slower: float) -> int:

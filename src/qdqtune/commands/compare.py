@@ -37,7 +37,7 @@ from qdqtune.numerics.accuracy import (
     is_finite,
     slice_cell,
 )
-from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure
+from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure, open_metric
 from qdqtune.numerics.scores import (
     NO_SCORES,
     Score,
@@ -320,7 +320,7 @@ def compare(
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
     threads = options.threads or ()
     fixed = dict(ChainMap(*fixed_in))
-    metric = options.open_metric(prepared.shaped, prepared.execution, files[0].parent, options.fix_inputs)
+    metric = open_metric(options.evaluate, options, prepared)
     if isinstance(metric, Labelled):
         unfixed = metric.samples
         metric = replace(metric, samples=replace(unfixed, produce=lambda: ({**one, **fixed} for one in unfixed)))

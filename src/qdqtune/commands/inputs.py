@@ -34,7 +34,7 @@ from qdqtune.engines.tensorrt.options import check_inputs, libraries_in, spans, 
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
-from qdqtune.numerics.metrics import LabelOptions, Metric, Predict, load_evaluation, open_labelled
+from qdqtune.numerics.metrics import LabelOptions, Predict
 from qdqtune.options import REQUIRED, Option, Options, anything, option, options_of, reads
 from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
@@ -157,17 +157,6 @@ class MetricOptions(LabelOptions, DataOptions):
     @property
     def has_metric(self) -> bool:
         return self.evaluate is not None or self.is_labelled
-
-    def open_metric(self, model: Model, execution: Execution, folder: Path, fixed: Collection[str]) -> Metric | None:
-        """The metric that the options name, None without one. Labels fit the outputs of the float `model` from
-        `folder`, whose inputs `fixed` were made constant."""
-        if self.evaluate is not None:
-            return load_evaluation(str(self.evaluate), execution)
-        if not self.is_labelled:
-            return None
-        data = None if self.calibration_data is None else str(self.calibration_data)
-        how: Any = {"limit": self.calibration_samples, "fixed": fixed, "folders": (folder,)}
-        return open_labelled(self.label_file, self.metric, data, model, execution, **how)
 
 
 @contextmanager

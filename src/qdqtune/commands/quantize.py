@@ -58,7 +58,7 @@ from qdqtune.numerics.accuracy import (
 )
 from qdqtune.numerics.fitting import fitted, with_wide
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
-from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure, option_of
+from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure, open_metric, option_of
 from qdqtune.numerics.scores import (
     NO_SCORES,
     Score,
@@ -458,7 +458,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     ready = options.prepared(options.engine, fixed, numbers.opset, rewrites, execution, observer, is_run=is_run)
     shaped, prepared = ready.shaped, ready.prepared
     options.allowed(shaped, frozenset())  # refuses names that fit nothing, before the work begins
-    metric = options.open_metric(shaped, execution, path.parent, fixed)
+    metric = None if prepared is None else open_metric(options.evaluate, options, prepared)
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
         if options.weight_only is not None:

@@ -17,7 +17,7 @@ import csv
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import repeat
@@ -31,12 +31,12 @@ import numpy.typing as npt
 from qdqtune import options
 from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.calibration.observe import outputs_on
+from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import LABELS, Samples, open_samples, read_arrays
 from qdqtune.calibration.user_code import BudgetEnded, call_in_thread, import_callable, user_errors
 from qdqtune.engines.execution import CHECK_SECONDS, Execution
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line
-from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import check_finite
 from qdqtune.numerics.scores import Score
 from qdqtune.options import Kind, Names, Option, Options, PathLike, Text, anything, choice, option, reads
@@ -364,20 +364,18 @@ def option_of(metric: Metric) -> str:
     return f"`{'evaluate' if isinstance(metric, Evaluation) else 'metric'}` {metric.source}"
 
 
-def open_labelled(
-    labels: Path | None,
-    metric: str,
-    data: str | None,
-    model: Model,
-    execution: Execution,
-    *,
-    limit: int | None,
-    fixed: Collection[str],
-    folders: Sequence[Path],
-) -> Labelled:
-    """The `metric` (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of `data`, or over those in the file
-    itself if it is an .npz with the inputs of the `model`. Without labels it is over at most `limit` samples.
-    `folders` are those of the model (see `open_samples`)."""
+def open_metric(evaluate: object, options: LabelOptions, prepared: Prepared) -> Metric | None:
+    """The metric that options name, a function or one over labels; None without one."""
+    if evaluate is not None:
+        return load_evaluation(str(evaluate), prepared.execution)
+    return open_labelled(options, prepared) if options.is_labelled else None
+
+
+def open_labelled(options: LabelOptions, prepared: Prepared) -> Labelled:
+    """The metric (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of a model, or over those in the file
+    itself if it is an .npz with the inputs of the model."""
+    labels, metric, model = options.label_file, options.metric, prepared.shaped
+    data, limit = prepared.data.calibration_data, prepared.data.calibration_samples
     asked, colon, output = metric.partition(":")
     if colon and output not in model.outputs:
         raise BadOption(f"`metric` {metric} names no output: there are {', '.join(model.outputs)}")
@@ -391,9 +389,10 @@ def open_labelled(
             "array 'labels'"
         )
     most = limit if found is None else len(found) + 1
-    samples = open_samples(data, model, execution, limit=most, fixed=fixed, folders=folders)
+    how: Any = {"limit": most, "fixed": prepared.fixed, "folders": prepared.data.folders}
+    samples = open_samples(data, model, prepared.execution, **how)
     rows = None if labels is None or found is None else paired(found, samples, labels.name)
-    outputs = next(outputs_on(model, samples.first(1), execution=execution))  # before the work of a run begins
+    outputs = next(outputs_on(model, samples.first(1), execution=prepared.execution))  # before the work of a run begins
     name, of = chosen(asked, outputs, None if rows is None else rows[0], output or None)
     if rows is not None:
         check_classes(name, of, outputs[of], rows)

@@ -22,7 +22,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes
-from qdqtune.numerics.metrics import Metric, load_evaluation, open_labelled, option_of
+from qdqtune.numerics.metrics import Metric, load_evaluation, open_metric, option_of
 from qdqtune.numerics.scores import asked_outputs, can_tell, doubt, samples_to_tell
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules
@@ -361,7 +361,7 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
             folder = stack.enter_context(Scratch(output.path))
         constants = stack.enter_context(ConstantFile(folder / CONSTANTS))
         execution = replace(execution, constants=constants)
-        evaluation = user_function(settings, execution)
+        function = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
         runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, execution))
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
@@ -369,7 +369,7 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
         asked_outputs(settings.scores, subject.shaped.outputs)  # refuses other names before the work begins
-        evaluation = evaluation or labelled_metric(settings, subject, execution)
+        evaluation = function or open_metric(None, settings, subject.prepared)
         fingerprint = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, fingerprint, restart=settings.restart, given=given))
         yield Ready(
@@ -385,26 +385,6 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
             constants=constants,
             others=tuple(others),
         )
-
-
-def user_function(settings: Settings, execution: Execution) -> Metric | None:
-    return None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
-
-
-def labelled_metric(settings: Settings, subject: Subject, execution: Execution) -> Metric | None:
-    """The metric of `labels` or `metric`, which fit the outputs of the float model; None without them."""
-    if not settings.is_labelled:
-        return None
-    return open_labelled(
-        settings.label_file,
-        settings.metric,
-        settings.calibration_data,
-        subject.shaped,
-        execution,
-        limit=settings.calibration_samples,
-        fixed=settings.fix_inputs,
-        folders=(settings.model.parent,),
-    )
 
 
 @contextmanager
