@@ -137,7 +137,7 @@ def test_settings_go_on_to_work(model: Path, workers: object) -> None:
         qdqtune.tune(settings(model), builds=3)
 
 
-ONLY_TYPED = {"junit", "markdown", "dry_run", "pick", "layers", "files", *options_of(Terminal)}
+ONLY_TYPED = {"junit", "markdown", "dry_run", "layers", "files", *options_of(Terminal)}
 """Parameters of the command line alone."""
 
 

@@ -105,15 +105,6 @@ def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:
     assert Path("out/logs/final.log").read_text() == Path("out/logs/baseline.log").read_text()
 
 
-def test_picking_a_point_changes_no_log(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
-    logs = Path("out/logs")
-    logs.mkdir(parents=True)
-    (logs / "baseline.log").write_text("float")
-    assert run("-m", model, "-o", "out", "--pick", "fast")[0] == 0
-    assert asked[0]["pick"] == "fast"
-    assert [p.name for p in logs.iterdir()] == ["baseline.log"]
-
-
 @pytest.mark.parametrize("dashed", [False, True])
 def test_every_flag(run: Run, asked: list[dict[str, Any]], model: Path, dashed: bool) -> None:
     flags = (

@@ -50,7 +50,6 @@ def test_what_makes_no_sense_is_refused(call: Call, tmp_path: Path) -> None:
     model, empty = tmp_path / "a.onnx", tmp_path / "empty"
     model.write_text("")
     empty.mkdir()
-    is_refused(call, tmp_path, "--pick is for one model", "tune", model, "--pick", "x", tmp_path / "b.onnx")
     for models in ([model, empty], [empty]):
         is_refused(call, tmp_path, "empty holds no .onnx file", "tune", *models)
 

@@ -80,7 +80,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
 """Option to values, what to look at in the settings, and what is expected there."""
 
 
-SHOWN = {"--dry-run", "--report", "--pick", "--json", "--on", "--quiet", "--verbose", "--help-all"}
+SHOWN = {"--dry-run", "--report", "--json", "--on", "--quiet", "--verbose", "--help-all"}
 """Options of `tune` that change what is shown, or where it is measured. Other tests see to them."""
 
 

@@ -37,7 +37,7 @@ from qdqtune.tuning.loop import tune
 from qdqtune.types import Accuracy
 from runs import hopeless, mixed, settings, write
 from runs import rows as lines
-from workers import Workers, in_process
+from workers import in_process
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_tune_leaves_a_report_unless_told_not_to(model: Path, call: Call) -> Non
     assert call("report", model.parent)[0] == 2
 
 
-def test_points_of_a_front_have_intervals_and_another_pick_ships(model: Path, workers: Workers, call: Call) -> None:
+def test_points_of_a_front_have_intervals(model: Path, call: Call) -> None:
     out = model.parent / "out"
     tune(settings(model, mode="cut", front=True, builds=25))
     assert call("report", out)[0] == 0
@@ -116,13 +116,7 @@ def test_points_of_a_front_have_intervals_and_another_pick_ships(model: Path, wo
     made = [row.told for row in report.candidates if "front" in row.told and row.outcome == "faster"]
     assert set(made) <= {"faster than the float model, made for the front"}
     assert all(point.speed.low is not None and point.speed.low > 1 for point in proven)
-    other = next(point for point in proven if not point.shipped)
-    assert call("tune", model, "-o", out, "--pick", other.name.removeprefix("front/"))[0] == 0
-    again = report_of_run(out)
-    assert [point.name for point in again.points if point.shipped] == [other.name]
-    assert again.verdict.speed == other.speed
-    assert 1 <= len(again.proof) <= 2
-    assert f"{other.speed.median:.2f} times as fast" in (out / "report.html").read_text()
+    assert [point.shipped for point in proven].count(True) == 1
 
 
 # What `explain` and the page of a run tell of its nodes adds up to what was measured, in many runs

@@ -280,7 +280,6 @@ KINDS = (
             "report {out}",
             "explain {out}",
             f"{TUNE} {RUNS['cut']} -o {{out}}",
-            "tune {base}/mixed.onnx -o {out} --pick 1x",
             "apply {base}/mixed.onnx --placement {out}/placement.yaml -o {out}.onnx",
             "check {out}/optimized_final.onnx --engine fake",
             "compare {base}/mixed.onnx {out}/optimized_final.onnx --engine fake --json",

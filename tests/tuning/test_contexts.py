@@ -1,6 +1,5 @@
 """A result holds at every number of threads that it is deployed with, or it does not ship."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from qdqtune.errors import BadOption, BadState
 from qdqtune.explanation.report import report_of_run
 from qdqtune.tuning import contexts
 from qdqtune.tuning.contexts import counts_of
-from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.types import Measurement
@@ -106,10 +104,6 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
     assert len(rows) > 2
     assert all([at["threads"] for at in row["by_threads"]] == [1, 4] for row in rows)
     assert result.summary["by_threads"] == next(row for row in rows if row["shipped"])["by_threads"]
-    pick(model.parent / "out", rows[-1]["name"])
-    told = json.loads((model.parent / "out" / "summary.json").read_text())
-    assert told["by_threads"] == rows[-1]["by_threads"]
-    assert (told["baseline_ms"], told["final_ms"]) in [(at["baseline_ms"], at["final_ms"]) for at in told["by_threads"]]
 
 
 def test_engines_without_threads_are_asked_nothing(model: Path) -> None:

@@ -77,18 +77,6 @@ def test_where_float_ships_the_settings_say_so(call: Call, tmp_path: Path) -> No
     assert "is the float model: nothing faster was proven" in settings.told
 
 
-def test_pick_renews_the_settings(call: Call, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    base = ("tune", model, "--engine", "fake", "--front", "--calibration-data", model.with_suffix(".npz"), "-o", out)
-    assert call(*base, "--no-report")[0] == 0
-    rows = json.loads((out / "summary.json").read_text())["front"]
-    other = next(row for row in rows if not row["shipped"])
-    assert call("tune", model, "-o", out, "--pick", other["name"])[0] == 0
-    settings = read_settings(out)
-    assert settings.proven.ratio == other["ratio"]
-    assert settings.sha256["optimized_final.onnx"] == hashlib.sha256((out / other["file"]).read_bytes()).hexdigest()
-
-
 def test_damaged_and_missing_settings_are_refused(tuned: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="is not there: name the output folder"):
         read_settings(tmp_path)

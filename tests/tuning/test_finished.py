@@ -1,8 +1,6 @@
 """What ships is what was measured: a finished run measures nothing again, files that changed do not count."""
 
 import hashlib
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,10 @@ from onnx import numpy_helper
 from models import FORMATS, conv_net
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import numeric_format
-from qdqtune.errors import BadModel, BadOption, BadState
+from qdqtune.errors import BadModel, BadState
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning import store
-from qdqtune.tuning.folder import OutputFolder
-from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.store import line_of
@@ -138,21 +134,6 @@ def test_weights_that_change_while_a_run_is_on_are_noticed(model: Path, workers:
     found = run(model)
     assert found.improved
     assert when != "trial_001" or found.history == expected
-
-
-def test_nothing_is_measured_for_a_point_that_is_not_what_was_proven(model: Path) -> None:
-    run(model, "front")
-    out = model.parent / "out"
-    row = json.loads((out / "summary.json").read_text())["front"][-1]
-    before = left(model)
-    with OutputFolder(settings(model, **MODES["front"])), pytest.raises(BadState, match="in use by another run"):
-        pick(out, row["name"])
-    shutil.copyfile(model, out / row["file"])
-    with pytest.raises(BadOption, match="is not the file that was proven"):
-        pick(out, row["name"])
-    assert (out / "optimized_final.onnx").read_bytes() == before["optimized_final.onnx"]
-    run(model, "front")
-    assert left(model)[row["file"]] == before[row["file"]]
 
 
 CANDIDATES = {

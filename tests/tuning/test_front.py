@@ -1,17 +1,14 @@
-"""The front: points that nothing else beats, each a proven file, and another one shipped without measuring."""
+"""The front: points that nothing else beats, each a proven file."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qdqtune.commands.tune import front_table
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement
-from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from runs import cost, settings
 from workers import Build, Workers
@@ -51,38 +48,11 @@ def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
     assert all(not row["holds_limits"] for row in held.summary["front"] if row["ratio"] < shipped["ratio"])
 
 
-def test_another_point_ships_without_a_measurement(model: Path, workers: Workers) -> None:
-    tune(settings(model, mode="cut", front=True, builds=25))
-    folder, built, timed = model.parent / "out", len(workers.builds), len(workers.runs)
-    told = json.loads((folder / "summary.json").read_text())
-    chosen = next(row for row in told["front"] if not row["shipped"])
-    chosen["weights"] = {"w8": 2}  # this engine has none
-    (folder / "summary.json").write_text(json.dumps(told))
-    summary = pick(folder, chosen["name"])
-    assert (len(workers.builds), len(workers.runs)) == (built + 1, timed)  # it is loaded, and not run
-    assert (folder / "optimized_final.onnx").read_bytes() == (folder / chosen["file"]).read_bytes()
-    assert summary == json.loads((folder / "summary.json").read_text())
-    assert (summary["ratio"], summary["output_sqnr_db"]) == (chosen["ratio"], chosen["sqnr_db"])
-    assert summary["output_accuracy"] == chosen["accuracy"] != told["output_accuracy"]
-    assert summary["output_accuracy"]["sqnr_db"] == chosen["sqnr_db"]
-    assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(chosen["ratio"])
-    assert summary["float_nodes"] == chosen["float_nodes"] != told["float_nodes"]
-    assert [row["name"] for row in summary["front"] if row["shipped"]] == [chosen["name"]]
-    recorded = read_placement_file(folder / "placement.yaml")
-    assert (summary["edges"], summary["weights"]) == (len(recorded.placement), {"w8": 2})
-    assert f"{chosen['pairs']} + 2 weights" in {cell for row in front_table(summary).rows for cell in row}
-    assert read_placement(load(model), load(folder / "optimized_final.onnx")).placement == recorded.placement
-    with pytest.raises(BadOption, match="has no point 'best'"):
-        pick(folder, "best")
-
-
-def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_line(model: Path) -> None:
     with pytest.raises(BadOption, match="no room for a front"):
         settings(model, mode="cut", front=True, builds=7)
     with pytest.raises(BadOption, match="`mode` cut"):
         settings(model, mode="region", front=True, builds=30)
-    with pytest.raises(BadOption, match="no finished run"):
-        pick(tmp_path, "24db")
     with pytest.raises(BadOption, match="weighs speed against accuracy, which takes samples"):
         tune(settings(model, mode="cut", front=True, builds=25, calibration_data=None))
 

@@ -59,7 +59,7 @@ def run(options: AutotuneOptions) -> int:
     logging.getLogger("qdqtune").setLevel(logging.DEBUG if options.verbose else logging.WARNING)
     logs = RegionLogs(options.output_dir) if options.mode == "region" else None
     code = tune.run(replace(options, **changed), logs)
-    if options.dry_run or options.pick is not None:  # nothing was measured
+    if options.dry_run:
         return code
     if logs:
         logs.finish()

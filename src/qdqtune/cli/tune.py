@@ -15,7 +15,7 @@ from qdqtune.cli.fleet import run_jobs
 from qdqtune.cli.output import flags, print_json, print_lines, print_parts, say, say_notes
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.inputs import check_options
-from qdqtune.commands.tune import Result, TuneOptions, front_table, tune
+from qdqtune.commands.tune import Result, TuneOptions, tune
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption, InputError, QdqtuneError, one_line
 from qdqtune.explanation.formatting import builds, duration
@@ -24,11 +24,9 @@ from qdqtune.options import (
     FILE,
     REQUIRED,
     SWITCH,
-    TEXT,
     File,
     Flag,
     Kind,
-    MaybeText,
     flags_of,
     option,
     options_of,
@@ -37,8 +35,7 @@ from qdqtune.options import (
 from qdqtune.placement.files import parsed_yaml
 from qdqtune.timing.limits import failure
 from qdqtune.tuning.estimate import Estimate, estimate
-from qdqtune.tuning.folder import FINAL, LOGS, REPORT
-from qdqtune.tuning.front import pick as pick_point
+from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Observer, Observers
 from qdqtune.tuning.options import MODELS
 
@@ -63,9 +60,6 @@ class TuneArguments(Terminal, TuneOptions):
         is_positional=True,
         metavar="MODEL",
     )
-    pick: MaybeText = option(
-        TEXT, None, "Ship point NAME of a finished run with --front; measures nothing.", "Search", metavar="NAME"
-    )
     dry_run: Flag = option(
         SWITCH,
         False,
@@ -89,8 +83,6 @@ def tune_command(options: TuneArguments) -> int:
     """
     check_cache(options, options)
     if isinstance(options.model, tuple):
-        if options.pick is not None:
-            raise BadOption("--pick is for one model: name that alone")
         code = fleet.run_jobs([*fleet.jobs_of(options.model, options)], options, options)
         if code in fleet.CODES and not (options.dry_run or options.quiet):
             say(f"what ships lies in {options.output_dir}/MODEL/optimized_final.onnx, with a report.html beside it")
@@ -101,23 +93,13 @@ def tune_command(options: TuneArguments) -> int:
 
 
 def run(options: TuneArguments, listener: Observer | None = None) -> int:
-    """Tune one model and print the result, or ship another point of its front. Gives the exit code.
+    """Tune one model and print the result. Gives the exit code.
 
     `listener` receives the events of the run as well.
 
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`.
     """
-    if options.pick is not None:
-        folder = options.output_dir
-        summary = pick_point(folder, options.pick)
-        if options.as_machine:
-            print_json(dict(summary))
-        else:
-            print_parts([front_table(summary), f"{folder / FINAL} is point {options.pick}"])
-        if (folder / REPORT).exists():
-            _write_report(folder)
-        return 0
     settings = options.settings(command_line())
     try:
         with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
@@ -153,7 +135,7 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
     return result.exit_code
 
 
-def _write_report(folder: Path, *, quiet: bool = False) -> None:
+def _write_report(folder: Path, *, quiet: bool) -> None:
     """Write the report. It comes last, so that an error in it cannot hide the result."""
     from qdqtune.explanation.page import write_report  # slow to import: --help does without it
 

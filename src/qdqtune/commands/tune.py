@@ -250,7 +250,7 @@ def front_table(summary: Mapping[str, Any]) -> Table:
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
         cells.append((row["name"], *ends, metric, _tensors(row), *_judged(row, summary)))
     speedups = [f"at {counted(n, 'thread')}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
-    caption = "each point is front/NAME.onnx; `pick` NAME makes another one optimized_final.onnx"
+    caption = "each point is front/NAME.onnx"
     return Table(("point", *speedups, "metric", "tensors", *JUDGED), cells, caption)
 
 

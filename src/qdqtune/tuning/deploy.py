@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from qdqtune.calibration.inputs import InputSpec, input_specs
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadModel, BadOption, reading, writing
@@ -38,8 +38,7 @@ FORMAT = 1
 class Proven:
     """What was proven: time over that of the float model with its interval, the numbers of threads at which it is not
     slower; the output SQNR in dB, None if exact or unknown, and the limits on outputs. `ratio` is None where float
-    ships, or nothing was timed (`timed`). `constraint_met`: whether the tuned file holds the limits on accuracy.
-    `unchecked`: nobody has compared its outputs with those of float."""
+    ships, or nothing was timed (`timed`). `unchecked`: nobody has compared its outputs with those of float."""
 
     ratio: Positive | None
     low: Positive | None
@@ -49,7 +48,6 @@ class Proven:
     min_sqnr_db: float | None
     min_agreement: float | None
     timed: bool = True
-    constraint_met: bool | None = None
     unchecked: bool = False
 
     @property
@@ -90,39 +88,6 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
     specs = input_specs(load(folder / FINAL) if is_given else run.subject.model)
     names = [one.name for one in specs if one.name in fed]
     inputs = {name: (str(fed[name].dtype), tuple(map(int, fed[name].shape))) for name in names}
-    _write(folder, summary, spec, inputs, dict(run.settings.fix_inputs), specs)
-
-
-def copy_companions(run: Run) -> None:
-    """Copy the settings and tokenizers beside the model (see `model_folder`) to the folder of the run, so that Optimum
-    loads what ships."""
-    folder = run.settings.output_dir
-    for file in companions(run.settings.model):
-        if real(file.parent) != real(folder):
-            with writing(folder / file.name), atomic_write(folder / file.name) as fresh:
-                shutil.copyfile(file, fresh)
-
-
-def renew_kit(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Adapt the settings to another file that ships; nothing is done where there are none.
-
-    Raises:
-        BadOption: they are damaged.
-        OutputError: they cannot be written.
-    """
-    if (settings := read_json(folder / DEPLOY_SETTINGS, DeploySettings)) is not None:
-        specs = input_specs(load(folder / FINAL))
-        _write(folder, summary, settings.spec, settings.inputs, settings.fix_inputs, specs)
-
-
-def _write(
-    folder: Path,
-    summary: Mapping[str, Any],
-    spec: EngineSpec,
-    inputs: dict[str, tuple[str, tuple[int, ...]]],
-    fix_inputs: dict[str, float | int | str],
-    specs: Sequence[InputSpec],
-) -> None:
     shipped, engine = summary["shipped"], summary["engine"]
     is_tuned = shipped == "tuned"
     proven = Proven(
@@ -134,7 +99,6 @@ def _write(
         min_sqnr_db=summary["min_sqnr_db"],
         min_agreement=summary["min_agreement"],
         timed=summary.get("timed", True),
-        constraint_met=summary["constraint_met"] if is_tuned else None,
         unchecked=summary["unchecked"],
     )
     row = next((row for row in summary["by_threads"] if row["ratio"] == proven.ratio), None)
@@ -159,9 +123,19 @@ def _write(
         spec=spec,
         library=library_settings(spec, engine, sizes),
         inputs=inputs,
-        fix_inputs=fix_inputs,
+        fix_inputs=dict(run.settings.fix_inputs),
     )
     write_json(folder / DEPLOY_SETTINGS, plain(settings))
+
+
+def copy_companions(run: Run) -> None:
+    """Copy the settings and tokenizers beside the model (see `model_folder`) to the folder of the run, so that Optimum
+    loads what ships."""
+    folder = run.settings.output_dir
+    for file in companions(run.settings.model):
+        if real(file.parent) != real(folder):
+            with writing(folder / file.name), atomic_write(folder / file.name) as fresh:
+                shutil.copyfile(file, fresh)
 
 
 def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -163,15 +163,6 @@ def check_run(settings: Settings) -> None:
     check_outputs(outputs, _inputs(settings))
 
 
-def check_names(folder: Path, names: Iterable[str]) -> None:
-    """Check that each name in the folder of a run is free or on its list, and that no link leads out of the folder.
-
-    Raises:
-        BadOption, OutputError: one is not.
-    """
-    check_outputs(_in_folder(folder, names), {})
-
-
 def _in_folder(folder: Path, names: Iterable[str]) -> list[Output]:
     is_ours = in_list(folder)
     return [Output(folder / name, "`output_dir`", is_ours, folder, makes_folder=True) for name in names]
@@ -231,21 +222,6 @@ def _locked(folder: Path) -> IO[bytes]:
             if os.path.samestat(os.fstat(file.fileno()), (folder / LIST).stat()):
                 return file
         file.close()  # a run that ended meanwhile has removed it
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder against runs while this context is open, if it is an output folder.
-
-    Raises:
-        BadState: a run uses it.
-        OutputError: the list cannot be written.
-    """
-    with ExitStack() as stack:
-        if (folder / LIST).is_file():
-            with writing(folder / LIST):
-                stack.enter_context(_locked(folder))
-        yield
 
 
 def _files(settings: Settings) -> Iterator[str]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines.runner import check_loads
-from qdqtune.errors import BadOption, EngineRefused, writing
-from qdqtune.graph.loading import files_of
+from qdqtune.errors import EngineRefused, writing
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import TARGET_POINTS, Tradeoff, is_too_noisy, spread, unbeaten, undominated
-from qdqtune.system.checks import content_digest
-from qdqtune.system.writing import atomic_write, write_json
-from qdqtune.tuning.deploy import renew_kit
-from qdqtune.tuning.folder import DEPLOY_SETTINGS, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
+from qdqtune.tuning.folder import FINAL, FRONT
 from qdqtune.tuning.proof import Field, Proof, copy_model, keep_rounds, proof_of, prove, race_finished, unproven_file
 from qdqtune.tuning.result import write_placement_of
 from qdqtune.tuning.run import Run
@@ -30,11 +24,8 @@ from qdqtune.tuning.shipping import (
     first_faster,
     is_proven,
     rows_by_threads,
-    rows_by_workload,
     shipped,
 )
-from qdqtune.tuning.store import plain
-from qdqtune.tuning.summary import FrontPoint, Summary, read_summary
 from qdqtune.types import EQUAL_DB, Placement, Trial, noise_of
 
 PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
@@ -120,95 +111,21 @@ def _named(placement: Placement, name: str, run: Run) -> Path:
 
 
 def _row(name: str, point: Attempt, file: Path, run: Run) -> dict[str, Any]:
-    placement, mix, trial, shown = point.placement, run.subject.mix, point.trial, first_faster(point.to_float)
-    assert trial is not None
-    assert trial.accuracy is not None  # a point was measured
+    placement, trial, shown = point.placement, point.trial, first_faster(point.to_float)
+    assert trial is not None  # a point was measured
     return {
         "name": name,
         "file": f"{FRONT}/{file.name}",
-        "content": content_digest(files_of(file)),
         "ratio": shown.ratio.median,
         "low": shown.ratio.low,
         "high": shown.ratio.high,
         "sqnr_db": trial.sqnr_db,
         "agreement": equal_share(trial.accuracy),
-        "accuracy": asdict(trial.accuracy),
         "metric": trial.metric,
         "pairs": count_pairs(placement),
-        "edges": len(placement),
         "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
         "baseline_ms": shown.a_seconds * 1e3,
         "ms": shown.b_seconds * 1e3,
         "holds_limits": point.missed is None,
         "by_threads": rows_by_threads(point.to_float),
-        **({"workloads": rows_by_workload(point.to_float, mix)} if len(mix) > 1 else {}),
-        "float_nodes": run.subject.float_nodes(placement, run.given_names),
     }
-
-
-def pick(folder: Path, name: str) -> Mapping[str, Any]:
-    """Ship another point of a finished run: its file becomes optimized_final.onnx, its placement placement.yaml.
-
-    Nothing is measured again. Gives the new summary.
-
-    Raises:
-        BadOption: the folder holds no finished run with a front, or no such point, or its file is not what was proven.
-        BadState: a run is at work there.
-        EngineFailure: the engine does not load the point's file any more.
-        OutputError: a file cannot be written, or a link leads out of the folder.
-    """
-    with alone(folder):
-        summary = read_summary(folder)
-        if (rows := summary.get("front")) is None:
-            raise BadOption(f"{folder} holds no finished run with a front: run tune with `front` first")
-        files = {
-            row["name"]: file for row in rows if (file := folder / FRONT / f"{Path(row['name']).name}.onnx").is_file()
-        }
-        row = next((row for row in rows if row["name"] == name), None)
-        if row is None or name not in files:
-            points = f"its points are {', '.join(files)}" if files else "no candidate of its run proved to be one"
-            raise BadOption(f"{folder} has no point {name!r}: {points}")
-        file = files[name]
-        if row["content"] != content_digest(files_of(file)):
-            raise BadOption(
-                f"{file} is not the file that was proven: run tune with `front` again, which writes it anew"
-            )
-        check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT, DEPLOY_SETTINGS))
-        check_loads(file, summary["engine"]["engine"])
-        copy_model(file, folder / FINAL)
-        with atomic_write(folder / PLACEMENT) as fresh:
-            shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
-        picked: dict[str, Any] = plain(_as_shipped(summary, row, rows))
-        write_json(folder / SUMMARY, picked)
-        renew_kit(folder, picked)
-        return picked
-
-
-def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -> Summary:
-    picked: Summary = {
-        **summary,
-        "shipped": "tuned",
-        "baseline_ms": row["baseline_ms"],
-        "final_ms": row["ms"],
-        "ratio": row["ratio"],
-        "ratio_low": row["low"],
-        "ratio_high": row["high"],
-        "ratio_to_given": None,
-        "pairs": row["pairs"],
-        "float_nodes": row["float_nodes"],
-        "output_sqnr_db": row["sqnr_db"],
-        "output_accuracy": row["accuracy"],
-        "metric_after": row["metric"],
-        "constraint_met": row["holds_limits"],
-        "by_threads": row["by_threads"],
-        "edges": row["edges"],
-        "weights": row["weights"],
-        "front": [{**other, "shipped": other["name"] == row["name"]} for other in rows],
-    }
-    if "workloads" in row:
-        picked["workloads"] = row["workloads"]
-    if "metric_loss_high" in summary:  # it was that of what shipped before
-        picked["metric_loss_high"] = None
-    if "gave" in summary["rewrites"]:
-        picked["rewrites"] = {**summary["rewrites"], "placement_gave": row["ratio"] / summary["rewrites"]["gave"]}
-    return picked

@@ -60,24 +60,19 @@ class FrontPoint(TypedDict):
 
     name: str
     file: str
-    content: str
     ratio: Positive
     low: Positive | None
     high: Positive | None
     sqnr_db: float | None
     agreement: float | None
-    accuracy: Accuracy
     metric: float | None
     pairs: Count
-    edges: Count
     weights: dict[str, Count]
-    float_nodes: list[str]
     baseline_ms: Positive
     ms: Positive
     holds_limits: bool
     shipped: bool
     by_threads: list[AtThreads]
-    workloads: NotRequired[list[OnWorkload]]
 
 
 class Rewritten(TypedDict):
