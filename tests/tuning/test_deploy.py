@@ -110,13 +110,31 @@ def test_the_settings_take_denormal_numbers_as_zero_as_the_measurements_did() ->
 def test_trtexec_gets_flags_that_its_version_knows(version: str, build: list[str], run: list[str]) -> None:
     described = {"version": version, "typing": "weak" if version < "9" and "." in version[:2] else "strong"}
     unset = EngineSpec("tensorrt", {"builder_level": None, "workspace_mb": None})
-    assert library_settings(unset, described, {}).keys() == {"module", "min", "opt", "max"}
-    found = library_settings(EngineSpec("trtexec", {"builder_level": 4}), described, {"x": (1, 3)})
+    assert library_settings(unset, described, {}).keys() == {"module", "plugin_libraries", "min", "opt", "max"}
+    options = {"builder_level": 4, "plugin_libraries": "my.so"}
+    found = library_settings(EngineSpec("trtexec", options), described, {"x": (1, 3)})
     flags = [*(f"--{which}Shapes=x:1x3" for which in ("min", "opt", "max")), "--builderOptimizationLevel=4"]
-    assert (found["build"], found["run"]) == ([*build, *flags], ["--shapes=x:1x3", *run])
+    plugins = ["--staticPlugins=my.so"]
+    assert (found["build"], found["run"]) == ([*plugins, *build, *flags], [*plugins, "--shapes=x:1x3", *run])
 
 
-def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str], **options: int) -> Path:
+def test_a_script_alone_says_what_it_lacks(tuned: Path, tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        command = [sys.executable, "-I", str(tmp_path / "run.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    out = tuned.parent / "out"
+    shutil.copy(out / "deploy" / "run.py", tmp_path)
+    assert said("--help").startswith("usage: run.py ")
+    assert said() == f"settings.json is missing: copy it from the folder deploy to {tmp_path}\n"
+    shutil.copy(out / "deploy" / "settings.json", tmp_path)
+    assert said() == f"optimized_final.onnx is missing: copy it from the folder of the run to {tmp_path}\n"
+    shutil.copy(out / "optimized_final.onnx", tmp_path)
+    assert "median of 3 runs: " in said("3")
+
+
+def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str], **options: Any) -> Path:
     """The files of a run with the script and settings of another engine."""
     shutil.copytree(tuned.parent / "out", folder)
     spec, settings = EngineSpec(engine, options), read_settings(folder)
@@ -132,8 +150,12 @@ def test_the_script_of_tensorrt_fits_each_version(
     version: str, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trt, _ = install(monkeypatch, version)
-    script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version}, workspace_mb=3, builder_level=5)
+    more = {"workspace_mb": 3, "builder_level": 5, "plugin_libraries": [str(tmp_path / "my.so")]}
+    script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version}, **more)
     monkeypatch.setattr(sys, "argv", ["run.py", "2"])
+    with pytest.raises(SystemExit, match=r"my\.so is missing"):
+        runpy.run_path(str(script), run_name="__main__")
+    (tmp_path / "my.so").touch()
     runpy.run_path(str(script), run_name="__main__")
     assert f"ms, TensorRT {version}" in capsys.readouterr().out
     assert (trt.seen.config._limits, trt.seen.config.builder_optimization_level) == ({"WORKSPACE": 3 << 20}, 5)

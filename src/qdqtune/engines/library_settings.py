@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal, provider_of
 from qdqtune.engines.providers import PLAIN_VALUE, table_of
-from qdqtune.engines.tensorrt.options import builder_flags, sizes_text
+from qdqtune.engines.tensorrt.options import builder_flags, libraries_in, sizes_text
 from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
@@ -102,7 +102,7 @@ def library_settings(
     if spec.name in TENSORRT_FAMILY:
         module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
         builder = {n: options[n] for n in ("workspace_mb", "builder_level") if options.get(n) is not None}
-        return {"module": module, **_shapes(spec, sizes), **builder}
+        return {"module": module, "plugin_libraries": libraries_in(options), **_shapes(spec, sizes), **builder}
     provider = provider_of(spec)
     table, told = table_of(provider), described.get("provider_options", "").split()
     chip = {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
@@ -122,6 +122,7 @@ def _shapes(spec: EngineSpec, sizes: Mapping[str, Sequence[int]]) -> dict[str, d
 
 
 def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    plugins = [f"--staticPlugins={library}" for library in libraries_in(spec.options)]
     is_old = int(described["version"].partition(".")[0] or 0) < BETTER_DEFAULTS[0]
     types = ["--fp16", "--int8"]
     if described.get("typing") == "strong":
@@ -132,8 +133,8 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
     run = [f"--shapes={sizes_text(shapes['opt'])}"] if shapes["opt"] else []
     return {
         "program": spec.options.get("trtexec") or "trtexec",
-        "build": [*types, *build, *shlex.split(described.get("arguments", ""))],
-        "run": [*run, *(QUICK if is_old else ())],
+        "build": [*plugins, *types, *build, *shlex.split(described.get("arguments", ""))],
+        "run": [*plugins, *run, *(QUICK if is_old else ())],
     }
 
 

@@ -1,19 +1,31 @@
-"""Runs the model of settings.json on ONNX Runtime, and prints the median latency: python run.py [RUNS]."""
+"""Runs the model of settings.json on ONNX Runtime, and prints the median latency."""
 
 import json
-import sys
 import time
+from argparse import ArgumentParser
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-import onnxruntime as ort
+try:
+    import numpy as np
+    import onnxruntime as ort
+except ImportError as error:
+    raise SystemExit(f"{error.name} is missing: pip install onnxruntime numpy") from None
 
+parser = ArgumentParser(description=__doc__)
+parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
+runs = parser.parse_args().runs
 here = Path(__file__).resolve().parent
-runs = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+if not (here / "settings.json").exists():
+    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
 settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
-library, model = settings["library"], str(here.parent / settings["model"])
+model = here.parent / settings["model"]
+if not model.exists():
+    model = here / model.name
+if not model.exists():
+    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
+library = settings["library"]
 provider, provider_options = library["provider"], library["provider_options"]
 
 options = ort.SessionOptions()
@@ -27,9 +39,9 @@ if library["plugin"]:
     ort.register_execution_provider_library(provider, file)
     devices = [device for device in ort.get_ep_devices() if device.ep_name == provider]
     options.add_provider_for_devices(devices[:1], provider_options)
-    session = ort.InferenceSession(model, options)
+    session = ort.InferenceSession(str(model), options)
 else:
-    session = ort.InferenceSession(model, options, providers=[(provider, provider_options)])
+    session = ort.InferenceSession(str(model), options, providers=[(provider, provider_options)])
 
 rng, inputs, times = np.random.default_rng(0), {}, []
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own

@@ -1,19 +1,30 @@
-"""Runs the model of settings.json on OpenVINO, and prints the median latency: python run.py [RUNS]."""
+"""Runs the model of settings.json on OpenVINO, and prints the median latency."""
 
 import json
-import sys
 import time
+from argparse import ArgumentParser
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-import openvino as ov
+try:
+    import numpy as np
+    import openvino as ov
+except ImportError as error:
+    raise SystemExit(f"{error.name} is missing: pip install openvino numpy") from None
 
+parser = ArgumentParser(description=__doc__)
+parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
+runs = parser.parse_args().runs
 here = Path(__file__).resolve().parent
-runs = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+if not (here / "settings.json").exists():
+    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
 settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
-model = str(here.parent / settings["model"])
-request = ov.Core().compile_model(model, "CPU", settings["library"]["configuration"]).create_infer_request()
+model = here.parent / settings["model"]
+if not model.exists():
+    model = here / model.name
+if not model.exists():
+    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
+request = ov.Core().compile_model(str(model), "CPU", settings["library"]["configuration"]).create_infer_request()
 
 rng, inputs, times = np.random.default_rng(0), {}, []
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own

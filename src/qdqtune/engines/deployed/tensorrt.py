@@ -1,28 +1,49 @@
 """Builds the model of settings.json with TensorRT (8.6 or later, or RTX), runs it on inputs of ones, and prints the
-median latency: python run.py [RUNS]. It needs cuda-python."""
+median latency. It needs cuda-python."""
 
 import json
-import sys
 import time
+from argparse import ArgumentParser
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-from cuda.bindings import runtime as cuda
+try:
+    import numpy as np
+    from cuda.bindings import runtime as cuda
+except ImportError as error:
+    raise SystemExit(f"{error.name} is missing: pip install cuda-python numpy") from None
 
+parser = ArgumentParser(description=__doc__)
+parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
+runs = parser.parse_args().runs
 here = Path(__file__).resolve().parent
+if not (here / "settings.json").exists():
+    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
 settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
-library, runs = settings["library"], int(sys.argv[1]) if len(sys.argv) > 1 else 100
-trt = import_module(library["module"])
+model = here.parent / settings["model"]
+if not model.exists():
+    model = here / model.name
+if not model.exists():
+    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
+library = settings["library"]
+try:
+    trt = import_module(library["module"])
+except ImportError as error:
+    raise SystemExit(f"{error.name} is missing: pip install TensorRT's package") from None
 
 logger = trt.Logger(trt.Logger.WARNING)  # one for the whole process: TensorRT ignores later ones
+trt.init_libnvinfer_plugins(logger, "")
+for plugins in library["plugin_libraries"]:
+    if not Path(plugins).is_file():
+        raise SystemExit(f"{plugins} is missing: copy it, and name it in settings.json")
+    trt.get_plugin_registry().load_library(plugins)
 builder, flags = trt.Builder(logger), trt.NetworkDefinitionCreationFlag
 is_strong = hasattr(flags, "STRONGLY_TYPED")  # not in 8.6, where the builder chooses among types that flags allow
 network = builder.create_network(1 << int(flags.STRONGLY_TYPED if is_strong else flags.EXPLICIT_BATCH))
 parser = trt.OnnxParser(network, logger)
-if not parser.parse_from_file(str(here.parent / settings["model"])):  # finds external data; parse() does not
+if not parser.parse_from_file(str(model)):  # finds external data; parse() does not
     raise SystemExit("\n".join(parser.get_error(i).desc() for i in range(parser.num_errors)))
 config, profile = builder.create_builder_config(), builder.create_optimization_profile()
 for name in () if is_strong else ("FP16", "INT8"):

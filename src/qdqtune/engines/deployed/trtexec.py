@@ -1,15 +1,28 @@
-"""Builds and times the model of settings.json with trtexec: python run.py [RUNS]. Read `GPU Compute Time`."""
+"""Builds and times the model of settings.json with trtexec. Read `GPU Compute Time`."""
 
 import json
+import shutil
 import subprocess
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
+parser = ArgumentParser(description=__doc__)
+parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
+runs = parser.parse_args().runs
 here = Path(__file__).resolve().parent
+if not (here / "settings.json").exists():
+    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
 settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
-library, runs = settings["library"], sys.argv[1] if len(sys.argv) > 1 else "100"
+model = here.parent / settings["model"]
+if not model.exists():
+    model = here / model.name
+if not model.exists():
+    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
+library = settings["library"]
+if shutil.which(library["program"]) is None:
+    raise SystemExit(f"{library['program']} is missing: put the folder of TensorRT's trtexec on PATH")
 print(settings["told"], flush=True)
-onnx, plan = f"--onnx={here.parent / settings['model']}", here / "model.plan"
+onnx, plan = f"--onnx={model}", here / "model.plan"
 subprocess.run([library["program"], onnx, *library["build"], f"--saveEngine={plan}", "--skipInference"], check=True)
 run = [f"--loadEngine={plan}", *library["run"], f"--iterations={runs}"]
 subprocess.run([library["program"], *run], check=True)
