@@ -247,7 +247,7 @@ def test_patterns_that_are_shown_are_those_that_a_run_tunes(
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("qdqtune.autotune --engine fake --dry-run", "builds: at most"),
+        ("qdqtune.autotune --engine fake --dry-run", "builds: up to"),
         ("qdqtune.autotune.region_search", "├─ Region "),
     ],
 )

@@ -20,6 +20,7 @@ from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
 from qdqtune.placement.files import read_placement_file
+from qdqtune.search.costs.rule_costs import left_nodes
 from qdqtune.tuning.bench import NO_NODES
 from runs import without_seconds
 
@@ -67,10 +68,10 @@ def missed(folder: Path):
 @pytest.fixture(scope="module")
 def limit(missed) -> float:
     """An SQNR in dB a little above that of all 8 bits, and below that of all 16, as the simulator computes them."""
-    narrow, wide = missed.summary["by_rule"]["candidates"]
-    assert (narrow["origin"], wide["origin"]) == ("8 bits", "16 bits")
-    assert narrow["sqnr_db"] + 2 < wide["sqnr_db"]
-    return narrow["sqnr_db"] + 0.15 * (wide["sqnr_db"] - narrow["sqnr_db"])
+    narrow, wide = missed.history
+    assert (narrow.proposal.origin, wide.proposal.origin) == ("8 bits", "16 bits")
+    assert narrow.sqnr_db + 2 < wide.sqnr_db
+    return narrow.sqnr_db + 0.15 * (wide.sqnr_db - narrow.sqnr_db)
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +81,15 @@ def done(folder: Path, limit: float):
 
 @SIMULATOR
 def test_accuracy_that_8_bits_miss_takes_16_where_it_must(done, folder: Path, limit: float) -> None:
-    rows = done.summary["by_rule"]["candidates"]
-    narrow, wide = rows[:2]
-    assert (narrow["origin"], wide["origin"]) == ("8 bits", "16 bits")
-    assert not narrow["holds_limits"]
-    assert narrow["samples"] < wide["samples"] == done.summary["accuracy_samples"]
-    assert wide["holds_limits"]
-    (ships,) = (row for row in rows if row["shipped"])
-    assert ships["sqnr_db"] >= limit
-    assert 0 < ships["tensors_16"] < wide["tensors_16"]
-    assert ships["elsewhere"] == 0
+    narrow, wide = done.history[:2]
+    assert (narrow.proposal.origin, wide.proposal.origin) == ("8 bits", "16 bits")
+    assert not narrow.holds
+    assert narrow.accuracy.samples < wide.accuracy.samples == done.summary["accuracy_samples"]
+    assert wide.holds
+    ships = next(trial for trial in done.history if trial.placement == done.placement)
+    assert ships.sqnr_db >= limit
+    assert 0 < done.summary["bits"]["tensors_16"] < done.summary["bits"]["tensors"]
+    assert not left_nodes(ships.layers)
     placement = read_placement_file(folder / "out" / "placement.yaml").placement
     assert placement == done.placement
     assert placement.wide

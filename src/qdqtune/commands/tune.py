@@ -21,7 +21,7 @@ from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.formatting import built, counted, duration
-from qdqtune.explanation.result_rows import NOT_MEASURED, by_rule, is_judged, remarks, result_rows, verdict
+from qdqtune.explanation.result_rows import NOT_MEASURED, is_judged, remarks, result_rows, verdict
 from qdqtune.numerics.accuracy import closeness, closeness_cell
 from qdqtune.numerics.scores import equal_share
 from qdqtune.options import SWITCH, Flag, MaybeInt, Option, choice, in_range, option
@@ -193,14 +193,12 @@ class Result(Shown, result.Result):
         yield groups_table([GroupOutcome(**row) for row in self.summary.get("groups", ())])
         if self.summary.get("front"):
             yield front_table(self.summary)
-        elif "by_rule" in self.summary:
-            yield rule_table(self.summary)
         yield self.table()
         if not self.improved:
             yield self.in_words()
             return
         what = "the tuned model" if self.placement else "the float model with the changes told above"
-        if "by_rule" in self.summary:
+        if not self.summary.get("timed", True):
             what = "the cheapest by rule that holds the limits on accuracy; it was not timed"
         unchecked = "; nobody has checked its accuracy" if self.summary["unchecked"] else ""
         yield f"{self.file} is {what}{unchecked}"
@@ -254,35 +252,14 @@ def front_table(summary: Mapping[str, Any]) -> Table:
     return Table(("point", *speedups, "metric", "tensors", *JUDGED), cells, caption)
 
 
-def rule_table(summary: Mapping[str, Any]) -> Table:
-    """A table of the candidates of a search by rule, which times nothing."""
-    cells = [
-        (
-            str(row["number"]),
-            row["origin"],
-            "failed" if row["elsewhere"] is None else str(row["elsewhere"]),
-            f"{row['tensors_16']} of {row['tensors']}",
-            str(row["weights_16"] or ""),
-            *(_judged(row, summary) if row["elsewhere"] is not None else ("", "", _mark(row))),
-        )
-        for row in by_rule(summary)
-    ]
-    caption = "not timed: nodes elsewhere count first, then bytes in 16 bits and of conversions, then those of weights"
-    columns = ("candidate", "from", "nodes elsewhere", "in 16 bits", "weights too")
-    return Table((*columns, *JUDGED), cells, caption)
-
-
 JUDGED = ("SQNR, dB", "agreement", "")
-"""The last columns of these tables: how close the outputs are, and what that means."""
+"""The last columns of the table: how close the outputs are, and what that means."""
 
 
 def _judged(row: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, str, str]:
     agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
-    if not is_judged(summary):
-        return NOT_MEASURED, agreement, _mark(row)
-    db, judged = closeness_cell(row["sqnr_db"], row["agreement"]), row.get("samples", summary["accuracy_samples"])
-    few = "" if judged == summary["accuracy_samples"] else f" ({counted(judged, 'sample')})"
-    return f"{db}{few}", agreement, _mark(row)
+    db = closeness_cell(row["sqnr_db"], row["agreement"]) if is_judged(summary) else NOT_MEASURED
+    return db, agreement, _mark(row)
 
 
 def _mark(row: Mapping[str, Any]) -> str:

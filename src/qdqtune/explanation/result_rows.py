@@ -3,7 +3,7 @@ the shipped model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +32,10 @@ def verdict(summary: Mapping[str, Any]) -> Headline:
         return Headline(f"{name} runs {measured.median:.2f} times as fast{unchecked}", meaning, not unchecked, measured)
     engine, without = summary["engine"]["engine"], summary["fastest_without_limits"]
     untimed = "" if is_timed else f" {engine} is a simulator here: nothing was timed, and no speed is claimed."
-    row = next((row for row in by_rule(summary) if row["shipped"]), None)
-    if row is not None:
-        left = f"{counted(row['elsewhere'] or 0, 'node')} of the float model elsewhere"
-        bits = f"{row['tensors_16']} of {row['tensors']} activations have 16 bits, the others 8"
-        meaning = (
-            f"The processor leaves {left}; {bits}. The cheapest by rule that holds the limits on accuracy.{untimed}"
-        )
+    if not is_timed and summary["shipped"] == "tuned":
+        bits = summary.get("bits")
+        wide = f"{bits['tensors_16']} of {bits['tensors']} activations have 16 bits, the others 8. " if bits else ""
+        meaning = f"{wide}The cheapest by rule that holds the limits on accuracy.{untimed}"
         return Headline(f"{name} is placed for {engine}{unchecked}", meaning, not unchecked)
     kept, rival = "your own file" if summary["shipped"] == "given" else "the float model", "the float model"
     if keeps_own_pairs(summary):
@@ -76,7 +73,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[Row]:
     """The rows, from the content of summary.json."""
     improved = summary["shipped"] == "tuned"
     bits, weights, without = summary.get("bits"), summary.get("weights"), summary["fastest_without_limits"]
-    rows = _latency_rows(summary) if "by_rule" not in summary else [Row("latency", "not timed", "not timed")]
+    rows = _latency_rows(summary) if summary.get("timed", True) else [Row("latency", "not timed", "not timed")]
     if improved and summary["ratio_to_given"] is not None:
         rows.append(Row(f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
     rewrites = summary["rewrites"]
@@ -169,8 +166,3 @@ def tells_accuracy(summary: Mapping[str, Any]) -> bool:
 def is_judged(summary: Mapping[str, Any]) -> bool:
     """Whether outputs were compared on samples, not on random inputs."""
     return bool(summary["accuracy_samples"])
-
-
-def by_rule(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    candidates: Sequence[Mapping[str, Any]] = summary.get("by_rule", {}).get("candidates", ())
-    return candidates

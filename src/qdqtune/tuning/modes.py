@@ -26,7 +26,7 @@ from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import RAW, REGION_MODELS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.result import ModeResult, summary_by_rule
+from qdqtune.tuning.result import ModeResult
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.settings import EFFORTS
@@ -59,7 +59,7 @@ class Mode:
 def cut(run: Run) -> Mode:
     """Price fusion groups by the layer times of builds; without layer times, by the latency of whole builds."""
     if not run.settings.is_timed:
-        return by_rule(run)
+        return Mode(rule_search(run))  # costs by rule, where nothing is timed
     subject, noise = run.subject, noise_of(run)
     if (by_layers := cut_search(run, noise)) is not None:
         if run.settings.front and noise is not None:
@@ -81,17 +81,6 @@ def rule_search(run: Run) -> RuleSearch:
     costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
     plan = run.settings.plan if run.settings.is_timed else None
     return RuleSearch(costs, noise_of_bits(run), plan)
-
-
-def by_rule(run: Run) -> Mode:
-    """Minimize costs by rule, where nothing is timed."""
-    search, is_judged = rule_search(run), run.settings.has_samples
-
-    def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
-        costs = search.learned(history)
-        return ModeResult(summary={"by_rule": summary_by_rule(costs, history, proof.placement, is_judged=is_judged)})
-
-    return Mode(search, record)
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:

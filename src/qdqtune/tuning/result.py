@@ -24,10 +24,8 @@ from qdqtune.placement import files
 from qdqtune.placement.possible import wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import products_left_in_float, ratios_to_float
-from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import write_json
-from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import VERY_WIDE, Plan, Ratio, is_wide, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
@@ -38,7 +36,7 @@ from qdqtune.tuning.records import Shipped, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import plain
-from qdqtune.tuning.summary import FORMAT, Bits, ByRule, ByRuleCandidate, LoggedTrial, Machine, RunLog
+from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, Machine, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
 
@@ -336,37 +334,8 @@ class RunLogWriter(Silent):
         return values
 
 
-# ---------------------------------------------------------------- what a search by rule has found
-
-
-def summary_by_rule(costs: RuleCosts, history: Sequence[Trial], final: Placement, *, is_judged: bool) -> ByRule:
-    """The candidates by nodes elsewhere, bits and accuracy; without what random inputs say of that."""
-    rows = [_row_by_rule(costs, trial, is_final=trial.placement == final) for trial in history]
-    if not is_judged:
-        rows = [{**row, "sqnr_db": None, "agreement": None} for row in rows]
-    return {"candidates": rows}
-
-
 def bits_of(model: Model, placement: Placement) -> Bits:
     """How many bits the tensors of a placement have."""
     activations = {edge.tensor for edge in placement.edges} - model.constants.keys()
     wide, weights = wide_tensors(model, placement), wide_weights(model, placement)
     return Bits(tensors=len(activations), tensors_16=len(wide), weights_16=len(weights))
-
-
-def _row_by_rule(costs: RuleCosts, trial: Trial, *, is_final: bool) -> ByRuleCandidate:
-    bits, failed = bits_of(costs.model, trial.placement), failure(trial)
-    row = ByRuleCandidate(
-        number=trial.number,
-        origin=trial.proposal.origin,
-        elsewhere=None if failed else len(left_nodes(trial.layers or ())),
-        tensors=bits["tensors"],
-        tensors_16=bits["tensors_16"],
-        weights_16=bits["weights_16"],
-        sqnr_db=trial.sqnr_db,
-        agreement=equal_share(trial.accuracy),
-        holds_limits=trial.holds if failed is None else False,
-        shipped=is_final,
-        samples=0 if trial.accuracy is None else trial.accuracy.samples,
-    )
-    return row if failed is None else row | {"failure": failed.reason}

@@ -102,34 +102,13 @@ class Bits(TypedDict):
     weights_16: int
 
 
-class ByRuleCandidate(Bits):
-    """A candidate: the nodes that run elsewhere, None if it failed; the values that are converted between 8 and 16
-    bits; and on how many samples it ran: on the first ones if they showed that it misses a limit."""
-
-    number: int
-    origin: str
-    elsewhere: int | None
-    sqnr_db: float | None
-    agreement: float | None
-    holds_limits: bool | None
-    shipped: bool
-    samples: int
-    failure: NotRequired[str]
-
-
-class ByRule(TypedDict):
-    """The result of a search by rule."""
-
-    candidates: list[ByRuleCandidate]
-
-
 class Summary(TypedDict):
     """The content of summary.json.
 
     Times, ratio, pairs and accuracy are those of the file that ships, the user's own included. `final_ms` and `ratio`
     are None where that is the user's Q/DQ file and nobody has timed it. `accuracy` says whether outputs were compared
     on the user's samples, `unchecked` that a file ships whose outputs nobody compared. On a simulator `timed` is False,
-    all times are None, and `by_rule` has what the search went by. `bits` is there where the engine has 16 bits.
+    and all times are None. `bits` is there where the engine has 16 bits.
     """
 
     format: int
@@ -179,7 +158,6 @@ class Summary(TypedDict):
     metric_loss_high: NotRequired[float | None]
     constraint_met: bool | None
     fallback: NotRequired[Fallback]
-    by_rule: NotRequired[ByRule]
     bits: NotRequired[Bits]
     front: NotRequired[list[FrontPoint]]
     groups: NotRequired[list[GroupOutcome]]
