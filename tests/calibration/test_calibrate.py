@@ -134,18 +134,6 @@ def filled(*parts: Array) -> Any:
     return histogram
 
 
-@pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0])
-@pytest.mark.parametrize("kind", ["normal", "one sided", "shifted"])
-def test_percentiles_are_within_a_bin_of_those_of_numpy(percentile: float, kind: str) -> None:
-    values = normal(50_000).astype(np.float64)
-    values = {"normal": values, "one sided": np.abs(values), "shifted": values + 20}[kind]
-    found = filled(*np.split(values, 10)).range(percentile)
-    bin_width = 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS
-    close(found, values, percentile, bin_width)
-    if percentile == 100:
-        assert found == Range(values.min(), values.max())
-
-
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), min_size=1, max_size=6))
 def test_counts_are_those_of_one_histogram_with_the_final_bins(parts: list[list[float]]) -> None:

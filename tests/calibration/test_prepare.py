@@ -55,11 +55,6 @@ def test_a_large_model_compares_outputs_on_fewer_samples(tmp_path, monkeypatch):
     assert 8 <= len(prepared.judging) < 20
 
 
-def test_an_engine_that_is_slow_compares_fewer_outputs(tmp_path: Path) -> None:
-    data = Data(saved(tmp_path, x=normal(2000, 3)))
-    assert len(prepare(model(), data, slower=1e11).judging) == 8
-
-
 def test_open_sizes_are_fixed_for_an_engine_that_takes_no_others(tmp_path: Path) -> None:
     prepared = prepare(model("float[N,3] x"), Data(saved(tmp_path, x=normal(20, 3))))
     sized, notes = prepared.sized_for("qnn")

@@ -140,12 +140,6 @@ def test_scales_of_a_resize_stay_float32_and_made_up_values_take_the_type_of_the
     assert dtypes(half)[half.node("resize").inputs[2]] == "float32"
 
 
-def test_a_model_in_float16_stays_as_it_is() -> None:
-    model = conv_net(half=True)
-    assert [n.op for n in converted(model, "fp16").nodes] == [n.op for n in model.nodes]
-    assert dtypes(converted(model, "fp16")) == dtypes(model)
-
-
 def test_a_quantized_model_keeps_its_pairs() -> None:
     model = conv_net()
     found = ranges(model)

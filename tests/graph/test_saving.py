@@ -71,15 +71,6 @@ def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path) -> None:
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
 
 
-def test_spans_are_aligned(tmp_path: Path) -> None:
-    with ConstantFile(tmp_path / "w.bin") as constants:
-        constants.save(model(v=weights(3)), tmp_path / "a.onnx")
-    tensors = onnx.load(tmp_path / "a.onnx", load_external_data=False).graph.initializer
-    offsets = [int(e.value) for t in tensors for e in t.external_data if e.key == "offset"]
-    assert len(set(offsets)) == 2
-    assert all(offset % ConstantFile.ALIGN == 0 for offset in offsets)
-
-
 def test_a_constant_may_be_computed_by_running_a_model_that_is_written_to_the_same_file(tmp_path: Path) -> None:
     given = model()
 

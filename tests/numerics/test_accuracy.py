@@ -12,7 +12,6 @@ from qdqtune.numerics.accuracy import (
     closeness_of,
     concern,
     is_finite,
-    noisiest,
     slice_cell,
     sqnr_db,
     worst_slice,
@@ -28,14 +27,6 @@ def test_noise_is_summed_over_samples_and_the_worst_float_output_counts() -> Non
     reference = [{"a": np.ones(4, np.float32), "b": np.ones(4, np.float16), "n": np.arange(4)}]
     outputs = [{"a": np.full(4, 1.5, np.float32), "b": np.full(4, 1.1, np.float16), "n": np.zeros(4, np.int64)}]
     assert sqnr_db(reference, outputs) == pytest.approx(10 * np.log10(4))
-
-
-def test_the_noisiest_samples_are_those_of_the_worst_output() -> None:
-    reference = [{"y": np.float32([8, 8]), "z": np.float32([8, 8])} for _ in range(4)]
-    errors = [0.1, 2.0, 0.0, 1.0]
-    outputs = [{"y": s["y"] + error, "z": s["z"] + 0.5 - error / 4} for s, error in zip(reference, errors, strict=True)]
-    assert noisiest(reference, outputs, 2) == [1, 3]
-    assert noisiest(reference, reference, 2) == [0, 1]
 
 
 def test_float16_is_squared_without_overflow_and_ratios_are_finite_numbers_whatever_the_outputs() -> None:

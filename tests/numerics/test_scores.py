@@ -164,13 +164,6 @@ def test_independent_choices_are_those_of_independent_positions() -> None:
     assert independent(100.0 * (rng.random(200) < 0.9), sizes) == pytest.approx(200, rel=0.05)
 
 
-def test_rows_of_classes_are_independent_and_tokens_are_not() -> None:
-    rows, tokens = clear((20, 10), 1), clear((1, 5, 1200), 2)
-    for outputs, expected in (rows, None), (tokens, SAMPLES):
-        reference = [{"y": y} for y in outputs]
-        assert accuracy(reference, reference).independent == expected
-
-
 def test_many_outputs_take_one_short_line_and_a_sample_may_have_no_rows() -> None:
     caches = [{f"cache{n}": x for n in range(9)} for x in normal(1, 2, 6, 4)]
     told = scores_of(caches).told

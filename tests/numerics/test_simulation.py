@@ -239,17 +239,6 @@ def test_outputs_that_are_not_finite() -> None:
         sensitivities(model, pairs, [zero])
 
 
-@pytest.mark.usefixtures("one_sample")
-def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothing_finite() -> None:
-    text = "net (float[1,4] x, float[1,4] z) => (float[1,4] y) { [first] r = Reciprocal(x) [sum] y = Add(r, z) }"
-    model = build(text, {})
-    edges = Edge("x", "first", 0), Edge("z", "sum", 1)
-    sample = {"x": np.float32([[1, 1, 1, 1e-3]]), "z": np.float32([[0.3, 100, 0.1, 0.1]])}
-    pairs = dict.fromkeys(edges, scales.of_range(Range(-1, 1), PLAIN))
-    found = sensitivities(model, pairs, [sample, sample])
-    assert 0 < found["z"] < found["x"] == UNBOUNDED_NOISE
-
-
 @pytest.mark.parametrize("first", [2, 5])
 def test_a_failure_of_the_machine_is_no_noise(workers: Workers, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     model, asked, run_of = conv_net(), [0], WatchedModel.run

@@ -145,17 +145,6 @@ def test_silu_and_hardswish_join_their_convolution(gate: str) -> None:
     assert any(e.tensor == "g" for e in integer) == ("= Sigmoid" in gate)  # which has an integer kernel there
 
 
-def test_elementwise_operators_with_constants_stay_in_float() -> None:
-    text = """net (float[2,32] x) => (float[2,32] y) {
-        [pre] h = Mul(x, c)
-        [a] p = MatMul(h, w)
-        [post] y = Sub(p, c)
-    }"""
-    found = placed(build(text, weights(w=(32, 32), c=(32,))))
-    assert count(found, "constant-operands") == 2 + 1  # that into "post" lies inside a fusion anyway
-    assert users(found) == {"a"}
-
-
 PRODUCT = "net (float[{0}] x) => (float[{1}] y) {{\n [turn] t = Exp(x)\n [a] p = MatMul(t, {2})\n [end] y = Exp(p) }}"
 
 
@@ -312,26 +301,6 @@ def test_one_product_of_an_attention_alone_is_not_quantized() -> None:
         assert not place(model, possible, "tensorrt", quant_type).placement.edges
 
 
-@pytest.mark.parametrize(("inputs", "skip"), [("p, q", 0), ("q, p", 1)])
-def test_of_two_fresh_branches_the_earlier_one_is_the_skip(inputs: str, skip: int) -> None:
-    text = f"""net (float[4,32] x) => (float[4,32] y) {{
-        [first] p = MatMul(x, w)
-        [mid] h = MatMul(x, w)
-        [relu] r = Relu(h)
-        [second] q = MatMul(r, w)
-        [add] s = Add({inputs})
-        [end] y = Exp(s)
-    }}"""
-    found = placed(build(text, weights(w=(32, 32)))).placement.edges
-    assert {e for e in found if e.node == "add"} == edges(f"p add {skip}")
-
-
-# Rules that place pairs
-
-
-# Convolution to LayerNormalization
-
-
 def block(copies: str, source: str = "p") -> str:
     return f"""net (float[1,32,8,8] x, int64[3] shape) => (float[A,B,C] y) {{
         [conv] p = Conv <pads=[1,1,1,1]> (x, w)
@@ -407,8 +376,6 @@ def test_the_layernorms_of_a_convnext() -> None:
     assert edges("x0 add 0", "t norm 0", "t2 norm2 0") <= found.placement.edges
 
 
-# What passes 8 bits on
-
 PASSING = """net (float[1,32,8,8] x) => (float[A,B,C,D] y) {{
     [left] l = Conv <pads=[1,1,1,1]> (x, w)
     [right] r = Conv <pads=[1,1,1,1]> (x, w)
@@ -460,9 +427,6 @@ def test_inputs_and_output_of_a_concat_share_one_scale(quant_type: QuantType) ->
     done = insert(model, found.placement, ranges, numeric_format("tensorrt", quant_type))
     scales = {float(done.constants[f"{t}_scale"].array()) for t in ("l", "s", "m")}
     assert scales == {float(np.float32(6 / (127 if quant_type == "int8" else 448)))}  # the best for all of its values
-
-
-# ONNX Runtime
 
 
 def test_onnxruntime_wants_pairs_behind_convolutions_and_products_with_a_bias() -> None:

@@ -393,16 +393,6 @@ def test_biases_are_int32_with_the_scale_of_the_accumulator(node: str, fmt: Nume
     assert dq.attributes.get("axis", 1) == (0 if fmt.per_channel else 1)
 
 
-def test_a_bias_stays_float_without_both_pairs_or_where_the_format_says_so() -> None:
-    model, _, found, _, _ = case("conv_net")
-    x, w = Edge("image", "stem", 0), Edge("w0", "stem", 1)
-    for placed, fmt in (({x}, UINT8), ({w}, UINT8), ({x, w}, PLAIN), ({x, w}, INT8)):
-        assert bias_dq(insert(model, Placement.of(placed), found, fmt), "stem") is None
-    assert bias_dq(insert(model, Placement.of({x, w}), found, UINT8), "stem") is not None
-    half = case("conv_net_half")
-    assert bias_dq(insert(half.model, Placement(half.possible), half.ranges, UINT8), "stem") is None
-
-
 @pytest.mark.parametrize(
     ("gemm", "bias", "quantized"),
     [

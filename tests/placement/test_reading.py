@@ -193,14 +193,6 @@ def test_renamed_nodes_are_found_by_what_they_make_and_else_counted() -> None:
     assert reading.placement == Placement.of([Edge("x", "add", 1), Edge("w", "conv2", 1), Edge("r", "conv2", 0)])
 
 
-def test_another_model_altogether_has_no_counterpart() -> None:
-    reading = read_placement(case("embedding").model, build(QDQ, WEIGHTS | SCALES))
-    assert reading.placement == Placement()
-    assert reading.unmatched == ("x_dq", "x_dq", "w_dq", "w_dq", "r_dq")
-    swapped = build(FLOAT.replace("Relu(c)", "Sigmoid(c)").replace("Add(d, x)", "Mul(d, x)"), WEIGHTS)
-    assert {e.node for e in read_placement(swapped, build(QDQ, WEIGHTS | SCALES)).placement} == {"conv", "conv2"}
-
-
 def test_scales_that_are_computed_and_integer_operators_are_left_alone() -> None:
     text = """net (float[N,4] x) => (float[N,4] y, int32[N,4] z, float[N,4] v) {
         [max] m = ReduceMax <keepdims=0> (x)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from models import build, case, conv_net, edges, known, normal, ranges, static
+from models import build, conv_net, edges, known, normal, ranges, static
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
-from qdqtune.placement.possible import consistent, possible_edges
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.placement.start_placements import START_PLACEMENTS, placements
 from qdqtune.types import Edge, Placement
@@ -17,27 +17,12 @@ def possible(model: Model) -> frozenset[Edge]:
     return possible_edges(model, known(model))
 
 
-# Where pairs may stand
-
-
-# Each rule
-
-
 def placed(rule: str, model: Model) -> frozenset[Edge]:
     return START_PLACEMENTS[rule](model, possible(model)).edges
 
 
 COMPUTE = ("image stem 0", "w0 stem 1", "p0 depthwise 0", "w1 depthwise 1", "k1 project 0", "w2 project 1", "r1 side 0",
            "w3 side 1", "f head 0", "w4 head 1")  # fmt: skip
-
-
-def test_compute_has_both_inputs_of_compute_operators_alone() -> None:
-    assert placed("compute", conv_net()) == edges(*COMPUTE)
-    attention = case("attention").model
-    assert {e.node for e in placed("compute", attention)} == {
-        "query", "key", "value", "scores", "context", "out", "up", "down",
-    }  # fmt: skip
-    assert edges("q scores 0", "kt scores 1") <= placed("compute", attention)
 
 
 ADDS = """net (float[N,4] x) => (float[N,4] y) {{
@@ -119,14 +104,6 @@ def test_an_operator_with_one_input_that_cannot_be_quantized_gets_no_pair_at_all
     chosen = [START_PLACEMENTS[name](model, some) for name in ("compute", "residual", "islands")]
     for placement in (*chosen, *placements(model, some).values()):
         assert not {e.node for e in placement} & {"a", "b", "c"}
-
-
-def test_consistent_drops_lonely_pairs_of_compute_operators_only() -> None:
-    model = conv_net()
-    whole = edges("image stem 0", "w0 stem 1", "p0 add 1", "r0 pool 0")
-    lonely = edges("p0 depthwise 0", "w2 project 1", "f head 0")
-    assert consistent(model, Placement.of(whole | lonely)) == Placement.of(whole)
-    assert consistent(model, Placement.of(whole)) == Placement.of(whole)
 
 
 def test_guesses_of_a_model_without_compute_operators_are_not_empty_placements() -> None:

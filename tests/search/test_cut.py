@@ -1,8 +1,8 @@
 """The cut search on the fake engine, whose cost model is exact, against all placements."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from qdqtune.search import best_of
 from qdqtune.search.by_rule import ALL_8, ALL_16, FRUITLESS, RuleSearch
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.rule_costs import FLOAT, W8A8, W8A16, W16A16, Rates, RuleCosts
-from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import NEAR, NEAREST, Tradeoff, farthest, unbeaten
 from qdqtune.timing.ratios import Plan
@@ -41,26 +40,6 @@ from search_loop import PLAN, exact, trials_of
 from weight_only_nets import MODEL, SHARES, W4, W8
 
 BUILDS = 11
-
-CONVS = """net (float[1,4,16,16] x) => (float[1,5] y) {
-    [stem] a = Conv <pads=[1,1,1,1]> (x, w0)
-    [stem_relu] b = Relu(a)
-    [small] c = Conv <group=16, pads=[1,1,1,1]> (b, w1)
-    [clip] d = Clip(c, zero, six)
-    [wide] e = Conv <pads=[1,1,1,1]> (d, w2)
-    [skip] f = Add(e, b)
-    [skip_relu] g = Relu(f)
-    [sigmoid] h = Sigmoid(g)
-    [gate] i = Mul(g, h)
-    [pool] j = GlobalAveragePool(i)
-    [flat] k = Flatten(j)
-    [head] y = Gemm <transB=1> (k, w3)
-}"""
-
-
-def convs() -> Model:
-    return build(CONVS, {"w0": normal(16, 4, 3, 3), "w1": normal(16, 1, 3, 3), "w2": normal(16, 16, 3, 3),
-                         "w3": normal(5, 16), "zero": np.float32(0), "six": np.float32(6)})  # fmt: skip
 
 
 @dataclass
@@ -91,21 +70,6 @@ class Bench:
 
     def played(self, builds: int = BUILDS, measured: Callable[..., Trial] | None = None) -> list[Trial]:
         return trials_of(self.search(), measured or self.measured, builds)
-
-
-def decisions(parts: Partition) -> Iterator[Decision]:
-    """Every set of units, each output of a quantized unit stored quantized."""
-    able = [u.number for u in parts.units if u.inputs]
-    for chosen in chain.from_iterable(combinations(able, n) for n in range(len(able) + 1)):
-        quantized = frozenset(chosen)
-        yield Decision(quantized, frozenset(t for t in parts.edges if parts.producer.get(t) in quantized))
-
-
-def test_the_best_of_all_placements_is_found() -> None:
-    bench = Bench(convs())
-    parts = partition(bench.model, bench.possible, bench.search().groups)
-    best = min(bench.seconds(parts.placement(d)) for d in decisions(parts))
-    assert bench.seconds(best_of(bench.played())) == pytest.approx(min(best, bench.float_seconds), rel=1e-9)
 
 
 def test_a_fixed_point_ends_the_search() -> None:

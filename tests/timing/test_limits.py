@@ -1,7 +1,6 @@
 """Limits on accuracy: what is taken, what ships, and what is measured for it."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import comb
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Call
 from models import build, normal
 from observers import Log
 from qdqtune.engines import EngineSpec
@@ -263,19 +261,6 @@ class TestWhatCannotBe:
         (model.parent / "metric.py").write_text("def score(predict):\n    return float('nan')\n")
         with pytest.raises(BaselineFailed, match=r"the metric of .* is nan"):
             tune(evaluated(model))
-
-
-class TestTheCommandLine:
-    def test_codes_and_lines(self, model: Path, call: Call) -> None:
-        tune = ("tune", model, "--engine", "fake", "--builds", "10", "-o", model.parent / "out",
-                "--calibration-data", model.with_suffix(".npz"))  # fmt: skip
-        code, out, err = call(*tune, "--min-sqnr", "60")
-        assert code == 4
-        assert "Nothing faster is exact enough" in out
-        assert re.search(r"not taken: the output SQNR of all samples is [\d.]+ dB, and ", err)
-        code, out, err = call(*tune, "--min-sqnr", "20", "--json")
-        assert code == 0
-        assert json.loads(out)["constraint_met"] is True
 
 
 @pytest.mark.parametrize(("choices", "most"), [(1, 0), (8, 1), (32, 2), (250, 9), (1000, 28)])

@@ -115,27 +115,6 @@ def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:
     assert not was_known
 
 
-def test_a_winner_is_built_once_and_kept_loaded(opened: Open) -> None:
-    setup = opened()
-    winner = setup.placements[0]
-    setup = opened(speed=by_digest({winner.digest: 0.5}))
-    setup.measure(1, winner)
-    assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest]
-    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, winner.digest}
-    setup.bench.keep_only(winner)
-    assert {h.path.stem for h in setup.runner.present} == {winner.digest}
-    before = len(setup.runner.builds)
-    setup.measure(2, setup.placements[1], winner)
-    assert len(setup.runner.builds) == before + 1
-
-
-def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
-    setup = opened(speed=lambda file, _build: 1.0 if file == FLOAT.digest else 1.1)
-    setup.measure(1, setup.placements[0])
-    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
-    assert [p.stem for p in setup.candidates.folder.glob("*.onnx")] == [FLOAT.digest]
-
-
 def test_a_file_that_another_worker_has_deleted_is_written_again(candidates: Candidates) -> None:
     """A worker that was lost still holds builds when it goes on alone; its engine builds them again."""
     lost, other = (TrialWorker(cast(Runner, Script()), candidates, Conditions(Plan(), SAMPLES, 7)) for _ in range(2))
@@ -212,6 +191,7 @@ def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) 
     assert [trial.result.b[0] for trial in trials if isinstance(trial.result, Measurement)] == [1.1, 0.9]
     assert setup.runner.rounds_taken == 12, "one look at all of them"
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, faster.digest}
+    assert slower.digest not in {p.stem for p in setup.candidates.folder.glob("*.onnx")}
 
 
 def test_where_a_race_fails_each_candidate_races_alone(opened: Open) -> None:

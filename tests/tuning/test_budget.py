@@ -22,7 +22,6 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import EngineFailure, EngineRefused, Failure
 from qdqtune.numerics.scores import Score
 from qdqtune.search import Strategy
-from qdqtune.timing.ratios import USUAL_BUILDS
 from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import search, tune
@@ -227,7 +226,7 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     assert notes.notes == []  # all samples were seen
 
 
-def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:
+def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
     bench = SimpleNamespace(
         floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0),
@@ -237,7 +236,7 @@ def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_oth
     )
     settings = Settings(Path("m"), time_budget=seconds, threads=(1,))
     ends = None if seconds is None else time.monotonic() + seconds
-    return Budget.of(settings, cast(Bench, bench), ends, has_other_float=has_other_float)
+    return Budget.of(settings, cast(Bench, bench), ends, has_other_float=False)
 
 
 def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
@@ -272,20 +271,6 @@ def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_o
     assert front.reserve(0.5) == 0  # its other points may gain less
     clock.now += ample.seconds_left - 30.0
     assert (ample.room([], 6.0), ample.room([], 6.0, ample.reserve(0.85))) == (4, 0)
-
-
-def test_what_the_search_has_left_too_little_time_for_is_proven_on_fewer_builds(clock: Clock) -> None:
-    late = budget(100, 0.05)
-    assert late.copies == USUAL_BUILDS
-    clock.now = late.ends + late.grace - late.in_haste.proof_seconds(1)
-    assert (late.provable(1), late.in_haste.provable(1)) == (0, 1)
-
-
-@pytest.mark.parametrize("seconds", [10.0, 100.0, 3600.0])
-def test_a_proof_that_begins_late_ends_a_little_after_the_budget(clock: Clock, seconds: float) -> None:
-    late = budget(seconds, 0.001)
-    assert late.ends is not None
-    assert late.ends + late.grace - clock.now <= 1.02 * seconds
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.8, 0.4])
@@ -332,9 +317,3 @@ def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Pat
     _, notes = slow_run(model, workers, 0.2, 60.0)
     told = [note for note in notes.notes if "`restart` with more time calibrates anew" in note]
     assert [note.split(":")[0] for note in told] == ["`time_budget` has no room to calibrate on all samples"]
-
-
-def test_time_is_kept_for_the_users_file_where_the_float_model_is_another() -> None:
-    one, two = budget(3600, 0.5), budget(3600, 0.5, has_other_float=True)
-    assert (one.opponents, two.opponents) == (1, 2)
-    assert two.proof_seconds(1) > one.proof_seconds(1)

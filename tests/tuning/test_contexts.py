@@ -8,13 +8,11 @@ import onnx
 import pytest
 
 from qdqtune.commands.compare import CompareOptions
-from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import EngineOptions
 from qdqtune.errors import BadOption, BadState
-from qdqtune.explanation.report import report_of_run
 from qdqtune.tuning import contexts
 from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.loop import tune
@@ -106,11 +104,6 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
     assert result.summary["by_threads"] == next(row for row in rows if row["shipped"])["by_threads"]
 
 
-def test_engines_without_threads_are_asked_nothing(model: Path) -> None:
-    result = run(model, None, engine=EngineSpec("fake"))
-    assert (result.improved, result.summary["by_threads"], result.summary["proof_builds"]) == (True, [], 6)
-
-
 # What counts
 
 
@@ -143,13 +136,6 @@ def test_numbers_that_nothing_can_be_proven_at(model: Path, engine: str, asked: 
 
 
 # What is told
-
-
-def test_the_result_says_what_it_was_tuned_for(model: Path) -> None:
-    result = run(model)
-    assert result.summary["tuned_for"] == "1 and 4 threads; other numbers were not measured"
-    assert "tuned for 1 and 4 threads; other numbers were not measured" in result_table(result).caption
-    assert f"tuned for {result.summary['tuned_for']}" in report_of_run(model.parent / "out").notes
 
 
 @pytest.mark.parametrize(("at_four", "threads", "is_told"), [(8.0, None, True), (8.0, (4,), False), (1.0, None, False)])

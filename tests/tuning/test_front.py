@@ -1,6 +1,5 @@
 """The front: points that nothing else beats, each a proven file."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement
 from qdqtune.tuning.loop import tune
-from runs import cost, settings
-from workers import Build, Workers
+from runs import settings
+from workers import Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -55,22 +54,6 @@ def test_what_cannot_be_is_one_line(model: Path) -> None:
         settings(model, mode="region", front=True, builds=30)
     with pytest.raises(BadOption, match="weighs speed against accuracy, which takes samples"):
         tune(settings(model, mode="cut", front=True, builds=25, calibration_data=None))
-
-
-def test_a_front_ships_as_small_a_gain_as_the_same_run_without_it(model: Path, workers: Workers) -> None:
-    """Four or eight builds of each file tell it."""
-    baseline = cost(model)
-
-    def slower(build: Build) -> float:
-        differs = 1 + 0.002 * (-1) ** build.number
-        return differs * (0.97 * baseline / taken if (taken := cost(build.path)) != baseline else 1.0)
-
-    workers.slower = slower
-    usual = tune(settings(model, mode="cut", builds=12))
-    assert usual.shipped == "tuned"
-    front = tune(replace(settings(model, mode="cut", front=True, builds=25), output_dir=model.parent / "front"))
-    assert front.shipped == "tuned"
-    assert front.summary["ratio"] == pytest.approx(usual.summary["ratio"], abs=0.01)
 
 
 def test_a_run_without_a_front_leaves_none_of_an_earlier_one(model: Path) -> None:

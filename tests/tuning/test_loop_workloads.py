@@ -12,8 +12,6 @@ import qdqtune
 from decoders import CALLS, WEIGHTS, call_of, cost, decoder, mean, settings, written
 from qdqtune.errors import BadOption, BadState
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.run import open_run, prepared
 from workers import Workers
 
 
@@ -126,13 +124,3 @@ def test_a_library_call_takes_weights_by_file(model: Path) -> None:
     assert [(row["name"], row["share"]) for row in result.summary["workloads"]] == [("decode", 0.8), ("prefill", 0.2)]
     with pytest.raises(BadOption, match="no weight above zero"):
         qdqtune.tune(model, workloads={"decode.npz": (1, 2, 3)}, output_dir=model.parent / "x")  # type: ignore[dict-item]
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_budget_knows_that_a_round_calls_every_workload(model: Path) -> None:
-    with (
-        prepared(settings(model, WEIGHTS), Silent()) as ready,
-        open_run(ready) as run,
-    ):
-        assert run.bench.floats.seconds == pytest.approx(mean(model))
-        assert run.bench.floats.turn_seconds == pytest.approx(1.5 * sum(cost(model, call) for call in CALLS.values()))

@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 import pytest
 
-from models import build, normal
+from models import build
 from observers import Log
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption
@@ -20,7 +20,7 @@ from qdqtune.tuning.result import best_undecided
 from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
-from runs import HOPELESS, MIXED, cost, mixed, out, settings, write
+from runs import MIXED, cost, mixed, out, settings, write
 
 
 @pytest.mark.usefixtures("workers")
@@ -47,16 +47,6 @@ def test_other_quantizers_are_told_which_nodes_stay_in_float(tmp_path: Path) -> 
     able = [node.name for node in proto.graph.node if node.op_type in STATIC]
     assert summary["float_nodes"] == [name for name in able if not pairs[name]]
     assert 0 < len(summary["float_nodes"]) < len(able)
-
-
-@pytest.mark.usefixtures("workers")
-def test_they_are_told_names_of_the_file_alone(tmp_path: Path) -> None:
-    text = HOPELESS.replace("[tanh] b = Tanh", "[soft] b = Softmax")
-    model = write(build(text, {"w0": normal(8, 8), "w1": normal(8, 8)}), tmp_path)
-    given = onnx.load(model)
-    given.graph.node[2].name = ""
-    onnx.save(given, model)
-    assert tune(settings(model)).summary["float_nodes"] == ["first", "soft"]
 
 
 PLAN = Plan((12,))

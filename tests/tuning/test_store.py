@@ -275,16 +275,6 @@ def test_the_order_of_a_set_makes_no_other_run(path: Path) -> None:
     assert journal.fingerprint["ops"] == sorted(names)
 
 
-def test_a_store_forgets_what_was_measured(path: Path) -> None:
-    fill(path)
-    with Store(path, RUN) as store:
-        store.forget()
-        assert not store.has("noise:0.1")
-    journal = read_journal(path)
-    assert journal is not None
-    assert not journal.lines
-
-
 # Values of a state file: each comes back as it was, bit by bit, and another value anywhere is refused or serves
 def again(value: Any) -> Any:
     """A value as it comes back from the file."""

@@ -112,19 +112,6 @@ def test_formats_that_the_machine_lost_are_asked_for_again_by_the_next_run(tmp_p
     assert shares_of(tmp_path, engine, model(), formats=("w8",)).keys() == {Edge("w0", "m0", 1), Edge("w1", "m1", 1)}
 
 
-def test_the_size_that_takes_most_of_the_time_stands_for_the_others(tmp_path: Path) -> None:
-    shapes = {"w0": (SIZE, SIZE), "w1": (SIZE, SIZE // 2), "w2": (SIZE // 2, SIZE)}
-    products = "[m0] a = MatMul(x, w0) [m1] b = MatMul(a, w1) [m2] c = MatMul(b, w2)"
-    text = f"net (float[1,{SIZE}] x) => (float[1,{SIZE}] c) {{ {products} }}"
-    graph = build(text, {name: normal(*shape, scale=0.05) for name, shape in shapes.items()})
-    layers = [Layer(name, (name,), "", ms, "compute") for name, ms in (("m0", 3.0), ("m1", 1.0), ("m2", 1.0))]
-    engine = Telling({"float": 1.0, "w4b32": 0.4})
-    found = shares_of(tmp_path, engine, graph, layers)
-    assert engine.asked == 1
-    assert found.keys() == {Edge(f"w{i}", f"m{i}", 1) for i in range(3)}
-    assert [shares[WeightFormat(4, 32)] for shares in found.values()] == pytest.approx([0.4] * 3)
-
-
 def test_the_time_of_a_product_is_the_sum_over_its_layers_and_its_part_of_shared_ones(tmp_path: Path) -> None:
     class Halving(Telling):
         def report(self, path: Path, *_: Any) -> tuple[Layer, ...]:

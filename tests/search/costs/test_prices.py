@@ -87,18 +87,6 @@ def test_a_dq_is_charged_to_the_consumer_that_did_not_absorb_it() -> None:
     assert [p.as_quantized for p in costs.prices] == pytest.approx([3.0, 3.0, 3.0 + 0.7 + 0.6, 3.0])
 
 
-def test_costs_depend_on_the_neighbours() -> None:
-    parts = parts_of(chain())
-    inner = times(placed(parts, "abcd", "tuvy"), a=3.0, b=3.0, c=1.0, d=3.0)
-    alone = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=3.0, d=5.0)
-    ahead = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=3.0, b=12.0, c=3.0, d=10.0)
-    costs = learn(parts, [times(**FLOAT), inner, alone, ahead])
-    assert costs.prices[3].behind_float == pytest.approx(2.0)
-    assert costs.prices[1].disturbed == pytest.approx(2.0)
-    assert costs.total(Decision.of({3}, {"y"})) == pytest.approx(10 + 10 + 3 + 5 + 0.2 + costs.dequantize["y"])
-    assert costs.total(Decision.of({0}, {"t"})) == pytest.approx(3 + 12 + 3 + 10 + 0.5 + costs.quantize["x"])
-
-
 def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
     """An engine moved the Q of d's input in front of the Softmax c, and ran that four times as slowly."""
     parts = parts_of(chain())
@@ -181,14 +169,6 @@ def test_three_labels_are_decided_nearly_exactly(seed: int) -> None:
     assert table.total(labels) <= 1.05 * min(map(table.total, product(range(3), repeat=7)))
     for number, label in product(range(7), range(3)):
         assert table.total([*labels[:number], label, *labels[number + 1 :]]) >= table.total(labels) - 1e-6
-
-
-def test_a_value_is_converted_once_for_all_readers_with_a_label() -> None:
-    table = Table([(0.0, 1.0)] * 3)
-    table.convert(0, (1, 2), 5.0, 7.0)
-    assert table.total([0, 1, 1]) == 2 + 7
-    assert table.total([1, 0, 1]) == 2 + 5
-    assert table.total([0, 0, 0]) == 0
 
 
 def test_labels_that_are_forbidden_are_not_chosen() -> None:

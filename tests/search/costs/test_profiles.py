@@ -165,15 +165,6 @@ def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
     assert chosen.option(parts.owner["soft"]) is None
 
 
-def test_a_saving_within_the_noise_is_no_reason_to_quantize() -> None:
-    parts, profiles = measured_alone(chain())
-    same = {
-        number: Profile(p.float_ms, tuple(PricedScheme(o.scheme, o.points, 0.995 * p.float_ms) for o in p.options))
-        for number, p in profiles.items()
-    }
-    assert select(parts, same).decision.quantized == frozenset()
-
-
 def test_without_layers_groups_between_quantized_ones_are_added() -> None:
     parts, profiles = measured_alone(chain())
     dear = {

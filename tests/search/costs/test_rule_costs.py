@@ -99,17 +99,6 @@ def test_operators_that_were_refused_in_16_bits_stay_in_8() -> None:
     assert costs.in_16_bits(["Conv"], costs.placement((W8A16, W16A16, W8A16))) == {("Conv", W8A16), ("Conv", W16A16)}
 
 
-def test_noise_is_that_of_the_values_and_of_conversions() -> None:
-    costs = chain()
-    alone = {"x": 1.0, "b": 10.0, "c": 100.0, "y": 1000.0, "w": 1e4, "v": 1e5}
-    noise = Noise(costs.model, alone, wide_noise=dict.fromkeys("xbcy", 0.25))
-    weights = 1e4 + 1e5
-    assert noise.summed(costs.placement((W8A8,) * 3)) == weights + 1111
-    assert noise.summed(costs.placement((W8A16,) * 3)) == pytest.approx(weights + 4 * 0.25)
-    assert noise.summed(costs.placement((W8A16, W8A8, W8A8))) == weights + 0.25 + 10 + 1100  # b is narrowed for both
-    assert noise.summed(costs.placement((FLOAT,) * 3)) == 0
-
-
 @pytest.mark.parametrize("float_too", [True, False])
 @pytest.mark.parametrize("price", [0.0, 1.0, 1e3, 1e5, 1e7])
 def test_the_cheapest_labels_are_those_of_brute_force(price: float, float_too: bool) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import attention, build, conv_net, normal, ranges, tapped
+from models import attention, build, conv_net, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import (
@@ -75,12 +75,6 @@ def test_a_stored_tensor_has_pairs_on_all_edges_and_any_other_where_it_is_needed
     assert parts.placement(Decision.of((), {"p0"})).edges == users
     assert Edge("p0", "depthwise", 0) not in parts.placement(Decision.of({add.number}))
     assert set(parts.users["p0"]) == {add.number, unit_of(parts, "depthwise").number}
-
-
-def test_graph_outputs_that_the_graph_goes_on_with() -> None:
-    parts = parts_of(tapped())
-    assert set(parts.users["first"]) == {None, parts.owner["relu"]}
-    assert any(e.is_graph_output for e in parts.placement(Decision.of((), {"first"})))
 
 
 def test_groups_are_layers_of_several_known_nodes() -> None:

@@ -184,18 +184,6 @@ def test_a_region_output_takes_every_use_outside():
         "node1:0 -> node2[0]", "node1:0 -> node3[0]", "node1:0 -> output 2"}  # fmt: skip
 
 
-def test_the_skip_edge_stays_the_skip_edge():
-    """Swapped inputs of Add, and names that sort the other way round: the same point is the same role."""
-    model = resnet(4, swap={1, 3})
-    (pattern,) = (p for p in grouped(model) if "Add" in p.ops and p.type is RegionType.LEAF)
-    assert len(pattern.instances) == 4
-    (add,) = {p.owner for p in pattern.points if p.kind == "node_input" and pattern.ops[p.owner] == "Add"}
-    for region, swapped in zip(pattern.instances, (False, True, False, True), strict=True):
-        main, skip = (patterns.resolve(pattern, region, frozenset({Point("node_input", add, k)})) for k in (0, 1))
-        assert [e.index for e in (*main, *skip)] == ([1, 0] if swapped else [0, 1])
-        assert model.nodes[model.producers[next(iter(main)).tensor]].op == "Conv"
-
-
 def test_a_foreign_point_is_refused():
     first, *_ = grouped(resnet(1))
     with pytest.raises(ValueError, match="no point"):
@@ -405,18 +393,6 @@ def test_long_sequences_are_cut():
     assert [len(r.nodes) for r in discovery.find(model, max_sequence_size=20).leaves] == [20, 5]
 
 
-def test_blocks_up_to_min_topdown_size_are_not_divided():
-    net = Network()
-    x = net.add("Relu", "input")
-    y = x
-    for _ in range(6):
-        y = net.add("Relu", y)
-    net.outputs = [net.add("Add", y, x)]
-    model = net.model()
-    assert len(discovery.find(model, max_sequence_size=3, min_topdown_size=7).leaves) == 2
-    assert len(discovery.find(model, max_sequence_size=3, min_topdown_size=6).leaves) > 2
-
-
 def encoder(layers):
     net, x = Network(), "input"
     for k in range(layers):
@@ -431,16 +407,6 @@ def test_modules_become_regions():
     assert found.method == "names"
     assert [len(r.children) for r in found.tops] == [2, 2, 2, 0], "layers, and not one region for them all"
     assert leaf_ops(model, found)[:2] == [["Conv", "Relu"], ["Conv", "Add", "Relu"]]
-
-
-def test_a_module_whose_nodes_are_scattered_is_one_region():
-    net = Network()
-    a = net.conv("input", name="/m/a/Conv")
-    other = net.conv("input", name="/n/a/Conv")
-    b = net.conv(a, name="/m/b/Conv")
-    net.outputs = [b, net.conv(other, name="/n/b/Conv")]
-    found = discovery.find(net.model(), "names")
-    assert [r.all_nodes() for r in found.tops] == [(0, 2), (1, 3)]
 
 
 def test_epilogues_behind_a_module_are_drawn_in():

@@ -157,12 +157,3 @@ def test_an_unusable_report_is_refused_with_the_option_that_names_it(tmp_path: P
     path = exported(tmp_path, "somebody + else")
     with pytest.raises(BadOption, match=f"`graph_json` {path}: .*another model"):
         groups.from_file(conv_net(), path)
-
-
-def test_without_a_report_rules_say_what_engines_fuse() -> None:
-    model = conv_net()
-    found = groups.by_rules(model, possible_edges(model, ranges(model)))
-    assert ("stem", "stem_relu") in found.groups
-    assert sorted(n for g in found.groups for n in g) == sorted(n.name for n in model.nodes)
-    matrices = attention()
-    assert all(len(g) == 1 for g in groups.by_rules(matrices, frozenset()).groups)
