@@ -12,7 +12,6 @@ from qdqtune.graph.model import Model
 from qdqtune.placement import start_placements
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import BuildTimes
 from qdqtune.search.costs.profiles import PricedScheme, Profile, select
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CUT, CutSearch
@@ -41,7 +40,7 @@ def search_of(model: Model, **changes: object) -> SubgraphSearch:
         gain = 0.5 - unit.number / 1000
         options = (PricedScheme("full", points, 1.0 - gain),) if unit.weights else ()
         profiles[unit.number] = Profile(1.0, options)
-    return SubgraphSearch(select(parts, profiles), plan=PLAN, **changes)  # type: ignore[arg-type]
+    return SubgraphSearch(select(parts, profiles), **changes)  # type: ignore[arg-type]
 
 
 def quantized(parts: Partition, placement: Placement) -> set[str]:
@@ -117,13 +116,6 @@ def test_placements_by_rule_meet_the_best_so_far() -> None:
     history = played(search_of(model, seeds={"static": rule}), with_bad(search.parts, ()))
     assert [t.proposal.origin for t in history[:2]] == ["all groups", "static"]
     assert history[1].against == search.all_accepted
-
-
-def test_a_q_of_an_output_is_for_the_group_that_made_it() -> None:
-    search = search_of(ladder(2))
-    placement = Placement.of(e for e in search.parts.possible if e.is_graph_output)
-    times = BuildTimes(placement, {"m0": 1.0, "t1": 2.0}, {"b1": 0.5, "b2": 4.0}, {})
-    assert search.spent(times) == [1.0, 0.5, 0.0, 6.0]
 
 
 def test_mixing_keeps_what_neighbours_need() -> None:

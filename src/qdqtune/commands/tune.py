@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,7 +32,6 @@ from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
-from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.settings import BY_RULE_BUILDS, EFFORTS, FRONT_BUILDS, Settings, looks_until, usual_builds
 from qdqtune.types import Accuracy
 
@@ -190,7 +189,6 @@ class Result(Shown, result.Result):
         return ConstraintUnmet.exit_code if self.unmet else NO_IMPROVEMENT
 
     def parts(self) -> Iterator[str | Table]:
-        yield groups_table([GroupOutcome(**row) for row in self.summary.get("groups", ())])
         if self.summary.get("front"):
             yield front_table(self.summary)
         yield self.table()
@@ -219,10 +217,6 @@ def tune(settings: Settings, observer: Observer | None = None, begun: float | No
     """
     done = loop.tune(settings, observer, begun)
     return Result(**vars(done), folder=settings.output_dir)
-
-
-LARGEST_GROUPS = 20
-"""The most rows of the table of groups."""
 
 
 def result_table(found: result.Result) -> Table:
@@ -274,28 +268,3 @@ def _tensors(row: Mapping[str, Any]) -> str:
     weights = row.get("weights") or 0
     count = weights if isinstance(weights, int) else sum(weights.values())
     return str(row["pairs"]) + (f" + {count} weights" if count else "")
-
-
-def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
-    """The kinds of groups that take the most time in float: gain alone and in the model, and the verdict.
-
-    Equal groups with one verdict share a row.
-    """
-    together: dict[tuple[int | None, str], list[GroupOutcome]] = {}
-    for group in outcomes:
-        if group.kind is not None:
-            together.setdefault((group.kind, group.why), []).append(group)
-    rows = []
-    for groups in list(together.values())[:LARGEST_GROUPS]:
-        first = groups[0]
-        more = [f"and {len(first.nodes) - 1} more"] if len(first.nodes) > 1 else []
-        more += [f"({len(groups)} times)"] if len(groups) > 1 else []
-        alone = "" if first.gain_alone is None else f"{first.gain_alone:+.3f}"
-        gains = [group.gain_in_model for group in groups if group.gain_in_model is not None]
-        gain = f"{sum(gains) / len(gains):+.3f}" if gains else ""
-        rows.append((" ".join([first.nodes[0], *more]), first.scheme or "", alone, gain, first.why))
-    rest = len(together) - len(rows)
-    caption = "the largest groups: ms that each saves alone, and in the model with its conversions"
-    caption += f"; {rest} more kinds in summary.json" if rest > 0 else ""
-    widths = {"group": 24, "scheme": 0, "verdict": 20}
-    return Table(("group", "scheme", "alone", "in model", "verdict"), rows, caption, least_widths=widths)

@@ -14,15 +14,13 @@ from functools import cached_property
 from itertools import takewhile
 
 from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import BuildTimes, timed_builds
 from qdqtune.search.costs.decisions import cut_holding, cut_within
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.profiles import GroupSelection
 from qdqtune.search.costs.units import Partition, format_in
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import WITHIN_LIMITS
-from qdqtune.timing.ratios import Plan
-from qdqtune.types import Layer, Placement, Proposal, Trial
+from qdqtune.types import Placement, Proposal, Trial
 
 OPTIMUM_BUILDS = 4
 """How often an optimum of prices is built, at most: each build improves the prices."""
@@ -32,15 +30,14 @@ OPTIMUM_BUILDS = 4
 class SubgraphSearch:
     """Subgraph search (see the module).
 
-    `seeds` are further placements to try, in this order; `float_layers` is the layer report of the float build, empty
-    if there is none. Without `incremental`, only all groups together are tried. `by_cut` finds the optimum of the
-    prices that these builds show, with groups split and joined as they ran fastest.
+    `seeds` are further placements to try, in this order; `is_timed`: the engine reports times of layers. Without
+    `incremental`, only all groups together are tried. `by_cut` finds the optimum of the prices that these builds show,
+    with groups split and joined as they ran fastest.
     """
 
     selection: GroupSelection
     seeds: Mapping[str, Placement] = field(default_factory=dict)
-    float_layers: Sequence[Layer] = ()
-    plan: Plan = field(default_factory=Plan)
+    is_timed: bool = False
     incremental: bool = True
     by_cut: CutSearch | None = None
 
@@ -48,7 +45,7 @@ class SubgraphSearch:
         """The next batch, see `Strategy`. One proposal at a time: each result decides what is proposed next."""
         tried = {t.placement for t in history} | {Placement()}
         fixed = {Placement(): "", self.all_accepted: "all groups"}
-        if self.incremental and not self._is_timed:
+        if self.incremental and not self.is_timed:
             fixed.setdefault(self.selection.with_followers().placement(), "all groups and what lies between")
         for name, placement in self.seeds.items() if self.incremental else ():
             fixed.setdefault(placement, name)
@@ -80,15 +77,6 @@ class SubgraphSearch:
         """By accepted group, the ms that it is expected to save; the largest first."""
         return dict(sorted(self.selection.savings().items(), key=lambda item: (-item[1], item[0])))
 
-    @cached_property
-    def total_ms(self) -> float:
-        """Time of the float model: the sum of its layers, or of its groups where the engine reports no times."""
-        return sum(layer.time_ms or 0.0 for layer in self.float_layers) or self.selection.costs.float_ms
-
-    @property
-    def _is_timed(self) -> bool:
-        return any(layer.time_ms for layer in self.float_layers)
-
     def _next_batch(self, history: Sequence[Trial], asked: int) -> Sequence[Proposal]:
         """The next batch of groups without a result. Batches and their halves follow from the results so far."""
         if any(t.placement == self.all_accepted and t.accepted for t in history[:asked]):
@@ -117,30 +105,6 @@ class SubgraphSearch:
         own = own or format_in(unit, a) != format_in(unit, b)
         leaving = [self.parts.edges[t] for t in self.parts.leaving(unit)]
         return own or any(all(e in a for e in edges) != all(e in b for e in edges) for edges in leaving)
-
-    def builds(self, history: Sequence[Trial]) -> dict[Placement, BuildTimes]:
-        """The layer times of every build with a report, the float one first."""
-        if not self._is_timed:
-            return {}
-        builds = timed_builds(self.parts.model, history, self.plan, self.float_layers, self.total_ms)
-        return {build.placement: build for build in builds}
-
-    def spent(self, times: BuildTimes) -> list[float]:
-        """The ms of each group in a build. A Q counts for the groups that read its tensor (for the writer if none
-        does), a DQ for the group that writes it (for the first reader of a graph input)."""
-        parts, total = self.parts, self.parts.spent(times.nodes)
-        for tensor, ms in times.quantize.items():
-            paired = (e for e in parts.possible_of.get(tensor, ()) if e in times.placement)
-            readers = {parts.owner[e.node] for e in paired if e.node}
-            owners = readers or {parts.producer[t] for t in (tensor,) if t in parts.producer}
-            for number in owners:
-                total[number] += ms / len(owners)
-        for tensor, ms in times.dequantize.items():
-            readers = {parts.owner[e.node] for e in parts.possible_of.get(tensor, ()) if e.node}
-            owner = parts.producer.get(tensor, min(readers, default=None))
-            if owner is not None:
-                total[owner] += ms
-        return total
 
     def mixed(self, base: Placement, other: Placement, groups: Collection[int]) -> Placement:
         """`base` with some groups as another placement has them.

@@ -63,8 +63,9 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     for at, trial in enumerate(history):
         if trial.placement in run.bench.asked_metrics:  # the proof may have asked for it after the search
             history[at] = run.limits.with_metric(trial, run.bench.metric)
-    recorded = mode.record(history, proof)
-    return conclude(run, history, proof, recorded, front=rows, shortfall=shortfall or mode.shortfall, log=log)
+    mode.end(history)
+    late = shortfall or mode.shortfall
+    return conclude(run, history, proof, of_mode=mode.notes, front=rows, shortfall=late, log=log)
 
 
 def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial], str | None]:

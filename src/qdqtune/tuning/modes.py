@@ -6,7 +6,7 @@ A further mode is a function here, and a line in `MODES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qdqtune.errors import writing
@@ -25,12 +25,10 @@ from qdqtune.search.subgraph import with_quiet_seeds
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import RAW, REGION_MODELS
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.result import ModeResult
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, rule_costs
 from qdqtune.tuning.settings import EFFORTS
-from qdqtune.tuning.subgraphs.prepare import outcomes, profile
+from qdqtune.tuning.subgraphs.prepare import profile
 from qdqtune.types import Placement, Trial
 
 UNHURRIED = 2.0
@@ -42,13 +40,14 @@ measured."""
 class Mode:
     """A mode made ready for one run.
 
-    `strategy` proposes candidates. `record` is called when the search has ended, with its trials and what ships, and
-    may write files of its own. `observers` are told of each trial before the observer of the run is. `shortfall` tells
+    `strategy` proposes candidates. `end` is called with the trials when the search has ended, and may write files.
+    `notes` are for the user. `observers` are told of each trial before the observer of the run is. `shortfall` tells
     the user what a time budget had no room for before the search.
     """
 
     strategy: Strategy
-    record: Callable[[Sequence[Trial], Proof], ModeResult] = lambda history, proof: ModeResult()
+    end: Callable[[Sequence[Trial]], None] = lambda history: None
+    notes: tuple[str, ...] = ()
     observers: tuple[Observer, ...] = ()
     shortfall: str | None = None
 
@@ -148,12 +147,11 @@ def region(run: Run) -> Mode:
         first = pattern.instances[0]
         files[pattern.digest] = run.output.claim(folder / f"region_{first.id}_level_{first.level}.onnx")
 
-    def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
+    def end(history: Sequence[Trial]) -> None:
         if history:
             _write_regions(files, history, run)
-        return ModeResult()
 
-    return Mode(strategy, record)
+    return Mode(strategy, end)
 
 
 def _tell_of_16_bits(run: Run) -> None:
@@ -186,13 +184,12 @@ def subgraph(run: Run) -> Mode:
     run.candidates.write_whole(profiled.search.all_accepted, run.settings.output_dir / RAW)
     search, noise = profiled.search, binding_noise_of(run)
     search = replace(search, by_cut=cut_search(run, noise) if search.incremental else None)
-    strategy = with_quiet_seeds(search, noise)
-
-    def record(history: Sequence[Trial], proof: Proof) -> ModeResult:
-        rows = outcomes(profiled, history, proof.in_file)
-        return ModeResult({"groups": [asdict(row) for row in rows]}, profiled.notes)
-
-    return Mode(strategy, record, (profiled.progress,), profiled.shortfall)
+    return Mode(
+        with_quiet_seeds(search, noise),
+        notes=profiled.notes,
+        observers=(profiled.progress,),
+        shortfall=profiled.shortfall,
+    )
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}

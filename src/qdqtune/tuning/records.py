@@ -98,32 +98,6 @@ class TriedRewrites:
 NO_REWRITES = TriedRewrites()
 
 
-@dataclass(frozen=True)
-class GroupOutcome:
-    """A row of subgraph mode's table: one fusion group. Times in ms; those of the group alone leave out the conversions
-    between floats and integers at its inputs and outputs.
-
-    `kind` is a number that equal groups share, None if the group was not timed. `scheme` is the one that was accepted,
-    or else the best one; None if there is none. `gain_in_model` is the time that the group saves in the whole model,
-    conversions included; None where the engine reports no layers.
-    """
-
-    nodes: tuple[str, ...]
-    operators: tuple[str, ...]
-    kind: int | None
-    scheme: str | None
-    float_ms: float
-    quantized_ms: float | None
-    gain_in_model: float | None
-    kept: bool
-    why: str
-
-    @property
-    def gain_alone(self) -> float | None:
-        """The ms that the scheme saved alone."""
-        return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
-
-
 class ConversationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state of a script that times models by itself through ModelOpt's interface: latencies in ms (None where a
     model failed), the best placement, latencies by digest of the placement, and the patterns that were begun."""

@@ -6,7 +6,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -46,14 +46,6 @@ UNMEASURED = (
 )
 
 
-@dataclass(frozen=True)
-class ModeResult:
-    """What a mode adds to the result of a run: further keys of summary.json, and notes."""
-
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
 WIDE_FOR_TIME = (
     "`time_budget` had room for few builds of each file in the proof: with more time the interval is narrower"
 )
@@ -89,14 +81,14 @@ def conclude(
     run: Run,
     history: Sequence[Trial],
     proof: Proof,
-    recorded: ModeResult,
     *,
+    of_mode: Sequence[str],
     front: Sequence[Mapping[str, Any]] | None,
     shortfall: str | None,
     log: RunLogWriter,
 ) -> Result:
     """Write what a run has found to its output folder. `history` has the trials of the front, too, `front` its rows for
-    summary.json if one was asked for; `shortfall` tells the user that the search has run out of time."""
+    summary.json if one was asked for; `of_mode` are notes; `shortfall` says that time is over."""
     settings, subject = run.settings, run.subject
     write_placement_of(proof.placement, settings.output_dir / PLACEMENT, run)
     schemes = cache.cache_of(
@@ -119,8 +111,8 @@ def conclude(
             found = fallback(load(settings.output_dir / FINAL), layers)
             summary["fallback"] = asdict(found)
             left.append(found.in_words())
-    summary |= {**recorded.summary, "seconds": round(log.seconds, 3)}
-    notes = (*left, *subject.notes, *run.found.notes, *recorded.notes, *proof.notes)
+    summary["seconds"] = round(log.seconds, 3)
+    notes = (*left, *subject.notes, *run.found.notes, *of_mode, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
     write_json(settings.output_dir / SUMMARY, summary)
     write_json(settings.output_dir / RUN, log.content(history, run, notes))

@@ -14,7 +14,7 @@ from qdqtune.errors import BadOption, check_file, reading
 from qdqtune.timing.ratios import Plan, Verdict
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import Mode
-from qdqtune.tuning.records import GroupOutcome, Shipped
+from qdqtune.tuning.records import Shipped
 from qdqtune.types import Accuracy
 
 FORMAT = 1
@@ -160,7 +160,6 @@ class Summary(TypedDict):
     fallback: NotRequired[Fallback]
     bits: NotRequired[Bits]
     front: NotRequired[list[FrontPoint]]
-    groups: NotRequired[list[GroupOutcome]]
     seconds: float
 
 

@@ -10,13 +10,11 @@ import pytest
 from conftest import Call
 from models import build, feeds, normal, run
 from observers import Log
-from qdqtune.commands.tune import groups_table
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.subgraphs import prepare
 from runs import cost, mixed, mixed_run, settings, write
@@ -24,8 +22,10 @@ from trtexec_stand_in import calls, stand_in
 from workers import Build, Workers
 
 
-def rows_of(result: Result) -> list[GroupOutcome]:
-    return [GroupOutcome(**row) for row in result.summary["groups"]]
+def profiling(folder: Path) -> dict[str, dict[str, Any]]:
+    """What was measured of each kind of groups, by the first node of the first one."""
+    content = json.loads((folder / "out" / "autotune_cache.json").read_text())
+    return {row["groups"][0][0]: row for row in content["profiling"]}
 
 
 ONCE = Plan((1,), error=0.4, turn_seconds=0.0, warmup=0)
@@ -56,21 +56,12 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
         assert all(np.isfinite(values).all() for values in made.values())
     assert {p.name for p in (out / "subgraphs").iterdir()} >= {"group_001.onnx", "constants.bin"}
     assert run(load(out / "optimized_raw.onnx"), [sample])[0].keys() == {"y"}
-    # the table has a row for each group
-    rows = {row.nodes[0]: row for row in rows_of(result)}
-    assert sorted(n for row in rows_of(result) for n in row.nodes) == sorted(n.name for n in mixed().nodes)
-    assert {name for name, row in rows.items() if row.kept} == {"first", "second", "skip"}
-    assert rows["second"].why == "kept"
-    assert rows["softmax"].why == "slower alone"
-    assert rows["third"].why == "conversions cost more"
-    assert rows["second"].gain_alone == pytest.approx(rows["second"].float_ms - rows["second"].quantized_ms)
-    assert rows["second"].gain_in_model > 0
-    saved = result.summary["baseline_ms"] - result.summary["final_ms"]
-    assert sum(row.gain_in_model for row in rows_of(result)) == pytest.approx(saved, rel=1e-6)
-    written = result.summary["groups"]
-    assert [row["nodes"] for row in written] == [row.nodes for row in rows_of(result)]
-    lines = [" ".join(row) for row in groups_table(rows_of(result)).rows]
-    assert any("first and 1 more" in line and "full, output" in line and "kept" in line for line in lines)
+    rows = profiling(tmp_path)
+    nodes = {name for row in rows.values() for group in row["groups"] for name in group}
+    assert {"first", "relu", "second", "skip", "softmax", "third"} <= nodes <= {n.name for n in mixed().nodes}
+    assert min(rows["second"]["schemes_ms"].values()) < rows["second"]["float_ms"]
+    assert min(rows["softmax"]["schemes_ms"].values()) >= rows["softmax"]["float_ms"]
+    assert {edge.node for edge in result.placement} >= {"first", "second"}
 
 
 def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: Workers) -> None:
@@ -85,7 +76,7 @@ def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: 
     again = mixed_run(tmp_path, "subgraph", heard)
     assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
     assert again.history == first.history
-    assert rows_of(again) == rows_of(first)
+    assert again.summary["pairs"] == first.summary["pairs"]
     assert (out / "subgraphs" / "group_001.onnx").exists()
     assert any("is gone: this run goes on from" in note for note in heard.notes)
     for name in ("autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):
@@ -101,9 +92,9 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     graph.write_text(json.dumps({"Layers": [{"Name": name, "LayerType": "kernel"} for name in names]}))
     common = ["autotune", "-m", model, "-o", tmp_path / "out", "--engine", "fake", "--mode", "subgraph",
               "--mode", "quick", "--calibration-data", model.with_suffix(".npz"), "--graph-json", graph]  # fmt: skip
-    code, printed, _ = call(*common, "--json")
+    code, _, _ = call(*common)
     assert code == 0
-    assert ["second", "skip"] in [row["nodes"] for row in json.loads(printed)["groups"]]
+    assert profiling(tmp_path)["second"]["groups"] == [["second", "skip"]]
     assert "6 groups from graph.json" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
     graph.write_text(json.dumps({"Layers": ["first", "relu"]}))
     code, _, said = call(*common)
@@ -132,8 +123,9 @@ def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_giv
     program = stand_in(tmp_path, "10.16")
     result = trt_run(tmp_path, program, trtexec_args=text)
     out = tmp_path / "out"
-    assert sorted(row.nodes for row in rows_of(result)) == [("a", "b"), ("c",)]
-    assert rows_of(result)[0].gain_alone > 0
+    rows = profiling(tmp_path)
+    assert [rows[name]["groups"] for name in sorted(rows)] == [[["a", "b"]], [["c"]]]
+    assert min(rows["a"]["schemes_ms"].values()) < rows["a"]["float_ms"]
     exported = json.loads((out / "model.fp16.graph.json").read_text())
     assert any("a" in layer["Name"] for layer in exported["Layers"])
     assert "trtexec" in (out / "model.fp16.build.log").read_text()
@@ -152,7 +144,7 @@ def test_trtexec_without_profiling_flags(tmp_path: Path) -> None:
     result = trt_run(tmp_path, program)
     assert any("reports no layers" in note for note in result.notes)
     assert not (tmp_path / "out" / "model.fp16.graph.json").exists()
-    assert rows_of(result)[0].gain_alone is not None
+    assert all(row["schemes_ms"] for row in profiling(tmp_path).values())
     assert "as engines usually fuse" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
 
 
@@ -162,15 +154,13 @@ def test_without_layer_times_total_latency_is_compared_and_a_note_says_so(tmp_pa
     assert any("total latency" in note for note in result.notes)
     assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
     assert "all groups and what lies between" in [t.proposal.origin for t in result.history]
-    assert all(row.gain_in_model is None for row in rows_of(result))
 
 
 def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None:
     result = mixed_run(tmp_path, "subgraph", engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
-    rows = {row.nodes[0]: row for row in rows_of(result)}
-    assert rows["softmax"].why.startswith("scheme activation-only")
-    assert "no implementation" in rows["softmax"].why
-    assert not rows["softmax"].kept
+    failures = profiling(tmp_path)["softmax"]["failures"]
+    assert "no implementation" in failures["activation-only"]
+    assert not any(edge.node == "softmax" for edge in result.placement)
     assert result.improved
 
 
@@ -187,7 +177,7 @@ def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_han
     result = mixed_run(tmp_path, "subgraph", time_budget=1e6)
     groups = [built.path.name for built in workers.builds if built.path.parent.name == "subgraphs"]
     assert len(groups) == 2  # the group in float, and one scheme
-    assert any(row.why == "no time was left" for row in rows_of(result))
+    assert any("no time was left" in row["failures"].values() for row in profiling(tmp_path).values())
     assert any(note.startswith("`time_budget` ended before") for note in result.notes)
     workers.builds.clear()
     again = mixed_run(tmp_path, "subgraph", time_budget=1e6)

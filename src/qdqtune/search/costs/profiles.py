@@ -61,11 +61,6 @@ class Profile:
     options: tuple[PricedScheme, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def best(self) -> PricedScheme | None:
-        """The fastest scheme, if there is any."""
-        return min(self.options, key=lambda o: o.ms, default=None)
-
 
 def schemes(
     model: Model, possible: frozenset[Edge], format_shares: FormatShares = MappingProxyType({})

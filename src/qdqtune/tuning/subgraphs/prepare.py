@@ -1,4 +1,4 @@
-"""Subgraph mode: times each distinct fusion group alone before the search, and reports on all groups after it."""
+"""Subgraph mode: times each distinct fusion group alone before the search."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ from qdqtune.search.costs.profiles import (
     select,
     signature,
 )
-from qdqtune.search.costs.units import Partition, Unit, format_in, partition, weights_by_family
+from qdqtune.search.costs.units import Partition, Unit, partition, weights_by_family
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS, PROGRESS
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import GroupOutcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
@@ -329,7 +328,6 @@ class Profiled:
 
     search: SubgraphSearch
     progress: ProgressFile
-    kinds: tuple[GroupKind, ...]
     notes: tuple[str, ...]
 
     @property
@@ -364,23 +362,19 @@ def profile(run: Run) -> Profiled:
         times = parts.spent(attribute(model, Placement(), layers, total).nodes)
     varying, memory = spans(settings.engine), run.runner.memory
     resolved = resolve(subject.model, subject.shaped, subject.feed, varying, memory, run.execution)
-    kinds, why = _kinds(parts, grouped, resolved, times)
+    kinds = _kinds(parts, grouped, resolved, times)
     progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, deadline, timed=is_timed) as profiler:
         by_kind = profiler.all(kinds, progress.timed)
-    profiles: dict[int, Profile] = {}
-    for number, reason in why.items():
-        untimed = passthrough_profile(parts, parts.units[number], times[number])
-        profiles[number] = replace(untimed, failures={"": reason})
+    profiles = {unit.number: passthrough_profile(parts, unit, times[unit.number]) for unit in parts.units}
     for kind in kinds:
         profiles |= dict.fromkeys((unit.number for unit in kind.units), by_kind[kind.number])
     # Some kernels are slow alone and fast between others: only a placement of the whole model shows that.
     search = SubgraphSearch(
         select(parts, profiles),
         subject.foremost() | weights_by_family(run.format_shares),
-        layers if is_timed else (),
-        settings.plan,
-        settings.incremental_validation,
+        is_timed=is_timed,
+        incremental=settings.incremental_validation,
     )
     notes = list[str]()
     if grouped.nameless:
@@ -391,7 +385,7 @@ def profile(run: Run) -> Profiled:
     log = settings.output_dir / LOGS / GROUP_LOG
     with writing(log):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
-    return Profiled(search, progress, kinds, tuple(notes))
+    return Profiled(search, progress, tuple(notes))
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
@@ -411,83 +405,18 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
     return groups.by_rules(subject.shaped, subject.possible)
 
 
-def _kinds(
-    parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]
-) -> tuple[tuple[GroupKind, ...], dict[int, str]]:
-    """Kinds of equal groups, those with the most time first; and by number of other groups, why they are not timed."""
-    why: dict[int, str] = {}
+def _kinds(parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]) -> tuple[GroupKind, ...]:
+    """Kinds of equal groups, those with the most time first; without groups that are computed in advance, where no pair
+    can stand, or that are too small to matter."""
     alike: dict[str, list[Unit]] = {}
     for unit in parts.units:
         names = {parts.model.nodes[n].name for n in unit.nodes}
-        if names <= set(grouped.folded):
-            why[unit.number] = "computed in advance"
-        elif not unit.outputs or not (unit.inputs or unit.inner):
-            why[unit.number] = "no pair can stand there"
-        else:
+        if not names <= set(grouped.folded) and unit.outputs and (unit.inputs or unit.inner):
             alike.setdefault(signature(parts, unit, resolved.sizes), []).append(unit)
     least = SMALL * sum(times)
     timed = [(sum(times[u.number] for u in units), units) for units in alike.values()]
     kinds = list[GroupKind]()
     for ms, units in sorted(timed, key=lambda item: (-item[0], item[1][0].number)):
-        if ms < least:
-            why |= dict.fromkeys((u.number for u in units), "too small to matter")
-        else:
+        if ms >= least:
             kinds.append(GroupKind(len(kinds) + 1, tuple(units), ms))
-    return tuple(kinds), why
-
-
-# ---------------------------------------------------------------- the table at the end
-
-
-def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> tuple[GroupOutcome, ...]:
-    """A row for every group, those that take the most time in float first."""
-    search, parts = profiled.search, profiled.search.parts
-    builds = search.builds(history)
-    saved = (
-        [a - b for a, b in zip(search.spent(builds[Placement()]), search.spent(builds[final]), strict=True)]
-        if final in builds
-        else None
-    )
-    kinds: dict[int, int] = {}
-    for kind in profiled.kinds:
-        kinds |= dict.fromkeys((unit.number for unit in kind.units), kind.number)
-    running = parts.decision(final).quantized
-    rows = []
-    for unit in parts.units:
-        profile = search.selection.profiles[unit.number]
-        accepted = search.selection.option(unit.number)
-        chosen = accepted or profile.best
-        kept = unit.number in running or format_in(unit, final) is not None
-        nodes = [parts.model.nodes[n] for n in unit.nodes]
-        row = GroupOutcome(
-            nodes=tuple(n.name for n in nodes),
-            operators=tuple(n.op for n in nodes),
-            kind=kinds.get(unit.number),
-            scheme=chosen.scheme if chosen else None,
-            float_ms=profile.float_ms,
-            quantized_ms=chosen.ms if chosen else None,
-            gain_in_model=saved[unit.number] if saved and final else None,
-            kept=kept,
-            why=_why(profile, final, accepted=accepted is not None, kept=kept, is_tried=bool(history)),
-        )
-        rows.append(row)
-    return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
-
-
-def _why(profile: Profile, final: Placement, *, accepted: bool, kept: bool, is_tried: bool) -> str:
-    best = profile.best
-    is_slower_alone = best is None or best.ms >= profile.float_ms
-    if kept and not accepted:
-        return "kept: joins neighbours"
-    if kept:
-        return "kept: saves conversions" if is_slower_alone else "kept"
-    if accepted and final:
-        return "slower in the model"
-    if accepted:
-        return "model not faster" if is_tried else "not tried in the model"
-    if "" in profile.failures:
-        return profile.failures[""]
-    if not profile.options and profile.failures:
-        scheme, reason = next(iter(profile.failures.items()))
-        return f"scheme {scheme} fails: {reason}"
-    return "slower alone" if is_slower_alone else "conversions cost more"
+    return tuple(kinds)
