@@ -1,6 +1,5 @@
 """Reading ONNX files: what comes out runs like the original, what cannot be read is refused in one line."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from models import Arrays, loaded_from, model, normal, outputs, same_when_loaded
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model_folder import companions, first_beside, graphs_in, model_in
-from qdqtune.tuning.subgraphs import groups
 
 
 def test_node_names_become_unique_and_stay_the_same_from_load_to_load(file: Path) -> None:
@@ -223,19 +221,6 @@ def test_a_negative_size_in_a_body_is_an_open_one() -> None:
     proto.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
     body = load_proto(proto).proto.graph.node[-1].attribute[0].g
     assert body.output[0].type.tensor_type.shape.dim[0].dim_value == 2  # by inference
-
-
-# Nodes without a name have that of `load` everywhere, whatever an engine calls them
-
-
-def test_a_report_of_tensorrt_gives_groups_of_the_loaded_model(tmp_path: Path) -> None:
-    """For subgraph mode with a graph.json that was exported from the user's own file."""
-    text = "g (float[1,2,4,4] x) => (float[1,2,4,4] y) { c = Conv(x, w) r = Relu(c) y = Softmax(r) }"
-    onnx.save(model(text, constants={"w": normal(2, 2, 1, 1)}), tmp_path / "m.onnx")
-    (tmp_path / "graph.json").write_text(json.dumps({"Layers": ["w + node_of_c + node_of_r", "node_of_y"]}))
-    found = groups.from_file(load(tmp_path / "m.onnx"), tmp_path / "graph.json")
-    assert found.groups == (("Conv_0", "Relu_1"), ("Softmax_2",))
-    assert not found.nameless
 
 
 # Folders

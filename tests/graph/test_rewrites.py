@@ -67,16 +67,6 @@ def test_a_gemm_takes_in_a_batch_normalization(transposed: int) -> None:
     same(model, rewritten)
 
 
-def test_weights_that_another_layer_reads_too_stay_for_it() -> None:
-    text = "[other] d = Conv(x, w, b) [add] m = Add(d, s) n = Identity(m)"
-    behind = "s = BatchNormalization(c, gamma, beta, mean, variance) " + text
-    model = net("Conv(x, w, b)", behind, {"w": normal(6, 4, 3, 3), "b": normal(6)})
-    rewritten = folded(model)
-    layer, other = (rewritten.nodes[rewritten.index_of[name]] for name in ("layer", "other"))
-    assert layer.inputs[1:] != other.inputs[1:] == ("w", "b")
-    same(model, rewritten)
-
-
 @pytest.mark.parametrize(
     ("layer", "behind", "more"),
     [

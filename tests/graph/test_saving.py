@@ -9,10 +9,9 @@ import pytest
 from onnx import TensorProto, parser
 
 from models import Array, build, normal, outputs
-from qdqtune.engines.execution import Execution
 from qdqtune.errors import OutputError
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes, save
+from qdqtune.graph.saving import ConstantFile, nbytes, save
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
 g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, float[1] b = {2}> {
@@ -46,20 +45,6 @@ def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(tmp_path,
     assert (tmp_path / "m.onnx").stat().st_size < 2000
     np.testing.assert_array_equal(outputs(tmp_path / "m.onnx", FEEDS)[0], np.full((2, 40), 3))
     onnx.checker.check_model(str(tmp_path / "m.onnx"))
-
-
-def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
-    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
-    with ConstantFile(tmp_path / CONSTANTS) as constants, Execution(constants=constants).constant_file() as shared:
-        assert shared is constants
-        paths = [shared.write(model, "same"), shared.write(model, "same")]
-        assert len({*paths}) == 2
-        assert constants.path.stat().st_size == 300 * 8 * 4
-    with Execution().constant_file() as own:
-        assert own.path.parent != tmp_path
-    assert not own.path.parent.exists()
-    loaded = [onnx.load(path).graph.initializer[0].raw_data for path in paths]
-    assert loaded[0] == loaded[1] == model.constants["w"].data()
 
 
 def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path) -> None:

@@ -149,17 +149,6 @@ def noise_of(model: Model, placement: Placement, numbers: NumericFormat) -> floa
     return 0.0 if ratio is None else float(10 ** (-ratio / 10))
 
 
-@pytest.mark.parametrize("net", [conv_net, attention])
-def test_each_value_alone_is_as_the_inserter_rounds_it(net: Any) -> None:
-    model = net()
-    possible = possible_edges(model, ranges(model))
-    noise = Noise(model, alone(model))
-    assert set(noise.value_noise) == {noise.value(e.tensor) for e in possible}
-    for value, found in noise.value_noise.items():
-        placement = Placement.of(e for e in possible if noise.value(e.tensor) == value)
-        assert found == pytest.approx(noise_of(model, placement, PLAIN), rel=0.1, abs=1e-9), value
-
-
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_the_sum_predicts_the_noise_of_a_placement(numbers: str) -> None:
     model = conv_net()

@@ -533,14 +533,6 @@ def test_what_a_convolution_reads_from_a_concat_has_the_same_steps_around_128() 
     assert {q.zero_point for q in Quantizer(model, own, INT8).scales(placement)[0].values()} == {0}
 
 
-def test_scales_are_shared_only_where_pairs_stand_on_both_sides_of_the_operator() -> None:
-    model = build(CHAIN)
-    fmt = replace(PLAIN, shared_scale_ops=frozenset({"MaxPool", "Concat"}))
-    quantized = insert(model, on(model, "p", "z", "c"), CHAIN_RANGES, fmt)
-    assert scale_of(quantized, "p", "turn")[0] == np.float32(8 / 255)
-    assert scale_of(quantized, "z", "join")[0] == scale_of(quantized, "c", "flat")[0] == np.float32(11 / 255)
-
-
 def test_a_table_and_what_is_looked_up_in_it_share_their_scale() -> None:
     """Else the engine would dequantize the whole table in each inference. As a weight elsewhere it keeps its own."""
     text = """net (int64[N,3] ids, float[N,8] x) => (float[N,3,8] y, float[N,7] z) {

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import numpy as np
 import onnx
@@ -256,15 +255,6 @@ def test_engines_without_16_bits_and_edges_without_a_pair_refuse_them() -> None:
         insert(model, widened(model), ranges(model), PLAIN)
     with pytest.raises(ValueError, match="only an edge with a pair"):
         Placement.of([Edge("a", "n", 0)], (), [Edge("b", "n", 1)])
-
-
-def test_candidates_share_what_they_have_written() -> None:
-    model = conv_net()
-    inserter = Inserter(model, ranges(model), WIDE)
-    for nodes in product([(), ("project",), ("add",)], repeat=2):
-        placement = widened(model, "head", *nodes[0], *nodes[1])
-        expected = insert(model, placement, ranges(model), WIDE).to_proto()
-        assert inserter.insert(placement).to_proto() == expected
 
 
 def test_weights_in_16_bits_are_next_to_exact_and_need_no_corrected_bias() -> None:

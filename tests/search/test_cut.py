@@ -86,14 +86,6 @@ def test_when_everything_fails_it_ends() -> None:
     assert 0 < len(history) < 100
 
 
-def test_seeds_are_priced_in_the_first_batch() -> None:
-    bench = Bench(mixed())
-    seed = start_placements.compute_inputs(bench.model, bench.possible)
-    search = replace(bench.search(), seeds={"mine": seed, "empty": Placement()})
-    assert [p.origin for p in search.propose([])] == ["mine", "fused units"]
-    assert search.propose([])[0].placement == seed
-
-
 def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     bench = Bench(mixed())
     usual, few = start_placements.static, start_placements.compute_inputs
@@ -349,17 +341,6 @@ def test_operators_that_are_refused_in_16_bits_are_not_asked_for_again() -> None
     assert sum(bool(t.placement.wide) for t in history) == 2
 
 
-def test_an_engine_that_refuses_weights_in_16_bits_still_gets_activations() -> None:
-    def answer(found: RuleCosts, placement: Placement):
-        if wide_weights(found.model, placement):
-            return Failure("build", "Node 'n1' OpType:Conv with domain:x was inserted, but was not selected by that EP")
-        return by_table(1.5)(found, placement)
-
-    history = simulated(RuleSearch(costs(), noise(costs())), answer)
-    assert sum(isinstance(t.result, Failure) for t in history) == 1
-    assert best_of(history).wide
-
-
 def test_an_engine_without_16_bits_is_not_asked_for_them() -> None:
     search = RuleSearch(replace(costs(), has_wide=False), noise(costs()))
     assert not any(t.placement.wide for t in simulated(search, by_table(3.0)))
@@ -408,7 +389,3 @@ def test_by_time_16_bits_stand_where_they_cost_least(rates: Rates, limit: float)
     assert seconds(best_of(history)) <= 1.03 * least
     learned = search.learned(history).rates
     assert learned.floats / learned.wide == pytest.approx(rates.floats / rates.wide, rel=0.5)
-
-
-def test_rates_are_those_by_rule_until_builds_tell() -> None:
-    assert costs().fitted({Placement(): 1.0, costs().fullest: 0.5}).rates == Rates()

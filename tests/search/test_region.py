@@ -164,11 +164,6 @@ def test_a_pattern_varies_inside_itself_only_and_in_all_instances_alike() -> Non
     assert varied
 
 
-def test_it_goes_on_when_everything_fails() -> None:
-    history = trials_of(search(), lambda n, p, a: Trial(n, p, a, Failure("crash", "gone")), 24)
-    assert len(history) > len(search().seeds)
-
-
 def test_cached_schemes_come_first_and_those_that_lost_come_again_alone() -> None:
     _, grouped, _, _ = parts("mixed")
     best = best_of(played("mixed"))

@@ -9,7 +9,6 @@ import pytest
 from models import build, normal, ranges
 from qdqtune.errors import Failure
 from qdqtune.graph.model import Model
-from qdqtune.placement import start_placements
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.costs.profiles import PricedScheme, Profile, select
@@ -107,15 +106,6 @@ def test_a_batch_that_does_not_build_is_halved_as_well() -> None:
 def test_without_incremental_validation_there_is_one_question() -> None:
     search = search_of(ladder(), incremental=False, seeds={"other": Placement()})
     assert [t.proposal.origin for t in played(search, lambda p: 100.0 + len(p))] == ["all groups"]
-
-
-def test_placements_by_rule_meet_the_best_so_far() -> None:
-    model = ladder()
-    search = search_of(model)
-    rule = start_placements.static(model, search.parts.possible)
-    history = played(search_of(model, seeds={"static": rule}), with_bad(search.parts, ()))
-    assert [t.proposal.origin for t in history[:2]] == ["all groups", "static"]
-    assert history[1].against == search.all_accepted
 
 
 def test_mixing_keeps_what_neighbours_need() -> None:

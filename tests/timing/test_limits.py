@@ -219,10 +219,6 @@ class TestABudgetThatIsLate:
         assert (result.shipped, result.unmet) == ("baseline", True)
         assert result.summary["metric_before"] == 0
 
-    def test_without_time_for_a_candidate_nobody_needs_the_metric(self, model: Path, metric: Callable[[], int]) -> None:
-        result = tune(evaluated(model, mode="cut", time_budget=1e-3))
-        assert (result.shipped, result.history, metric()) == ("baseline", (), 0)
-
 
 @pytest.mark.parametrize(
     ("limit", "other"),

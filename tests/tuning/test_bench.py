@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import onnx
 import pytest
 
 from models import feeds, ranges
@@ -255,17 +254,6 @@ def candidates(tmp_path: Path) -> Iterator[Candidates]:
         yield Candidates(Inserter(MODEL, ranges(MODEL), formats.numeric_format("fake", "int8")), constants)
 
 
-def test_the_whole_file_computes_what_the_candidate_did(candidates: Candidates, tmp_path: Path) -> None:
-    candidates.write_whole(ALL, tmp_path / "whole.onnx")
-    small, whole = candidates.file(ALL), tmp_path / "whole.onnx"
-    assert small.stat().st_size < whole.stat().st_size
-    assert onnx.load(small, load_external_data=False).graph.node == onnx.load(whole).graph.node
-    loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(small).graph.initializer}
-    expected = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(whole).graph.initializer}
-    assert loaded.keys() == expected.keys()
-    assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
-
-
 # Races of files against an engine whose builds and rounds are scripted
 PLAN = Plan((12, 20))
 FIRST_AGAINST_SECOND = [(0, 1)]
@@ -306,13 +294,6 @@ def test_two_builds_of_each_file_race_and_are_freed(files: list[Path]) -> None:
     assert not runner.present
     (compared,) = race.compared(0, 1)
     assert (compared.ratio.verdict, compared.ratio.median) == ("faster", pytest.approx(0.5))
-
-
-def test_a_file_against_itself_is_never_faster(files: list[Path]) -> None:
-    runner = Script(lambda _file, _build: 1.0)
-    (compared,) = racer(runner).race([files[0], files[0]], FIRST_AGAINST_SECOND, "same").compared(0, 1)
-    assert compared.ratio.verdict == "undecided"
-    assert set(runner.logs) == {"same_0_slow_0", "same_1_slow_0", "same_0_slow_1", "same_1_slow_1"}
 
 
 def test_builds_that_differ_as_much_as_the_files_are_followed_by_more(files: list[Path]) -> None:

@@ -176,16 +176,6 @@ class TestWhatCannotBe:
 
 
 class TestTheCommands:
-    def test_tune_tells_the_metric_and_its_interval(self, model: Path, call: Call) -> None:
-        asked = ("tune", model, "--engine", "fake", "--builds", "10", "--calibration-data", model.with_suffix(".npz"),
-                 "--labels", model.parent / "labels.npy", "--max-drop", "none", "-o", model.parent / "out")  # fmt: skip
-        code, out, err = call(*asked)
-        assert code == 0
-        assert f"top1, {COUNT} samples" in out
-        assert "loss at most (95 %)" in out
-        assert "evaluating the float model with metric on" in err
-        assert f"top1, {COUNT} samples" in (model.parent / "out" / "report.html").read_text()
-
     def test_quantize_tells_it_too_of_one_file_of_samples_and_labels(self, model: Path, data, call: Call) -> None:
         both = model.parent / "both.npz"
         np.savez(both, x=data[0], labels=data[1])

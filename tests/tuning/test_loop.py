@@ -141,18 +141,6 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
     assert not is_quantized(load(out(model, "baseline.onnx")))
 
 
-def test_a_wide_interval_is_made_narrower_where_builds_are_cheap(model: Path, workers: Workers) -> None:
-    workers.slower = lambda build: 1 + 0.03 * (-1) ** build.number
-    usual = tune(settings(model)).summary
-    asking = settings(model, precision_seconds=1000.0, output_dir=model.parent / "precise")
-    precise = tune(asking).summary
-    assert usual["proof_builds"] == PROOF_BUILDS < precise["proof_builds"]
-    width = {name: told["ratio_high"] / told["ratio_low"] for name, told in (("usual", usual), ("precise", precise))}
-    assert width["usual"] > 1.1 * width["precise"]
-    again = tune(asking).summary  # the same command has nothing left to do
-    assert again["proof_builds"] == precise["proof_builds"]
-
-
 def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Path, workers: Workers) -> None:
     proto = onnx.load(model)
     proto.doc_string = "of the user"  # so that it is another file than ours

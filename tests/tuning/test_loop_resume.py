@@ -83,23 +83,3 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
     states = (rows(model.parent / name / STATE) for name in ("out", "whole"))
     trials, expected = ([row["key"] for row in state if row["kind"] == "trial"] for state in states)
     assert trials == expected
-
-
-def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
-    tune(settings(model, builds=32))
-    before = rows(model.parent / "out" / STATE)
-    less = tune(settings(model, builds=12, time_limit=5.0, time_budget=1e6))
-    assert less.summary["builds"] <= 12
-    after = rows(model.parent / "out" / STATE)
-    assert after[: len(before)] == before
-    assert all(r["kind"] != "trial" for r in after[len(before) :])
-
-
-@pytest.mark.usefixtures("workers")
-def test_the_state_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    elsewhere = tmp_path / "kept" / "run.yaml"
-    tune(settings(model, builds=4, state_file=elsewhere))
-    assert elsewhere.exists()
-    assert (tmp_path / "kept" / "run_pattern_cache.yaml").exists()
-    assert not (model.parent / "out" / STATE).exists()

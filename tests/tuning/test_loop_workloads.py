@@ -66,14 +66,11 @@ def test_a_run_goes_on_and_other_workloads_are_refused(model: Path, workers: Wor
         tune(settings(model, {}, calibration_data=str(model.with_name("prefill.npz"))))
 
 
-def test_a_front_reports_each_workload_of_each_point(model: Path, workers: Workers) -> None:
+def test_points_of_a_front_are_proven_on_the_mean_of_calls(model: Path, workers: Workers) -> None:
     result = tune(settings(model, WEIGHTS, front=True, builds=16))
     for row in result.summary["front"]:
         file = model.parent / "out" / row["file"]
         assert row["ratio"] == pytest.approx(mean(file) / mean(model))
-        assert [w["ratio"] for w in row["workloads"]] == pytest.approx(
-            [cost(file, CALLS[name]) / cost(model, CALLS[name]) for name in CALLS]
-        )
     assert result.summary["front"]
 
 
@@ -91,14 +88,6 @@ def test_the_command_shows_each_workload_and_what_is_wrong_with_one(model: Path,
     for text in ("decode.npz:0", "decode.npz:-1", "decode.npz:often", ":0.5", "decode.npz:inf"):
         code, _, err = call(*asked, "--workload", text)
         assert (code, "has no weight above zero" in err, len(err.splitlines())) == (2, True, 1)
-
-
-def test_calibration_data_stay_the_samples_where_they_are_given(model: Path, workers: Workers) -> None:
-    several = {name: np.concatenate([array] * 3) for name, array in call_of(4, 3).items()}
-    np.savez(model.with_name("samples.npz"), **several)  # type: ignore[arg-type]
-    result = tune(settings(model, WEIGHTS, calibration_data=str(model.with_name("samples.npz")), accuracy_samples=8))
-    assert result.summary["accuracy_samples"] == 3
-    assert [row["name"] for row in result.summary["workloads"]] == ["decode", "prefill"]
 
 
 def test_compare_reports_each_workload(model: Path, call: Any) -> None:

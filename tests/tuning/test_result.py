@@ -9,12 +9,10 @@ import pytest
 
 from models import build
 from observers import Log
-from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption
 from qdqtune.placement.start_placements import STATIC
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import best_undecided
 from qdqtune.tuning.store import plain
@@ -67,23 +65,6 @@ def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
     assert said.startswith("the best candidate, no 1, was 1.25x [0.83x, 1.25x] the speed of float; ")
     assert best_undecided([slower], PLAN) is None
     assert best_undecided([trial(1, [0.5] * 12, accepted=True), slower], PLAN) is None
-
-
-@pytest.mark.usefixtures("workers")
-def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, turns = list[float](), Runner.turns
-    monkeypatch.setattr(
-        Runner, "turns", lambda self, handles, least: asked.append(least) or turns(self, handles, least)
-    )
-    expected = estimate(settings(model, plan=Plan()))
-    assert asked == [Plan.turn_seconds]  # as races time: single inferences are slower
-    assert expected.latency == pytest.approx(cost(model))
-    assert expected.builds <= 32
-    assert expected.patterns == 4
-    assert expected.seconds > 0
-    assert not out(model, "autotuner_state.yaml").exists()
 
 
 @pytest.mark.usefixtures("workers")

@@ -1,6 +1,5 @@
 """Candidates of a batch side by side: what is found, in which order it is known, and how such a run goes on."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,14 +64,6 @@ def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, m
         assert found.history == expected.history
         asked_again = [b for b in many_cores.builds if b.log.name.startswith("trial_")]
         assert len(asked_again) == left
-
-
-def test_a_run_of_one_worker_stays_one_at_a_time(model: Path) -> None:
-    asked = settings(model, **MODES["cut"])
-    expected = tune(asked)
-    shutil.rmtree(asked.output_dir / "logs")
-    assert not any(r["kind"] == "batch" for r in rows(asked.output_dir / "autotuner_state.yaml"))
-    assert tune(replace(asked, workers=4, builds=asked.builds + 1)).history[: len(expected.history)] == expected.history
 
 
 def test_the_proof_runs_alone(model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers) -> None:

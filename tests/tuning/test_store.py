@@ -167,18 +167,6 @@ def test_a_flipped_byte_anywhere_is_refused(path: Path) -> None:
         assert len(str(refused.value).splitlines()) == 1
 
 
-def test_the_damaged_line_is_named_and_the_file_left_as_it_is(path: Path) -> None:
-    lines = fill(path).splitlines(keepends=True)
-    damaged = b"".join([*lines[:2], lines[2].replace(b'"a": 1e-05', b'"a": 1e-04'), *lines[3:]])
-    path.write_bytes(damaged)
-    with pytest.raises(BadState, match="line 3 is damaged"):
-        Store(path, RUN)
-    assert path.read_bytes() == damaged
-    path.write_bytes(b"".join(lines[1:]))
-    with pytest.raises(BadState, match="no state file of this version"):
-        Store(path, RUN)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -432,16 +420,6 @@ def test_a_folder_has_one_run_at_a_time(model: Path) -> None:
     with OutputFolder(settings(model)), pytest.raises(BadState, match="in use by another run"):
         OutputFolder(settings(model, state_file=model.parent / "other.yaml"))
     OutputFolder(settings(model)).__exit__()
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_list_that_is_not_ours_is_left_alone(model: Path) -> None:
-    out = model.parent / "out"
-    out.mkdir()
-    (out / LIST).write_text("mine\n")
-    with pytest.raises(Exception, match="is not of qdqtune's making"):
-        tune(settings(model))
-    assert (out / LIST).read_text() == "mine\n"
 
 
 def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path: Path) -> None:

@@ -65,11 +65,6 @@ def test_a_dynamic_quantization_counts_for_the_products_that_read_it() -> None:
     assert attribute(model, placement, layers, 8.0).nodes == pytest.approx({"a": 4.0, "b": 4.0})
 
 
-def test_a_report_without_times_gives_none() -> None:
-    found = attribute(chain(), Placement(), [Layer("a", ("a",), "", None, "compute")], 0.0)
-    assert sum(found.nodes.values()) == 0
-
-
 @pytest.mark.parametrize("export", EXPORTS)
 def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
     """To a model of other names nothing can be attributed, and to one of its names everything."""

@@ -5,7 +5,7 @@ import pytest
 
 from models import build, normal
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.output_noise import DOUBT, QUIETER_FACTOR, Noise
+from qdqtune.search.costs.output_noise import QUIETER_FACTOR, Noise
 from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial, WeightFormat
 
 CHAIN = """net (float[4,6] x) => (float[2,12] y) {
@@ -75,11 +75,3 @@ class TestEstimatedNoise:
         assert 0.001 < noise.levels([missed, held])[0] < 0.07
         too_noisy = trial(on("a", "w"), db=3.0, holds=False)  # that limit says so by itself
         assert noise.allowed([too_noisy]) == pytest.approx(0.1 * 0.07 / 10**-0.3)
-
-    def test_the_tighter_of_both_limits_counts(self) -> None:
-        noise = Noise(chain(), {"a": 0.25, "w": 0.5}, limit=0.1)
-        history = [trial(on("w"), db=3.0, metric=0.1, holds=False)]
-        bound = 0.1 * 0.5 / 10**-0.3
-        assert noise.allowed(history) == pytest.approx(bound)
-        assert max(noise.levels(history)) <= bound * (1 + 1e-9)
-        assert max(noise.levels(history[:0])) == pytest.approx(0.1 * DOUBT)

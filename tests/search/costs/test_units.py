@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import attention, build, conv_net, normal, ranges
+from models import build, conv_net, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import (
-    Decision,
     Partition,
     fusion_groups,
     inner_edges,
@@ -16,7 +15,7 @@ from qdqtune.search.costs.units import (
     split,
     weights_by_family,
 )
-from qdqtune.types import Edge, Layer, Placement, WeightFormat
+from qdqtune.types import Edge, Layer, WeightFormat
 from region_models import networks
 
 
@@ -65,18 +64,6 @@ def test_edges_of_a_fused_unit() -> None:
     assert unit_of(parts, "pool").storable == ("r0",)
 
 
-def test_a_stored_tensor_has_pairs_on_all_edges_and_any_other_where_it_is_needed() -> None:
-    model = conv_net()
-    parts = parts_of(model)
-    project, add = unit_of(parts, "project"), unit_of(parts, "add")
-    alone = parts.placement(Decision.of({project.number}))
-    assert alone == Placement.of([Edge("k1", "project", 0), Edge("w2", "project", 1)])
-    users = {Edge("p0", "depthwise", 0), Edge("p0", "add", 1)}
-    assert parts.placement(Decision.of((), {"p0"})).edges == users
-    assert Edge("p0", "depthwise", 0) not in parts.placement(Decision.of({add.number}))
-    assert set(parts.users["p0"]) == {add.number, unit_of(parts, "depthwise").number}
-
-
 def test_groups_are_layers_of_several_known_nodes() -> None:
     model = conv_net()
     layers = [
@@ -110,12 +97,6 @@ def test_equal_kinds_are_equal_operators_attributes_and_shapes() -> None:
     kinds = {name: unit_of(parts, name).kind for name in "abcde"}
     assert kinds["a"] == kinds["b"]
     assert len(set(kinds.values())) == 4
-
-
-def test_activations_on_both_sides_are_inputs_not_weights() -> None:
-    unit = unit_of(parts_of(attention()), "scores")
-    assert {e.tensor for e in unit.inputs} == {"q", "kt"}
-    assert unit.weights == ()
 
 
 COARSE, FINE, FINER = WeightFormat(4, 128), WeightFormat(4, 32), WeightFormat(4, 32, symmetric=False)

@@ -173,17 +173,6 @@ def test_regions_without_points_have_no_pattern():
     assert grouped(net.model()) == ()
 
 
-def test_a_region_output_takes_every_use_outside():
-    net = Network()
-    x = net.add("Relu", net.conv("input"))
-    net.outputs = [net.conv(x), net.conv(x), x]
-    model = net.model()
-    first = grouped(model)[0]
-    out = frozenset({Point("node_output", 1, 0)})
-    assert {str(e) for e in patterns.resolve(first, first.instances[0], out)} == {
-        "node1:0 -> node2[0]", "node1:0 -> node3[0]", "node1:0 -> output 2"}  # fmt: skip
-
-
 def test_a_foreign_point_is_refused():
     first, *_ = grouped(resnet(1))
     with pytest.raises(ValueError, match="no point"):
@@ -359,18 +348,6 @@ def test_concat_is_no_epilogue_of_one_of_its_branches():
     net.outputs = [net.add("Concat", net.add("Relu", net.conv(x)), net.add("Relu", net.conv(x)), axis=1)]
     model = net.model()
     assert leaf_ops(model, discovery.find(model)) == [["Conv", "Relu"]] * 3 + [["Concat"]]
-
-
-def test_attention_masks_do_not_join_the_layers_that_share_them():
-    net = Network(inputs=["input", "mask"])
-    mask, x = net.add("Mul", net.add("Sub", "scalar", "mask"), "scalar"), net.add("Relu", "input")
-    for _ in range(3):
-        scores = net.add("MatMul", net.add("MatMul", x, "weight"), net.add("MatMul", x, "weight"))
-        x = net.add("Add", net.add("Softmax", net.add("Add", scores, mask)), x)
-    net.outputs = [x]
-    found = discovery.find(net.model())
-    layers = [r for r in found.tops if r.type is RegionType.COMPOSITE]
-    assert [len(r.all_nodes()) for r in layers] == [6, 6, 6]
 
 
 def test_an_output_that_is_used_further_does_not_end_a_block():
