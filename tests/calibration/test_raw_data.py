@@ -102,7 +102,8 @@ def test_settings_beside_the_pictures_come_before_those_of_the_model(tmp_path: P
 @pytest.mark.parametrize(
     ("content", "inputs", "message"),
     [
-        (None, PIXELS, 'Put a preprocessor_config.json beside the model or the pictures, like {"size"'),
+        (None, PIXELS, 'Put a preprocessor_config.json beside the model or the pictures, like {"size": {"height": 224'),
+        (None, "float[N,32,48,3] x", 'like {"size": {"height": 32, "width": 48}'),
         ({}, PIXELS, 'lacks image_mean or image_std: give both, or "do_normalize": false'),
         (PLAIN | {"size": 8}, PIXELS, 'write {"height": 8, "width": 8} or {"shortest_edge": 8}'),
         (PLAIN | {"size": {"edge": 8}}, PIXELS, "is neither height and width nor shortest_edge"),

@@ -161,12 +161,14 @@ class TestWhatCannotBe:
         [
             ("labels.npy", "cosine", "`metric` cosine fits no output"),
             ("from_one.npy", "auto", "label 8 is no class of output y, which has 8: count classes from"),
+            ("ignored.npy", "auto", "every label is -1, which leaves a sample out: count classes from"),
         ],
     )
     def test_labels_that_fit_no_output_are_refused_before_the_model_is_measured(
         self, model: Path, data, command, file, metric, message
     ) -> None:
         np.save(model.parent / "from_one.npy", data[1] + 1)
+        np.save(model.parent / "ignored.npy", np.full_like(data[1], -1))
         stages = list[str]()
         log = Log()
         log.stage = stages.append

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from qdqtune.calibration.inputs import InputSpec, listed
+from qdqtune.calibration.inputs import PICTURE, InputSpec, listed
 from qdqtune.calibration.user_code import user_errors
 from qdqtune.errors import BadData, BadOption, one_line, parsed_json, reading
 from qdqtune.graph.model_folder import first_beside
@@ -176,9 +176,12 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
     fitting = [spec for spec in fitting if spec.name == "pixel_values"] or fitting
     if len(fitting) != 1:
         raise BadData(f"{source} holds pictures, which fit an input of rank 4: the model has {listed(tuple(specs))}")
-    origin = first_beside(PICTURE_SETTINGS, places)
+    (spec,), origin = fitting, first_beside(PICTURE_SETTINGS, places)
+    is_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
     if origin is None:
-        like = '{"size": {"height": 224, "width": 224}, "rescale_factor": 0.00392, "do_normalize": false}'
+        height, width = (size or PICTURE for size in (spec.shape[1:3] if is_last else spec.shape[2:]))
+        size = f'{{"height": {height}, "width": {width}}}'
+        like = f'{{"size": {size}, "rescale_factor": 0.00392, "do_normalize": false}}'
         raise BadData(
             f"how are the pictures in {source} scaled? Put a {PICTURE_SETTINGS[0]} beside the model or the pictures, "
             f"like {like} for values from 0 to 1; with image_mean and image_std if the model was trained so"
@@ -187,8 +190,7 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
         from PIL import Image, ImageOps
     except ImportError as error:
         raise BadOption("reading pictures needs Pillow: pip install 'qdqtune[data]'") from error
-    (spec,), settings = fitting, _picture_settings(origin)
-    is_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
+    settings = _picture_settings(origin)
     mode = "L" if spec.shape[3 if is_last else 1] == 1 else "RGB"
     if spec.dtype.kind in "iu" and (settings.do_rescale or settings.do_normalize):
         raise BadData(

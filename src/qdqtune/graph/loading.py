@@ -154,7 +154,7 @@ def read(path: Path) -> ModelProto:
     except OSError as error:
         raise BadModel(f"{path}: cannot read the model: {error.strerror or error}") from error
     except DecodeError as error:
-        raise BadModel(f"{path}: not an ONNX file, or damaged") from error
+        raise BadModel(f"{path}: not an ONNX file, or damaged: export or copy it again") from error
     if not proto.HasField("graph"):
         raise BadModel(f"{path}: not an ONNX file, or cut short: it holds no graph")
     return proto

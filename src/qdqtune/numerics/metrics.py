@@ -111,7 +111,9 @@ def check_classes(metric: Name, output: str, array: Array, right: Array) -> None
         return
     right = right[right != IGNORED]
     classes = array.shape[1]
-    if right.size and not (right.min() >= 0 and right.max() < classes):
+    if not right.size:
+        raise BadOption(f"every label is {IGNORED}, which leaves a sample out: count classes from 0")
+    if not (right.min() >= 0 and right.max() < classes):
         wrong = right[(right < 0) | (right >= classes)].flat[0]
         raise BadOption(f"label {wrong} is no class of output {output}, which has {classes}: count classes from 0")
 
@@ -224,7 +226,7 @@ def read_labels(path: Path) -> Array:
         raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
     try:
         labels = np.asarray(content)
-        labels = labels.astype(np.float64) if labels.dtype.kind in "US" else labels
+        labels = np.asarray(labels.tolist(), np.float64) if labels.dtype.kind in "US" else labels
         if labels.dtype.kind not in "biuf":
             raise ValueError(f"they are {labels.dtype}")
     except ValueError as error:
