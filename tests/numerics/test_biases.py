@@ -37,19 +37,6 @@ def inputs_of(net: Model, *nodes: str) -> Callable[[Ranges], Placement]:
     return lambda known: Placement.of(e for e in possible_edges(net, known) if e.node in nodes)
 
 
-class Heard(Deaf):
-    """How far each stage was, as it was told."""
-
-    def __init__(self) -> None:
-        self.stages: list[tuple[str, list[tuple[int, int | None]]]] = []
-
-    def stage(self, text: str) -> None:
-        self.stages.append((text, []))
-
-    def progress(self, done: int, total: int | None) -> None:
-        self.stages[-1][1].append((done, total))
-
-
 TWO_LAYERS = """net (float[N,4,6,6] x) => (float[N,4,4,4] y, float[N,4,6,6] a) {
     [first] a = Conv(x, w0)
     b = Relu(a)
@@ -217,9 +204,3 @@ def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -
     assert not fitted(
         prepared(even, zero_mean), Calibration(bias_correction=True), INT8, inputs_of(even, "only")
     ).shifts
-
-
-def test_what_takes_long_tells_how_far_it_is() -> None:
-    net, heard, how = conv_net(), Heard(), Calibration("mse", bias_correction=True)
-    fitted(prepared(net, feeds_of(net, 5)), how, UINT8, lambda r: Placement(possible_edges(net, r)), listener=heard)
-    assert dict(heard.stages)["correcting biases"] == [(5, 20), (10, 20), (15, 20), (20, 20)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from models import ranges
 from qdqtune.calibration.scales import Calibration
-from qdqtune.errors import BadOption, Failure, OutputError
+from qdqtune.errors import BadOption, Failure
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.files import (
     PlacementFile,
@@ -85,11 +85,6 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(BadOption, match="is no pattern cache file"):
         read_cache(tmp_path / "binary.yaml")
-
-
-def test_an_unwritable_place_is_an_output_error(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="cannot write"):
-        write_placement(tmp_path / "missing" / "file", PlacementFile(SHIPPED, "int8", "fake", {}), "net.onnx")
 
 
 def trial(number: int, pattern: str, placement: Placement, ratio: float) -> Trial:

@@ -10,7 +10,6 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto
 
 from models import (
     FORMATS,
@@ -188,19 +187,6 @@ def test_weights_have_a_scale_for_each_output_channel(
         assert sqnr(run(model, samples), run(quantized, samples)) > 30
 
 
-def test_constants_of_other_operators_are_quantized_like_activations() -> None:
-    model = build("net (float[N,4] x) => (float[N,4] y) { [add] y = Add(x, c) }", {"c": np.float32([1, 2, 3, 5])})
-    assert weight_role(model, Edge("c", "add", 1)) is None
-    quantized = insert(model, Placement.of([Edge("c", "add", 1)]), Ranges({}), UINT8)
-    check(quantized)
-    (dq,) = of_type(quantized, "DequantizeLinear")
-    scale, zero = scale_of(quantized, "c", "add")
-    assert (scale, zero, zero.dtype) == (np.float32(5 / 255), 0, np.uint8)
-    assert constant(quantized, dq.inputs[0]).tolist() == [51, 102, 153, 255]
-    fp8 = insert(model, Placement.of([Edge("c", "add", 1)]), Ranges({}), FP8)
-    assert scale_of(fp8, "c", "add")[0] == np.float32(5 / 448)
-
-
 def test_candidates_share_their_weights(tmp_path: Path) -> None:
     model, _, found, possible, _ = case("conv_net")
     inserter = Inserter(model, found, UINT8)
@@ -263,19 +249,6 @@ def test_a_model_that_is_written_carries_the_ir_version_that_its_opset_needs() -
     found = ranges(case("tapped").model)
     assert insert(older, Placement.of([Edge("x", "a", 0)]), found, UINT8).proto.ir_version == 9
     assert model.proto.ir_version == 7
-
-
-def test_an_engine_without_integer_weights_gets_them_in_float_behind_a_pair() -> None:
-    model, samples, found, possible, _ = case("conv_net")
-    usual = insert(model, Placement(possible), found, INT8)
-    float_weights = insert(model, Placement(possible), found, replace(INT8, float_weights=True))
-    check(float_weights)
-    integers = {c.dtype for c in float_weights.constants.values()} & {TensorProto.INT8, TensorProto.UINT8}
-    assert integers <= {c.dtype for n, c in float_weights.constants.items() if n.endswith("_zero_point")}
-    assert not [n for n in float_weights.constants if n.endswith("_quantized")]
-    for mine, theirs in zip(run(float_weights, samples), run(usual, samples), strict=True):
-        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
-    assert read_placement(model, float_weights).placement == read_placement(model, usual).placement
 
 
 def test_an_engine_without_integer_weights_reads_no_float16_scales() -> None:

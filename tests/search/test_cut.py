@@ -317,18 +317,6 @@ def test_a_node_that_is_left_in_8_bits_gets_16() -> None:
     assert [label == W8A16 for label in found.labels(best_of(history))] == [False, False, True, False, False, False]
 
 
-def test_a_node_that_is_left_in_both_becomes_float() -> None:
-    def answer(found: RuleCosts, placement: Placement):
-        labels = found.labels(placement)
-        left = [f"n{i}" for i, label in enumerate(labels) if label != FLOAT]
-        return 1e-6, report(found.model, *left)
-
-    found = costs(3)
-    history = simulated(RuleSearch(found, noise(found)), answer)
-    assert all(t.proposal.placement for t in history)
-    assert not any(t.accepted for t in history)  # the float model leaves none
-
-
 def test_operators_that_are_refused_in_16_bits_are_not_asked_for_again() -> None:
     def answer(found: RuleCosts, placement: Placement):
         if placement.wide:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, product
 from typing import Any
@@ -22,7 +21,6 @@ from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.region import BATCH, Config, RegionSearch
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.discovery import Scheme
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Placement, Proposal, Trial
@@ -78,15 +76,6 @@ def played(name: str) -> tuple[Trial, ...]:
 @pytest.fixture(params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def test_placements_hold_possible_edges_and_no_activation_without_its_weight(name: str) -> None:
-    model, _, possible, _ = parts(name)
-    placements = [t.placement for t in played(name)]
-    assert len(placements) >= 15
-    for placement in placements:
-        assert placement.edges <= possible
-        assert consistent(model, placement) == placement
 
 
 def test_the_suggestions_come_first_in_their_order(name: str) -> None:
@@ -173,11 +162,6 @@ def test_cached_schemes_come_first_and_those_that_lost_come_again_alone() -> Non
     assert history[0].proposal == Proposal("pattern cache", best)
     assert history[0].accepted
     assert {t.proposal.origin for t in history} >= {"cached"} | set(search().seeds)
-
-
-@pytest.mark.parametrize("unknown", [{"0" * 16: [frozenset()]}, {}])
-def test_a_cache_without_a_known_pattern_changes_nothing(unknown: Mapping[str, Sequence[Scheme]]) -> None:
-    assert play(search(cached=unknown), most=16) == play(search(), most=16)
 
 
 def test_winners_of_one_batch_are_tried_together() -> None:

@@ -174,12 +174,6 @@ def test_a_model_without_values_to_calibrate_on_has_time_for_them(clock: Clock, 
     assert len([*in_time()]) >= 1
 
 
-def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Workers) -> None:
-    result, _ = slow_run(model, workers, 0.2, 110.0, front=True, builds=60)
-    told = next(note for note in result.notes if note.startswith("the front has"))
-    assert told.endswith("`time_budget` has no room for others: give more")
-
-
 def test_a_large_gain_is_proven_in_the_last_of_the_time(tmp_path: Path, clock: Clock, workers: Workers) -> None:
     steps = " ".join(f"x{n + 1} = MatMul(x{n}, w)" for n in range(8))
     products = f"net (float[64, 256] x0) => (float[64, 256] x8) {{ {steps} }}"

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 
@@ -17,7 +16,6 @@ from qdqtune.tuning import contexts
 from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
-from qdqtune.types import Measurement
 from runs import settings
 from workers import Build, Workers
 
@@ -69,29 +67,6 @@ def test_nothing_ships_that_is_slower_at_a_number_of_threads(model: Path, worker
     assert (result.shipped, result.ratio, result.summary["by_threads"]) == ("baseline", None, [])
     assert any("is no gain where it may run" in note and "at 4 threads" in note for note in result.notes)
     assert run(model, (1,), output_dir=model.parent / "one").shipped == "tuned"
-
-
-def test_a_candidate_is_measured_at_each_number_and_counts_by_all(model: Path, workers: Workers) -> None:
-    result = run(model)
-    search = [build for build in workers.builds if build.log.stem.startswith("trial_")]
-    assert len(search) == 2 * len(result.history)  # a build at each number
-    for trial in result.history:
-        assert isinstance(trial.result, Measurement)
-        one, four = (np.median(np.divide(part.b, part.a)) for part in trial.result.parts)
-        together = np.median(np.divide(trial.result.b, trial.result.a))
-        assert min(one, four) <= together <= max(one, four)
-
-
-def test_what_is_slower_at_a_number_is_not_accepted_in_the_search(model: Path, workers: Workers) -> None:
-    def slower(build: Build) -> float:
-        has_pairs = b"QuantizeLinear" in build.path.read_bytes()
-        return 3.0 if has_pairs and build.threads == 4 else 1.0
-
-    workers.slower = slower
-    result = run(model)
-    assert result.history
-    assert not any(trial.accepted for trial in result.history)
-    assert result.shipped == "baseline"
 
 
 def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) -> None:

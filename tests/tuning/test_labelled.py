@@ -16,11 +16,9 @@ from observers import Log
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.numerics.scores import Score, loss_high
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.estimate import estimate
-from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement
@@ -93,29 +91,6 @@ class TestTheLimit:
         assert done.improved
         assert done.summary["min_sqnr_db"] == 20  # a limit on the outputs, as without a metric
         assert done.summary["metric_before"] - done.summary["metric_after"] <= 0.05 < done.summary["metric_loss_high"]
-
-    def test_enough_samples_need_no_other_limit_and_a_resumed_run_knows_what_each_sample_said(
-        self, model: Path
-    ) -> None:
-        asked, log = labelled(model, max_drop=0.2), Log()
-        first = tune(asked, log)
-        assert not any("cannot show" in note for note in log.notes)
-        assert first.summary["min_sqnr_db"] is None
-        assert first.summary["metric_loss_high"] <= 0.2
-        ended = read_run(asked.output_dir)
-        scores = list(ended.records.values("metric:", Score).values())
-        assert all(isinstance(score, Score) and len(score.by_sample) == COUNT for score in scores)
-        before = ended.limits.before
-        assert before is not None
-        after = next(
-            s for of, s in ended.records.values("metric:", Score).items() if of.endswith(first.placement.digest)
-        )
-        assert isinstance(after, Score)
-        assert loss_high(before, after) == first.summary["metric_loss_high"]
-        assert before.value == first.summary["metric_before"]
-        again = tune(asked)
-        assert again.summary["metric_loss_high"] == first.summary["metric_loss_high"]
-        assert Placement() != again.placement == first.placement
 
 
 def test_labels_in_another_order_are_doubted(model: Path, data, call: Call) -> None:

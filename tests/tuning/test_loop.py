@@ -184,15 +184,6 @@ def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(model:
     assert not out(model, "optimized_final.onnx").exists()
 
 
-@pytest.mark.parametrize("builds", [4, 9, 17])
-def test_the_builds_are_never_overspent(model: Path, workers: Workers, builds: int) -> None:
-    result = tune(settings(model, builds=builds))
-    assert builds - 3 < result.summary["builds"] <= builds
-    assert sum(build.is_candidate for build in workers.builds) == result.summary["builds"]
-    built = sum(build.engine == "fake" for build in workers.builds)  # besides: calibration, and what is foretold
-    assert built == result.summary["builds"] + result.summary["proof_builds"]
-
-
 def test_the_node_filter_leaves_other_regions_in_float(model: Path) -> None:
     result = tune(settings(model, node_filter=("fir*",)))
     assert result.improved

@@ -28,13 +28,13 @@ from qdqtune.errors import (
 from qdqtune.numerics.scores import Score
 from qdqtune.search.costs.profiles import SchemeResult
 from qdqtune.system.checks import LIST
-from qdqtune.timing.ratios import Plan, Ratio
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import records as kinds
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Caveat, Line, Store, plain, read_journal
+from qdqtune.tuning.store import Caveat, Line, Store, plain
 from qdqtune.types import (
     Accuracy,
     CostsByRule,
@@ -232,12 +232,6 @@ def test_a_file_in_use_is_refused_until_it_is_free(path: Path) -> None:
     assert found(path) == RECORDS
 
 
-def test_an_unwritable_place_is_an_output_error(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "missing" / "state.yaml"):
-        with pytest.raises(OutputError, match="cannot write"):
-            Store(place, RUN)
-
-
 def test_a_full_disk_is_an_output_error_and_leaves_whole_records(path: Path) -> None:
     whole = fill(path)
     with Store(path, RUN) as store:
@@ -249,18 +243,6 @@ def test_a_full_disk_is_an_output_error_and_leaves_whole_records(path: Path) -> 
         assert path.read_bytes() == whole
         store.put(*MORE)
     assert found(path) == RECORDS | dict([MORE])
-
-
-def test_the_order_of_a_set_makes_no_other_run(path: Path) -> None:
-    """In every process the names in a set come in another order."""
-    names = [f"Op{n}" for n in range(20)]
-    with Store(path, {"rounds": Plan(), "ops": frozenset(names)}):
-        pass
-    with Store(path, {"rounds": Plan(), "ops": sorted(names)}) as store:
-        assert not store.journal.lines
-    journal = read_journal(path)
-    assert journal is not None
-    assert journal.fingerprint["ops"] == sorted(names)
 
 
 # Values of a state file: each comes back as it was, bit by bit, and another value anywhere is refused or serves

@@ -320,18 +320,6 @@ def test_a_residual_block_is_a_composite_of_leaves_that_start_at_a_convolution()
     assert leaf_ops(model, found) == [["Conv", "Relu"]] + [["Conv", "Relu"], ["Conv", "Add", "Relu"]] * 2
 
 
-def test_the_order_of_parallel_towers_in_the_file_does_not_matter():
-    net, a, b = Network(inputs=["left", "right"]), "left", "right"
-    for _ in range(2):  # node by node in turn, as a breadth-first exporter writes
-        conv_a, conv_b = net.conv(a), net.conv(b)
-        relu_a, relu_b = net.add("Relu", conv_a), net.add("Relu", conv_b)
-        conv_a, conv_b = net.conv(relu_a), net.conv(relu_b)
-        a, b = net.add("Add", conv_a, a), net.add("Add", conv_b, b)
-    net.outputs = [a, b]
-    found = discovery.find(net.model())
-    assert [len(r.children) for r in found.tops] == [2, 2, 2, 2]
-
-
 def test_an_activation_made_of_several_nodes_stays_with_its_matmul():
     net = Network()
     x = net.add("Add", net.add("MatMul", "input", "weight"), "bias")
@@ -348,16 +336,6 @@ def test_concat_is_no_epilogue_of_one_of_its_branches():
     net.outputs = [net.add("Concat", net.add("Relu", net.conv(x)), net.add("Relu", net.conv(x)), axis=1)]
     model = net.model()
     assert leaf_ops(model, discovery.find(model)) == [["Conv", "Relu"]] * 3 + [["Concat"]]
-
-
-def test_an_output_that_is_used_further_does_not_end_a_block():
-    net = Network()
-    x = net.add("Relu", net.conv("input"))
-    middle = net.conv(x)
-    last = net.add("Add", net.conv(middle), x)
-    net.outputs = [middle, last]
-    found = discovery.find(net.model())
-    assert [r.type.name for r in found.tops] == ["LEAF", "COMPOSITE"]
 
 
 def test_long_sequences_are_cut():
