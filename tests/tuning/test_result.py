@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 
 from models import build
 from observers import Log
 from qdqtune.errors import BadOption
-from qdqtune.placement.start_placements import STATIC
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
@@ -33,18 +31,6 @@ def test_gains_of_fixed_inputs_and_of_pairs_are_reported_apart(tmp_path: Path) -
     assert folded < 0.9 * cost(model)
     assert result.summary["ratio"] == pytest.approx(final / folded)
     assert result.summary["ratio_to_given"] == pytest.approx(final / cost(model))
-
-
-@pytest.mark.usefixtures("workers")
-def test_other_quantizers_are_told_which_nodes_stay_in_float(tmp_path: Path) -> None:
-    model = write(mixed(), tmp_path)
-    summary = tune(settings(model, mode="cut", builds=12)).summary
-    proto = onnx.load(out(model, "optimized_final.onnx"))
-    made = {output: node.op_type for node in proto.graph.node for output in node.output}
-    pairs = {n.name: any(made.get(i) == "DequantizeLinear" for i in n.input) for n in proto.graph.node}
-    able = [node.name for node in proto.graph.node if node.op_type in STATIC]
-    assert summary["float_nodes"] == [name for name in able if not pairs[name]]
-    assert 0 < len(summary["float_nodes"]) < len(able)
 
 
 PLAN = Plan((12,))

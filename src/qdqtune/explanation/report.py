@@ -194,9 +194,8 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
         if engine.get(name):
             yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
     yield Fact("cores", str(log.machine.cores))
-    loads = [f"{load:g}" for load in log.machine.load if load is not None]
-    if loads:
-        yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
+    if log.machine.load is not None:
+        yield Fact("load", f"{log.machine.load:g}", "processes that wanted the cores when it began")
     yield Fact("system", log.machine.system)
     yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
     yield Fact("seed", str(summary["seed"]))

@@ -12,8 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines import devices, unwatched
+from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import fallback
+from qdqtune.engines.machine import this_machine
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
@@ -36,7 +37,7 @@ from qdqtune.tuning.records import Shipped, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import plain
-from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, Machine, RunLog
+from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
 
@@ -189,7 +190,6 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
         **({} if subject.numbers.wide is None else {"bits": bits_of(subject.shaped, final)}),
         "edges": len(final),
-        "float_nodes": subject.float_nodes(final, run.given_names),
         "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None or not is_judged else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run) if settings.is_timed else None,
@@ -284,7 +284,7 @@ class RunLogWriter(Silent):
 
     def __init__(self) -> None:
         self._begun, self._clock = datetime.now(UTC), time.monotonic()
-        self._load = devices.load()
+        self._here = this_machine()
         self._times: dict[int, float] = {}
 
     @property
@@ -295,18 +295,14 @@ class RunLogWriter(Silent):
         self._times[trial.number] = round(self.seconds, 2)
 
     def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
-        settings, other = run.settings, run.settings.machine
-        if other is None:
-            machine = Machine(devices.usable_cores(), (self._load, devices.load()), platform.platform())
-        else:  # what else it does is known from before the run only
-            machine = Machine(other.cores, (other.load, None), other.system, other.where)
+        settings = run.settings
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),
             command=settings.command,
             calibration_data=settings.calibration_data,
             engine=settings.engine,
             calibration=f"{settings.calibration.method} on {run.subject.prepared.samples.origin}",
-            machine=machine,
+            machine=settings.machine or self._here,
             plan=settings.plan,
             proof=settings.proof,
             trials=tuple(

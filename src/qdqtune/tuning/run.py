@@ -44,7 +44,7 @@ from qdqtune.tuning.records import NO_REWRITES, TriedRewrites
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.subject import Subject, calibrated, node_names, open_subject
+from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Measurement, Placement, Trial
 
@@ -320,10 +320,6 @@ class Run(Ready):
         if not self.budget.can_learn:
             return {}
         return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
-
-    @cached_property
-    def given_names(self) -> frozenset[str]:
-        return node_names(self.settings.model)
 
     @property
     def shares(self) -> tuple[tuple[float, ...], ...]:

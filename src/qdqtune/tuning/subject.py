@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import inf
-from pathlib import Path
 
 import onnx
 
@@ -28,7 +27,7 @@ from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
 from qdqtune.graph.inference import with_float_type
-from qdqtune.graph.loading import load, read
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import BIAS_RUNS, BIAS_SAMPLES, LEAST_SAMPLES, fitted, with_wide
@@ -117,13 +116,6 @@ class Subject:
     def tuned(self) -> tuple[Pattern, ...]:
         return patterns.tunable(self.shaped, self.patterns)
 
-    def float_nodes(self, placement: Placement, names: Collection[str]) -> list[str]:
-        """The names of the nodes that read no pair in a placement, and around which other quantizers put pairs: those
-        take them as nodes to exclude. `names` are those of the user's file (`node_names`): nodes that rewrites made, or
-        that have no name in the file, are left out."""
-        left = set(names) - {edge.node for edge in placement}
-        return [node.name for node in self.model.nodes if node.op in start_placements.STATIC and node.name in left]
-
     def suggestions(self) -> dict[str, Placement]:
         """Placements of the whole model to try first, by origin: the user's own, then those of the rules."""
         given = {}
@@ -139,15 +131,6 @@ class Subject:
         """The suggestions that are always built, see `FOREMOST`."""
         given = self.suggestions()
         return {name: given[name] for name in FOREMOST if name in given}
-
-
-def node_names(file: Path) -> frozenset[str]:
-    """The names of the nodes in a model file.
-
-    Raises:
-        BadModel: the file cannot be read.
-    """
-    return frozenset(node.name for node in read(file).graph.node)
 
 
 def open_subject(settings: Settings, runner: Runner, execution: Execution, rewrites: Rewrites | None = None) -> Subject:

@@ -10,6 +10,7 @@ import msgspec
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fallback import Fallback
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.errors import BadOption, check_file, reading
 from qdqtune.timing.ratios import Plan, Verdict
 from qdqtune.tuning.folder import SUMMARY
@@ -136,7 +137,6 @@ class Summary(TypedDict):
     pairs: Count
     weights: NotRequired[dict[str, Count]]
     edges: Count
-    float_nodes: list[str]
     output_sqnr_db: float | None
     output_accuracy: Accuracy | None
     fastest_without_limits: WithoutLimits | None
@@ -163,16 +163,6 @@ class Summary(TypedDict):
     seconds: float
 
 
-class Machine(msgspec.Struct, frozen=True):
-    """Where a run was measured; `load` is how many processes wanted the cores when it began and when it ended, `where`
-    the name of the machine if it is another one (`on`)."""
-
-    cores: int
-    load: tuple[float | None, float | None]
-    system: str
-    where: str = ""
-
-
 class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
     """A trial in the order of the search, how it was judged, and when it ended, in seconds from the beginning of the
     session. Its origin and its rounds are in the state file, under the key `trial:` with the same `of`."""
@@ -185,7 +175,7 @@ class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunLog(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json. Seconds count from the beginning of the session."""
+    """run.json. Seconds count from the beginning of the session; `machine` is the one that measured, as it was then."""
 
     format: int = FORMAT
     begun: str
@@ -193,7 +183,7 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
     calibration_data: str | None
     engine: EngineSpec
     calibration: str
-    machine: Machine
+    machine: MachineFacts
     plan: Plan
     proof: tuple[int, ...]
     trials: tuple[LoggedTrial, ...]
