@@ -161,7 +161,11 @@ def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
     return EngineSpec(spec.name, options), left
 
 
-def script_of(spec: EngineSpec) -> Path:
-    """The script that runs a file on an engine by its `library_settings`."""
+def script_of(spec: EngineSpec) -> str:
+    """The text of the script that runs a file on an engine by its `library_settings`."""
     apart = {"openvino": "openvino", "trtexec": "trtexec"} | dict.fromkeys(TENSORRT_FAMILY - {"trtexec"}, "tensorrt")
-    return Path(deployed.__path__[0], f"{apart.get(spec.name, 'onnxruntime')}.py")
+    folder = Path(deployed.__path__[0])
+    text = (folder / f"{apart.get(spec.name, 'onnxruntime')}.py").read_text(encoding="utf-8")
+    _, start = (folder / "start.py").read_text(encoding="utf-8").split("\n\n", 1)
+    before, _, behind = text.partition("from qdqtune")
+    return before + start + behind.partition("\n")[2]

@@ -82,7 +82,7 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
     with writing(folder / DEPLOY_SCRIPT):
         (folder / DEPLOY_SCRIPT).parent.mkdir(exist_ok=True)
     with atomic_write(folder / DEPLOY_SCRIPT) as fresh:
-        shutil.copyfile(script_of(spec), fresh)
+        fresh.write_text(script_of(spec), encoding="utf-8")
     spec = EngineSpec(spec.name, {name: value for name, value in spec.options.items() if name != "timing_cache"})
     is_given = summary["shipped"] == "given"  # else the file has the inputs of the model that was read
     specs = input_specs(load(folder / FINAL) if is_given else run.subject.model)

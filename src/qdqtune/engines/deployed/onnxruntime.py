@@ -1,11 +1,10 @@
 """Runs the model of settings.json on ONNX Runtime, and prints the median latency."""
 
-import json
 import time
-from argparse import ArgumentParser
 from importlib import import_module
-from pathlib import Path
 from statistics import median
+
+from qdqtune.engines.deployed.start import library, model, runs, settings
 
 try:
     import numpy as np
@@ -13,19 +12,6 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error.name} is missing: pip install onnxruntime numpy") from None
 
-parser = ArgumentParser(description=__doc__)
-parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
-runs = parser.parse_args().runs
-here = Path(__file__).resolve().parent
-if not (here / "settings.json").exists():
-    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
-settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
-model = here.parent / settings["model"]
-if not model.exists():
-    model = here / model.name
-if not model.exists():
-    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
-library = settings["library"]
 provider, provider_options = library["provider"], library["provider_options"]
 
 options = ort.SessionOptions()

@@ -1,10 +1,9 @@
 """Runs the model of settings.json on OpenVINO, and prints the median latency."""
 
-import json
 import time
-from argparse import ArgumentParser
-from pathlib import Path
 from statistics import median
+
+from qdqtune.engines.deployed.start import library, model, runs, settings
 
 try:
     import numpy as np
@@ -12,19 +11,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error.name} is missing: pip install openvino numpy") from None
 
-parser = ArgumentParser(description=__doc__)
-parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
-runs = parser.parse_args().runs
-here = Path(__file__).resolve().parent
-if not (here / "settings.json").exists():
-    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
-settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
-model = here.parent / settings["model"]
-if not model.exists():
-    model = here / model.name
-if not model.exists():
-    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
-request = ov.Core().compile_model(str(model), "CPU", settings["library"]["configuration"]).create_infer_request()
+request = ov.Core().compile_model(str(model), "CPU", library["configuration"]).create_infer_request()
 
 rng, inputs, times = np.random.default_rng(0), {}, []
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own

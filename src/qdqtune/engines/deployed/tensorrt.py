@@ -1,13 +1,13 @@
 """Builds the model of settings.json with TensorRT (8.6 or later, or RTX), runs it on inputs of ones, and prints the
 median latency. It needs cuda-python."""
 
-import json
 import time
-from argparse import ArgumentParser
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from qdqtune.engines.deployed.start import library, model, runs, settings
 
 try:
     import numpy as np
@@ -15,19 +15,6 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error.name} is missing: pip install cuda-python numpy") from None
 
-parser = ArgumentParser(description=__doc__)
-parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
-runs = parser.parse_args().runs
-here = Path(__file__).resolve().parent
-if not (here / "settings.json").exists():
-    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
-settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
-model = here.parent / settings["model"]
-if not model.exists():
-    model = here / model.name
-if not model.exists():
-    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
-library = settings["library"]
 try:
     trt = import_module(library["module"])
 except ImportError as error:

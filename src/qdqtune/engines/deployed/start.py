@@ -1,0 +1,18 @@
+"""The beginning of each of these scripts, which `script_of` puts in the place of its import."""
+
+import json
+from argparse import ArgumentParser
+from pathlib import Path
+
+parser = ArgumentParser(description=__doc__)
+parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
+runs = parser.parse_args().runs
+here = Path(__file__).resolve().parent
+if not (here / "settings.json").exists():
+    raise SystemExit(f"settings.json is missing: copy it from the folder deploy to {here}")
+settings = json.loads((here / "settings.json").read_text(encoding="utf-8"))
+library, model = settings["library"], here.parent / settings["model"]
+if not model.exists():
+    model = here / model.name
+if not model.exists():
+    raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
