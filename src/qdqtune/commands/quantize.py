@@ -511,21 +511,17 @@ def alone_among(model: Model, placement: Placement, whole: Placement) -> list[st
     """The nodes in 8 bits between nodes that are in float, and the reverse, all of which the `whole` placement has in
     8 bits: values are converted in front of them and behind. Other nodes just pass values on."""
     quantized, usual = ({edge.node for edge in one.edges} for one in (placement, whole))
-    before, behind = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     sources = defaultdict[str, set[str]](set)  # of a tensor: the nodes that it comes from
+    neighbours = list[tuple[str, str]]()
     for node in model.nodes:
         names = set[str]().union(*(sources[tensor] for tensor in node.inputs))
         if node.name in usual:
-            before[node.name] = names
-            for name in names:
-                behind[name].add(node.name)
+            neighbours += [(name, node.name) for name in names]
             names = {node.name}
         sources.update(dict.fromkeys(node.outputs, names))
-
-    def differ(name: str, others: set[str]) -> bool:
-        return bool(others) and all((other in quantized) != (name in quantized) for other in others)
-
-    return [name for name in before if differ(name, before[name]) and differ(name, behind[name])]
+    alike = {name for pair in neighbours if len(quantized.intersection(pair)) != 1 for name in pair}
+    inner = {before for before, _ in neighbours} & {behind for _, behind in neighbours}
+    return [node.name for node in model.nodes if node.name in inner - alike]
 
 
 def _check_options(options: QuantizeOptions) -> None:
