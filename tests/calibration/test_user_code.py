@@ -136,25 +136,6 @@ def test_functions_end_in_any_thread(small: Path) -> None:
     assert "calibration_data" in str(caught[0])
 
 
-def test_only_what_is_asked_for_is_made_and_generators_are_closed() -> None:
-    made: list[int] = []
-
-    def numbers() -> Iterator[int]:
-        try:
-            for number in range(10):
-                made.append(number)
-                yield number
-        finally:
-            made.append(-1)
-
-    given = read_in_thread(numbers, "numbers", Execution())
-    assert [next(given), next(given)] == [0, 1]
-    assert isinstance(given, Iterator)
-    given.close()  # type: ignore[attr-defined]
-    assert made == [0, 1, -1]
-    assert list(read_in_thread(numbers, "numbers", Execution())) == list(range(10))
-
-
 def test_time_that_is_spent_elsewhere_does_not_count() -> None:
     gate = threading.Event()
     given = read_in_thread(lambda: iter(range(3)), "numbers", Execution(0.3))

@@ -504,25 +504,3 @@ def test_what_a_convolution_reads_from_a_concat_has_the_same_steps_around_128() 
     }
     assert len({float(q.scale) for q in scales.values()}) == 1
     assert {q.zero_point for q in Quantizer(model, own, INT8).scales(placement)[0].values()} == {0}
-
-
-def test_a_table_and_what_is_looked_up_in_it_share_their_scale() -> None:
-    """Else the engine would dequantize the whole table in each inference. As a weight elsewhere it keeps its own."""
-    text = """net (int64[N,3] ids, float[N,8] x) => (float[N,3,8] y, float[N,7] z) {
-        [lookup] e = Gather(table, ids)
-        [relu] y = Relu(e)
-        [tied] z = Gemm <transB=1> (x, table)
-    }"""
-    model = build(text, {"table": normal(7, 8)})
-    found = Ranges({"e": Range(-0.5, 0.5), "x": Range(-1, 1)})
-    placement = Placement.of(
-        [Edge("table", "lookup", 0), Edge("e", "relu", 0), Edge("x", "tied", 0), Edge("table", "tied", 1)]
-    )
-    quantized = insert(model, placement, found, UINT8)
-    check(quantized)
-    table, looked_up = scale_of(quantized, "table", "lookup"), scale_of(quantized, "e", "relu")
-    assert table == looked_up
-    assert table[0] == np.float32((normal(7, 8).max() - np.float64(normal(7, 8).min())) / 255)
-    assert scale_of(quantized, "table", "tied")[0].shape == (7,)
-    apart = insert(model, placement, found, PLAIN)
-    assert scale_of(apart, "e", "relu")[0] == np.float32(1 / 255)

@@ -133,26 +133,6 @@ def test_a_run_of_mutations_that_miss_the_limits_ends_the_search_of_them() -> No
     assert len(asked) == 7
 
 
-def test_a_pattern_varies_inside_itself_only_and_in_all_instances_alike() -> None:
-    model, grouped, _, _ = parts("blocks")
-    by_digest = {p.digest: p for p in grouped}
-    assert max(len(p.instances) for p in grouped) == 3
-    varied = 0
-    for trial in played("blocks"):
-        if pattern := by_digest.get(trial.proposal.pattern):
-            inside = {n for r in pattern.instances for n in r.all_nodes()}
-            names = {model.nodes[n].name for n in inside}
-            made = {t for n in inside for t in model.nodes[n].outputs}
-            changed = trial.placement.edges ^ trial.against.edges
-            own = {e for e in changed if e.node in names or e.tensor in made}
-            assert {e.node for e in changed - own} <= {e.node for e in own}  # the weight goes with its activation
-            if trial.proposal.origin in ("float", "all"):
-                schemes = {patterns.scheme_of(pattern, r, trial.placement.edges) for r in pattern.instances}
-                assert len(schemes) == 1
-                varied += len(pattern.instances) > 1
-    assert varied
-
-
 def test_cached_schemes_come_first_and_those_that_lost_come_again_alone() -> None:
     _, grouped, _, _ = parts("mixed")
     best = best_of(played("mixed"))

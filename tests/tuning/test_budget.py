@@ -233,23 +233,6 @@ def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
     return Budget.of(settings, cast(Bench, bench), ends, has_other_float=False)
 
 
-def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
-    assert budget(None, 0.5).deadline is None
-    ample = budget(3600, 0.001)
-    assert ample.proof == Settings(Path("m")).proof
-    # Three builds of both files, of which one takes 0.8 of the other's time, after the seconds for writing the result.
-    assert ample.seconds_left == pytest.approx(3597 - 3 * (2 + 1.8 * (0.04 * 12 + 0.004)), abs=1)
-    tight = budget(120, 0.5)
-    assert tight.proof == (12,)
-    assert tight.seconds_left == pytest.approx(117 - tight.copies * (2 + 1.8 * (0.5 * 12 + 1)), abs=1)
-    assert tight.room([]) >= 2
-    assert tight.excuse is None
-    spent = budget(30, 0.5)
-    assert spent.room([]) == 0
-    assert not spent.is_brief([])
-    assert "`time_budget` had no room" in str(budget(12, 0.5).excuse)
-
-
 def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_one_less(clock: Clock) -> None:
     ample, tight = budget(3600, 0.001), budget(120, 0.5)
     usual = ample.proof_seconds(1)

@@ -18,7 +18,6 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement
@@ -120,36 +119,23 @@ class TestWhatCannotBe:
             ({"metric": "cosine", "calibration_data": None}, BadOption, "a metric needs samples"),
             ({"labels": "labels.npy", "metric": "top1:z"}, BadOption, "`metric` top1:z names no output: there are y"),
             ({"labels": "labels.npy", "metric": "top1:"}, BadOption, "`metric` top1: names no output: there are y"),
+            ({"labels": "labels.npy", "metric": "cosine"}, BadOption, "`metric` cosine fits no output"),
+            ({"labels": "from_one.npy"}, BadOption, "label 8 is no class of output y, which has 8: count classes from"),
+            ({"labels": "ignored.npy"}, BadOption, "every label is -1, which leaves a sample out: count classes from"),
         ],
     )
-    def test_one_line_says_what_to_do(self, model: Path, data, changes, error, message) -> None:
-        np.save(model.parent / "few.npy", data[1][2:])
+    def test_one_line_says_what_to_do_before_anything_is_measured(
+        self, model: Path, data, changes, error, message
+    ) -> None:
+        for name, labels in (("few", data[1][2:]), ("from_one", data[1] + 1), ("ignored", np.full_like(data[1], -1))):
+            np.save(model.parent / f"{name}.npy", labels)
         if "labels" in changes:
             changes = changes | {"labels": model.parent / changes["labels"]}
-        with pytest.raises(error, match=message) as told:
-            tune(settings(model, builds=10, **changes))
-        assert "\n" not in str(told.value)
-
-    @pytest.mark.parametrize("command", [tune, estimate])
-    @pytest.mark.parametrize(
-        ("file", "metric", "message"),
-        [
-            ("labels.npy", "cosine", "`metric` cosine fits no output"),
-            ("from_one.npy", "auto", "label 8 is no class of output y, which has 8: count classes from"),
-            ("ignored.npy", "auto", "every label is -1, which leaves a sample out: count classes from"),
-        ],
-    )
-    def test_labels_that_fit_no_output_are_refused_before_the_model_is_measured(
-        self, model: Path, data, command, file, metric, message
-    ) -> None:
-        np.save(model.parent / "from_one.npy", data[1] + 1)
-        np.save(model.parent / "ignored.npy", np.full_like(data[1], -1))
-        stages = list[str]()
         log = Log()
-        log.stage = stages.append
-        with pytest.raises(BadOption, match=message):
-            command(settings(model, labels=model.parent / file, metric=metric, builds=10), log)
-        assert stages == [f"reading {model.name}"]
+        with pytest.raises(error, match=message) as told:
+            tune(settings(model, builds=10, **changes), log)
+        assert "\n" not in str(told.value)
+        assert set(log.stages) <= {f"reading {model.name}"}
 
 
 class TestTheCommands:

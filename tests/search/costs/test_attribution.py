@@ -5,9 +5,9 @@ import onnx
 import pytest
 
 from models import build, normal
-from price_chain import FLOAT, chain, parts_of, placed, times
+from price_chain import FLOAT, chain, parts_of, times
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.attribution import attribute, node_times, with_float_times
+from qdqtune.search.costs.attribution import attribute, node_times
 from qdqtune.search.costs.decisions import cut
 from qdqtune.search.costs.prices import learn
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
@@ -35,23 +35,6 @@ def test_attribution_adds_up_to_the_scaled_latency() -> None:
     assert found.nodes["b"] > 50 * found.nodes["c"]  # by work
     assert found.dequantize == pytest.approx({"u": 2.0 * scale})
     assert found.quantize == pytest.approx({"t": 0.5 * scale})
-
-
-def test_what_a_slow_build_takes_beyond_its_layers_falls_on_nodes_that_pairs_touch() -> None:
-    """All its layers seem to take twice as long: float nodes do not, and the sum stays that of the build."""
-    parts = parts_of(chain())
-    floats = times(**FLOAT)
-    slow = times(placed(parts, "a", "t"), {"t": 1.0}, a=5.0, b=8.0, c=6.0, d=20.0)
-    found = with_float_times(chain(), slow, floats)
-    untouched = {"c": FLOAT["c"], "d": FLOAT["d"]}
-    assert {name: found.nodes[name] for name in untouched} == untouched
-    factor = (40.0 - sum(untouched.values())) / (40.0 - 26.0)
-    assert (found.nodes["a"], found.nodes["b"]) == pytest.approx((5.0 * factor, 8.0 * factor))
-    assert found.quantize == pytest.approx({"t": factor})
-    assert sum(found.nodes.values()) + sum(found.quantize.values()) == pytest.approx(40.0)
-    assert learn(parts, [floats, found]).float_ms == pytest.approx(sum(FLOAT.values()))
-    odd = times(placed(parts, "a", "t"), a=1.0, b=1.0, c=3.0, d=30.0)
-    assert with_float_times(chain(), odd, floats) == odd  # twenty times as slow: the reports do not fit
 
 
 def test_a_dynamic_quantization_counts_for_the_products_that_read_it() -> None:
