@@ -224,9 +224,6 @@ def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
     return f"{what}, where no pair can be: give the value that you deploy with, {flags}, and it is folded"
 
 
-SELECTING = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL})
-
-
 def deciding_inputs(model: Model) -> list[str]:
     """The inputs of one integer or boolean from which conditions of If are computed: others carry data."""
     waiting = [node.inputs[0] for node in model.nodes if node.op == "If"]
@@ -237,5 +234,6 @@ def deciding_inputs(model: Model) -> list[str]:
             seen.add(tensor)
             producer = model.maker(tensor)
             waiting += [] if producer is None else producer.inputs
+    kinds = {TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL}
     infos = {name: model.tensors[name] for name in model.inputs if name in seen and name in model.tensors}
-    return [name for name, info in infos.items() if info.dtype in SELECTING and info.shape in ((), (1,))]
+    return [name for name, info in infos.items() if info.dtype in kinds and info.shape in ((), (1,))]

@@ -273,8 +273,7 @@ class Runner:
         return times
 
     def timed(self, handle: Handle, count: int, turn_seconds: float) -> Times:
-        """The times of one model alone in so many rounds. A single inference between others is slower than those in a
-        row that races time, so turns have to last as long as theirs where the time is told to users."""
+        """The times of one model alone in so many rounds. A single inference takes longer than those of a long turn."""
         turns = self.turns([handle], turn_seconds)
         return self.rounds([handle], range(count), seed=0, turns=turns, warmup=0)
 
