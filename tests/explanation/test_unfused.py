@@ -352,7 +352,7 @@ def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
     trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
     able = possible_edges(model, ranges(model))
     summary: Any = {"shipped": "tuned", "rewrites": {}, "by_threads": (), "engine": {}, "baseline_ms": 4.0}
-    run = FinishedRun(tmp_path, summary | {"final_ms": 2.5}, *[None] * 2)  # type: ignore[arg-type]
+    run = FinishedRun(tmp_path, summary | {"final_ms": 2.5, "timed": True}, *[None] * 2)  # type: ignore[arg-type]
     vars(run).update(model=model, able=able, possible=able, placement=shipped, float_layers=floats, history=(trial,))
     vars(run).update(log=SimpleNamespace(plan=Plan()), limits=Limits(), noise=None, shipped_layers=layers)
     assert shipped_origin(run) == "weights of products in 4 bits, and no pairs"

@@ -196,7 +196,7 @@ class Result(Shown, result.Result):
             yield self.in_words()
             return
         what = "the tuned model" if self.placement else "the float model with the changes told above"
-        if not self.summary.get("timed", True):
+        if not self.summary["timed"]:
             what = "the cheapest by rule that holds the limits on accuracy; it was not timed"
         unchecked = "; nobody has checked its accuracy" if self.summary["unchecked"] else ""
         yield f"{self.file} is {what}{unchecked}"

@@ -137,7 +137,7 @@ def _points(run: FinishedRun) -> Iterator[Point]:
     for row in proven:
         ends = Speed.of(Ratio(row["ratio"], row["low"], row["high"]))
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
-    if not run.summary.get("timed", True) or not is_judged(run.summary):
+    if not run.summary["timed"] or not is_judged(run.summary):
         return
     final = run.summary["ratio"]
     if run.keeps_own_pairs and final is not None:
@@ -168,7 +168,7 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
         missed = run.limits.why_refused(trial) if result == "inaccurate" else None
         became = became_in_words(trial, result, is_best=trial.accepted, missed=missed)
         if trial is run.trial:
-            became = f"this is {FINAL}" + ("" if run.is_by_rule else ": proven on fresh builds")
+            became = f"this is {FINAL}" + (": proven on fresh builds" if run.summary["timed"] else "")
         yield Candidate(
             number=trial.number,
             origin=origin_in_words(trial.proposal.origin),

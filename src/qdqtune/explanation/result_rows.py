@@ -20,7 +20,7 @@ NOT_MEASURED = "not measured"
 
 def verdict(summary: Mapping[str, Any]) -> Headline:
     """The result in a sentence, and what it means."""
-    name, is_timed, ratio_to_float = title(Path(summary["model"])), summary.get("timed", True), summary["ratio"]
+    name, is_timed, ratio_to_float = title(Path(summary["model"])), summary["timed"], summary["ratio"]
     unchecked = ", accuracy not measured" if summary["unchecked"] else ""
     if is_timed and summary["shipped"] == "tuned" and ratio_to_float is not None:
         measured = Speed.of(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
@@ -73,7 +73,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[Row]:
     """The rows, from the content of summary.json."""
     improved = summary["shipped"] == "tuned"
     bits, weights, without = summary.get("bits"), summary.get("weights"), summary["fastest_without_limits"]
-    rows = _latency_rows(summary) if summary.get("timed", True) else [Row("latency", "not timed", "not timed")]
+    rows = _latency_rows(summary) if summary["timed"] else [Row("latency", "not timed", "not timed")]
     if improved and summary["ratio_to_given"] is not None:
         rows.append(Row(f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
     rewrites = summary["rewrites"]

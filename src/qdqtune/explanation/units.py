@@ -205,7 +205,7 @@ class _Table:
             conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
         )
         part = f"part of {shipped_origin(run)}, which was measured as a whole"
-        if run.is_by_rule:
+        if not run.summary["timed"]:
             part = f"8 bits cost the least, and the outputs hold {self._limit}"
         elsewhere = [layer.elsewhere for layer in ran if layer.elsewhere]
         if elsewhere:
@@ -280,7 +280,7 @@ class _Table:
         """The reason for a unit in float that may have pairs: what a build shows of it, else what is predicted of its
         rounding, else what became of the candidate with the fewest units that ran it in 8 bits. `saves`: it takes
         less in 8 bits, without conversions."""
-        if self.run.is_by_rule:
+        if not self.run.summary["timed"]:
             return "accuracy limit", f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
         if row.more_ms is not None and row.more_ms > NOISE * (row.ms or 0.0):
             return "conversions cost more than it saves" if saves else "no gain beyond noise", ""

@@ -98,7 +98,7 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         sqnr_db=summary["output_sqnr_db"],
         min_sqnr_db=summary["min_sqnr_db"],
         min_agreement=summary["min_agreement"],
-        timed=summary.get("timed", True),
+        timed=summary["timed"],
         unchecked=summary["unchecked"],
     )
     row = next((row for row in summary["by_threads"] if row["ratio"] == proven.ratio), None)

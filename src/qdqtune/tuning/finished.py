@@ -38,7 +38,7 @@ from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Journal, read_journal
 from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.tuning.summary import AtThreads, RunLog, Summary, keeps_own_pairs, read_json, read_summary
-from qdqtune.types import CostsByRule, Edge, Layer, Measurement, Placement, Trial
+from qdqtune.types import Edge, Layer, Measurement, Placement, Trial
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,6 @@ class FinishedRun:
             for number, row in enumerate(self.log.trials, 1)
             if row.of in trials
         )
-
-    @property
-    def is_by_rule(self) -> bool:
-        """Whether nothing was timed, and costs by rule decided."""
-        return any(isinstance(trial.result, CostsByRule) for trial in self.history)
 
     @cached_property
     def model(self) -> Model:

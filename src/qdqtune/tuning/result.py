@@ -172,7 +172,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
         "rewrites": _rewrites(run, proof),
         "shipped": proof.shipped,
-        **({} if settings.is_timed else {"timed": False}),
+        "timed": settings.is_timed,
         "accuracy": "measured" if is_judged else "not measured",
         "unchecked": is_changed and not is_judged and not settings.has_metric,
         "baseline_ms": None if proof.float_seconds is None else proof.float_seconds * 1e3,

@@ -120,7 +120,7 @@ class Summary(TypedDict):
     state_file: str | None
     rewrites: Rewritten
     shipped: Shipped
-    timed: NotRequired[bool]
+    timed: bool
     accuracy: Literal["measured", "not measured"]
     unchecked: bool
     baseline_ms: Positive | None
