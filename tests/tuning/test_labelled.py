@@ -108,11 +108,7 @@ class TestWhatCannotBe:
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
         [
-            (
-                {"labels": "labels.npy", "calibration_data": None},
-                BadOption,
-                "give `calibration_data`, or as `labels` an",
-            ),
+            ({"labels": "labels.npy", "calibration_data": None}, BadOption, "give `calibration_data`, or as `labels`"),
             ({"labels": "few.npy"}, BadData, r"few.npy has 298 labels, .*model.npz 300 samples: give one for each"),
             ({"labels": "nowhere.npy"}, BadData, r"labels .*nowhere.npy not found"),
             ({"labels": "labels.npy", "evaluate": "m:f"}, BadOption, "`evaluate` is a metric of its own"),
