@@ -14,6 +14,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import (
     Quantization,
     Range,
+    integer_ends,
     of_range,
     of_weight,
     quantize,
@@ -126,6 +127,21 @@ WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
 
 def error(name: str, weight: np.ndarray = WEIGHT) -> float:
     return float(np.square(rounded_weight(weight, WeightFormat.named(name)).values() - weight).mean())
+
+
+@pytest.mark.parametrize("name", ["w8", "w8b32", "w8a", "w8b32a", "w4b16", "w4b32", "w4b32a"])
+def test_integers_and_scales_stand_for_the_weights(name: str) -> None:
+    weight_format = WeightFormat.named(name)
+    assert weight_format.name == name
+    found = rounded_weight(WEIGHT, weight_format)
+    low, high = integer_ends(weight_format)
+    integers = found.integers.astype(int)
+    assert integers.min() >= low
+    assert integers.max() <= high
+    assert found.scale.shape == ((64 // weight_format.block, 24) if weight_format.block else (24,))
+    assert (found.zero_point is None) == weight_format.symmetric
+    largest = np.abs(WEIGHT).max() * (1 if weight_format.bits == 4 else 0.01)
+    assert np.abs(found.values() - WEIGHT).max() < largest
 
 
 def test_searched_steps_lose_less_than_those_of_the_largest_values() -> None:

@@ -20,7 +20,7 @@ from qdqtune.numerics.accuracy import accuracy, sqnr_db
 from qdqtune.numerics.fitting import BiasedPlacement, bias_session, compared_values, fitted, shifts_by_others
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.possible import biased_layers, possible_edges
 from qdqtune.types import Deaf, Edge, NumericFormat, Placement
 from workers import Workers
 
@@ -128,6 +128,15 @@ def test_the_constant_behind_a_product_is_its_bias() -> None:
     (bias,) = (t for t in corrected.nodes[corrected.index_of["add"]].inputs if t in corrected.constants)
     np.testing.assert_allclose(corrected.constants[bias].array(), np.arange(4) + np.asarray(shifts["add"]), rtol=1e-5)
     assert insert(net, Placement(), replace(known, shifts=shifts), INT8).to_proto() == net.to_proto()
+
+
+def test_a_constant_that_is_quantized_itself_is_left_alone() -> None:
+    text = "net (float[2,4] x) => (float[2,4] y) { [product] p = MatMul(x, w) [add] y = Add(p, bias) }"
+    net = build(text, {"w": lopsided(4, 4).T, "bias": np.arange(4, dtype=np.float32)})
+    known = ranges(net, [{"x": 2 + normal(2, 4)}])
+    assert not biased_layers(net, everything(net, known))
+    foreign = build("net (float[2,4] x) => (float[2,4] y) { [own] y = custom.Conv(x, w) }", {"w": normal(4, 4)})
+    assert not biased_layers(foreign, Placement.of([Edge("x", "own", 0), Edge("w", "own", 1)]))
 
 
 def test_biases_are_corrected_for_each_sample_by_the_others() -> None:

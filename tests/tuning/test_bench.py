@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +16,7 @@ from models import feeds, ranges
 from qdqtune.engines import formats
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BaselineFailed, EngineFailure, EngineRefused, Failure
+from qdqtune.errors import BaselineFailed, EngineFailure, EngineRefused, EngineUnavailable, Failure
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
@@ -216,6 +219,29 @@ def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_on
 )
 def test_short_models_are_profiled_more_often_and_long_ones_less(seconds: float, runs: int) -> None:
     assert profiled_runs(seconds) == runs
+
+
+def test_the_first_worker_goes_on_alone_even_if_it_was_lost() -> None:
+    """On a cluster it finds a place as soon as the others end."""
+    closed: list[int] = []
+    first, second = (
+        SimpleNamespace(runner=SimpleNamespace(close=partial(closed.append, number))) for number in range(2)
+    )
+    is_lost = Event()
+
+    def work(worker: Any) -> None:
+        if worker is first:
+            is_lost.set()
+            raise EngineUnavailable("its node is gone")
+        assert is_lost.wait(60)
+
+    pool = WorkerPool([first, second])
+    bench = Bench(cast(Any, pool), cast(Any, None), cast(Any, None))
+    assert len(list(pool.results([work, work]))) == 2
+    assert [*pool] == [second]
+    bench.stand_alone()
+    assert closed == [1]
+    assert bench._runner is cast(Any, first.runner)
 
 
 MODEL = mixed()

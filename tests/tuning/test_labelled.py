@@ -13,6 +13,7 @@ import qdqtune
 from conftest import Call
 from models import INT8, build, feeds, normal, ranges
 from observers import Log
+from qdqtune.commands.tune import result_table
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
@@ -73,6 +74,7 @@ class TestTheLimit:
         assert (found["metric"], found["metric_samples"], found["metric_before"]) == ("top1", COUNT, 0.9)
         lost, high = found["metric_before"] - found["metric_after"], found["metric_loss_high"]
         assert high > max(lost, 0.009)
+        assert ("  loss at most (95 %)", "", f"{high:.2g}") in result_table(free).rows
         within = (lost + high) / 2  # the loss on the samples is smaller, and what it may be is larger
         limited = tune(labelled(model, max_drop=within, output_dir=model.parent / "limited"))
         assert limited.placement != free.placement
