@@ -264,7 +264,6 @@ def _mark(row: Mapping[str, Any]) -> str:
 
 
 def _tensors(row: Mapping[str, Any]) -> str:
-    """How many tensors have a pair, and how many weights have a weight format (a count, or counts by format)."""
-    weights = row.get("weights") or 0
-    count = weights if isinstance(weights, int) else sum(weights.values())
+    """How many tensors have a pair, and how many weights have a weight format."""
+    count = sum(row["weights"].values())
     return str(row["pairs"]) + (f" + {count} weights" if count else "")
