@@ -18,6 +18,7 @@ from qdqtune.cli import main, tune
 from qdqtune.cli.progress import Progress
 from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
 from qdqtune.timing.ratios import Plan
@@ -213,9 +214,14 @@ def test_a_candidate_that_ran_needs_no_word_about_those_that_failed(call, model,
     assert re.search(r"candidates: \d+ \(\d+ failed\)", out)
 
 
-def test_dry_run_says_what_would_be_done_and_does_nothing(call, model, tmp_path):
+def test_dry_run_says_what_would_be_done_and_does_nothing(call, model, monkeypatch, tmp_path):
+    asked, turns = list[float](), Runner.turns
+    monkeypatch.setattr(
+        Runner, "turns", lambda self, handles, least: asked.append(least) or turns(self, handles, least)
+    )
     code, out, _ = call("tune", model, *QUICK, "-o", tmp_path / "out", "--dry-run", "--time-budget", "9m")
     assert code == 0
+    assert asked == [Plan.turn_seconds]  # as races time: single inferences take longer
     up_to = r"up to \d+ within the 9 min 0 s, without the proof"
     assert re.fullmatch(rf"regions: \d+\npatterns: \d+\nbuilds: {up_to}\ntime: about \d+ s \(.* ms\)\n", out)
     assert not (tmp_path / "out").exists()
