@@ -209,15 +209,14 @@ class TestAMetricThatTheSearchDidNotAskFor:
         assert not any(t.holds for t in result.history)
 
 
-class TestABudgetThatIsLate:
-    def test_a_candidate_that_goes_to_the_proof_at_once_is_judged_by_the_metric(
-        self, model: Path, metric: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(Budget, "room", lambda *_: 0)
-        result = tune(evaluated(model, mode="cut", builds=2))
-        assert len(result.history) == 1
-        assert (result.shipped, result.unmet) == ("baseline", True)
-        assert result.summary["metric_before"] == 0
+def test_a_candidate_that_goes_to_the_proof_at_once_is_judged_by_the_metric(
+    model: Path, metric: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Budget, "room", lambda *_: 0)
+    result = tune(evaluated(model, mode="cut", builds=2))
+    assert len(result.history) == 1
+    assert (result.shipped, result.unmet) == ("baseline", True)
+    assert result.summary["metric_before"] == 0
 
 
 @pytest.mark.parametrize(

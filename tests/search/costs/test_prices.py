@@ -279,17 +279,16 @@ def made_up_costs(model: Model) -> tuple[Costs, Noise]:
 
 
 @pytest.mark.parametrize("make", [mixed, attention, conv_net])
-class TestCutWithinLimits:
-    def test_less_allowed_noise_takes_longer_and_is_kept(self, make) -> None:
-        costs, noise = made_up_costs(make())
-        whole = noise.summed(costs.partition.placement(cut(costs)))
-        times: list[float] = []
-        for share in (1.0, 0.8, 0.5, 0.3, 0.1, 0.03):
-            decision = cut_within(costs, noise, share * whole)
-            assert noise.summed(costs.partition.placement(decision)) <= share * whole
-            times.append(costs.total(decision))
-        assert times == sorted(times)
-        assert times[0] < times[-1]
+def test_a_cut_within_less_allowed_noise_takes_longer_and_keeps_it(make) -> None:
+    costs, noise = made_up_costs(make())
+    whole = noise.summed(costs.partition.placement(cut(costs)))
+    times: list[float] = []
+    for share in (1.0, 0.8, 0.5, 0.3, 0.1, 0.03):
+        decision = cut_within(costs, noise, share * whole)
+        assert noise.summed(costs.partition.placement(decision)) <= share * whole
+        times.append(costs.total(decision))
+    assert times == sorted(times)
+    assert times[0] < times[-1]
 
 
 def test_where_a_limit_binds_the_decision_with_less_noise_is_taken_of_those_with_equal_time() -> None:
