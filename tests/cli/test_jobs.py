@@ -52,7 +52,8 @@ def test_what_makes_no_sense_is_refused(call: Call, tmp_path: Path) -> None:
     empty.mkdir()
     for models in ([model, empty], [empty]):
         is_refused(call, tmp_path, "empty holds no .onnx file", "tune", *models)
-    is_refused(call, tmp_path, "a.npz is no ONNX file: samples are --calibration-data", "tune", model, "a.npz")
+    for words in (("tune", model), ("compare", model), ("inspect",)):
+        is_refused(call, tmp_path, "a.npz is no ONNX file: samples are --calibration-data", *words, "a.npz")
 
 
 def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(call, tmp_path):

@@ -44,8 +44,6 @@ def _models(value: Any) -> Path | tuple[Path, ...]:
     """Model files, and the graphs of folders (see `model_folder`), sorted by name in each: a path, or several."""
     paths = list[Path]()
     for path in map(MODELS.convert, texts_of(value)):
-        if path.suffix in (".npz", ".npy", ".csv", ".txt"):
-            raise ValueError(f"{path} is no ONNX file: samples are `calibration_data`, right answers are `labels`")
         graphs = graphs_in(path) if path.is_dir() else [path]
         if not graphs:
             raise ValueError(without_graph(path))

@@ -98,9 +98,16 @@ def _model_files(text: str) -> list[Path]:
     return [file for one in files for file in files_of(one)] or [path]
 
 
-MODEL = reads(_model_files, "model", lambda text: model_in(Path(text)))
+def _model_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix in (".npz", ".npy", ".csv", ".txt"):
+        raise ValueError(f"{path} is no ONNX file: samples are `calibration_data`, right answers are `labels`")
+    return path
+
+
+MODEL = reads(_model_files, "model", lambda text: model_in(_model_path(text)))
 """The path of a model, or of a folder that holds one (see `model_folder`)."""
-MODELS = reads(_model_files, "model")
+MODELS = reads(_model_files, "model", _model_path)
 """The path of a model or of a folder, which may hold several."""
 
 
