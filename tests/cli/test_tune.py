@@ -214,6 +214,12 @@ def test_a_candidate_that_ran_needs_no_word_about_those_that_failed(call, model,
     assert re.search(r"candidates: \d+ \(\d+ failed\)", out)
 
 
+def test_dry_run_refuses_a_metric_before_it_reads_the_model(call, tmp_path):
+    (tmp_path / "damaged.onnx").write_text("no model")
+    _, _, err = call("tune", tmp_path / "damaged.onnx", "--dry-run", "--evaluate", "nowhere:metric")
+    assert "nowhere" in err
+
+
 def test_dry_run_says_what_would_be_done_and_does_nothing(call, model, monkeypatch, tmp_path):
     asked, turns = list[float](), Runner.turns
     monkeypatch.setattr(

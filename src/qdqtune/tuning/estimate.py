@@ -17,7 +17,7 @@ from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
-from qdqtune.numerics.metrics import open_metric
+from qdqtune.numerics.metrics import load_evaluation, open_metric
 from qdqtune.timing.ratios import FEW_BUILDS, USUAL_BUILDS
 from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
@@ -56,10 +56,12 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
     execution, _ = on_device(settings.on, execution)
+    if settings.evaluate is not None:
+        load_evaluation(settings.evaluate, execution)  # as a run does: refused before the model is read
     with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
-        open_metric(settings.evaluate, settings, subject.prepared)
+        open_metric(None, settings, subject.prepared)
         if settings.state.exists() and not settings.restart:
             read_journal(settings.state)  # as a run does at this point: it may be damaged
         runner.feed(at_each(subject.mix, settings.thread_counts))
