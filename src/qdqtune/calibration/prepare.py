@@ -218,10 +218,12 @@ def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
     deciding = deciding_inputs(model)
     if not deciding:
         return f"{what}, where no pair can be: unroll it where the model is exported"
-    values = {name: {sample[name].item() for sample in samples if name in sample} for name in deciding}
-    texts = {name: str(min(those)).lower() if len(those) == 1 else "VALUE" for name, those in values.items()}
-    flags = " ".join(f"`fix_inputs` {name}={text}" for name, text in texts.items())
-    return f"{what}, where no pair can be: give the value that you deploy with, {flags}, and it is folded"
+    flags = ""
+    for name in deciding:
+        values = {sample[name].item() for sample in samples if name in sample}
+        value = str(values.pop()).lower() if len(values) == 1 else "VALUE"
+        flags += f" `fix_inputs` {name}={value}"
+    return f"{what}, where no pair can be: give the value that you deploy with,{flags}, and it is folded"
 
 
 def deciding_inputs(model: Model) -> list[str]:

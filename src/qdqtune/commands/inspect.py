@@ -141,7 +141,8 @@ def overview_of(model: Model) -> dict[str, Any]:
     if inside := sum(len(graph.node) for graph in graphs(model.proto.graph)) - len(model.nodes):
         kinds = ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))
         deciding = deciding_inputs(model)
-        advice = "".join(f"; if {n} decides, `fix_inputs` {n}=VALUE may bring them out" for n in deciding[:1])
+        first = deciding[0] if deciding else ""
+        advice = f"; if {first} decides, `fix_inputs` {first}=VALUE may bring them out" if first else ""
         notes.append(f"{counted(inside, 'node')} in the bodies of {kinds} stay in float{advice}")
     for reason, count in Counter(filter(None, refusals)).items():
         notes.append(f"{counted(count, 'product')} cannot: {reason}")

@@ -457,7 +457,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     fixed, is_run = options.fix_inputs, options.is_run
     ready = options.prepared(options.engine, fixed, numbers.opset, rewrites, execution, observer, is_run=is_run)
     shaped, prepared = ready.shaped, ready.prepared
-    options.allowed(shaped, frozenset())  # refuses names that fit nothing, before the work begins
+    edges = every_edge(shaped)
+    is_whole = options.allowed(shaped, edges) == edges  # refuses names that fit nothing, before the work begins
     metric = None if prepared is None else open_metric(options.evaluate, options, prepared)
 
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
@@ -474,7 +475,6 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         how = options.calibration
         ranges, hurried = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
-    is_whole = options.allowed(shaped, every_edge(shaped)) == every_edge(shaped)
     if not placed.placement:
         where = "" if is_whole else " among the nodes that you chose"
         what = f"the rules of {options.engine} find nothing to quantize in {path}{where}"

@@ -240,30 +240,13 @@ def front_table(summary: Mapping[str, Any]) -> Table:
         compared = row["by_threads"] if len(counts) > 1 else [row]
         ends = (Ratio(at["ratio"], at["low"], at["high"]).speedup for at in compared)
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
-        cells.append((row["name"], *ends, metric, _tensors(row), *_judged(row, summary)))
+        formats = sum(row["weights"].values())
+        tensors = str(row["pairs"]) + (f" + {formats} weights" if formats else "")
+        db = closeness_cell(row["sqnr_db"], row["agreement"]) if is_judged(summary) else NOT_MEASURED
+        agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+        mark = {True: "", False: "below the limits", None: "metric not computed"}[row["holds_limits"]]
+        mark = "ships" if row["shipped"] else mark
+        cells.append((row["name"], *ends, metric, tensors, db, agreement, mark))
     speedups = [f"at {counted(n, 'thread')}" for n in counts] if len(counts) > 1 else ["speedup [interval]"]
-    caption = "each point is front/NAME.onnx"
-    return Table(("point", *speedups, "metric", "tensors", *JUDGED), cells, caption)
-
-
-JUDGED = ("SQNR, dB", "agreement", "")
-"""The last columns of the table: how close the outputs are, and what that means."""
-
-
-def _judged(row: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, str, str]:
-    agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
-    db = closeness_cell(row["sqnr_db"], row["agreement"]) if is_judged(summary) else NOT_MEASURED
-    return db, agreement, _mark(row)
-
-
-def _mark(row: Mapping[str, Any]) -> str:
-    """Whether a candidate ships, or why it may not."""
-    if row["shipped"]:
-        return "ships"
-    return {True: "", False: "below the limits", None: "metric not computed"}[row["holds_limits"]]
-
-
-def _tensors(row: Mapping[str, Any]) -> str:
-    """How many tensors have a pair, and how many weights have a weight format."""
-    count = sum(row["weights"].values())
-    return str(row["pairs"]) + (f" + {count} weights" if count else "")
+    columns = ("point", *speedups, "metric", "tensors", "SQNR, dB", "agreement", "")
+    return Table(columns, cells, "each point is front/NAME.onnx")

@@ -87,6 +87,7 @@ def able_edges(model: Model) -> frozenset[Edge]:
 
 
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
+    """Every edge that can carry a pair, of tensors that have a scale."""
     able = able_edges(model)
     scaled = {t for t in {e.tensor for e in able} if unscaled(model, t, ranges) is None}
     return frozenset(e for e in able if e.tensor in scaled)
