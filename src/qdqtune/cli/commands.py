@@ -223,9 +223,8 @@ def debug_command(options: DebugOptions, terminal: Terminal) -> int:
     MODEL             with Q/DQ pairs: the same, against MODEL without them; its weights count as right
 
     The tensors are ranked by the error that the pairs of each alone make, as ONNX defines them. The worst are taken out
-    until the outputs are healthy. A tensor is guilty if the error halves without it, or if it alone breaks the limit.
-    If none stands out, the largest are named. If the engine computes something else than the pairs define, that is
-    said.
+    until the outputs are healthy. A tensor is guilty if it makes a tenth of the error, and less is left without it.
+    If none is guilty, the worst are listed. It is said if the engine computes something else than the pairs define.
 
     Exit code 0: the outputs are healthy; 4: they are not, whether or not a tensor is guilty; 5: ONNX Runtime does not
     run the float model, or the engine not the quantized one.

@@ -339,15 +339,6 @@ def _min_max(values: Array) -> tuple[float, float]:
 
 # The limits below are chosen, not measured.
 
-NAMED = 5
-"""How many pairs are named if none stands out: those with the most noise alone."""
-
-LEFT_SHARE = 0.5
-"""A tensor is guilty if without it at most this share of the noise is left: 3 dB."""
-
-EXACT = 1e-20
-"""Noise below it is told as this: it has a logarithm."""
-
 WORSE = 2.0
 """The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""
 
@@ -374,9 +365,8 @@ class Diagnosis(Shown):
 
     `noise` is that of `file` on the `engine` on all `samples`. The next values are measured on the `examined` worst
     samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest` without the guilty
-    pairs. Of the `suspects` those are guilty whose `without` is known; the others are the largest, where `rest` is
-    above the limit and no pair stands out. `pairs` counts examined pairs, those on biases included, and `unexamined`
-    those on no tensor of the float model.
+    pairs. The `suspects` are the guilty tensors, whose `without` is known; the worst ones if none is. `pairs` counts
+    examined pairs, those on biases included, and `unexamined` those on no tensor of the float model.
     """
 
     pairs: int
@@ -398,11 +388,6 @@ class Diagnosis(Shown):
     @property
     def guilty(self) -> tuple[Damage, ...]:
         return tuple(damage for damage in self.suspects if damage.without is not None)
-
-    @property
-    def largest(self) -> tuple[Damage, ...]:
-        """The tensors with the most noise among those that are not guilty."""
-        return tuple(damage for damage in self.suspects if damage.without is None)
 
     @property
     def is_healthy(self) -> bool:
@@ -427,7 +412,7 @@ class Diagnosis(Shown):
         rows = [
             (
                 damage.tensor,
-                "largest" if damage.without is None else "guilty",
+                "" if damage.without is None else "guilty",
                 ", ".join(damage.nodes),
                 _range(damage.float_range),
                 _range(damage.quantized_range),
@@ -452,19 +437,13 @@ class Diagnosis(Shown):
         if self.by_numbers is not None:
             yield f"as ONNX defines its arithmetic: {level(self.by_numbers)}"
         yield self.table()
-        if self.largest:
-            yield (
-                "the damage that is left is spread over many tensors, none is guilty; the largest alone are listed: "
-                "calibrate otherwise, or exclude several (quantize --report)"
-            )
         if self.guilty:
             state = "healthy" if self.rest is not None and self.rest <= self.limit else "still not healthy"
             yield f"without them on {self.engine}: {level(self.rest or 0.0)}, {state}"
             yield f"to keep them in float: qdqtune quantize MODEL {exclusion(self.excluded)}"
-        if not self.suspects and self.unexamined:
-            yield f"no examined tensor is guilty, but {self.unexamined} not examined: see the notes"
-        elif not self.suspects:
-            yield "no single tensor is guilty"
+        elif self.suspects or self.unexamined:
+            where = f", and {counted(self.unexamined, 'pair')} not examined" if self.unexamined else ""
+            yield f"no single tensor is guilty{where}: calibrate otherwise, or exclude several"
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values. SQNR in dB, None for equal outputs, -30 if outputs are not finite."""
@@ -484,7 +463,7 @@ class Diagnosis(Shown):
             "sqnr_db_as_defined": None if self.by_numbers is None else sqnr_of(self.by_numbers),
             "rest_sqnr_db": None if self.rest is None else sqnr_of(self.rest),
             "guilty": [damage.to_dict() for damage in self.guilty],
-            "largest": [damage.to_dict() for damage in self.largest],
+            "suspects": [damage.to_dict() for damage in self.suspects],
             "nodes_to_exclude": self.excluded,
             "notes": self.notes,
         }
@@ -572,14 +551,11 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         defined = numbers = switched.noise(switched.tensors)
         ranking = switched.ranking() if WORSE * numbers > limit else {}
         without: dict[str, float] = {}
-        biases = {pair.tensor for pair in pairs if pair.kind == "bias"}
-        for tensor in list(ranking)[:WORST]:
-            if defined <= limit:
-                break
-            rest = switched.noise(set(switched.tensors) - without.keys() - {tensor})
-            breaks_limit = ranking[tensor] > limit and tensor not in biases  # a corrected one makes up for other pairs
-            if rest <= LEFT_SHARE * defined or (breaks_limit and rest <= defined):
-                without[tensor] = defined = rest
+        for tensor, alone in list(ranking.items())[:WORST]:
+            if defined > limit and alone >= defined * noise_of(TENTH_DB):
+                rest = switched.noise(set(switched.tensors) - without.keys() - {tensor})
+                if rest <= defined:  # a corrected bias makes up for other pairs
+                    without[tensor] = defined = rest
         if without:  # what the other pairs do on the engine
             others = [pair for pair in pairs if pair.tensor not in without]
             left = 0.0
@@ -590,13 +566,10 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
                     left = noise(switched.reference, _outputs(runner, folder / "rest.onnx", switched))
                 except EngineRefused:
                     left = UNKNOWN_NOISE
-        largest = list[str]()
         if left > max(limit, WORSE * defined):
-            levels = " where these have ".join(f"{sqnr_of(max(value, EXACT)):.1f} dB" for value in (left, defined))
+            levels = " where these have ".join(level(value) for value in (left, defined))
             notes.append(f"{spec.name} computes other values than the pairs define: {levels}")
-        elif left > limit:
-            largest = [tensor for tensor in ranking if tensor not in without and tensor not in biases][:NAMED]
-        noises = {tensor: ranking[tensor] for tensor in [*without, *largest]}
+        noises = {tensor: ranking[tensor] for tensor in without or list(ranking)[:WORST]}
         suspects = described(plain, pairs, noises, switched.samples, execution)
     if all(pair.kind == "activation" for pair in pairs):
         notes.append("constants are taken as the file has them: give the float model as well, to have them examined")
