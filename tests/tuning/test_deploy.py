@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -145,6 +146,10 @@ def test_the_script_of_tensorrt_fits_each_version(
     more = {"workspace_mb": 3, "builder_level": 5, "plugin_libraries": [str(tmp_path / "my.so")]}
     script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version}, **more)
     monkeypatch.setattr(sys, "argv", ["run.py", "2"])
+    with monkeypatch.context() as damaged:
+        damaged.setattr("importlib.import_module", Mock(side_effect=ImportError("libnvinfer.so: cannot open")))
+        with pytest.raises(ImportError, match=r"libnvinfer\.so: cannot open"):
+            runpy.run_path(str(script), run_name="__main__")
     with pytest.raises(SystemExit, match=r"my\.so is missing"):
         runpy.run_path(str(script), run_name="__main__")
     (tmp_path / "my.so").touch()

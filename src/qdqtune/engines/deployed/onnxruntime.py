@@ -9,8 +9,9 @@ from qdqtune.engines.deployed.start import library, model, runs, settings
 try:
     import numpy as np
     import onnxruntime as ort
-except ImportError as error:
-    raise SystemExit(f"{error.name} is missing: pip install onnxruntime numpy") from None
+except ModuleNotFoundError as error:
+    what = f"pip install numpy, and the package of ONNX Runtime that has {library['provider']}"
+    raise SystemExit(f"{error.name} is missing: {what}") from None
 
 provider, provider_options = library["provider"], library["provider_options"]
 

@@ -8,7 +8,7 @@ from qdqtune.engines.deployed.start import library, model, runs, settings
 try:
     import numpy as np
     import openvino as ov
-except ImportError as error:
+except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is missing: pip install openvino numpy") from None
 
 request = ov.Core().compile_model(str(model), "CPU", library["configuration"]).create_infer_request()

@@ -12,12 +12,12 @@ from qdqtune.engines.deployed.start import library, model, runs, settings
 try:
     import numpy as np
     from cuda.bindings import runtime as cuda
-except ImportError as error:
+except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is missing: pip install cuda-python numpy") from None
 
 try:
     trt = import_module(library["module"])
-except ImportError as error:
+except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is missing: pip install TensorRT's package") from None
 
 logger = trt.Logger(trt.Logger.WARNING)  # one for the whole process: TensorRT ignores later ones
