@@ -285,10 +285,11 @@ def sqnr_of(noise: float) -> float | None:
 class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples. `sqnr_db` is the SQNR of the worst
     float output, `lowest_db` and `highest_db` are its extremes on single samples; None where outputs are equal, or none
-    is float. `agreement` is the share of equal elements of the worst integer output, `top1` of equal first choices of
-    `choices` (see `numerics.scores`), which tell as much as so many `independent` ones. If not all samples were run,
-    `at_most_db` is the SQNR where the others have the float model's outputs. `slice_name` and `slice_db` tell the worst
-    slice of a float output, and `slice_is_lost` that the SQNR of its output hides its loss (`numerics.accuracy`)."""
+    is float. `agreement` is the share of equal elements of the worst integer output, `top1` that of equal first choices
+    among `choices`, `independent` the number of independent choices that would tell as much (see `numerics.scores`). If
+    not all samples were run, `at_most_db` is the SQNR where the others have the float model's outputs. `slice_name` and
+    `slice_db` tell the worst slice of a float output, and `slice_is_lost` that the SQNR of its output hides its loss
+    (`numerics.accuracy`)."""
 
     sqnr_db: float | None = None
     lowest_db: float | None = None

@@ -273,7 +273,8 @@ class QuantizeOptions(MetricOptions, FixOption, SourceOptions):
 
     @property
     def is_run(self) -> bool:
-        """Whether the model is run: with ranges from a file, random inputs would tell nothing."""
+        """Whether the model is run, to find ranges and to compare outputs. Not if a file has the ranges and there are
+        neither data nor a metric: outputs on random inputs would tell nothing about accuracy."""
         return self.calibration_cache is None or bool(self.calibration_data or self.has_metric)
 
     @property

@@ -289,7 +289,7 @@ class Contents:
         self._reason = ""
 
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """Those that are not here. The others are used now."""
+        """The arrays that the folder lacks. Those that it holds count as used now, so that others are removed first."""
         for digest in digests:
             if digest in self._sizes:
                 self._sizes[digest] = self._sizes.pop(digest)

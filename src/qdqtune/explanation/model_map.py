@@ -80,8 +80,8 @@ def _shape_nodes(model: Model) -> frozenset[str]:
 
 
 def alike(drawn: Map) -> list[list[int]]:
-    """Lists of group numbers: groups whose names differ in the index of their module alone share a list, as those of
-    /layers.0/MatMul and /layers.1/MatMul; others are alone in one."""
+    """Lists of group numbers. Groups that repeat share a list: at least `REPEATS` of one label, whose names differ only
+    in the index of the module, as /layers.0/MatMul and /layers.1/MatMul. Every other group has a list to itself."""
     together: dict[object, list[int]] = {}
     for number, group in enumerate(drawn.groups):
         name = drawn.nodes[group.nodes[0]].name

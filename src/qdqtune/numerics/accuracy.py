@@ -198,7 +198,7 @@ def closeness(sqnr_db: float | None, equal: float | None) -> str:
 
 
 def closeness_cell(sqnr_db: float | None, equal: float | None) -> str:
-    """The same for a column of ratios in dB; empty where integers alone differ."""
+    """An output SQNR for a column in dB, without the unit; empty where only integers differ, which have no dB."""
     return "" if integers_differ(sqnr_db, equal) else decibels(sqnr_db).removesuffix(" dB")
 
 
@@ -210,7 +210,7 @@ def slice_cell(accuracy: Accuracy | None) -> str:
 
 
 def closeness_of(accuracy: Accuracy) -> str:
-    """All of it, for example: 24.1 dB (18.3 to 31.0 over 16 samples), 99.0% of the best classes equal."""
+    """Every measure in one line, as 24.1 dB (18.3 to 31.0 over 16 samples), 99.0% of the best classes equal."""
     shares = (accuracy.agreement, "integers"), (accuracy.top1, "best classes")
     parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
     if integers_differ(accuracy.sqnr_db, accuracy.agreement):

@@ -221,10 +221,10 @@ class _Alone:
 
     def activations(self, caveat: Caveat) -> Mapping[Edge, float]:
         """By the edge of a weight that may have dynamic quantization, the noise of rounding the activation of its
-        product: its part, where several products read the activation. Empty if it cannot be measured.
+        product; an equal part of it for each product that reads the activation. Empty if it cannot be measured.
 
-        It is measured apart from weights, whose noise in 4 bits would hide it where neighbours share what they do
-        together.
+        It is measured without the noise of weights: where the noise of several tensors is measured together, the large
+        noise of weights in 4 bits would hide it.
         """
         model = self.run.subject.shaped
         able = (edge for edge, shares in self.run.format_shares.items() if any(s.dynamic for s in shares))

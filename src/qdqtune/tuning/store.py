@@ -194,7 +194,8 @@ class Store:
         return value
 
     def refuse(self, key: str, failure: Failure) -> None:
-        """Keep a failure in place of a value; for this session only if another attempt may succeed."""
+        """Record that computing the value of a key failed: `get` raises that failure from now on, and in later sessions
+        too unless it `is_transient` (another attempt may succeed)."""
         self._write(key, {"failure": plain(failure)}, failure, on_disk=not failure.is_transient)
 
     def _write(self, key: str, row: Mapping[str, Any], value: object, *, on_disk: bool) -> None:

@@ -190,10 +190,11 @@ def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decisio
     """The cheapest decision by `Costs.total`, where noise costs `price` ms per unit of relative noise: the optimum of a
     table with two labels, floats and 8 bits.
 
-    Besides units and tensors the table has parts that are in 8 bits if any of some others is: 8-bit values of a tensor
-    exist, a unit is amid pairs, behind a stored tensor the weights of a unit stay floats, a value is rounded. A float
-    unit takes its cheapest weight format. No charge for noise is above the time of the float model: that is prohibitive
-    already, and larger ones would leave the others fewer digits.
+    The table has a part for each unit (is it in 8 bits?) and each tensor (is it stored in 8 bits?), and auxiliary parts
+    that take the label 8 bits as soon as one of certain others does: some reader needs a tensor in 8 bits (`exists`), a
+    unit has pairs beside it (`amid`), a unit in float reads a stored tensor and loses its weight format (`fed`), a
+    value is rounded (`rounded`). Units in float have their cheapest weight format. The charge for noise of one value is
+    at most the time of the float model: that rules the value out, and larger numbers would cost the others precision.
     """
     parts, prices, table, most = costs.partition, costs.prices, Table(), costs.float_ms
     noise = noise if price > 0 else None

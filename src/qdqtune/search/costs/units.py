@@ -339,9 +339,11 @@ def expected_share(format_shares: FormatShares, placement: Placement) -> float:
 
 
 def weights_by_family(format_shares: FormatShares) -> dict[str, Placement]:
-    """Placements with every weight in 4 bits, with every one in 8, and with every product quantized dynamically, as far
-    as the formats allow, by name. Each weight gets the most exact format that is `NEARLY_FASTEST`. Families are left
-    out where products take `WORTHWHILE_SHARE` of their float time or more."""
+    """For each family of weight formats (4 bits, 8 bits, dynamic), by its name in words, a placement that quantizes the
+    weights of all products that the family fits, and has no pairs.
+
+    A weight gets the most exact format of those that take at most `NEARLY_FASTEST` times as long as the fastest of the
+    family. A family is left out if its products are expected to take `WORTHWHILE_SHARE` of their float time or more."""
     seeds = {}
     for family in sorted({s.family for shares in format_shares.values() for s in shares}):
         formats = {}
