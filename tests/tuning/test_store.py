@@ -25,7 +25,7 @@ from qdqtune.errors import (
     OutputError,
     QdqtuneError,
 )
-from qdqtune.numerics.scores import Score
+from qdqtune.numerics.scores import Score, Scores
 from qdqtune.search.costs.profiles import SchemeResult
 from qdqtune.system.checks import LIST
 from qdqtune.timing.ratios import Ratio
@@ -267,7 +267,7 @@ EVERY: tuple[Any, ...] = (
     Trial(0, Proposal("cut", PLACEMENT), Placement(), CostsByRule(1.0, 2.0)),
     kinds.FloatRecord(
         seconds=0.1, turn_seconds=0.2, build_seconds=1.5, start_seconds=0.0, kinds=("f", "i"),
-        axis={"y": 1}, classes={"y": 10}, why_no_scores="none",
+        scores=Scores({"y": 1}, {"y": 10}, {}, "none"),
     ),
     kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",)),
     Times((((1.0, 2.0),), ((2.0, 1.0),)), (0.5, 0.5)),
@@ -280,7 +280,9 @@ EVERY: tuple[Any, ...] = (
 
 
 def test_values_of_every_kind_come_back_as_they_were() -> None:
-    assert tuple(map(again, EVERY)) == EVERY
+    returned = tuple(map(again, EVERY))
+    assert tuple(map(type, returned)) == tuple(map(type, EVERY))
+    assert tuple(map(plain, returned)) == tuple(map(plain, EVERY))
 
 
 @pytest.mark.parametrize(

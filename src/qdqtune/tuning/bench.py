@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from threading import Lock
@@ -163,10 +163,13 @@ class TrialWorker:
             self._opponent(untimed[0].against)
         for trial in untimed:
             try:
-                if by_rule is None:
-                    entrants.append(self._entrant(trial))
+                build = self.load(trial.placement, f"trial_{trial.number:03}")
+                if by_rule is not None:
+                    trials[trial.number] = self._ruled(trial, build, batch, by_rule)
+                elif self.runner.start_seconds(build):
+                    entrants.append(Entrant(trial, build, None))
                 else:
-                    trials[trial.number] = self._ruled(trial, batch, by_rule)
+                    entrants.append(Entrant(trial, build, self._outputs(build)))
             except EngineRefused as refused:
                 trials[trial.number] = replace(trial, result=refused.failure)
                 self.drop(trial.placement)
@@ -178,13 +181,10 @@ class TrialWorker:
                 self.drop(trial.placement)
         return [trials[trial.number] for trial in untimed]
 
-    def _entrant(self, trial: Trial) -> Entrant:
-        build = self.load(trial.placement, f"trial_{trial.number:03}")
-        if self.runner.start_seconds(build):
-            return Entrant(trial, build, None)
+    def _outputs(self, build: Handle) -> list[dict[str, Array]]:
         outputs = self.runner.outputs(build, self._conditions.samples)
         check_finite(outputs)
-        return Entrant(trial, build, outputs)
+        return outputs
 
     def _raced(self, entrants: Sequence[Entrant], batch: Batch) -> list[Trial]:
         """The trials of candidates that race together. Where the engine fails in the race of several, each races
@@ -217,10 +217,7 @@ class TrialWorker:
         return race_candidates(take, len(handles), plan, is_late)
 
     def _trial(self, entrant: Entrant, result: Measurement, batch: Batch) -> Trial:
-        outputs = entrant.outputs
-        if outputs is None:
-            outputs = self.runner.outputs(entrant.build, self._conditions.samples)
-            check_finite(outputs)
+        outputs = self._outputs(entrant.build) if entrant.outputs is None else entrant.outputs
         layers: tuple[Layer, ...] | None = None
         if entrant.trial.proposal.wants_layers and not batch.is_brief:
             try:
@@ -232,40 +229,27 @@ class TrialWorker:
         closeness = accuracy(batch.reference, outputs, batch.scores)
         return replace(entrant.trial, result=result, accuracy=closeness, layers=layers)
 
-    def _ruled(self, trial: Trial, batch: Batch, by_rule: ByRule) -> Trial:
-        candidate = self.load(trial.placement, f"trial_{trial.number:03}")
-        outputs = self._deciding(candidate, batch)
+    def _ruled(self, trial: Trial, candidate: Handle, batch: Batch, by_rule: ByRule) -> Trial:
+        outputs: list[dict[str, Array]] = []
+        for sample in self._conditions.samples:  # a simulator takes up to a minute for each
+            outputs += self.runner.outputs(candidate, [sample])
+            closeness = accuracy(batch.reference, outputs, batch.scores)
+            if self._conditions.limits.is_surely_missed(closeness) or not is_finite(outputs[-1:]):
+                break
         check_finite(outputs)
         layers = self.runner.layers(candidate, 1)
         computed = [name for layer in layers if layer.kind != "quantize" for name in layer.nodes]
         if computed and left_nodes(layers).issuperset(computed):
             raise EngineRefused(NO_NODES)
         self._costs[trial.placement] = cost = by_rule.costs.cost(trial.placement, layers)
-        result = CostsByRule(self._cost_of(trial.against, by_rule), cost)
-        closeness = accuracy(batch.reference, outputs, batch.scores)
-        return replace(trial, result=result, accuracy=closeness, layers=layers)
-
-    def _deciding(self, candidate: Handle, batch: Batch) -> list[dict[str, Array]]:
-        """The outputs on all samples, or on the first ones if they show that the limit on the SQNR is missed: a
-        simulator takes up to a minute for each."""
-        outputs: list[dict[str, Array]] = []
-        for sample in self._conditions.samples:
-            outputs += self.runner.outputs(candidate, [sample])
-            known = accuracy(batch.reference, outputs, batch.scores)
-            if self._conditions.limits.is_surely_missed(known) or not is_finite(outputs[-1:]):
-                break
-        return outputs
-
-    def _cost_of(self, placement: Placement, by_rule: ByRule) -> float:
-        """The cost of the placement that a candidate is compared with, once its layers are known. Where the engine does
-        not run it, which is possible for the float model only, each of its nodes counts as one that runs elsewhere."""
-        if placement not in self._costs:
+        if trial.against not in self._costs:
             try:
-                layers = self.runner.layers(self.load(placement, f"best{self._mark}"), 1)
-            except EngineRefused:
-                layers = ()
-            self._costs[placement] = by_rule.costs.cost(placement, layers)
-        return self._costs[placement]
+                others = self.runner.layers(self._opponent(trial.against), 1)
+            except EngineRefused:  # of the float model: each of its nodes counts as one that runs elsewhere
+                others = ()
+            self._costs[trial.against] = by_rule.costs.cost(trial.against, others)
+        result = CostsByRule(self._costs[trial.against], cost)
+        return replace(trial, result=result, accuracy=closeness, layers=layers)
 
     def _opponent(self, placement: Placement) -> Handle:
         with rewording("the engine does not build the best model so far again"):  # it has built it before
@@ -432,24 +416,23 @@ class Bench:
             BaselineFailed: the engine cannot run the float model.
         """
         evaluation = self._conditions.evaluation
-        with ExitStack() as stack:
+        judged = len(self._conditions.samples)
+        exactness = self._store.memo(
+            f"given:{judged} samples",
+            Accuracy,
+            lambda: accuracy(self.reference, self._outputs_of(file, fixed), self.scores),
+        )
+        metric = None
+        with ExitStack() as stack, suppress(EngineRefused):
 
-            @cache
             def build() -> Handle:
                 handle = self._runner.load(file, "given_outputs")
                 stack.callback(self._runner.unload, handle)
                 return handle
 
-            exactness = self._store.memo(
-                f"given:{len(self._conditions.samples)} samples",
-                Accuracy,
-                lambda: accuracy(self.reference, self._outputs(build(), fixed), self.scores),
-            )
-            metric = None
             if evaluation is not None:
-                with suppress(EngineRefused):
-                    metric = self._metric("given", evaluation, build)
-            return exactness, metric
+                metric = self._metric("given", evaluation, build)
+        return exactness, metric
 
     def float_file(self, file: Path, given: Path, fixed: Sample) -> Accuracy:
         """How near the outputs of the float model, as it was written to `file`, are to those of the user's own.
@@ -459,52 +442,40 @@ class Bench:
         """
 
         def measured() -> Accuracy:
-            outputs = []
-            for one, inputs in ((given, fixed), (file, {})):
-                handle = self._runner.load(one, f"{one.stem}_outputs", fresh=True)
-                try:
-                    outputs.append(self._outputs(handle, inputs))
-                finally:
-                    self._runner.unload(handle)
-            reference, others = outputs
-            return accuracy(reference, others, scores_of(reference, self._conditions.scores))
+            reference = self._outputs_of(given, fixed)
+            scores = scores_of(reference, self._conditions.scores)
+            return accuracy(reference, self._outputs_of(file, {}), scores)
 
         return self._store.memo(f"float file:{len(self._conditions.samples)} samples", Accuracy, measured)
 
-    def _outputs(self, handle: Handle, fixed: Sample) -> list[dict[str, Array]]:
+    def _outputs_of(self, file: Path, fixed: Sample) -> list[dict[str, Array]]:
         samples = [{**sample, **fixed} for sample in self._conditions.samples]
-        outputs = [{name: one[name] for name in self.reference[0]} for one in self._runner.outputs(handle, samples)]
+        outputs = [{name: one[name] for name in self.reference[0]} for one in self._runner.outputs_of(file, samples)]
         check_finite(outputs)
         return outputs
 
-    @property
-    def layer_seconds(self) -> float:
-        """The seconds that a layer report takes of a model that is as fast as the float model."""
-        floats = self.floats
-        return floats.build_seconds + 2 * profiled_runs(floats.seconds) * floats.seconds
-
-    def has_layers(self, placement: Placement) -> bool:
-        """Whether `layers` is known without a build."""
-        return self._store.has(_layers_key(placement)) or self._layers_of_trial(placement) is not None
-
-    def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
-        """The layer report of the float model, or of a placement that was measured; empty if the engine has none."""
+    def layers(
+        self, placement: Placement = FLOAT, lacks: Callable[[float], bool] = lambda _: False
+    ) -> tuple[Layer, ...]:
+        """The layer report of the float model, or of a placement that was measured; empty if the engine has none, or if
+        it is not known and the run `lacks` the seconds that it takes of a model that is as fast as float."""
 
         def profiled() -> tuple[Layer, ...]:
             runs = profiled_runs(self.floats.seconds)
             handle = self._worker.load(placement, "final_layers" if placement else "baseline")
             return self._runner.layers(handle, runs)
 
-        key = _layers_key(placement)
+        key = f"layers:{placement.digest if placement else ''}"
+        trials = self._store.values("trial:", Trial).values() if placement else ()
+        measured = next((t.layers for t in trials if t.placement == placement and t.layers), None)
+        floats = self.floats
+        seconds = floats.build_seconds + 2 * profiled_runs(floats.seconds) * floats.seconds
+        if measured is None and not self._store.has(key) and lacks(seconds):
+            return ()
         try:
-            kept = self._store.get(key, tuple[Layer, ...]) or self._layers_of_trial(placement)
-            return kept or self._store.memo(key, tuple[Layer, ...], profiled)
+            return measured or self._store.memo(key, tuple[Layer, ...], profiled)
         except EngineRefused:
             return ()
-
-    def _layers_of_trial(self, placement: Placement) -> tuple[Layer, ...] | None:
-        trials = self._store.values("trial:", Trial).values() if placement else ()
-        return next((t.layers for t in trials if t.placement == placement and t.layers), None)
 
     def repeatability(self) -> Accuracy:
         """The float model's outputs against those of the same build run again: no candidate can be more exact."""
@@ -559,9 +530,7 @@ class Bench:
             build_seconds=build,
             start_seconds=start,
             kinds=tuple(array.dtype.kind for array in outputs[0].values()),
-            axis=dict(self.scores.axis),
-            classes=dict(self.scores.classes),
-            why_no_scores=self.scores.why_not,
+            scores=replace(self.scores, best={}),
         )
 
     @cached_property
@@ -581,10 +550,6 @@ class Bench:
     def scores(self) -> Scores:
         """The scores of classes among the float model's outputs, with the best classes. Raises as `floats`."""
         return scores_of(self.reference, self._conditions.scores)
-
-
-def _layers_key(placement: Placement) -> str:
-    return f"layers:{placement.digest if placement else ''}"
 
 
 def _key(placement: Placement, against: Placement) -> str:

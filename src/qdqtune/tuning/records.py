@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.numerics.scores import Scores
+from qdqtune.numerics.scores import NO_SCORES, Scores
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Placement
 
@@ -38,8 +38,8 @@ def proof_key(placement: Placement) -> str:
 
 class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The float model: the seconds of one inference (roughly), of its build, and of starting a process, if each turn of
-    a round starts one; the kinds of its outputs (NumPy's `dtype.kind`); and those that hold scores of classes, with the
-    axis and the number of the classes.
+    a round starts one; the kinds of its outputs (NumPy's `dtype.kind`); and those that hold scores of classes, without
+    the best class at each position.
 
     `turn_seconds` is a fourth of a round of two such builds: one inference of each workload at each number of threads;
     and half as much again with several workloads, because the shapes change.
@@ -50,14 +50,7 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     build_seconds: float
     start_seconds: float
     kinds: tuple[str, ...] = ()
-    axis: dict[str, int] = {}
-    classes: dict[str, int] = {}
-    why_no_scores: str = ""
-
-    @property
-    def scores(self) -> Scores:
-        """The outputs that hold scores of classes, without the best class at each position."""
-        return Scores(self.axis, self.classes, {}, why_not=self.why_no_scores)
+    scores: Scores = NO_SCORES
 
 
 Form = Literal["float", "pairs"]

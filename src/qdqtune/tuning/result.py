@@ -103,15 +103,14 @@ def conclude(
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [unwatched(settings.engine)]))
-    is_provider = settings.engine.name in PROVIDERS
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
-    if is_provider or run.bench.has_layers(built) or not run.budget.lacks(run.bench.layer_seconds):
-        layers = run.bench.layers(built)  # kept in the state file for the report
-        if is_provider:
-            found = fallback(load(settings.output_dir / FINAL), layers)
-            summary["fallback"] = asdict(found)
-            left.append(found.in_words())
+    if settings.engine.name in PROVIDERS:
+        found = fallback(load(settings.output_dir / FINAL), run.bench.layers(built))
+        summary["fallback"] = asdict(found)
+        left.append(found.in_words())
+    else:
+        run.bench.layers(built, run.budget.lacks)  # kept in the state file for the report
     summary["seconds"] = round(log.seconds, 3)
     notes = (*left, *subject.notes, *run.found.notes, *of_mode, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))

@@ -564,7 +564,7 @@ def _about(bench: Bench, limits: Limits) -> Limits:
     """Those of the limits that are about outputs which the model has: floats, scores of classes, integers."""
     kinds = bench.floats.kinds
     limits = limits if "f" in kinds else replace(limits, min_sqnr=None, min_sqnr_worst=None)
-    if all(kind == "f" for kind in kinds) and not bench.floats.axis:
+    if all(kind == "f" for kind in kinds) and not bench.floats.scores.axis:
         limits = replace(limits, min_agreement=None)
     return limits
 

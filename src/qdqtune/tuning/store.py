@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from threading import RLock
-from typing import IO, Any, Literal, Self, TypeVar, cast
+from typing import IO, Any, Literal, Self, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from qdqtune.errors import BadState, EngineRefused, Failure, parsed_json, readin
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 
-VERSION = 4
+VERSION = 5
 """Raised when state files change, and when the files of equal placements do (loading, scales, insertion), so that no
 run mixes two kinds of candidates. A test notices such a change."""
 
@@ -115,7 +115,6 @@ class Store:
         """
         self.path = path
         self._given, self._lock = given, RLock()
-        self._own: dict[str, object] = {}  # of this session
         check_inside(path, path.parent)
         check_single(path)
         with writing(path):
@@ -158,25 +157,17 @@ class Store:
             self.refuse(key, refused.failure)
             raise
         caveat = caveat or Caveat()
-        return self.put(key + IN_A_HURRY if caveat.is_hurried else key, value, on_disk=not caveat.is_lost)
+        ending = IN_A_HURRY if caveat.is_hurried else ""
+        self._write(Line(key, plain(value)), on_disk=not caveat.is_lost, ending=ending)
+        return value
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """The value of a key, of this session or an earlier one; None if there is none.
-
-        Raises:
-            EngineRefused: there is a failure in its place.
-        """
-        for name in (key, key + IN_A_HURRY):
-            value = self._own.get(name)
-            if isinstance(value, Failure):
-                raise EngineRefused(value)
-            if value is not None:
-                return cast(T, value)
+        """See `Journal.get`."""
         return self.journal.get(key, kind)
 
     def has(self, key: str) -> bool:
         """Whether a key has a value or a failure."""
-        return key in self._own or key + IN_A_HURRY in self._own or key in self.journal.lines
+        return key in self.journal.lines
 
     def values(self, start: str, kind: type[T]) -> dict[str, T]:
         """See `Journal.values`."""
@@ -190,31 +181,29 @@ class Store:
             BadModel: a file in `given` has changed since the run began.
             OutputError: the disk is full, or the file is gone.
         """
-        self._write(key, {"value": plain(value, order)}, value, on_disk=on_disk)
+        self._write(Line(key, plain(value, order)), on_disk=on_disk)
         return value
 
     def refuse(self, key: str, failure: Failure) -> None:
         """Record that computing the value of a key failed: `get` raises that failure from now on, and in later sessions
         too unless it `is_transient` (another attempt may succeed)."""
-        self._write(key, {"failure": plain(failure)}, failure, on_disk=not failure.is_transient)
+        self._write(Line(key, failure=failure), on_disk=not failure.is_transient)
 
-    def _write(self, key: str, row: Mapping[str, Any], value: object, *, on_disk: bool) -> None:
+    def _write(self, line: Line, *, on_disk: bool, ending: str = "") -> None:
+        line.where = str(self.path)
+        row = {"value": line.value} if line.failure is None else {"failure": plain(line.failure)}
         with self._lock:
             self._given.check()
             if on_disk:
-                self._append({"key": key, **row})
-            failure = value if isinstance(value, Failure) else None
-            self.journal.lines[key] = Line(key, row.get("value"), failure, where=str(self.path))
-            self._own[key] = value
+                self._append({"key": line.key + ending, **row})
+            self.journal.lines[line.key] = line
 
     def forget(self) -> None:
         """Forget everything that was measured, as another float model is measured from now on."""
-        head, *_ = self.lines()
         with writing(self.path):
             self._file.truncate(0)
-            write_through(self._file, f"{head}\n".encode())
+        self._append(_head(self.journal.fingerprint))
         self.journal.lines.clear()
-        self._own.clear()
 
     def lines(self) -> list[str]:
         """The lines of the file, without an incomplete last one."""
@@ -222,9 +211,8 @@ class Store:
         return self._file.read().decode().split("\n")[:-1]
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        line = line_of(row)
         with writing(self.path):
-            write_through(self._file, line)
+            write_through(self._file, line_of(row))
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
         """The content of the file. If it is empty, or of another run without a candidate, it begins anew, with the
