@@ -61,11 +61,6 @@ class Proof:
         return self.in_file if self.shipped == "tuned" else Placement()
 
     @property
-    def candidate(self) -> Trial | None:
-        """The trial of the search whose placement ships; None if none does."""
-        return self.trial if self.shipped == "tuned" else None
-
-    @property
     def time_to_float(self) -> float | None:
         """The time of what ships over that of the float model, proven or not; None if nobody has timed it."""
         if self.ratio is not None:
@@ -224,9 +219,9 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
         builds, given_to_float = builds + raced.builds, raced.given_to_float or given_to_float
         judged = [_within_limits(attempt, history, run) for attempt in raced.attempts]
         is_near = any(attempt.verdict in ("ships", "misses the limits") for attempt in judged)
-        missed = _missed_by_float(run) if is_near else None
-        if missed is not None:  # outputs with pairs were compared with those of this float model, not of the user's
-            told = f"without its pairs {missed}"
+        floats = _float_file(run) if is_near else None
+        if floats is not None and not floats.holds:  # outputs with pairs were compared with those of this model
+            told = f"without its pairs {_float_limits(run).why_refused(floats)}"
             judged = [one if one.missed is not None else replace(one, missed=told) for one in judged]
             queue = Finalists()
         attempts += judged
@@ -299,12 +294,6 @@ def _float_file(run: Run) -> Trial | None:
     except EngineRefused:
         return replace(untimed, holds=False)
     return replace(untimed, accuracy=accuracy, holds=_float_limits(run).is_exact_enough(accuracy))
-
-
-def _missed_by_float(run: Run) -> str | None:
-    """The limit that half precision misses which nobody asked for; None if it holds all, or there is none."""
-    floats = _float_file(run)
-    return None if floats is None or floats.holds else _float_limits(run).why_refused(floats)
 
 
 def _float_limits(run: Run) -> Limits:

@@ -18,9 +18,8 @@ from qdqtune.engines.machine import this_machine
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
-from qdqtune.numerics.scores import Score, equal_share
+from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
 from qdqtune.placement.possible import wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
@@ -136,7 +135,15 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     shipped = None if proof.trial is None or not settings.has_samples else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
-    doubts.append(no_kernels(history, run.subject.shaped, settings.plan))
+    for trial in history:
+        if left := products_left_in_float(trial, run.subject.shaped, settings.plan):
+            ratio = ratios_to_float(history, settings.plan).get(trial.placement)
+            slower = f" ({1 / ratio:.2f}x the speed of float)" if ratio else ""
+            doubts.append(
+                f"the engine ran all {left} products with pairs of the candidate {trial.proposal.origin} in float"
+                f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
+            )
+            break
     if not settings.is_timed:
         doubts += [] if history else [run.budget.excuse]
     elif proof.ratio is None:
@@ -162,6 +169,17 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     accuracy = None if proof.trial is None else proof.trial.accuracy
     description, is_judged, is_tuned = run.runner.describe(), settings.has_samples, proof.shipped == "tuned"
     is_changed = is_tuned and (bool(final) or subject.precision != "fp32")  # its outputs may differ from the user's
+    bits = Bits(
+        tensors=len({edge.tensor for edge in final.edges} - subject.shaped.constants.keys()),
+        tensors_16=len(wide_tensors(subject.shaped, final)),
+        weights_16=len(wide_weights(subject.shaped, final)),
+    )
+    rewrites: dict[str, Any] = {"folded": subject.rewrites.folded, "names": list(subject.rewrites.names)}
+    if run.found.tried:
+        rewrites["builds"] = run.found.builds
+    is_only_rewritten = subject.precision == "fp32" and not settings.fix_inputs  # else these gave a part
+    if run.found.names and tuned is not None and is_only_rewritten:
+        rewrites |= {"gave": run.found.ratio, "placement_gave": tuned.median / run.found.ratio}
     summary = {
         "format": FORMAT,
         "model": str(settings.model),
@@ -169,7 +187,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "tuned_for": tuned_for(settings.thread_counts, is_default=settings.threads is None),
         "mode": settings.mode,
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
-        "rewrites": _rewrites(run, proof),
+        "rewrites": rewrites,
         "shipped": proof.shipped,
         "timed": settings.is_timed,
         "accuracy": "measured" if is_judged else "not measured",
@@ -187,7 +205,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "trials": len(history),
         "pairs": count_pairs(final),
         **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.weight_only else {}),
-        **({} if subject.numbers.wide is None else {"bits": bits_of(subject.shaped, final)}),
+        **({} if subject.numbers.wide is None else {"bits": bits}),
         "edges": len(final),
         "output_sqnr_db": None if accuracy is None or not is_judged else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None or not is_judged else asdict(accuracy),
@@ -205,29 +223,15 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
             settings.engine.name: description.get("version", ""),
         },
     }
-    return summary | run.limits.summary(history, settings.plan, _metric_after(proof, run), is_tuned=is_tuned)
-
-
-def _metric_after(proof: Proof, run: Run) -> Score | None:
-    if proof.shipped == "given" and run.settings.from_qdq:
-        return proof.metric
-    if not run.settings.has_metric or not proof.in_file:
-        return run.limits.before
-    try:
-        return run.bench.metric(proof.in_file)
-    except EngineRefused:
-        return None
-
-
-def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
-    made, found = run.subject.rewrites, run.found
-    row: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
-    if found.tried:
-        row["builds"] = found.builds
-    is_only_rewritten = run.subject.precision == "fp32" and not run.settings.fix_inputs  # else these gave a part
-    if found.names and proof.ratio is not None and is_only_rewritten:
-        row |= {"gave": found.ratio, "placement_gave": proof.ratio.median / found.ratio}
-    return row
+    metric = run.limits.before
+    if proof.shipped == "given" and settings.from_qdq:
+        metric = proof.metric
+    elif settings.has_metric and final:
+        try:
+            metric = run.bench.metric(final)
+        except EngineRefused:
+            metric = None
+    return summary | run.limits.summary(history, settings.plan, metric, is_tuned=is_tuned)
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
@@ -244,7 +248,8 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
     missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
     holding = [ratios[t.placement] for t in history if t.holds and t.placement in ratios]
     fastest = min(missing, key=lambda pair: pair[0], default=None)
-    ships = None if proof.candidate is None else ratios.get(proof.candidate.placement)
+    is_candidate = proof.shipped == "tuned" and proof.trial is not None
+    ships = ratios.get(proof.placement) if is_candidate else None
     if fastest is None or fastest[0] >= min([ships or proof.time_to_float or 1.0, *holding]):
         return None
     ratio, trial = fastest
@@ -260,19 +265,6 @@ def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:
     if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
         return None
     return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
-
-
-def no_kernels(history: Sequence[Trial], model: Model, plan: Plan) -> str | None:
-    """What shows that an engine has no 8-bit kernels, if a trial does."""
-    for trial in history:
-        if left := products_left_in_float(trial, model, plan):
-            speed = ratios_to_float(history, plan).get(trial.placement)
-            slower = f" ({1 / speed:.2f}x the speed of float)" if speed else ""
-            return (
-                f"the engine ran all {left} products with pairs of the candidate {trial.proposal.origin} in float"
-                f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
-            )
-    return None
 
 
 # ---------------------------------------------------------------- run.json
@@ -319,10 +311,3 @@ class RunLogWriter(Silent):
         )
         values: Mapping[str, Any] = plain(log)
         return values
-
-
-def bits_of(model: Model, placement: Placement) -> Bits:
-    """How many bits the tensors of a placement have."""
-    activations = {edge.tensor for edge in placement.edges} - model.constants.keys()
-    wide, weights = wide_tensors(model, placement), wide_weights(model, placement)
-    return Bits(tensors=len(activations), tensors_16=len(wide), weights_16=len(weights))

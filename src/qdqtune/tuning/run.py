@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -358,7 +357,25 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
         constants = stack.enter_context(ConstantFile(folder / CONSTANTS))
         execution = replace(execution, constants=constants)
         function = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
-        runner, *others = stack.enter_context(_engines(settings, output.path / LOGS, execution))
+        engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
+        devices, start = stack.enter_context(
+            allocate_workers(
+                engine, settings.workers, settings.cores_per_worker, settings.ray, most_threads, execution.device
+            )
+        )
+        runner, *others = [
+            stack.enter_context(
+                Runner(
+                    engine,
+                    log_dir=output.path / LOGS,
+                    execution=execution,
+                    device=device,
+                    start=start,
+                    memory=MemoryBudget.for_model(nbytes(settings.model)),  # one each, which no other thread frees
+                )
+            )
+            for device in devices
+        ]
         observer.stage(f"reading {settings.model.name}")
         if (note := restored_state(settings)) is not None:
             observer.note(note)
@@ -381,29 +398,6 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
             constants=constants,
             others=tuple(others),
         )
-
-
-@contextmanager
-def _engines(settings: Settings, logs: Path, execution: Execution) -> Iterator[list[Runner]]:
-    engine, most_threads = settings.engine, max(count or 0 for count in settings.thread_counts)
-    size, cores = nbytes(settings.model), settings.cores_per_worker
-    with ExitStack() as stack:
-        devices, start = stack.enter_context(
-            allocate_workers(engine, settings.workers, cores, settings.ray, most_threads, execution.device)
-        )
-        yield [
-            stack.enter_context(
-                Runner(
-                    engine,
-                    log_dir=logs,
-                    execution=execution,
-                    device=device,
-                    start=start,
-                    memory=MemoryBudget.for_model(size),  # one each: no thread frees builds that another one uses
-                )
-            )
-            for device in devices
-        ]
 
 
 @contextmanager
