@@ -159,3 +159,22 @@ def test_a_pipe_is_no_file_of_samples(call: Call, small: Path, name: str) -> Non
         small.with_suffix(".npz").unlink(missing_ok=True)
         code, _, err = call("quantize", small, "--calibration-data", given, "-o", small.parent / "q.onnx")
         assert (code, words in err) == (2, True), err
+
+
+def test_only_what_is_asked_for_is_made_and_generators_are_closed() -> None:
+    made: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            for number in range(10):
+                made.append(number)
+                yield number
+        finally:
+            made.append(-1)
+
+    given = read_in_thread(numbers, "numbers", Execution())
+    assert [next(given), next(given)] == [0, 1]
+    assert isinstance(given, Iterator)
+    given.close()  # type: ignore[attr-defined]
+    assert made == [0, 1, -1]
+    assert list(read_in_thread(numbers, "numbers", Execution())) == list(range(10))

@@ -212,3 +212,13 @@ def test_other_types_and_unknown_shapes_are_not_merged() -> None:
     del proto.graph.value_info[:]
     blind = replace(unknown, proto=proto)
     assert REWRITES["layernorm"].apply(blind) is blind
+
+
+def test_weights_that_another_layer_reads_too_stay_for_it() -> None:
+    text = "[other] d = Conv(x, w, b) [add] m = Add(d, s) n = Identity(m)"
+    behind = "s = BatchNormalization(c, gamma, beta, mean, variance) " + text
+    model = net("Conv(x, w, b)", behind, {"w": normal(6, 4, 3, 3), "b": normal(6)})
+    rewritten = folded(model)
+    layer, other = (rewritten.nodes[rewritten.index_of[name]] for name in ("layer", "other"))
+    assert layer.inputs[1:] != other.inputs[1:] == ("w", "b")
+    same(model, rewritten)

@@ -100,3 +100,12 @@ def test_the_fingerprint_follows_the_content_of_constants_only() -> None:
     assert model(weights(2), weights()).fingerprint != model(weights(), weights(2)).fingerprint
     renamed = parser.parse_model(TEXT.replace("[mm2]", "[other]"))
     assert Model(renamed, model().large).fingerprint != model().fingerprint
+
+
+def test_spans_are_aligned(tmp_path: Path) -> None:
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        constants.save(model(v=weights(3)), tmp_path / "a.onnx")
+    tensors = onnx.load(tmp_path / "a.onnx", load_external_data=False).graph.initializer
+    offsets = [int(e.value) for t in tensors for e in t.external_data if e.key == "offset"]
+    assert len(set(offsets)) == 2
+    assert all(offset % ConstantFile.ALIGN == 0 for offset in offsets)

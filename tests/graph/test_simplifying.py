@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from models import loaded_from, model, normal, outputs, same_when_loaded
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.loading import load, load_proto
-from qdqtune.graph.model import rebuild
+from qdqtune.graph.model import bodies, rebuild
 
 
 def test_identities_and_unused_nodes_are_removed_and_outputs_keep_their_names(file: Path) -> None:
@@ -276,3 +276,21 @@ def test_external_data_that_cannot_be_read(file: Path, changes: dict[str, str], 
     external(GOOD, file, **changes)
     with pytest.raises(BadModel, match=message):
         load(file)
+
+
+def test_external_constants_in_bodies_stay_there_embedded(file: Path) -> None:
+    proto = model("""g (bool c, float[300] x) => (float[300] y) {
+        y = If(c) <
+            then_branch = a () => (float[300] p) { p = Add(x, w) },
+            else_branch = b () => (float[300] q) { q = Neg(x) }>
+    }""")
+    then = next(a.g for a in proto.graph.node[0].attribute if a.name == "then_branch")
+    w = then.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[300], data_location=TensorProto.EXTERNAL)
+    w.external_data.add(key="location", value="w.bin")
+    (file.parent / "w.bin").write_bytes(normal(300).tobytes())
+    loaded = loaded_from(file, proto)
+    (inner,) = [t for body in bodies(loaded.proto.graph.node[0]) for t in body.initializer]
+    assert inner.raw_data == normal(300).tobytes()
+    np.testing.assert_allclose(
+        outputs(loaded.to_proto(), {"c": np.array(True), "x": normal(300)})[0], 2 * normal(300), rtol=1e-6
+    )

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto
 
 from models import (
     FORMATS,
@@ -504,3 +505,48 @@ def test_what_a_convolution_reads_from_a_concat_has_the_same_steps_around_128() 
     }
     assert len({float(q.scale) for q in scales.values()}) == 1
     assert {q.zero_point for q in Quantizer(model, own, INT8).scales(placement)[0].values()} == {0}
+
+
+def test_an_engine_without_integer_weights_gets_them_in_float_behind_a_pair() -> None:
+    model, samples, found, possible, _ = case("conv_net")
+    usual = insert(model, Placement(possible), found, INT8)
+    float_weights = insert(model, Placement(possible), found, replace(INT8, float_weights=True))
+    check(float_weights)
+    integers = {c.dtype for c in float_weights.constants.values()} & {TensorProto.INT8, TensorProto.UINT8}
+    assert integers <= {c.dtype for n, c in float_weights.constants.items() if n.endswith("_zero_point")}
+    assert not [n for n in float_weights.constants if n.endswith("_quantized")]
+    for mine, theirs in zip(run(float_weights, samples), run(usual, samples), strict=True):
+        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
+    assert read_placement(model, float_weights).placement == read_placement(model, usual).placement
+
+
+def test_a_bias_stays_float_without_both_pairs_or_where_the_format_says_so() -> None:
+    model, _, found, _, _ = case("conv_net")
+    x, w = Edge("image", "stem", 0), Edge("w0", "stem", 1)
+    for placed, fmt in (({x}, UINT8), ({w}, UINT8), ({x, w}, PLAIN), ({x, w}, INT8)):
+        assert bias_dq(insert(model, Placement.of(placed), found, fmt), "stem") is None
+    assert bias_dq(insert(model, Placement.of({x, w}), found, UINT8), "stem") is not None
+    half = case("conv_net_half")
+    assert bias_dq(insert(half.model, Placement(half.possible), half.ranges, UINT8), "stem") is None
+
+
+def test_a_table_and_what_is_looked_up_in_it_share_their_scale() -> None:
+    """Else the engine would dequantize the whole table in each inference. As a weight elsewhere it keeps its own."""
+    text = """net (int64[N,3] ids, float[N,8] x) => (float[N,3,8] y, float[N,7] z) {
+        [lookup] e = Gather(table, ids)
+        [relu] y = Relu(e)
+        [tied] z = Gemm <transB=1> (x, table)
+    }"""
+    model = build(text, {"table": normal(7, 8)})
+    found = Ranges({"e": Range(-0.5, 0.5), "x": Range(-1, 1)})
+    placement = Placement.of(
+        [Edge("table", "lookup", 0), Edge("e", "relu", 0), Edge("x", "tied", 0), Edge("table", "tied", 1)]
+    )
+    quantized = insert(model, placement, found, UINT8)
+    check(quantized)
+    table, looked_up = scale_of(quantized, "table", "lookup"), scale_of(quantized, "e", "relu")
+    assert table == looked_up
+    assert table[0] == np.float32((normal(7, 8).max() - np.float64(normal(7, 8).min())) / 255)
+    assert scale_of(quantized, "table", "tied")[0].shape == (7,)
+    apart = insert(model, placement, found, PLAIN)
+    assert scale_of(apart, "e", "relu")[0] == np.float32(1 / 255)

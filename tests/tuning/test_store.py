@@ -434,3 +434,13 @@ def test_a_list_whose_writer_was_killed_is_gone_on_with(model: Path, end: int) -
     else:
         with pytest.raises(BadOption, match=r"baseline\.onnx was there before, and is not of"):
             OutputFolder(told)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_list_that_is_not_ours_is_left_alone(model: Path) -> None:
+    out = model.parent / "out"
+    out.mkdir()
+    (out / LIST).write_text("mine\n")
+    with pytest.raises(Exception, match="is not of qdqtune's making"):
+        tune(settings(model))
+    assert (out / LIST).read_text() == "mine\n"
