@@ -23,6 +23,7 @@ from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.ratios import Ratio
+from qdqtune.tuning.file_race import Tail
 from qdqtune.types import Accuracy, Placement
 from runs import mixed, write
 
@@ -53,6 +54,7 @@ def test_compare_prints_a_table(call, tuned):
         "running model.onnx",
         "running optimized_final.onnx",
         "timing model.onnx, optimized_final.onnx against model.onnx",
+        "timing single inferences",
         f"note: no --calibration-data: the inputs are those of the run beside it, {tuned.with_suffix('.npz')}",
     ]
 
@@ -67,6 +69,8 @@ def test_compare_tells_each_number_of_threads(call, tuned):
     rows = json.loads(call("compare", tuned, final, *at, "--json")[1])["others"]
     assert [(row["threads"], row["verdict"]) for row in rows] == [(1, "faster"), (4, "faster")]
     assert all(row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"] < 1 for row in rows)
+    for row in rows:
+        assert row["percentiles_ms"]["p90"] < row["first_percentiles_ms"]["p90"] <= row["first_percentiles_ms"]["p99"]
     assert call("compare", tuned, final, "--engine", "fake", "--threads", "1;4")[0] == 2
 
 
@@ -272,5 +276,7 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
 
 
 def test_inferences_a_second_are_those_of_their_own_file() -> None:
-    told = Comparison("a.onnx", (Row("b.onnx", first_ms=4.0, ms=2.0),)).table().caption
+    row = Row("b.onnx", first_ms=4.0, ms=2.0, first_percentiles_ms=Tail(5, 6), percentiles_ms=Tail(3, 4.5))
+    told = Comparison("a.onnx", (row,)).table().caption
     assert "inferences a second of b.onnx: 500, the first file 250" in told
+    assert "single inferences of b.onnx: p90 3 ms, p99 4.5 ms; the first file p90 5 ms, p99 6 ms" in told

@@ -26,7 +26,7 @@ from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning import file_race
 from qdqtune.tuning.bench import Bench, Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.tuning.contexts import View
-from qdqtune.tuning.file_race import Racer
+from qdqtune.tuning.file_race import Racer, Tail
 from qdqtune.tuning.records import job_of
 from qdqtune.tuning.store import Store
 from qdqtune.types import Measurement, Placement, Proposal, Times, Trial
@@ -400,4 +400,20 @@ def test_the_file_that_does_not_run_alone_is_to_blame(files: list[Path]) -> None
     with pytest.raises(EngineRefused):
         racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
     assert racer(runner).refused(files) == {files[1]: Failure("run", "no")}
+    assert not runner.present
+
+
+def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_view(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = np.array([[n / 1000, 1.0] for n in range(1, 101)])  # [inference, call]
+    assert Tail.of(seconds, (1.0, 0.0)) == Tail(pytest.approx(90.0), pytest.approx(99.0))
+    assert Tail.of(seconds, (0.5, 0.5)) == Tail(1000.0, 1000.0)
+    runner = Script(twice_as_fast)
+    assert racer(runner).tails(files) == (), "100 inferences of a second take too long"
+    monkeypatch.setattr(file_race, "SINGLES_SECONDS", 600.0)
+    assert racer(runner, lacks=lambda _: True).tails(files) == ()
+    assert racer(runner).tails(files) == ((Tail(2000.0, 2000.0),), (Tail(1000.0, 1000.0),))
+    assert runner.rounds_taken == 200
+    assert racer(Script(broken="fast")).tails(files) == ()
     assert not runner.present

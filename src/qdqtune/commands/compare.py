@@ -56,7 +56,7 @@ from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
-from qdqtune.tuning.file_race import Racer
+from qdqtune.tuning.file_race import Racer, Tail
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import warmup_option
 from qdqtune.tuning.settings import EFFORTS
@@ -258,6 +258,9 @@ class Comparison(Shown):
             if row.ms and row.first_ms:
                 rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
                 caption.append(f"inferences a second of {row.name}: {rates}")
+            if row.percentiles_ms and row.first_percentiles_ms:
+                ends = f"{row.percentiles_ms.in_words}; the first file {row.first_percentiles_ms.in_words}"
+                caption.append(f"single inferences of {row.name}: {ends}")
         return Table(columns, cells, "\n".join(caption))
 
     @property
@@ -380,6 +383,7 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
+    `first_percentiles_ms` and `percentiles_ms` are those of single inferences, None where they were not timed.
     `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `is_same`: both hold the same bytes,
     in their external data as well. `threads` is set if several numbers of threads were asked for; `workloads` has a
     part for each of several. `scores` are those in the outputs, None if inputs are random. `metric` is that of the
@@ -396,6 +400,8 @@ class Row:
     unlike: str = ""
     is_same: bool = False
     threads: int | None = None
+    first_percentiles_ms: Tail | None = None
+    percentiles_ms: Tail | None = None
     workloads: tuple[Part, ...] = ()
     scores: Scores | None = None
     metric: tuple[Score, Score] | None = None
@@ -496,11 +502,15 @@ def compare_files(
             rows.append(Row(str(file), reason=str(refused)))
     racing = [Path(row.file) for row in rows if not row.reason]
     raced: dict[str, tuple[Compared, ...] | str] = {}
+    tails: dict[str, tuple[Tail, ...]] = {}
     if reference_from is None and racing:
         observer.stage(f"timing {', '.join(file.name for file in racing)} against {first.name}")
         precision = EFFORTS["default"].precision_seconds
         racer = Racer(runner, plan, seed, views_of(timed, counts), observer, precision_seconds=precision)
         raced = _raced(racer, first, racing)
+        running = [first, *(file for file in racing if not isinstance(raced[str(file)], str))]
+        observer.stage("timing single inferences")
+        tails = dict(zip(map(str, running), racer.tails(running), strict=False))
     done = []
     for at, count in enumerate(counts):
         for row in rows:
@@ -515,6 +525,8 @@ def compare_files(
                 ]
                 first_ms, ms = 1e3 * one.a_seconds, 1e3 * one.b_seconds
                 row = replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, workloads=tuple(parts))
+                if row.file in tails:
+                    row = replace(row, first_percentiles_ms=tails[str(first)][at], percentiles_ms=tails[row.file][at])
             done.append(replace(row, threads=count if len(counts) > 1 else None))
     return done
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
+
+import numpy as np
 
 from qdqtune.engines import builds_for
 from qdqtune.engines.runner import Handle, Runner
@@ -20,7 +23,7 @@ from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Caveat, Store
-from qdqtune.types import Deaf, Listener, Times
+from qdqtune.types import Array, Deaf, Listener, Times, Turn
 
 SIDE_BY_SIDE = 512 * 2**20
 """If two builds of each file take more bytes, one of each is held at a time. Chosen, not measured."""
@@ -29,8 +32,32 @@ MOST_BYTES = 2 * 2**30
 """Bytes of the files of one race, at most; at least one file races against those that it has to beat. Chosen, not
 measured."""
 
+SINGLES, FEWEST_SINGLES, SINGLES_SECONDS = 200, 100, 20.0
+"""Single inferences of each file whose percentiles are told, the fewest for which they are, and the most seconds that
+those of all files may take. Chosen, not measured."""
+
 MOST_TRIES = 3
 """How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Milliseconds within which 90 % and 99 % of single inferences of a file end."""
+
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Array, shares: Sequence[float]) -> Self:
+        """Of [inference, call], where calls have these shares."""
+        order = np.argsort(seconds, axis=None)
+        weights = np.cumsum(np.broadcast_to(shares, seconds.shape).ravel()[order])
+        places = np.searchsorted(weights, [0.9 * weights[-1], 0.99 * weights[-1]])
+        return cls(*(1e3 * seconds.ravel()[order[places]]).tolist())
+
+    @property
+    def in_words(self) -> str:
+        return f"p90 {self.p90:.4g} ms, p99 {self.p99:.4g} ms"
 
 
 @dataclass(frozen=True)
@@ -131,6 +158,26 @@ class Racer:
             except EngineRefused as refused:
                 failures[file] = refused.failure
         return failures
+
+    def tails(self, files: Sequence[Path]) -> tuple[tuple[Tail, ...], ...]:
+        """For each file, its tail in each of the `views`, from single inferences that the files take in turn; nothing
+        where an inference takes too long, time is over, or the engine fails or starts a process to time a model."""
+        with suppress(EngineRefused), ExitStack() as stack:
+            handles = list[Handle]()
+            for at, file in enumerate(files):
+                handles.append(self.runner.load(file, f"single_{at}", fresh=True))
+                stack.callback(self.runner.unload, handles[-1])
+            turns = self.runner.turns(handles, 0.0)
+            each = len(files) * sum(turn.seconds for turn in turns)
+            count = min(SINGLES, int(SINGLES_SECONDS / each))
+            if count < FEWEST_SINGLES or any(turn.start for turn in turns) or self.lacks(count * each):
+                return ()
+            single = [Turn(1, 1, turn.seconds) for turn in turns]
+            warmup = self.plan.warmups(max(turn.seconds for turn in turns))
+            times = self.runner.rounds(handles, range(count), seed=self.seed, turns=single, warmup=warmup)
+            files_seconds = [np.array(rounds) for rounds in times.seconds]
+            return tuple(tuple(Tail.of(one, view.shares) for view in self.views) for one in files_seconds)
+        return ()
 
     def _block(
         self, files: Sequence[Path], key: str, comparisons: Comparisons, builds: int, number: int, name: str

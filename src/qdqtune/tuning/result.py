@@ -29,7 +29,8 @@ from qdqtune.system.writing import write_json
 from qdqtune.timing.ratios import VERY_WIDE, Plan, Ratio, is_wide, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
-from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.file_race import Tail
+from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.records import Shipped, job_of
@@ -102,6 +103,8 @@ def conclude(
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [unwatched(settings.engine)]))
+    if tails := _tails(proof, run):
+        summary["percentiles_ms"] = tails
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
     if settings.engine.name in PROVIDERS:
@@ -232,6 +235,22 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         except EngineRefused:
             metric = None
     return summary | run.limits.summary(history, settings.plan, metric, is_tuned=is_tuned)
+
+
+def _tails(proof: Proof, run: Run) -> dict[str, Any]:
+    """The percentiles of single inferences of the float model and the tuned one, measured once; empty where another
+    file ships, at several numbers of threads, and where they were not measured."""
+    settings, key = run.settings, f"tails:{proof.placement.digest}"
+    if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
+        return {}
+    tails = run.store.get(key, tuple[tuple[Tail, ...], ...])
+    if tails is None:
+        has_other_float = settings.from_qdq or settings.fix_inputs
+        floats = settings.output_dir / BASELINE if has_other_float else settings.model
+        tails = run.racer.tails([floats, settings.output_dir / FINAL])
+        if tails:
+            run.store.put(key, tails)
+    return {name: asdict(tail) for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
