@@ -417,3 +417,17 @@ def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_v
     assert runner.rounds_taken == 200
     assert racer(Script(broken="fast")).tails(files) == ()
     assert not runner.present
+
+
+def test_a_winner_is_built_once_and_kept_loaded(opened: Open) -> None:
+    setup = opened()
+    winner = setup.placements[0]
+    setup = opened(speed=by_digest({winner.digest: 0.5}))
+    setup.measure(1, winner)
+    assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest]
+    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, winner.digest}
+    setup.bench.keep_only(winner)
+    assert {h.path.stem for h in setup.runner.present} == {winner.digest}
+    before = len(setup.runner.builds)
+    setup.measure(2, setup.placements[1], winner)
+    assert len(setup.runner.builds) == before + 1

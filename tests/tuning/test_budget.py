@@ -220,7 +220,7 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     assert notes.notes == []  # all samples were seen
 
 
-def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
+def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
     bench = SimpleNamespace(
         floats=SimpleNamespace(turn_seconds=latency, build_seconds=build, start_seconds=0.0),
@@ -230,7 +230,7 @@ def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
     )
     settings = Settings(Path("m"), time_budget=seconds, threads=(1,))
     ends = None if seconds is None else time.monotonic() + seconds
-    return Budget.of(settings, cast(Bench, bench), ends, has_other_float=False)
+    return Budget.of(settings, cast(Bench, bench), ends, has_other_float=has_other_float)
 
 
 def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_one_less(clock: Clock) -> None:
@@ -294,3 +294,9 @@ def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Pat
     _, notes = slow_run(model, workers, 0.2, 60.0)
     told = [note for note in notes.notes if "`restart` with more time calibrates anew" in note]
     assert [note.split(":")[0] for note in told] == ["`time_budget` has no room to calibrate on all samples"]
+
+
+def test_time_is_kept_for_the_users_file_where_the_float_model_is_another() -> None:
+    one, two = budget(3600, 0.5), budget(3600, 0.5, has_other_float=True)
+    assert (one.opponents, two.opponents) == (1, 2)
+    assert two.proof_seconds(1) > one.proof_seconds(1)

@@ -168,3 +168,15 @@ def test_advice_about_another_machine_names_it() -> None:
     assert threads[1] is None
     assert "(3.0 processes want the 4 cores of me@board beside this run)" in str(threads[2])
     assert "the 4 cores that this process may use on me@board" in str(threads[8])
+
+
+def test_what_is_slower_at_a_number_is_not_accepted_in_the_search(model: Path, workers: Workers) -> None:
+    def slower(build: Build) -> float:
+        has_pairs = b"QuantizeLinear" in build.path.read_bytes()
+        return {1: 0.1, 4: 1.8}[build.threads] if has_pairs else 1.0  # faster in the mean of both
+
+    workers.slower = slower
+    result = run(model)
+    assert result.history
+    assert not any(trial.accepted for trial in result.history)
+    assert result.shipped == "baseline"
