@@ -11,10 +11,9 @@ from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge
 from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.folder import BASELINE, FRONT
-from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
-from qdqtune.tuning.proof import chosen_by_rule, prove
+from qdqtune.tuning.proof import chosen_by_rule, prove, prove_front
 from qdqtune.tuning.result import Result, RunLogWriter, conclude
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from qdqtune.engines import unwatched
@@ -32,7 +31,7 @@ from qdqtune.tuning.deploy import copy_companions, write_kit
 from qdqtune.tuning.file_race import Tail
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.proof import Proof
+from qdqtune.tuning.proof import Proof, write_placement_of
 from qdqtune.tuning.records import Shipped, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
@@ -156,14 +155,6 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     if proof.shipped == "tuned" and run.subject.rules_placement:
         doubts.append(beside_rules(proof.in_file, run.subject.rules_placement, history, settings.plan))
     yield from filter(None, doubts)
-
-
-def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
-    settings = run.settings
-    engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
-    how = calibration, run.subject.rewrites, settings.portable
-    recorded = files.PlacementFile(placement, settings.quant_type, engine, settings.fix_inputs, *how)
-    files.write_placement(path, recorded, settings.model.name)
 
 
 def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:

@@ -1,14 +1,18 @@
-"""The model under tuning, made ready: float graph, samples and ranges, patterns, and the edges that may get pairs."""
+"""The model under tuning, made ready: float graph, samples and ranges, patterns, and the edges that may get pairs; and
+the fingerprint of a run, which its state file begins with: it is refused by runs with another one."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import inf
+from pathlib import Path
 
+import msgspec
 import onnx
 
 from qdqtune.calibration.caches import ranges_of
@@ -18,13 +22,14 @@ from qdqtune.calibration.observe import onnxruntime_session, passes
 from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.user_code import TooSlow
+from qdqtune.calibration.workloads import description
 from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.formats import portable, usual_precision
 from qdqtune.engines.machine import COST_MODEL, MachineFacts
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
-from qdqtune.errors import BadModel, BadOption, EngineUnavailable
+from qdqtune.errors import BadModel, BadOption, EngineUnavailable, reading
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
 from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load
@@ -40,6 +45,7 @@ from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.options import Division
 from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import SIMULATOR_SLOWNESS, Settings
 from qdqtune.tuning.store import Store
@@ -440,3 +446,82 @@ def check_device(spec: EngineSpec, runner: Runner, machine: MachineFacts | None 
         raise
     if device == "none":
         raise EngineUnavailable(f"{spec.name} builds here but times nothing, and a search needs times; {WITHOUT_GPU}")
+
+
+# ---------------------------------------------------------------- the fingerprint of a run
+
+
+class CalibrationData(msgspec.Struct, frozen=True):
+    """Calibration data: a digest of its content, how many samples were asked for, and how many are held out."""
+
+    digest: str
+    samples: int | None
+    held_out: int
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that measurements depend on; budgets are no part of it, nor are the rounds that they have room for:
+    candidates and rewrites that a plan with fewer rounds has left open are measured again (see `ratios.is_cut_short`).
+    Blocks of the proof are kept by the content of the files and by the looks, see `Racer`.
+
+    Options come before entries that follow from them, so that the first difference is the one that the user made.
+    """
+
+    mode: str
+    graph_json: str | None
+    quant_type: str
+    rewrites: str
+    formats: tuple[str, ...] | None
+    seed: int
+    regions: Division
+    node_filter: tuple[str, ...]
+    from_qdq: bool
+    workloads: str | None
+    input_shapes: dict[str, tuple[int | None, ...]]
+    engine: dict[str, str]
+    threads: tuple[int, ...]
+    portable: bool | None = None
+    numeric_format: NumericFormat
+    model: str
+    calibration_method: str
+    calibration_data: CalibrationData
+    calibration_cache: str | None
+    scores: tuple[str, ...] | None = None
+
+
+def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
+    """The fingerprint of a run; `engine` is the description that the engine gives of itself.
+
+    Raises:
+        BadOption: a file that an option names cannot be read.
+    """
+    formats, data = settings.formats, subject.prepared.samples.digest
+    return Fingerprint(
+        mode=settings.mode,
+        graph_json=_digest("`graph_json`", settings.graph_json),
+        quant_type=settings.quant_type,
+        rewrites=settings.rewrites,
+        formats=None if formats is None else tuple("pairs" if f == settings.quant_type else f for f in formats),
+        seed=settings.seed,
+        regions=settings.regions,
+        node_filter=settings.node_filter,
+        from_qdq=settings.from_qdq,
+        workloads=description(subject.mix) if settings.workloads else None,
+        threads=tuple(count for count in settings.thread_counts if count is not None),
+        portable=settings.portable or None,
+        input_shapes={name: tuple(sizes) for name, sizes in sorted(subject.prepared.sizes.items())},
+        engine=dict(engine),
+        numeric_format=subject.numbers,
+        model=subject.model.fingerprint,
+        calibration_method=str(settings.calibration),
+        calibration_data=CalibrationData(
+            data, settings.calibration_samples, len(subject.accuracy) if subject.prepared.is_held_out else 0
+        ),
+        calibration_cache=_digest("`calibration_cache`", settings.calibration_cache),
+        scores=settings.scores or None,
+    )
+
+
+def _digest(option: str, path: Path | None) -> str | None:
+    with reading(f"{option} {path}"):
+        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
