@@ -63,8 +63,8 @@ def made_up(count: int) -> Report:
     rows = []
     for node in model.nodes:
         state, ms = ("8 bits", 0.004) if node.index % 4 else ("float", 0.006)
-        detail = "part of the cut of the prices, which was measured as a whole"
-        row = Explanation((node.name,), (node.op,), state, "", ms, 0.01 * (1 + node.index % 7), "float", detail=detail)
+        detail = "part of the placement that proved fastest"
+        row = Explanation((node.name,), (node.op,), state, "", ms, 0.01 * (1 + node.index % 7), detail=detail)
         rows.append(row)
     drawn = draw(model, rows, {}, "tuned")
     verdict = Headline(f"{count} nodes", "A made-up network.", True)

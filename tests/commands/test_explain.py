@@ -67,7 +67,8 @@ def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: Path, monke
     assert "no kernel for this operator" in out
     code, out, _ = call("explain", folder, "s*")
     assert re.findall(r"^ (s\w+) ", out, re.MULTILINE) == ["second", "skip", "softmax"]
-    assert re.search(r"in float it would take \S+ ms more \((measured|estimated)\)", out)
+    code, out, _ = call("explain", folder, "third")
+    assert re.search(r"with it in 8 bits the model would take \S+ ms more \((measured|estimated)\)", out)
     code, out, _ = call("explain", folder, "third", "--json")
     told = json.loads(out)
     assert [row["nodes"] for row in told["units"]] == [["third"]]

@@ -1,37 +1,19 @@
 """What an engine does not fuse in a Q/DQ model, and the reasons: concluded from the graph and its numbers."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from models import FP8, INT8, PLAIN, UINT8, build, normal, ranges
-from qdqtune.commands.explain import Explained, explain_run
+from models import FP8, INT8, PLAIN, UINT8, build, normal
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.explanation import units
 from qdqtune.explanation.unfused import UNKNOWN, Finding, allow, check
-from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.placement.files import PlacementFile, write_placement
-from qdqtune.placement.insertion import insert
-from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.decisions import other
-from qdqtune.search.costs.units import Decision
-from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.finished import FinishedRun, read_run
-from qdqtune.tuning.loop import tune
-from qdqtune.tuning.records import RangesRecord
-from qdqtune.tuning.result import Result
-from qdqtune.types import Edge, Layer, Measurement, NumericFormat, Placement, Proposal, Trial, WeightFormat
-from runs import mixed, settings, write
-from workers import in_process
+from qdqtune.types import Layer, NumericFormat
 
 CONSTANTS: dict[str, Any] = {
     "w": np.ones((4, 4, 3, 3), np.int8), "wf": normal(4, 4, 3, 3), "ws": np.full(4, 0.1, np.float32),
@@ -274,101 +256,3 @@ def test_numbers_that_the_engine_does_not_take_and_no_reason_is_invented(first, 
     model = net(first, WEIGHT, "[conv] d = Conv <pads=[1,1,1,1]>(b, v)", LAST)
     (finding,) = failing(model, "conv: FP32", numbers=numbers)
     assert finding.reason == f"conv (Conv) runs in float: {words}"
-
-
-# What a finished run says of each unit: true of what shipped, in every mode, with one of five reasons
-@pytest.fixture(scope="session")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """The folder of a run in cut mode, and its result."""
-    model = write(mixed(), tmp_path_factory.mktemp("explained"))
-    with in_process():
-        return model.parent / "out", tune(settings(model, mode="cut", builds=8))
-
-
-def by_name(explained: Explained) -> dict[str, Explanation]:
-    return {name: row for row in explained.rows for name in row.nodes}
-
-
-def test_a_build_takes_what_a_unit_is_said_to_take_otherwise(tuned: tuple[Path, Result], tmp_path: Path) -> None:
-    run = read_run(tuned[0])
-    table, record = units._Table(run), run.records.get("ranges", RangesRecord)
-    assert record is not None
-    numbers, shipped = open_engine(EngineSpec("fake")).numeric_format("int8"), table.parts.decision(run.placement)
-
-    def built_ms(decision: Decision) -> float:
-        model = insert(run.model, table.parts.placement(decision), record.ranges, numbers)
-        return sum(layer.time_ms or 0.0 for layer in fake_layers(model, tmp_path))
-
-    rows = [(table.row(unit), unit) for unit in table.parts.units]
-    changes = {
-        row.nodes: (row.more_ms, other(table.parts, shipped, [unit.number])) for row, unit in rows if row.more_ms
-    }
-    assert len(changes) == 3
-    # `skip` alone is in float in one candidate, which is the whole difference between two builds.
-    found = by_name(explain_run(tuned[0]))
-    assert [found[name].source for name in ("skip", "third", "second")] == ["measured", "estimated", ""]
-    assert "(measured)" in found["skip"].why
-    assert f"{found['second'].ms:.3g} ms, in the float model {found['second'].float_ms:.3g} ms" in found["second"].why
-    for more_ms, decision in changes.values():
-        assert built_ms(decision) - built_ms(shipped) == pytest.approx(more_ms)
-
-
-def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(tuned[0], folder)
-    assert "the cut of the prices" in explain_run(folder).headline
-    compute = next(t.placement for t in tuned[1].history if t.proposal.origin == "compute")
-    write_placement(folder / "placement.yaml", PlacementFile(compute, "int8", "fake", {}), "model.onnx")
-    explained = explain_run(folder)
-    assert "the rule 'compute'" in explained.headline
-    assert {row.state for row in explained.rows} == {"float"}  # the engine fuses no pair without one on the result
-    assert by_name(explained)["softmax"].reason == "no kernel for this operator"
-
-
-def test_what_computes_shapes_or_reads_no_floats_has_no_kernel(tmp_path: Path) -> None:
-    text = """net (float[8,64] x) => (float[8,64] y, int64[2] s, float[n] r) {
-        [big] a = MatMul(x, w) [shape] s0 = Shape(a) [twice] s = Add(s0, s0) [range] r = Range(low, high, step)
-        [relu] y = Relu(a) }"""
-    numbers = {name: np.float32(value) for name, value in (("low", 0), ("high", 4), ("step", 1))}
-    with in_process():
-        tune(settings(write(build(text, {"w": normal(64, 64)} | numbers), tmp_path), mode="cut", builds=4))
-    rows = by_name(explain_run(tmp_path / "out"))
-    for name in {"shape", "twice", "range"} & rows.keys():
-        assert rows[name].reason == "no kernel for this operator"
-        assert rows[name].more_ms is None
-    assert "on its input s0: it is not known to be a float tensor" in rows["twice"].detail
-
-
-def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
-    net = """net (float[4,64] x) => (float[4,64] y) {
-        [a] p = MatMul(x, w0) [b] q = Tanh(p) [c] r = Softmax(q) [d] y = MatMul(r, w1) }"""
-    model = build(net, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
-    w4, (first, last) = WeightFormat(4, 32), (Edge("w0", "a", 1), Edge("w1", "d", 1))
-    shipped = Placement.of((), [(first, w4), (last, w4)])
-    ran = [("a", "W4", 0.25), ("b", "FP32", 1.0), ("c", "FP32", 1.0), ("d", "W4", 0.25)]
-    layers = tuple(Layer(n, (n,), precision, ms, "compute") for n, precision, ms in ran)
-    floats = tuple(Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in model.nodes)
-    won = Measurement((4e-3,) * 12, (2.5e-3,) * 12)
-    trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
-    able = possible_edges(model, ranges(model))
-    summary: Any = {"shipped": "tuned", "rewrites": {}, "by_threads": (), "engine": {}, "baseline_ms": 4.0}
-    run = FinishedRun(tmp_path, summary | {"final_ms": 2.5, "timed": True}, *[None] * 2)  # type: ignore[arg-type]
-    vars(run).update(model=model, able=able, possible=able, placement=shipped, float_layers=floats, history=(trial,))
-    vars(run).update(log=SimpleNamespace(plan=Plan()), limits=Limits(), noise=None, shipped_layers=layers)
-    assert shipped_origin(run) == "weights of products in 4 bits, and no pairs"
-    rows = explanations(run)
-    assert (rows[0].state, rows[0].precision, rows[0].otherwise, rows[0].reason) == ("4-bit weights", "w4", "float", "")
-    assert (rows[0].ms, rows[0].float_ms) == pytest.approx((0.25, 1.0))
-    assert (rows[1].state, rows[1].reason) == ("float", "not tried")
-    stored = next(each for each in tally(rows) if each.state == "4-bit weights")
-    assert (stored.nodes, stored.ms, stored.float_ms) == (("a", "d"), 0.5, 2.0)
-
-
-ROW = Explanation(("a", "b"), ("MatMul", "Relu"), "8 bits", "int8", 2.0, 4.0, "float")
-
-
-def test_sums_are_by_state_and_reason_with_the_most_time_first() -> None:
-    rows = [ROW, replace(ROW, nodes=("c",), ms=1.0), replace(ROW, nodes=("d",), state="float", ms=9.0)]
-    in_float, in_8_bits = tally(rows)
-    assert (in_float.state, in_float.nodes, in_float.ms) == ("float", ("d",), 9.0)
-    assert (in_8_bits.nodes, in_8_bits.ms, in_8_bits.float_ms) == (("a", "b", "c"), 3.0, 8.0)

@@ -12,6 +12,7 @@ import pytest
 from models import build, normal
 from qdqtune.commands.explain import explain_run
 from qdqtune.commands.tune import result_table
+from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, EngineRefused, Failure
 from qdqtune.graph import rewrites
@@ -169,7 +170,23 @@ def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
     assert "  and by the placement" not in told
     assert any("no pair is worth its time here" in note for note in result.notes)
     assert {n.op for n in load(asked.output_dir / "optimized_final.onnx").nodes} == {"MatMul", "HardSwish", "Relu"}
-    assert "rewrites" in explain_run(asked.output_dir).headline
+    explained = explain_run(asked.output_dir)
+    assert "what ships is the rewritten float model without pairs" in explained.headline
+    assert "rewritten float, ms" in explained.table().columns
+    assert "builds" in explained.ended
+
+
+def test_rewrites_are_verified_against_the_file_of_the_user(tmp_path: Path) -> None:
+    asked = run(tmp_path, swishing(8))
+    tune(asked)
+    found = verify(VerifyOptions(folder=asked.output_dir))
+    assert found.finding == "holds"
+    assert found.comparison is not None
+    assert found.comparison.first == str(asked.model)
+    asked.model.rename(tmp_path / "elsewhere.onnx")
+    moved = verify(VerifyOptions(folder=asked.output_dir))
+    assert moved.finding == "cannot tell"
+    assert "has its rewrites already" in moved.why
 
 
 def test_pairs_do_not_ship_for_what_rewrites_gave(tmp_path: Path, workers: Workers) -> None:

@@ -287,10 +287,10 @@ def explain_command(options: ExplainOptions, terminal: Terminal) -> int:
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
     Times are in ms: the measured latency of the whole model, divided among its layers as the engine reports them; each
-    conversion counts with one node. What a node would take the other way is shown where a build ran it so, with all
-    nodes around it as in what ships: `measured` if nothing else differed, else `estimated` from the layers of that
-    build. A node in float has one of five reasons: no kernel for this operator; conversions cost more than it saves; no
-    gain beyond noise; accuracy limit; not tried. Nothing is run.
+    conversion counts with one node. For a node in float: why it is not in 8 bits (the glossary lists the reasons). If
+    its reason is time, and more than noise: how much more the model would take with it and its like in 8 bits.
+    `measured` means that two builds differed in these nodes alone and ran in the same rounds; `estimated`, that layer
+    times of several builds predict it. Nothing is run.
 
     \b
     qdqtune explain qdqtune_output

@@ -27,13 +27,16 @@ class ExplainOptions(Options):
 
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
-    """A finished run, explained: what shipped in a sentence, and a row for every unit. `is_part`: `rows` are only the
-    units of the nodes that were asked for."""
+    """A finished run, explained: what shipped in a sentence, why the search `ended`, and a row for every unit.
+    `is_part`: `rows` are only the units of the nodes that were asked for. `floats` names the float model of their
+    times."""
 
     folder: Path
     headline: str
     rows: tuple[Explanation, ...]
     is_part: bool = False
+    floats: str = "float"
+    ended: str = ""
 
     @property
     def tallies(self) -> tuple[Explanation, ...]:
@@ -56,7 +59,8 @@ class Explained(Shown):
                 )
                 for row in self.rows
             ]
-            return Table(("nodes", "operators", "runs in", "why", "ms", "float, ms"), rows, least_widths={"why": 30})
+            columns = ("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms")
+            return Table(columns, rows, least_widths={"why": 30})
         sums: list[tuple[str, ...]] = [
             (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0])) for each in self.tallies
         ]
@@ -64,17 +68,19 @@ class Explained(Shown):
         sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))
         is_timed = all(row.ms is not None for row in self.rows)
         caption = "" if is_timed else "no ms: the builds of this run have no layer times, so that no node has a time"
-        columns = ("nodes", "runs in", "ms", "float, ms", "why not in 8 bits", "such as")
-        return Table(columns, sums, caption)
+        titles = ("nodes", "runs in", "ms", f"{self.floats}, ms", "why not in 8 bits", "such as")
+        return Table(titles, sums, caption)
 
     def parts(self) -> Iterator[str | Table]:
         if not self.is_part:
             yield f"{self.folder}: {self.headline}"
+            if self.ended:
+                yield self.ended
         yield self.table()
 
     def to_dict(self) -> dict[str, Any]:
         units = [asdict(row) for row in self.rows]
-        return {"folder": str(self.folder), "headline": self.headline, "units": units}
+        return {"folder": str(self.folder), "headline": self.headline, "ended": self.ended, "units": units}
 
 
 def explain_run(folder: Path, pattern: str | None = None) -> Explained:
@@ -86,7 +92,7 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
     """
     run = read_run(folder)
     headline = verdict(run.summary).headline
-    if run.placement:
+    if run.placement or run.summary["shipped"] == "tuned":
         headline += f"; what ships is {shipped_origin(run)}"
     left = run.summary.get("fallback")
     if left is not None:
@@ -94,7 +100,7 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
     rows = explanations(run)
     if pattern is not None:
         rows = _matching(rows, pattern)
-    return Explained(folder, headline, rows, pattern is not None)
+    return Explained(folder, headline, rows, pattern is not None, run.floats, run.log.ended)
 
 
 def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation, ...]:

@@ -16,7 +16,9 @@ from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import Threads, on_device, on_option, threads_option, time_limit_option
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import ConstraintUnmet
+from qdqtune.graph.loading import files_of
 from qdqtune.options import OF_RUN, REQUIRED, Duration, File, MaybeText, Option, assignments, option, options_of
+from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import overlap
 from qdqtune.tuning.deploy import changed_files, read_settings
 from qdqtune.tuning.observer import Observer
@@ -135,6 +137,13 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         took = f"the proof took {min(settings.proven.threads)} threads"
         return found("cannot tell", f"{took}, and {at} are {cores} cores to use: give `threads`")
     files = folder / settings.baseline, folder / settings.model
+    if settings.given is not None:  # the baseline has been rewritten, and is faster than the model of the proof
+        given, digest = Path(settings.given[0]), settings.given[1]
+        whole = given.is_file() and all(file.is_file() for file in files_of(given))
+        if not whole or content_digest(files_of(given)) != digest:
+            why = f"it was proven against {given}, which is not here as it was, and {files[0]} has its rewrites already"
+            return found("cannot tell", f"{why}: compare {files[1]} with your file by qdqtune compare")
+        files = given, files[1]
     shapes = {name: shape for name, (_, shape) in settings.inputs.items()}
     asked = {name: getattr(options, name) for name in options_of(MeasureOptions)}
     asked["fix_inputs"] = {**settings.fix_inputs, **options.fix_inputs}

@@ -68,16 +68,16 @@ def tail(name: str) -> str:
 
 
 ORIGINS: Mapping[str, str] = {
-    "cut": "the cut of the prices",
-    "front": "the cut at a price on noise",
-    "polish": "the cut with its closest decisions made otherwise",
+    "cut": "the placement that layer times predict to be fastest",
+    "front": "a placement that trades speed for accuracy",
+    "polish": "the best placement with its closest decisions reversed",
     "fused units": "pairs wherever they can stand, around what the engine fuses",
     "weights in 4 bits": "weights of products in 4 bits, and no pairs",
     "weights in 8 bits": "weights of products in 8 bits, and no pairs",
     "dynamic quantization": "products with scales found at run time, and no pairs",
     "weights in fewer bits": "weights of products in several formats, and no pairs",
     "imported": "the pairs of your Q/DQ model",
-    "within the limits": "the least noise for what prices of operators suggest",
+    "within the limits": "the placement that should lose least accuracy for its speed",
     "mutated": "region search",
     "cached": "the pattern cache",
     "merged winners": "the winners of region search together",

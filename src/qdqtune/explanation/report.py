@@ -49,7 +49,7 @@ def report_of_run(folder: Path) -> Report:
         title=title(Path(run.summary["model"])),
         verdict=verdict(run.summary),
         facts=tuple(_facts(run, summary)),
-        notes=(*run.log.notes, *remarks(summary)),
+        notes=(*(note for note in run.log.notes if note != run.log.ended), *remarks(summary)),
         bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
@@ -72,8 +72,7 @@ def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
 def _map(run: FinishedRun) -> Map:
     error_db = {tensor: sqnr_of(noise) or 0.0 if noise else EQUAL_DB for tensor, noise in run.alone.items()}
     tuned = OWN if run.keeps_own_pairs else "tuned" if run.placement else ""
-    floats = "rewritten float" if "gave" in run.summary["rewrites"] else "float"
-    return draw(run.model, explanations(run), error_db, tuned, floats)
+    return draw(run.model, explanations(run), error_db, tuned, run.floats)
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
@@ -130,6 +129,8 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
     if left is not None:
         yield Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}")
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
+    if run.log.ended:
+        yield Fact("end of the search", run.log.ended)
 
 
 def _points(run: FinishedRun) -> Iterator[Point]:

@@ -1,24 +1,39 @@
 """The table of a finished run by unit: how each runs in what ships, what it takes, and why it does not run in 8 bits.
 
-A unit are nodes that are quantized together, since the engine runs them as one kernel. What it would take the other way
-stands there only if a build ran it so, with all units around it as in what ships: "measured" if nothing else differed
-in that build, else "estimated" from the times of that build's layers.
+A unit are nodes that are quantized together, since the engine runs them as one kernel. The question about a unit in
+float is what the model would take with it in 8 bits, and nothing else changed. Units of equal operators and shapes are
+judged together, since the difference of a small one alone is lost in noise. These facts answer it, the first that there
+is:
+
+1. structure: no kernel reads 8 bits there, or the user has excluded it;
+2. a candidate that was timed against what ships and differs in these units alone: its latency, "measured";
+3. the prices that the layer times of all builds give (`search.costs.prices`): the difference is "estimated". Prices
+   that no build shows are guessed low, so that what is slower even then is slower, but no figure is given;
+4. the limits on accuracy, where 8 bits would be faster, or the times are unknown;
+5. what became of the candidate that had it in 8 bits with the fewest other changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from math import inf, isclose
 from typing import Literal
 
+from qdqtune.errors import Failure
 from qdqtune.explanation.formatting import counted, origin_in_words
 from qdqtune.explanation.unfused import is_float, is_low
 from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
-from qdqtune.search.costs.attribution import BuildTimes, attribute, timed_builds
+from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.attribution import timed_builds, with_float_times
+from qdqtune.search.costs.decisions import margin
 from qdqtune.search.costs.output_noise import DOUBT
+from qdqtune.search.costs.prices import Costs, learn
 from qdqtune.search.costs.units import (
     Partition,
     Unit,
@@ -27,30 +42,27 @@ from qdqtune.search.costs.units import (
     inner_edges,
     partition,
     split,
+    state,
     usual_groups,
 )
+from qdqtune.search.cut import CutSearch
 from qdqtune.timing.limits import outcome
+from qdqtune.timing.ratios import is_wide, judge, speed
 from qdqtune.tuning.finished import FinishedRun
 from qdqtune.types import Layer, Placement, Trial, WeightFormat, sqnr_of
 
 Reason = Literal[
     "",
     "no kernel for this operator",
+    "excluded by your options",
+    "slower in 8 bits",
     "conversions cost more than it saves",
     "no gain beyond noise",
     "accuracy limit",
+    "its build failed",
     "not tried",
 ]
 """Why a unit does not run in 8 bits; empty if it does."""
-
-REASONS: Mapping[str, Reason] = {
-    "faster": "not tried",
-    "inaccurate": "accuracy limit",
-    "slower": "no gain beyond noise",
-    "undecided": "no gain beyond noise",
-    "failed": "not tried",
-}
-"""The reason for a unit that follows from the outcome of a candidate that ran it, and no other one, in 8 bits."""
 
 WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "NonZero", "Range"}
 """Operators that no engine runs in 8 bits: they compute shapes and indices, or read no data."""
@@ -58,8 +70,12 @@ WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "NonZero", "Range"}
 IN_ADVANCE = "computed in advance"
 """The state of a unit that the engine computes when it is built, not in an inference."""
 
-NOISE = 0.1
-"""Times of one unit in two builds are alike if they differ by no more than this share. Chosen, not measured."""
+NOISE = 0.02
+"""A change of the latency by up to this share is not told from none: builds of one file differ by that."""
+
+CLEAR = 0.05
+"""An estimate tells a figure, or that 8 bits are slower, from this share of the latency on: layer times are less exact.
+Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +85,9 @@ class Explanation:
     `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "computed in advance", or
     names the bits of its weights where these alone are quantized. `precision` is what the engine reports, "" if it does
     not. `ms` is the time in what ships, `conversion_ms` of it in conversions, `float_ms` that in the float model: their
-    sums over all units are the measured latencies. `more_ms` is what the model would take more with this unit in the
-    state `otherwise`, below 0 if less, and `source` says where that comes from. A time is None where it is unknown.
+    sums over all units are the measured latencies. `more_ms` is what the model would take more with this unit and
+    `alike` others of equal operators and shapes in 8 bits; `source` says where that comes from. A time is None where it
+    is unknown, and `more_ms` where it is within noise.
     """
 
     nodes: tuple[str, ...]
@@ -79,8 +96,8 @@ class Explanation:
     precision: str
     ms: float | None
     float_ms: float | None
-    otherwise: Literal["8 bits", "float"]
     more_ms: float | None = None
+    alike: int = 0
     source: Literal["", "measured", "estimated"] = ""
     reason: Reason = ""
     detail: str = ""
@@ -88,14 +105,16 @@ class Explanation:
 
     @property
     def why(self) -> str:
-        """The reason, what shows it, and the times, in one text."""
+        """The reason, and what shows it, in one text."""
         facts = [self.detail] if self.detail else []
-        if self.ms is not None and self.float_ms is not None:
-            facts.append(f"it takes {self.ms:.3g} ms, in the float model {self.float_ms:.3g} ms")
         if self.more_ms is not None:
-            change = f"{abs(self.more_ms):.3g} ms {'more' if self.more_ms >= 0 else 'less'}"
-            facts.append(f"in {self.otherwise} it would take {change} ({self.source})")
+            change = f"{abs(self.more_ms):.2g} ms {'more' if self.more_ms >= 0 else 'less'}"
+            facts.append(f"with {and_others(self.alike)} in 8 bits the model would take {change} ({self.source})")
         return ": ".join(filter(None, (self.reason, "; ".join(facts))))
+
+
+def and_others(alike: int) -> str:
+    return f"it and {counted(alike, 'unit')} like it" if alike else "it"
 
 
 def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
@@ -123,70 +142,34 @@ def explanations(run: FinishedRun) -> tuple[Explanation, ...]:
     return tuple(map(table.row, table.parts.units))
 
 
-@dataclass(frozen=True)
-class _Build:
-    """A candidate, or the float model (`trial` is None), with the state of each unit by number.
-
-    `differing` are the units that run otherwise than in what ships, `fresh` those in 8 bits that were not in what it
-    was compared with. `times` is None if unknown.
-    """
-
-    trial: Trial | None
-    states: Sequence[str]
-    differing: frozenset[int]
-    fresh: frozenset[int]
-    times: BuildTimes | None
-
-
 class _Table:
     def __init__(self, run: FinishedRun) -> None:
         self.run = run
         self.parts = _units(run)
+        self._decision = self.parts.decision(run.placement)
         self._layer_of = {name: layer for layer in run.shipped_layers for name in layer.nodes}
-        self._states = self._states_in(run.placement, run.shipped_layers)
+        quantized, reported = self._decision.quantized, self._reported(run.shipped_layers)
+        states = {unit.number: "8 bits" if unit.number in quantized else "float" for unit in self.parts.units}
+        formats = {number: weight_format.name for number, weight_format in self._decision.weight_formats}
+        self._states = states | reported | formats
+        self._twins = defaultdict[str, frozenset[int]](frozenset)
+        """By kind, the units in float that might be in 8 bits."""
+        for unit in self.parts.units:
+            if unit.inputs and self._states[unit.number] == "float" and unit.number not in quantized:
+                self._twins[unit.kind] |= {unit.number}
         least = run.limits.min_sqnr
         self._limit = "the limits on accuracy" if least is None else f"{least:g} dB"
 
-    def _states_in(self, placement: Placement, layers: Sequence[Layer]) -> list[str]:
-        """The state of each unit: "8 bits" or "float" as the layers say, else by its pairs; or the name of its weight
-        format."""
-        decision, owner = self.parts.decision(placement), self.parts.owner
-        states = ["8 bits" if unit.number in decision.quantized else "float" for unit in self.parts.units]
-        computing = [layer for layer in layers if layer.kind == "compute"]
-        for reported, runs_so in (("float", is_float), ("8 bits", is_low)):
-            for layer in computing:
-                if runs_so(layer.precision):
-                    for name in owner.keys() & layer.nodes:
-                        states[owner[name]] = reported
-        for number, weight_format in decision.weight_formats:
-            states[number] = weight_format.name
+    def _reported(self, layers: Iterable[Layer]) -> dict[int, str]:
+        """By number, the state of the units whose kernels have a precision: "8 bits" if one of them has 8."""
+        states, owner = dict[int, str](), self.parts.owner
+        for layer in layers:
+            if layer.kind != "compute" or not (is_low(layer.precision) or is_float(layer.precision)):
+                continue
+            for name in owner.keys() & layer.nodes:
+                if is_low(layer.precision) or owner[name] not in states:
+                    states[owner[name]] = "8 bits" if is_low(layer.precision) else "float"
         return states
-
-    @cached_property
-    def _times(self) -> Mapping[Placement, BuildTimes]:
-        """The times of the builds that have layer times, that of what ships among them."""
-        run = self.run
-        if not run.float_spent or not run.spent or not run.float_ms or not run.shipped_ms:
-            return {}
-        times = {
-            each.placement: each
-            for each in timed_builds(run.model, run.history, run.plan, run.float_layers, run.float_ms)
-        }
-        return times | {run.placement: attribute(run.model, run.placement, run.shipped_layers, run.shipped_ms)}
-
-    @cached_property
-    def _builds(self) -> list[_Build]:
-        states = dict[Placement, Sequence[str]]()
-        builds = list[_Build]()
-        for trial in (None, *self.run.history):
-            placement = Placement() if trial is None else trial.placement
-            layers = self.run.float_layers if trial is None else trial.layers or ()
-            states[placement] = ran = self._states_in(placement, layers)
-            before = () if trial is None else states.get(trial.against, ())
-            differing = frozenset(n for n, state in enumerate(ran) if state != self._states[n])
-            fresh = frozenset(n for n, state in enumerate(before) if ran[n] == "8 bits" != state)
-            builds.append(_Build(trial, ran, differing, fresh, self._times.get(placement)))
-        return builds
 
     def row(self, unit: Unit) -> Explanation:
         """How a unit runs, what it takes, and why it does not run in 8 bits."""
@@ -201,12 +184,8 @@ class _Table:
             precision=next((layer.precision.lower() for layer in ran if layer.kind == "compute"), ""),
             ms=sum(sum(run.spent[name]) for name in names) if run.spent else None,
             float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
-            otherwise="8 bits" if state == "float" else "float",
             conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
         )
-        part = f"part of {shipped_origin(run)}, which was measured as a whole"
-        if not run.summary["timed"]:
-            part = f"8 bits cost the least, and the outputs hold {self._limit}"
         elsewhere = [layer.elsewhere for layer in ran if layer.elsewhere]
         if elsewhere:
             detail = f"it runs {elsewhere[0]}"
@@ -214,51 +193,74 @@ class _Table:
         if not run.placement.wide.isdisjoint(unit.inputs):
             detail = f"with 8 bits here too, the outputs would miss {self._limit}"
             return replace(row, state="16 bits", precision="uint16", reason="accuracy limit", detail=detail)
-        if state not in ("8 bits", "float"):
-            weight_format = WeightFormat.named(state)
-            state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
-            return replace(row, state=state, detail=f"its weights alone are {weight_format.name}, {part}")
         if state == "float":
             if ran and all(layer.kind == "folded" for layer in ran):
                 return replace(row, state=IN_ADVANCE, detail="the engine computes it once, when it is built")
-            if not run.possible.issuperset(unit.inputs + unit.weights):
-                return replace(row, reason="not tried", detail="the nodes that you have listed leave it in float")
-            without_kernel = self._without_kernel(unit)
-            if without_kernel:
-                return replace(row, reason="no kernel for this operator", detail=without_kernel)
-        build, ships = self._shown(unit, row.otherwise), self._times.get(run.placement)
-        saves = False
-        if build is not None and build.times is not None and ships is not None:
-            conversions = self._conversions(unit, build.times) - self._conversions(unit, ships)
-            own = sum(build.times.nodes.get(name, 0.0) - ships.nodes.get(name, 0.0) for name in names)
-            source: Literal["measured", "estimated"] = "measured" if len(build.differing) == 1 else "estimated"
-            row, saves = replace(row, more_ms=own + conversions, source=source), own < 0
-        if state == "8 bits":
-            return replace(row, detail=part)
-        reason, detail = self._in_float(unit, row, saves)
+            return self._in_float(unit, row)
+        chosen = "part of the placement that proved fastest"
+        if run.keeps_own_pairs:
+            chosen = "part of your own Q/DQ file, which ships as it is"
+        elif not run.summary["timed"]:
+            chosen = f"8 bits cost the least by rule, and the outputs hold {self._limit}"
+        if state != "8 bits":
+            weight_format = WeightFormat.named(state)
+            state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
+            chosen = f"its weights alone are {weight_format.name}: {chosen}"
+        return replace(row, state=state, detail=chosen)
+
+    def _in_float(self, unit: Unit, row: Explanation) -> Explanation:
+        """The row of a unit in float with its reason, by the first fact of the module's list that there is."""
+        run, latency, twins = self.run, self.run.shipped_ms or inf, self._twins[unit.kind] | {unit.number}
+        without = self._without_kernel(unit)
+        if without:
+            return replace(row, reason="no kernel for this operator", detail=without)
+        if not run.possible.issuperset(unit.inputs + unit.weights):
+            detail = "it is none of the nodes that you have listed"
+            return replace(row, reason="excluded by your options", detail=detail)
+        if not run.summary["timed"]:
+            detail = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
+            return replace(row, reason="accuracy limit", detail=detail)
+        trial, others = self._nearest(unit, twins)
+        measured = None if trial is None or others or trial.against != run.placement else judge(trial, run.plan)
+        is_slower = False
+        if measured is not None and not is_wide(measured):
+            assert trial is not None
+            alike = len(twins & self._quantized[trial.placement]) - 1
+            is_slower = measured.verdict == "slower" and measured.median > 1 + NOISE
+            if not is_slower and not (measured.verdict == "faster" and measured.median < 1 - NOISE):
+                detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
+                return replace(row, reason="no gain beyond noise", detail=detail)
+            more_ms = None if latency == inf else (measured.median - 1) * latency
+            row = replace(row, more_ms=more_ms, alike=alike, source="measured")
+        elif unit.number in self._twins[unit.kind] and self._prices is not None:
+            more_ms, is_guess = self._estimates[unit.kind]
+            is_slower = more_ms > CLEAR * latency
+            if -NOISE * latency <= more_ms <= CLEAR * latency:
+                both = f"{and_others(len(twins) - 1)} {'are' if len(twins) > 1 else 'is'}"
+                detail = f"in 8 bits {both} estimated to save less than {NOISE:.0%} of the latency"
+                return replace(row, reason="no gain beyond noise", detail=detail)
+            if not is_guess and abs(more_ms) > CLEAR * latency:
+                row = replace(row, more_ms=more_ms, alike=len(twins) - 1, source="estimated")
+        if is_slower:
+            price = None if self._prices is None else self._prices[0].prices[unit.number]
+            has_fast_kernel = price is not None and price.as_quantized < price.as_float
+            return replace(row, reason="conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits")
+        lost = self._lost_accuracy(twins)
+        if lost:
+            return replace(row, reason="accuracy limit", detail=lost)
+        reason, detail = self._outcome(trial, others)
         return replace(row, reason=reason, detail=detail)
 
-    def _shown(self, unit: Unit, state: str) -> _Build | None:
-        """The timed build that ran a unit in a state, and all units around it as in what ships, with the fewest other
-        differences."""
-        around = self.parts.near(unit) - {unit.number}
-        timed = [build for build in self._builds if build.times is not None and build.states[unit.number] == state]
-        shown = [build for build in timed if around.isdisjoint(build.differing)]
-        return min(shown, key=lambda build: len(build.differing), default=None)
-
-    def _conversions(self, unit: Unit, times: BuildTimes) -> float:
-        tensors = {*unit.outputs, *(edge.tensor for edge in unit.inputs)}
-        return sum(times.quantize.get(t, 0.0) + times.dequantize.get(t, 0.0) for t in tensors)
-
-    # ---- reasons
+    # ---- facts
 
     def _without_kernel(self, unit: Unit) -> str:
         """A text if a unit reads nothing that can carry a pair, no engine has an 8-bit kernel for it, or this one ran
-        it in float in every build with pairs on all of its inputs; else empty."""
-        run, model = self.run, self.parts.model
+        it and its like in float wherever pairs stood all around them; else empty."""
+        model = self.parts.model
         nodes = [model.nodes[n] for n in unit.nodes]
-        if all(node.op in WITHOUT_KERNEL for node in nodes):
-            return f"{nodes[0].op} computes no values in 8 bits"
+        for node in nodes:
+            if node.op in WITHOUT_KERNEL:
+                return f"{node.op} computes no values in 8 bits"
         if not unit.inputs:
             inside = set(model.constants).union([""], *(node.outputs for node in nodes))
             for node in nodes:
@@ -267,56 +269,96 @@ class _Table:
                         why = refusal(model, tensor, node.index, slot) or "the range of its values is unknown"
                         return f"no pair can stand on its input {tensor}: {why}"
             return "it reads no tensor but constants"
-        reported = [(each.trial.placement, each.states) for each in self._builds if each.trial and each.trial.layers]
-        if run.shipped_layers:
-            reported.append((run.placement, self._states))
-        edges = unit.inputs + unit.weights
-        states = [states[unit.number] for placement, states in reported if placement.edges.issuperset(edges)]
-        if not states or "8 bits" in states:
-            return ""
-        return "with pairs on all of its inputs the engine still ran it in float"
+        low, refused = self._ran
+        if unit.kind in refused - low:
+            return "with pairs on all that it reads and writes the engine still ran it in float"
+        return ""
 
-    def _in_float(self, unit: Unit, row: Explanation, saves: bool) -> tuple[Reason, str]:
-        """The reason for a unit in float that may have pairs: what a build shows of it, else what is predicted of its
-        rounding, else what became of the candidate with the fewest units that ran it in 8 bits. `saves`: it takes
-        less in 8 bits, without conversions."""
-        if not self.run.summary["timed"]:
-            return "accuracy limit", f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
-        if row.more_ms is not None and row.more_ms > NOISE * (row.ms or 0.0):
-            return "conversions cost more than it saves" if saves else "no gain beyond noise", ""
-        lost = self._lost_accuracy(unit)
-        if lost:
-            return "accuracy limit", lost
-        if row.more_ms is not None or row.ms == 0:
-            return "no gain beyond noise", ""
-        tried = [build for build in self._builds if unit.number in build.fresh]
-        if not tried:
-            return "not tried", "no candidate ran it in 8 bits"
-        build = min(tried, key=lambda each: len(each.fresh))
-        assert build.trial is not None
-        came, others = outcome(build.trial, self.run.plan), len(build.fresh) - 1
-        origin = origin_in_words(build.trial.proposal.origin)
-        if others:
-            return (
-                "not tried",
-                f"not by itself: {origin} had it in 8 bits with {counted(others, 'more unit')}, and was {came}",
+    @cached_property
+    def _ran(self) -> tuple[set[str], set[str]]:
+        """The kinds of units that ran in 8 bits in any build, by its layers, and those that ran in float although pairs
+        stood on all that they read and write."""
+        low, refused = set[str](), set[str]()
+        builds = [(trial.placement, trial.layers) for trial in self.run.history if trial.layers]
+        for placement, layers in (*builds, (self.run.placement, self.run.shipped_layers)):
+            for number, reported in self._reported(layers).items():
+                unit = self.parts.units[number]
+                if reported == "8 bits":
+                    low.add(unit.kind)
+                elif state(unit, self.parts, placement) == "quantized":
+                    refused.add(unit.kind)
+        return low, refused
+
+    @cached_property
+    def _quantized(self) -> dict[Placement, frozenset[int]]:
+        """The units that candidates have in 8 bits, by number."""
+        return {trial.placement: self.parts.decision(trial.placement).quantized for trial in self.run.history}
+
+    @cached_property
+    def _changed(self) -> dict[Placement, frozenset[str]]:
+        """The tensors on which candidates have other pairs or formats than what ships."""
+        ships, changed = self.run.placement, dict[Placement, frozenset[str]]()
+        for trial in self.run.history:
+            formats = {edge for edge, _ in trial.placement.weight_only ^ ships.weight_only}
+            edges = formats | trial.placement.edges ^ ships.edges
+            changed[trial.placement] = frozenset(edge.tensor for edge in edges)
+        return changed
+
+    def _nearest(self, unit: Unit, twins: frozenset[int]) -> tuple[Trial | None, int]:
+        """The candidate that has a unit in 8 bits and differs from what ships on the fewest tensors beside it and its
+        twins, and on how many."""
+        beside = set[str]()
+        for twin in (self.parts.units[number] for number in twins):
+            beside.update(twin.outputs, (edge.tensor for edge in (*twin.inputs, *twin.weights)))
+        had = [trial for trial in self.run.history if unit.number in self._quantized[trial.placement]]
+        others = [len(self._changed[trial.placement] - beside) for trial in had]
+        least = min(others, default=0)
+        return (had[others.index(least)] if had else None), least
+
+    @cached_property
+    def _prices(self) -> tuple[Costs, Costs] | None:
+        """The prices that all builds show, and with those that none shows raised; None without times of layers."""
+        run = self.run
+        if not run.float_spent or not run.float_ms:
+            return None
+        floats, *others = timed_builds(run.model, run.history, run.plan, run.float_layers, run.float_ms)
+        builds = [floats, *(with_float_times(run.model, build, floats) for build in others)]
+        return learn(self.parts, builds), learn(self.parts, builds, raised=True)
+
+    @cached_property
+    def _estimates(self) -> dict[str, tuple[float, bool]]:
+        """By kind, the ms that its units in float would add in 8 bits, each by itself; and whether that depends on a
+        guess."""
+        if self._prices is None:
+            return {}
+        estimates = dict[str, tuple[float, bool]]()
+        for kind, numbers in self._twins.items():
+            usual, raised = (
+                sum(margin(costs, self._decision, self.parts.units[number]) for number in numbers)
+                for costs in self._prices
             )
-        return REASONS[came], f"{origin} ran it in 8 bits: {came}"
+            estimates[kind] = usual, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
+        return estimates
 
-    def _lost_accuracy(self, unit: Unit) -> str:
-        """A text if rounding a unit is predicted to take the outputs below the limit; else empty."""
+    def _lost_accuracy(self, twins: frozenset[int]) -> str:
+        """A text if rounding some units is predicted to take the outputs below the limit; else empty."""
         noise, most = self.run.noise, self.run.limits.max_noise
         if noise is None or most is None:
             return ""
         allowed, now, rounded = self._noise_now
-        stored = [edge for tensor in unit.outputs for edge in self.parts.edges.get(tensor, ())]
-        edges = {e for e in (*unit.inputs, *unit.weights, *stored) if noise.value(e.tensor) not in rounded}
+        units = [self.parts.units[number] for number in twins]
+        stored = [edge for unit in units for tensor in unit.outputs for edge in self.parts.edges.get(tensor, ())]
+        entering = [edge for unit in units for edge in (*unit.inputs, *unit.weights)]
+        edges = {edge for edge in (*entering, *stored) if noise.value(edge.tensor) not in rounded}
         alone = noise.summed(Placement.of(edges))
         if not alone or now + alone <= DOUBT * allowed:
             return ""
         expected, limit = (decibels(sqnr_of(each)) for each in ((now + alone) * most / allowed, most))
         too = ", too," if rounded else ""
-        return f"with it in 8 bits{too} the outputs are estimated at {expected}, and the limit is {limit}"
+        return (
+            f"with {and_others(len(twins) - 1)} in 8 bits{too} the outputs are estimated at {expected}, and the limit "
+            f"is {limit}"
+        )
 
     @cached_property
     def _noise_now(self) -> tuple[float, float, set[str]]:
@@ -326,22 +368,44 @@ class _Table:
         rounded = {noise.value(edge.tensor) for edge in placement.edges}
         return noise.allowed(self.run.history), noise.summed(placement), rounded
 
+    def _outcome(self, trial: Trial | None, others: int) -> tuple[Reason, str]:
+        """What became of the candidate that is nearest to a unit in 8 bits, which differs on `others` as well."""
+        if trial is None:
+            return "not tried", "no candidate has it in 8 bits"
+        run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
+        origin, missed = origin_in_words(trial.proposal.origin), run.limits.why_refused(trial)
+        reason: Reason = "no gain beyond noise"
+        became = f"was {outcome(trial, run.plan)}"
+        if isinstance(trial.result, Failure):
+            reason, became = "its build failed", f"failed: {trial.result.reason}"
+        elif missed is not None:
+            reason, became = "accuracy limit", f"was not accurate enough: {missed}"
+        elif trial.placement in ratios and run.placement in ratios:
+            both = speed(ratios[trial.placement]), speed(ratios[run.placement])
+            became = f"was {both[0]} as fast as float, and what ships {both[1]}"
+        if others:
+            return "not tried", f"not by itself: {origin}, which changes {counted(others, 'other tensor')}, {became}"
+        return reason, f"{origin} has it in 8 bits, and {became}"
+
 
 def shipped_origin(run: FinishedRun) -> str:
     """Where the placement of what ships comes from."""
     if run.summary["shipped"] == "given":
         return "your own Q/DQ model"
+    if not run.placement:
+        return f"the {run.floats} model without pairs"
     return origin_in_words(run.trial.proposal.origin) if run.trial else "an earlier run"
 
 
 def _units(run: FinishedRun) -> Partition:
-    """The kernels of the float build as units, each split where pairs of what ships stand inside it; as engines usually
-    fuse nodes if the layers are unknown."""
-    model, able = run.model, run.able
-    groups: list[Sequence[str]] = []
-    for group in fusion_groups(model, run.float_layers):
-        groups += split(model, group, run.placement.edges.intersection(inner_edges(model, group, able)))
-    if not run.float_layers:
-        groups += usual_groups(model, able)
+    """The kernels of the float build as units, each split as its kind ran fastest in 8 bits, and where pairs of what
+    ships stand inside it; as engines usually fuse nodes if the layers are unknown."""
+    model, able, placed = run.model, run.able, run.placement.edges
     formats = formats_in([run.placement, *(trial.placement for trial in run.history)])
-    return partition(model, able, groups, formats)
+    groups = fusion_groups(model, run.float_layers) if run.float_layers else usual_groups(model, able)
+    if run.float_spent:
+        search = CutSearch(model, able, run.float_layers, plan=run.plan)
+        units = search.costs(run.history).partition.units
+        groups = [tuple(model.nodes[number].name for number in unit.nodes) for unit in units]
+    parts = (split(model, group, placed.intersection(inner_edges(model, group, able))) for group in groups)
+    return partition(model, able, chain.from_iterable(parts), formats)

@@ -20,7 +20,7 @@ from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadModel, BadOption, reading, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model_folder import companions
-from qdqtune.system.checks import real
+from qdqtune.system.checks import content_digest, real
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
@@ -60,7 +60,8 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     """deploy/settings.json. Files are named from the folder of the run: `model` is what ships, `baseline` the float
     model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine of
     the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type and
-    shape of each. `fix_inputs` are as in placement.yaml."""
+    shape of each. `fix_inputs` are as in placement.yaml. `given` is the user's file with the digest of its content, if
+    it was the float model of the proof, and `baseline` has rewrites or another precision."""
 
     format: int = FORMAT
     told: str
@@ -74,6 +75,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     library: dict[str, Any]
     inputs: dict[str, tuple[str, tuple[int, ...]]]
     fix_inputs: dict[str, float | int | str] = {}
+    given: tuple[str, str] | None = None
 
 
 def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
@@ -114,6 +116,11 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         told = f"{FINAL} is {own}: nothing faster was proven"
     open_sizes = {one.name for one in specs if None in one.shape}
     sizes = {name: shape for name, (_, shape) in inputs.items() if name in open_sizes}
+    given = None
+    is_folded = bool(run.settings.fix_inputs) and not run.subject.rewrites.names
+    if run.subject.changes and is_tuned and not run.settings.from_qdq and not is_folded:
+        path = run.settings.model.absolute()
+        given = str(path), content_digest(files_of(path))
     settings = DeploySettings(
         told=f"{told}, on {engine['engine']} {engine.get('version', '')}",
         shipped=shipped,
@@ -124,6 +131,7 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         library=library_settings(spec, engine, sizes),
         inputs=inputs,
         fix_inputs=dict(run.settings.fix_inputs),
+        given=given,
     )
     write_json(folder / DEPLOY_SETTINGS, plain(settings))
 

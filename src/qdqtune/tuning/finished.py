@@ -145,6 +145,11 @@ class FinishedRun:
         return next((row for row in rows if str(row["threads"]) == threads), self.summary)
 
     @property
+    def floats(self) -> str:
+        """The name of the float model in which pairs were placed."""
+        return "rewritten float" if self.summary["rewrites"]["names"] else "float"
+
+    @property
     def float_ms(self) -> float | None:
         """Time per inference, measured in rounds, of the float model in which pairs were placed: the user's file, or
         the rewritten float; None on a simulator."""

@@ -115,8 +115,12 @@ def conclude(
     summary["seconds"] = round(log.seconds, 3)
     notes = (*left, *subject.notes, *run.found.notes, *of_mode, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
+    spent, most = 1 + len(history), 1 + run.budget.builds
+    ended = f"the search ended as all {most} builds were spent"
+    if spent < most:
+        ended = f"the search ended after {spent} of {most} builds: nothing more is predicted to gain"
     write_json(settings.output_dir / SUMMARY, summary)
-    write_json(settings.output_dir / RUN, log.content(history, run, notes))
+    write_json(settings.output_dir / RUN, log.content(history, run, notes, shortfall or ended))
     write_kit(run, summary)
     copy_companions(run)
     return Result(
@@ -295,7 +299,7 @@ class RunLogWriter(Silent):
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         self._times[trial.number] = round(self.seconds, 2)
 
-    def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...]) -> Mapping[str, Any]:
+    def content(self, history: Sequence[Trial], run: Run, notes: tuple[str, ...], ended: str) -> Mapping[str, Any]:
         settings = run.settings
         log = RunLog(
             begun=self._begun.isoformat(timespec="seconds"),
@@ -318,6 +322,7 @@ class RunLogWriter(Silent):
             ),
             notes=notes,
             seconds=round(self.seconds, 2),
+            ended=ended,
         )
         values: Mapping[str, Any] = plain(log)
         return values

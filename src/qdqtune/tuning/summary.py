@@ -197,6 +197,8 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
     trials: tuple[LoggedTrial, ...]
     notes: tuple[str, ...]
     seconds: float
+    ended: str = ""
+    """Why the search ended."""
 
 
 def keeps_own_pairs(summary: Mapping[str, Any]) -> bool:

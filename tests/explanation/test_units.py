@@ -1,0 +1,216 @@
+"""What a finished run says of each unit: how it ran, why it is in float, and what the model would take with it in 8
+bits. Figures are those of builds, and none is given within noise."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import build, normal, ranges
+from qdqtune.commands.explain import explain_run
+from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.errors import Failure
+from qdqtune.explanation import units
+from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally
+from qdqtune.graph.model import Model
+from qdqtune.graph.saving import save
+from qdqtune.placement.files import PlacementFile, write_placement
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.decisions import other
+from qdqtune.search.costs.units import Decision
+from qdqtune.timing.limits import Limits
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.finished import FinishedRun, read_run
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.records import RangesRecord
+from qdqtune.tuning.result import Result
+from qdqtune.types import Accuracy, Edge, Layer, Measurement, Placement, Proposal, Trial, WeightFormat
+from runs import mixed, settings, write
+from workers import in_process
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The folder of a run in cut mode, and its result."""
+    model = write(mixed(), tmp_path_factory.mktemp("explained"))
+    with in_process():
+        return model.parent / "out", tune(settings(model, mode="cut", builds=8))
+
+
+def by_name(rows: Sequence[Explanation]) -> dict[str, Explanation]:
+    return {name: row for row in rows for name in row.nodes}
+
+
+def test_a_build_takes_what_a_unit_is_estimated_to_take(tuned: tuple[Path, Result], tmp_path: Path) -> None:
+    run = read_run(tuned[0])
+    table, record = units._Table(run), run.records.get("ranges", RangesRecord)
+    assert record is not None
+    numbers, shipped = open_engine(EngineSpec("fake")).numeric_format("int8"), table.parts.decision(run.placement)
+
+    def built_ms(decision: Decision) -> float:
+        save(insert(run.model, table.parts.placement(decision), record.ranges, numbers), tmp_path / "m.onnx")
+        built = open_engine(EngineSpec("fake")).build(tmp_path / "m.onnx", tmp_path / "log")
+        return sum(layer.time_ms or 0.0 for layer in built.layers({}, 1))
+
+    told = {unit: table.row(unit) for unit in table.parts.units if table.row(unit).more_ms}
+    assert {row.nodes: row.source for row in told.values()} == {("third",): "estimated", ("head",): "estimated"}
+    for unit, row in told.items():
+        assert built_ms(other(table.parts, shipped, [unit.number])) - built_ms(shipped) == pytest.approx(row.more_ms)
+        assert "with it in 8 bits the model would take 0.00" in row.why
+
+
+def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(tuned[0], folder)
+    assert "the placement that layer times predict to be fastest" in explain_run(folder).headline
+    compute = next(t.placement for t in tuned[1].history if t.proposal.origin == "compute")
+    write_placement(folder / "placement.yaml", PlacementFile(compute, "int8", "fake", {}), "model.onnx")
+    explained = explain_run(folder)
+    assert "the rule 'compute'" in explained.headline
+    assert {row.state for row in explained.rows} == {"float"}  # the engine fuses no pair without one on the result
+    assert by_name(explained.rows)["softmax"].reason == "no kernel for this operator"
+
+
+def test_what_computes_shapes_or_reads_no_floats_has_no_kernel(tmp_path: Path) -> None:
+    text = """net (float[8,64] x) => (float[8,64] y, int64[2] s, float[n] r) {
+        [big] a = MatMul(x, w) [shape] s0 = Shape(a) [twice] s = Add(s0, s0) [range] r = Range(low, high, step)
+        [relu] y = Relu(a) }"""
+    numbers = {name: np.float32(value) for name, value in (("low", 0), ("high", 4), ("step", 1))}
+    with in_process():
+        tune(settings(write(build(text, {"w": normal(64, 64)} | numbers), tmp_path), mode="cut", builds=4))
+    rows = by_name(explain_run(tmp_path / "out").rows)
+    for name in {"shape", "twice", "range"} & rows.keys():
+        assert rows[name].reason == "no kernel for this operator"
+        assert rows[name].more_ms is None
+    assert "on its input s0: it is not known to be a float tensor" in rows["twice"].detail
+
+
+def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
+    net = """net (float[4,64] x) => (float[4,64] y) {
+        [a] p = MatMul(x, w0) [b] q = Tanh(p) [c] r = Softmax(q) [d] y = MatMul(r, w1) }"""
+    model = build(net, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
+    w4, (first, last) = WeightFormat(4, 32), (Edge("w0", "a", 1), Edge("w1", "d", 1))
+    shipped = Placement.of((), [(first, w4), (last, w4)])
+    ran = [("a", "W4", 0.25), ("b", "FP32", 1.0), ("c", "FP32", 1.0), ("d", "W4", 0.25)]
+    layers = tuple(Layer(n, (n,), precision, ms, "compute") for n, precision, ms in ran)
+    floats = tuple(Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in model.nodes)
+    won = Measurement((4e-3,) * 12, (2.5e-3,) * 12)
+    trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
+    able = possible_edges(model, ranges(model))
+    summary: Any = {"shipped": "tuned", "rewrites": {}, "by_threads": (), "engine": {}, "baseline_ms": 4.0}
+    run = FinishedRun(tmp_path, summary | {"final_ms": 2.5, "timed": True}, *[None] * 2)  # type: ignore[arg-type]
+    vars(run).update(model=model, able=able, possible=able, placement=shipped, float_layers=floats, history=(trial,))
+    vars(run).update(log=SimpleNamespace(plan=Plan()), limits=Limits(), noise=None, shipped_layers=layers)
+    assert shipped_origin(run) == "weights of products in 4 bits, and no pairs"
+    rows = explanations(run)
+    assert (rows[0].state, rows[0].precision, rows[0].reason) == ("4-bit weights", "w4", "")
+    assert (rows[0].ms, rows[0].float_ms) == pytest.approx((0.25, 1.0))
+    assert (rows[1].state, rows[1].reason) == ("float", "not tried")
+    stored = next(each for each in tally(rows) if each.state == "4-bit weights")
+    assert (stored.nodes, stored.ms, stored.float_ms) == (("a", "d"), 0.5, 2.0)
+
+
+# Made-up runs: a chain of units in float, and candidates that are timed against what ships
+CHAIN = """net (float[8,64] x) => (float[8,64] y) {
+    [a] p = MatMul(x, w0) [b] q = Sigmoid(p) [c] y = MatMul(q, w1) }"""
+SAME, SLOWER, FASTER = (1.0, 0.99, 1.01) * 8, (1.2, 1.19, 1.21) * 8, (0.8, 0.79, 0.81) * 8
+
+
+def made_up(folder: Path, *trials: tuple[Placement, Any], model: Model, **facts: Any) -> FinishedRun:
+    """A run that ships the float model. `trials`: placements with their times, as shares of the float model's, or a
+    failure."""
+    able = possible_edges(model, ranges(model))
+    history = []
+    for number, (placement, times) in enumerate(trials, 1):
+        result = times if isinstance(times, Failure) else Measurement((1.0 + number / 1e12,) * len(times), times)
+        history.append(Trial(number, Proposal("cut", placement), Placement(), result, Accuracy(30.0), holds=True))
+    summary: Any = {"shipped": "baseline", "rewrites": {}, "by_threads": (), "engine": {}, "timed": True, "edges": 0}
+    summary |= {"baseline_ms": 4.0, "final_ms": 4.0}
+    run = FinishedRun(folder, summary, *[None] * 2)  # type: ignore[arg-type]
+    usual = {"possible": able, "placement": Placement(), "float_layers": (), "shipped_layers": (), "noise": None}
+    vars(run).update(usual | {"model": model, "able": able, "history": tuple(history), "limits": Limits()} | facts)
+    vars(run).setdefault("log", SimpleNamespace(plan=Plan()))
+    return run
+
+
+@pytest.fixture
+def chain() -> Model:
+    return build(CHAIN, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
+
+
+def placed(model: Model, *names: str) -> Placement:
+    """Pairs on all that some nodes read and write."""
+    edges = {edge for name in names for edge in model.node(name).into}
+    written = {tensor for name in names for tensor in model.node(name).outputs}
+    return Placement.of(edges | {edge for node in model.nodes for edge in node.into if edge.tensor in written})
+
+
+@pytest.mark.parametrize(
+    ("times", "reason", "more_ms"),
+    [(SAME, "no gain beyond noise", None), (SLOWER, "slower in 8 bits", 0.8),
+     ((1.01,) * 24, "no gain beyond noise", None), (SLOWER[:3], "no gain beyond noise", None)],
+)  # fmt: skip
+def test_the_whole_latency_of_a_build_that_differs_in_one_unit_decides(
+    times: tuple[float, ...], reason: str, more_ms: float | None, chain: Model, tmp_path: Path
+) -> None:
+    row = by_name(explanations(made_up(tmp_path, (placed(chain, "b"), times), model=chain)))["b"]
+    assert (row.reason, row.more_ms) == (reason, None if more_ms is None else pytest.approx(more_ms))
+    assert row.source == ("measured" if more_ms else "")
+    if times == SAME:
+        assert "1.00x [0.99x, 1.01x] as fast (measured)" in row.why
+
+
+def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_or_it_was_faster(
+    chain: Model, tmp_path: Path
+) -> None:
+    alone, both = placed(chain, "b"), placed(chain, "a", "b")
+
+    def row(*trials: tuple[Placement, Any], **facts: Any) -> Explanation:
+        return by_name(explanations(made_up(tmp_path, *trials, model=chain, **facts)))["b"]
+
+    failed = row((alone, Failure("build", "no memory")))
+    assert (failed.reason, failed.more_ms) == ("its build failed", None)
+    assert failed.detail.endswith("failed: no memory")
+    assert row((both, Failure("build", "no memory"))).reason == "not tried"
+    together = row((both, FASTER))
+    assert together.reason == "not tried"
+    assert "which changes 2 other tensors, was 1.25x as fast as float, and what ships 1.00x" in together.detail
+    run = made_up(tmp_path, (alone, FASTER), model=chain, limits=Limits(min_sqnr=40.0))
+    vars(run)["history"] = (replace(run.history[0], holds=False),)
+    missed = by_name(explanations(run))["b"]
+    assert (missed.reason, missed.source) == ("accuracy limit", "measured")
+    assert missed.more_ms == pytest.approx(-0.8)
+    assert row().detail == "no candidate has it in 8 bits"
+
+
+def test_builds_that_differ_elsewhere_as_well_measure_nothing(chain: Model, tmp_path: Path) -> None:
+    more = Placement.of(
+        placed(chain, "b").edges | set(chain.node("c").into[1:])
+    )  # a pair on a weight, which changes no state
+    row = by_name(explanations(made_up(tmp_path, (more, SLOWER), model=chain)))["b"]
+    assert row.more_ms is None
+
+
+def test_what_has_no_kernel_is_not_told_as_left_out_by_the_user(tmp_path: Path) -> None:
+    model = build("""net (float[8,64] x) => (float[8,64] y, int64[2] s) {
+        [big] a = MatMul(x, w) [shape] s = Shape(a) [relu] y = Relu(a) }""", {"w": normal(64, 64)})  # fmt: skip
+    listed = possible_edges(model, ranges(model)) - set(model.node("relu").into)
+    rows = by_name(explanations(made_up(tmp_path, model=model, possible=listed)))
+    assert rows["shape"].reason == "no kernel for this operator"
+    assert rows["relu"].reason == "excluded by your options"
+
+
+ROW = Explanation(("a", "b"), ("MatMul", "Relu"), "8 bits", "int8", 2.0, 4.0)
+
+
+def test_sums_are_by_state_and_reason_with_the_most_time_first() -> None:
+    rows = [ROW, replace(ROW, nodes=("c",), ms=1.0), replace(ROW, nodes=("d",), state="float", ms=9.0)]
+    in_float, in_8_bits = tally(rows)
+    assert (in_float.state, in_float.nodes, in_float.ms) == ("float", ("d",), 9.0)
+    assert (in_8_bits.nodes, in_8_bits.ms, in_8_bits.float_ms) == (("a", "b", "c"), 3.0, 8.0)
