@@ -40,8 +40,24 @@ from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
 from qdqtune.placement import engine_rules
+from qdqtune.system.checks import LIST
 from qdqtune.tuning.deploy import DeploySettings
-from qdqtune.tuning.folder import FILES
+from qdqtune.tuning.folder import (
+    BASELINE,
+    DEPLOY,
+    FINAL,
+    FRONT,
+    GROUP_MODELS,
+    LOGS,
+    PLACEMENT,
+    PROGRESS,
+    RAW,
+    REGION_MODELS,
+    REPORT,
+    RUN,
+    SUMMARY,
+)
+from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.summary import RunLog, Summary
 
 OF_RUNS = {"summary.json": Summary, "run.json": RunLog, "deploy/settings.json": DeploySettings}
@@ -54,6 +70,27 @@ ENGINE_OPTIONS = {
     "tensorrt-rtx": RtxOptions,
     "trtexec": TrtexecOptions,
 }
+
+FILES = {
+    FINAL: "The model to deploy; your model in float if nothing faster was found.",
+    BASELINE: "Your model in float, written the same way.",
+    f"{DEPLOY}/": "`run.py` runs the result without qdqtune by `settings.json`, which `qdqtune verify` reads.",
+    PLACEMENT: "Every edge that carries a pair, by the names of the ONNX file.",
+    REPORT: "A page with the verdict, layer times, a map of the model, and reasons.",
+    RUN: "What was asked, on which machine, and what became of each candidate.",
+    SUMMARY: "Latency, ratio with its interval, output SQNR, builds, versions.",
+    f"{FRONT}/": "A model for each point from the fastest to the most exact; with `front`.",
+    RAW: "All groups that gain alone, before validation; with `mode` subgraph.",
+    f"{GROUP_MODELS}/": "Each group as a model; with `mode` subgraph.",
+    PROGRESS: "Progress, from which a run goes on if the state file is lost; with `mode` subgraph.",
+    "MODEL.fp16.graph.json": "The groups as trtexec exported them, with `.build.log`; with `mode` subgraph.",
+    f"{REGION_MODELS}/": "The whole model with the best scheme of each pattern; with `mode` region.",
+    STATE: "Every measurement with all its samples, from which a run goes on.",
+    "autotuner_state_pattern_cache.yaml": "The best schemes of each pattern, for `qdqtune.autotune --pattern_cache`.",
+    f"{LOGS}/": "What the engine printed, one file a build.",
+    LIST: "The names of the files that qdqtune wrote there.",
+}
+"""What a run writes in its folder, and what each file or subfolder holds."""
 
 DOCS = Path(__file__).parents[1]
 OVERVIEW = "reference/index.md"

@@ -41,7 +41,6 @@ from loaded_modules import present
 from qdqtune.cli import main
 from qdqtune.cli.main import app
 from qdqtune.options import options_of
-from qdqtune.tuning.folder import FILES
 from qdqtune.tuning.summary import Summary
 from tensorrt_fakes import install
 from trtexec_stand_in import stand_in
@@ -278,7 +277,7 @@ def test_python_has_all_names_and_keywords() -> None:
 
 
 def test_files_exit_codes_and_fields_are_told() -> None:
-    assert all(f"| `{name}` |" in reference.files_page() for name in FILES)
+    assert all(f"| `{name}` |" in reference.files_page() for name in reference.FILES)
     assert all(f"| `{code}` |" in reference.exit_page() for code in main.EXIT_CODES)
     assert all(f"| `{field}` |" in reference.fields_of(Summary, {}) for field in Summary.__annotations__)
 

@@ -180,16 +180,11 @@ def _write_regions(files: Mapping[str, Path], history: Sequence[Trial], run: Run
 def subgraph(run: Run) -> Mode:
     """Time every distinct fusion group alone, then try what gains on the whole model."""
     _tell_of_16_bits(run)
-    profiled = profile(run)
-    run.candidates.write_whole(profiled.search.all_accepted, run.settings.output_dir / RAW)
-    search, noise = profiled.search, binding_noise_of(run)
+    search, progress, notes, shortfall = profile(run)
+    run.candidates.write_whole(search.all_accepted, run.settings.output_dir / RAW)
+    noise = binding_noise_of(run)
     search = replace(search, by_cut=cut_search(run, noise) if search.incremental else None)
-    return Mode(
-        with_quiet_seeds(search, noise),
-        notes=profiled.notes,
-        observers=(profiled.progress,),
-        shortfall=profiled.shortfall,
-    )
+    return Mode(with_quiet_seeds(search, noise), notes=notes, observers=(progress,), shortfall=shortfall)
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}

@@ -6,7 +6,7 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -139,17 +139,21 @@ class Profiler:
             except BadOption as error:
                 profiles[kind.number] = kind.untimed(str(error))
                 done(kind, profiles[kind.number])
-        for batch in self._in_batches(parts):
+        batches, used = list[list[_Part]](), AT_ONCE + 1
+        for part in parts:  # the inputs of a batch fit in memory together; a larger part is a batch of its own
+            dtypes = {t: helper.tensor_dtype_to_np_dtype(model.tensors[t].dtype) for t in part.model.inputs}
+            needed = sum(d.itemsize * int(np.prod(self._resolved.sizes.get(t, ()))) for t, d in dtypes.items())
+            if used + needed > AT_ONCE:
+                batches.append([])
+                used = 0
+            batches[-1].append(part)
+            used += needed
+        for batch in batches:
             values = cache(partial(self._values, [*chain.from_iterable(part.model.inputs for part in batch)]))
             for part in batch:
                 profiles[part.kind.number] = self._profile(part, values, len(kinds))
                 done(part.kind, profiles[part.kind.number])
         return profiles
-
-    def _name(self, kind: GroupKind) -> str:
-        nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
-        more = f", {len(kind.units)} times" if len(kind.units) > 1 else ""
-        return f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}{more})"
 
     def _extracted(self, kind: GroupKind, shapes: Mapping[str, Array]) -> _Part:
         """The first group of a kind as a model, in which the `shapes` that others compute are constants.
@@ -181,11 +185,14 @@ class Profiler:
             return kind.untimed(NO_TIME)
         with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
+        nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
+        name = f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}"
+        name += f", {len(kind.units)} times)" if len(kind.units) > 1 else ")"
         with ExitStack() as loaded:
 
             @cache
             def float_form() -> Handle:
-                self._run.observer.stage(f"timing group {kind.number} of {count} alone: {self._name(kind)}")
+                self._run.observer.stage(f"timing group {kind.number} of {count} alone: {name}")
                 self._runner.feed({name: values()[name] for name in part.model.inputs})
                 handle = self._loaded(part.path)
                 loaded.callback(self._runner.unload, handle)
@@ -196,15 +203,15 @@ class Profiler:
             except EngineRefused as refused:
                 return kind.untimed(str(refused))
             answers = list[SchemeResult]()
-            for name, placement in part.schemes.items():
+            for scheme, placement in part.schemes.items():
                 key = f"scheme:{part.key}:{placement.digest}"
                 if self._is_late() and not self._store.has(key):
                     continue
-                measure = partial(self._scheme, part, name, float_form, floats)
+                measure = partial(self._scheme, part, scheme, float_form, floats)
                 try:
                     answers.append(self._store.memo(key, SchemeResult, measure))
                 except EngineRefused as refused:
-                    answers.append(SchemeResult(name, placement, refused.failure))
+                    answers.append(SchemeResult(scheme, placement, refused.failure))
         profile = profile_of(part.model, floats, answers)
         if len(answers) < len(part.schemes):
             profile = replace(profile, failures={**profile.failures, "": NO_TIME})
@@ -212,24 +219,6 @@ class Profiler:
 
     def _is_late(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
-
-    def _in_batches(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-        """Parts in batches whose inputs fit in memory together; a larger part is a batch of its own."""
-        batch: list[_Part] = []
-        used = 0
-        for part in parts:
-            needed = sum(self._bytes(tensor) for tensor in part.model.inputs)
-            if batch and used + needed > AT_ONCE:
-                yield batch
-                batch, used = [], 0
-            batch.append(part)
-            used += needed
-        if batch:
-            yield batch
-
-    def _bytes(self, tensor: str) -> int:
-        dtype = helper.tensor_dtype_to_np_dtype(self._parts.model.tensors[tensor].dtype)
-        return dtype.itemsize * int(np.prod(self._resolved.sizes.get(tensor, ())))
 
     def _values(self, tensors: Sequence[str]) -> dict[str, Array]:
         feed = self._subject.feed
@@ -322,26 +311,9 @@ class ProgressFile(Silent):
         write_json(self._path, content | {"state": self._store.lines()})
 
 
-@dataclass(frozen=True)
-class Profiled:
-    """The groups timed alone, and the `search` that starts from them. `progress` is an observer of that search."""
-
-    search: SubgraphSearch
-    progress: ProgressFile
-    notes: tuple[str, ...]
-
-    @property
-    def shortfall(self) -> str | None:
-        profiles = self.search.selection.profiles.values()
-        late = sum(one.failures.get("") == NO_TIME for one in profiles)
-        if not late:
-            return None
-        untimed = f"{late} of {len(profiles)} groups were fully timed"
-        return f"`time_budget` ended before {untimed}: with more time the same command goes on from there"
-
-
-def profile(run: Run) -> Profiled:
-    """Group the nodes of a model, time the distinct groups alone, and select those that gain.
+def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], str | None]:
+    """Group the nodes of a model, time the distinct groups alone, and select those that gain. Gives the search that
+    starts from them, an observer of that search, notes, and what to tell the user if time was short.
 
     Raises:
         QdqtuneError: `graph_json` cannot be used, a file cannot be written, or the engine cannot run the float model.
@@ -385,7 +357,10 @@ def profile(run: Run) -> Profiled:
     log = settings.output_dir / LOGS / GROUP_LOG
     with writing(log):
         log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
-    return Profiled(search, progress, tuple(notes))
+    late = sum(one.failures.get("") == NO_TIME for one in profiles.values())
+    untimed = f"{late} of {len(profiles)} groups were fully timed"
+    shortfall = f"`time_budget` ended before {untimed}: with more time the same command goes on from there"
+    return search, progress, tuple(notes), shortfall if late else None
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
