@@ -72,7 +72,7 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
             except torch.onnx.OnnxExporterError as error:
                 raise (error.__cause__ or error) from error  # the error itself only says how to look for it
 
-    with _evaluating(module), _silent():
+    with _evaluating(module):
         if sizes:
             try:
                 examples = _mapped(given, lambda v: v.repeat(repeats, *[1] * (v.ndim - 1)) if _is_batch(v) else v)
@@ -125,26 +125,19 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Keep back what PyTorch warns of while it exports: libraries that it lacks, and attempts that fail."""
+def _evaluating(module: Any) -> Iterator[None]:
+    """Set a module to evaluation, and each of its parts back at the end. Keep back what PyTorch warns of meanwhile:
+    libraries that it lacks, and attempts to export that fail."""
+    modes = [(part, part.training) for part in module.modules()]
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    module.eval()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _evaluating(module: Any) -> Iterator[None]:
-    """Set a module to evaluation, and each of its parts back at the end."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
         for part, mode in modes:
             part.training = mode

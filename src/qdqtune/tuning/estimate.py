@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Calibration
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import on_device
@@ -73,7 +71,14 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         calibrating = 0.0
         if settings.calibration_cache is None:
             observer.stage("timing what calibration takes")
-            calibrating = calibration_seconds(subject.prepared, settings.calibration)
+            prepared, how, taken = subject.prepared, settings.calibration, list[float]()
+            for count in (1, 3):
+                begun = time.monotonic()
+                calibrate(prepared.shaped, prepared.calibration.first(count), how, execution=prepared.execution)
+                taken.append(time.monotonic() - begun)
+            count, each = sum(1 for _ in prepared.calibration), max(0.0, taken[1] - taken[0]) / 2
+            biases = inferences(prepared.shaped, how, count) * PAIRED * each
+            calibrating = taken[0] + (count - 1) * each + biases
     latency = float(np.median(np.array(rounds.seconds[0]) @ rounds.shares))
     schemes = len(subject.tuned) * settings.config.schemes_per_region
     has_products = any(node.op in COMPUTE for node in subject.shaped.nodes)
@@ -99,19 +104,3 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         notes=subject.notes,
         rewrite_builds=rewrite_builds,
     )
-
-
-def calibration_seconds(prepared: Prepared, how: Calibration) -> float:
-    """About what calibration takes, by what it takes for one sample and for each further one, and the correction of
-    biases.
-
-    Raises:
-        BadModel: ONNX Runtime cannot run the model.
-    """
-    taken = []
-    for count in (1, 3):
-        begun = time.monotonic()
-        calibrate(prepared.shaped, prepared.calibration.first(count), how, execution=prepared.execution)
-        taken.append(time.monotonic() - begun)
-    count, each = sum(1 for _ in prepared.calibration), max(0.0, taken[1] - taken[0]) / 2
-    return taken[0] + (count - 1) * each + inferences(prepared.shaped, how, count) * PAIRED * each

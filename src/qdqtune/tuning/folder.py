@@ -131,7 +131,8 @@ def check_run(settings: Settings) -> None:
     lines = listed(folder)
     if lines is None:
         raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another `output_dir`")
-    outputs = _in_folder(folder, dict.fromkeys(_files(settings)))
+    is_ours, names = in_list(folder), dict.fromkeys(_files(settings))
+    outputs = [Output(folder / name, "`output_dir`", is_ours, folder, makes_folder=True) for name in names]
     named = {output.path for output in outputs}
     outputs += [output for output in _present(folder, lines) if output.path not in named]
     of_state = "`output_dir`" if settings.state_file is None else "`state_file`"
@@ -140,11 +141,6 @@ def check_run(settings: Settings) -> None:
     if isinstance(times, str):
         outputs += timing_cache(Path(times), "`engine_options` timing_cache")
     check_outputs(outputs, _inputs(settings))
-
-
-def _in_folder(folder: Path, names: Iterable[str]) -> list[Output]:
-    is_ours = in_list(folder)
-    return [Output(folder / name, "`output_dir`", is_ours, folder, makes_folder=True) for name in names]
 
 
 def _present(folder: Path, lines: Collection[str]) -> Iterator[Output]:

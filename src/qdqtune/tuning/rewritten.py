@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.scales import Calibration
@@ -192,15 +191,27 @@ class _Trying:
         return Failure("output", f"the engine computes other outputs with it ({db:.1f} dB)")
 
     def _built(self, form: Form, name: str) -> Handle | None:
-        """The build of a model, made when it is first asked for; None where rules place no pair."""
-        if (form, name) not in self.builds:
-            file = self._file(form, self.opened(name) if name else self.ready.subject)
-            if file is None:
+        """The build of a model, made when it is first asked for; None where rules place no pair.
+
+        What half precision or fixed inputs gain is no gain of rewrites."""
+        if (form, name) in self.builds:
+            return self.builds[form, name]
+        settings, constants = self.ready.settings, self.ready.constants
+        subject = self.opened(name) if name else self.ready.subject
+        if form == "float":
+            is_other = bool(subject.changes or settings.fix_inputs)
+            file = constants.write(subject.model, form) if is_other else settings.model
+        else:
+            one = subject.prepared.calibration.first(1)
+            ranges = calibrate(subject.shaped, one, Calibration("minmax"), execution=subject.prepared.execution)
+            placement = placement_by_rules(subject, settings, ranges)
+            if not placement:
                 return None
-            handle = self.ready.runner.load(file, f"rewrite_{name}_{form}" if name else "kept")
-            self.loaded.callback(self.ready.runner.unload, handle)
-            self.builds[form, name] = handle
-        return self.builds[form, name]
+            file = constants.write(Inserter(subject.model, ranges, subject.numbers).insert(placement), form)
+        handle = self.ready.runner.load(file, f"rewrite_{name}_{form}" if name else "kept")
+        self.loaded.callback(self.ready.runner.unload, handle)
+        self.builds[form, name] = handle
+        return handle
 
     def is_late(self, readings: float = 0.0) -> bool:
         """Whether work of `readings` times the time to read the model would end after the share of the time budget."""
@@ -209,17 +220,3 @@ class _Trying:
             return False
         reading = self.begun - (ends - budget)
         return time.monotonic() + readings * reading > self.begun + REWRITES_SHARE * budget
-
-    def _file(self, form: Form, subject: Subject) -> Path | None:
-        """The file to build: in float the user's own if nothing was changed there, else one written here; None without
-        any pair. What half precision or fixed inputs gain is no gain of rewrites."""
-        settings, constants = self.ready.settings, self.ready.constants
-        if form == "float":
-            is_other = bool(subject.changes or settings.fix_inputs)
-            return constants.write(subject.model, form) if is_other else settings.model
-        one = subject.prepared.calibration.first(1)
-        ranges = calibrate(subject.shaped, one, Calibration("minmax"), execution=subject.prepared.execution)
-        placement = placement_by_rules(subject, settings, ranges)
-        if not placement:
-            return None
-        return constants.write(Inserter(subject.model, ranges, subject.numbers).insert(placement), form)

@@ -442,7 +442,15 @@ def open_run(ready: Ready) -> Iterator[Run]:
             subject = replace(subject, notes=(*subject.notes, note))
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
-        width, learning_width = _widths(ready)
+        # As many candidates at a time as there were workers when the search began: a resumed search proposes the same
+        # with any number of workers. Fewer in a search that learns from each batch, if its builds would otherwise fill
+        # fewer than `LESSONS` batches after the first.
+        widths, count = store.get("batch", tuple[int, int]), len(workers)
+        if widths is None and count > 1 and not store.values("trial:", Trial):
+            builds = settings.search_builds if settings.mode == "cut" else settings.seed_builds
+            often = count if settings.front else max(1, (builds - FIRST) // LESSONS)
+            widths = store.put("batch", (count, min(count, often)))
+        width, learning_width = widths or (1, 1)
         racer = Racer(
             runner,
             settings.proof_plan,
@@ -502,19 +510,6 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
     fullest = engine_rules.place(subject.shaped, subject.possible, "qnn", settings.quant_type)
     return RuleCosts(subject.shaped, fullest.placement, has_wide=subject.numbers.wide is not None)
-
-
-def _widths(ready: Ready) -> tuple[int, int]:
-    """How many candidates a search proposes at a time: as many as there were workers when it began, so that a resumed
-    search proposes the same with any number of workers. The second number is for a search that learns from each batch:
-    it is smaller if its builds would otherwise fill fewer than `LESSONS` batches after the first."""
-    store, workers, settings = ready.store, 1 + len(ready.others), ready.settings
-    widths = store.get("batch", tuple[int, int])
-    if widths is None and workers > 1 and not store.values("trial:", Trial):
-        builds = settings.search_builds if settings.mode == "cut" else settings.seed_builds
-        often = workers if settings.front else max(1, (builds - FIRST) // LESSONS)
-        widths = store.put("batch", (workers, min(workers, often)))
-    return (1, 1) if widths is None else widths
 
 
 def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget: Budget, observer: Observer) -> Limits:
