@@ -204,6 +204,15 @@ def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -
     corrected = fitted(prepared(net, feeds), Calibration(bias_correction=True), INT8, place)
     assert corrected.shifts.keys() == {"only"}
     assert not fitted(prepared(net, feeds), Calibration(), INT8, place).shifts
+    asked = list[float]()
+
+    def only_at_first(each: float) -> int:
+        asked.append(each)
+        return 0 if len(asked) > 1 else 6
+
+    with_biases = Calibration(bias_correction=True)
+    assert not fitted(prepared(net, feeds), with_biases, INT8, place, bias_samples=only_at_first).shifts
+    assert 0 < asked[0] < asked[1], "an estimate, and what the float model takes"
     exact = run(net, feeds)
     gained, lost = (sqnr_db(exact, run(insert(net, place(r), r, INT8), feeds)) or 0.0
                     for r in (corrected, Ranges(corrected.activations)))  # fmt: skip

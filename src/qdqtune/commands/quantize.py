@@ -134,7 +134,7 @@ class PreparedModel:
         in_time = SamplesInTime.of(self.prepared, how, self.prepared.execution.ends, observer, CALIBRATION_SHARE)
         prepared = replace(self.prepared, calibration=replace(self.prepared.calibration, produce=in_time))
         ranges = fitted(prepared, how, numbers, placed, observer, bias_samples=in_time.bias_samples, only_placed=True)
-        return ranges, tuple(in_time.notes)
+        return ranges, in_time.calibration_notes()
 
 
 def _beside(given: Values) -> Path | None:

@@ -13,6 +13,7 @@ do the scores of classes that are out of the question. Both together are a stabl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -41,15 +42,15 @@ from qdqtune.placement.possible import BiasedLayer, biased_layers
 from qdqtune.types import Array, Deaf, Edge, Listener, NumericFormat, Placement, Sample
 
 BIAS_SAMPLES = 64
-"""Samples of calibration that biases are corrected by, if `WORK` allows so many; `LEAST_SAMPLES` in any case."""
+"""Samples of calibration that biases are corrected by, if `MOST_SECONDS` allow so many; `LEAST_SAMPLES` in any case."""
 
 BIAS_RUNS = 4
 """Inferences for each of them: of the float model; with ranges alone; with what biases lack; with corrected biases."""
 
 LEAST_SAMPLES = 4
 
-WORK = 3e11
-"""Multiplications that all runs together may take: five to fifteen seconds on two cores."""
+MOST_SECONDS, WORK_A_SECOND = 15.0, 2e10
+"""Seconds that all runs together may take, and how many multiplications two slow cores do in one."""
 
 OVERHEAD = 1e6
 """Multiplications in the time that an operator with a pair takes to start and to round."""
@@ -62,14 +63,15 @@ def fitted(
     placed: Callable[[Ranges], Placement],
     listener: Listener | None = None,
     *,
-    bias_samples: Callable[[], int] = lambda: BIAS_SAMPLES,
+    bias_samples: Callable[[float], int] = lambda _: BIAS_SAMPLES,
     only_placed: bool = False,
 ) -> Ranges:
     """Ranges by `how`, with corrected biases where these bring the outputs closer to the float model's.
 
     `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` no
-    other tensors need have ranges, which saves time. `bias_samples` is asked after calibration how many samples may
-    correct biases: with 0, none are corrected. The `listener` is told stages and progress."""
+    other tensors need have ranges, which saves time. `bias_samples` is asked after calibration, and again when the
+    float model has run, how many samples may correct biases if each takes so many seconds: with 0, none are corrected.
+    The `listener` is told stages and progress."""
     model, listener = prepared.shaped, listener or Deaf()
     with reused_workers(prepared.execution) as execution:
         prepared = replace(prepared, execution=execution)
@@ -85,11 +87,9 @@ def fitted(
             ranges = prepared.ranges(how, numbers)  # rules may place others in their stead
         ranges = with_known_ranges(model, ranges, numbers)
         placement = placed(ranges)
-        most = bias_samples() if how.bias_correction and placement.edges else 0
-        if not most:
+        if not (how.bias_correction and biased_layers(model, placement) and compared_values(model)):
             return ranges
-        listener.stage("correcting biases")
-        return _with_biases(prepared, numbers, ranges, placement, listener, most)
+        return _with_biases(prepared, numbers, ranges, placement, listener, bias_samples)
 
 
 def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
@@ -100,17 +100,23 @@ def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Rang
 
 
 def _with_biases(
-    prepared: Prepared, numbers: NumericFormat, ranges: Ranges, placement: Placement, listener: Listener, most: int
-) -> Ranges:
-    """`ranges` with corrected biases, if the outputs gain by them; judged on each sample with the biases that the
-    others give."""
+    prepared: Prepared, numbers: NumericFormat, ranges: Ranges, placement: Placement, listener: Listener,
+    bias_samples: Callable[[float], int],
+) -> Ranges:  # fmt: skip
+    """`ranges` with corrected biases, if there is time and the outputs gain by them; judged on each sample with the
+    biases that the others give."""
     model = prepared.shaped
-    if not biased_layers(model, placement) or not compared_values(model):
+    most = bias_samples(_bias_seconds(model))
+    if not most:
         return ranges
+    listener.stage("correcting biases")
     samples = prepared.calibration.spread(_affordable_samples(model, most))
     try:
         with bias_session(model, placement, prepared.execution) as session:
+            begun = time.monotonic()
             biased = BiasedPlacement(session, model, placement, numbers, ranges, samples, listener)
+            if not bias_samples(BIAS_RUNS * (time.monotonic() - begun) / len(samples)):
+                return ranges
             offsets = biased.offsets()
             return replace(ranges, shifts=biased.shifts(offsets)) if biased.db(offsets) > biased.db() else ranges
     except EngineRefused as refused:
@@ -133,8 +139,12 @@ def inferences(model: Model, how: Calibration, samples: int) -> int:
 
 
 def _affordable_samples(model: Model, most: int) -> int:
-    each = BIAS_RUNS * sum(work(model, node) + OVERHEAD for node in model.nodes)
-    return max(LEAST_SAMPLES, min(most, int(WORK / max(each, 1.0))))
+    return max(LEAST_SAMPLES, min(most, int(MOST_SECONDS / _bias_seconds(model))))
+
+
+def _bias_seconds(model: Model) -> float:
+    """About how many seconds the correction of biases takes for a sample."""
+    return BIAS_RUNS * sum(work(model, node) + OVERHEAD for node in model.nodes) / WORK_A_SECOND
 
 
 def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> Ranges:

@@ -35,7 +35,7 @@ from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
-from qdqtune.numerics.fitting import BIAS_RUNS, BIAS_SAMPLES, LEAST_SAMPLES, fitted, with_wide
+from qdqtune.numerics.fitting import BIAS_SAMPLES, LEAST_SAMPLES, fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
 from qdqtune.numerics.simulation import check_stripped
 from qdqtune.placement import engine_rules, start_placements
@@ -257,7 +257,7 @@ def calibrated(
             prepared, settings.calibration, subject.numbers, placed, observer, bias_samples=in_time.bias_samples
         )
         whole = with_wide(prepared, found, subject.numbers)
-        record = store.put("ranges", RangesRecord(ranges=whole, hurried=tuple(in_time.notes)))
+        record = store.put("ranges", RangesRecord(ranges=whole, hurried=in_time.calibration_notes()))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
@@ -286,14 +286,16 @@ class SamplesInTime:
     """Iterates over samples in several passes that are to be over at the time `until` of `time.monotonic`. A pass that
     takes more than its part of the time left ends with fewer samples, but for the `LEAST_SAMPLES`, as does one that
     cannot read them any longer; later passes then take as few. The observer is told of each sample, and the user of
-    what time has no room for (`notes`). `each` is the seconds of a sample in the passes so far."""
+    what time has no room for (`notes`). The `share` of the time left until `ends` may correct biases, even after
+    `until`."""
 
     samples: Iterable[Sample]
     until: float
     passes: int
     observer: Observer
     most: float = inf
-    each: float = 0.0
+    ends: float | None = None
+    share: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -307,47 +309,44 @@ class SamplesInTime:
             return SamplesInTime(prepared.calibration, until, 1, observer)
         tensors = candidate_tensors(prepared.shaped)
         count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
-        return SamplesInTime(prepared.calibration, until, max(1, count) + how.bias_correction, observer)
+        all_passes = max(1, count) + how.bias_correction
+        return SamplesInTime(prepared.calibration, until, all_passes, observer, ends=ends, share=share)
 
     def __call__(self) -> Iterator[Sample]:
         started, read = time.monotonic(), 0
         ends = started + (self.until - started) / max(1, self.passes)
-        self.passes -= 1
         try:
             for number, sample in enumerate(self.samples):
                 if number >= LEAST_SAMPLES and time.monotonic() > ends:
                     self.most = min(self.most, number)
-                if number:
-                    self.each = (time.monotonic() - started) / number
                 if number >= self.most:
-                    return
+                    break
                 yield sample
                 read = number + 1
                 self.observer.progress(read, None)
         except TooSlow:
             if not read:
                 raise
+        self.passes -= 1  # not where a single sample was looked at
 
-    def bias_samples(self) -> int:
-        """How many samples may correct biases; 0 if there is no time for `LEAST_SAMPLES`."""
-        shortfall = self.shortfall("calibrate on all samples")
-        if shortfall is not None:
-            self._note(shortfall)
-        cost = BIAS_RUNS * self.each  # a pass of calibration takes an inference and looks at all values
-        left = max(0.0, self.until - time.monotonic())
-        count = BIAS_SAMPLES if BIAS_SAMPLES * cost <= left else int(left / cost)
-        if count >= LEAST_SAMPLES:
-            return count
-        self._note("`time_budget` has no room to correct biases: outputs come less close to the float model's")
+    def bias_samples(self, each: float) -> int:
+        """How many samples may correct biases at `each` seconds; 0 if there is no time for `LEAST_SAMPLES`."""
+        left = max(self.until, part_of(self.ends, self.share)) - time.monotonic()
+        if left >= LEAST_SAMPLES * each:
+            return int(min(BIAS_SAMPLES, left / each))
+        self.notes.append("`time_budget` has no room to correct biases: outputs come less close to the float model's")
         return 0
+
+    def calibration_notes(self) -> tuple[str, ...]:
+        """What a calibration with these samples left out, of which the observer is told now."""
+        notes = tuple(filter(None, [self.shortfall("calibrate on all samples"), *dict.fromkeys(self.notes)]))
+        for note in notes:
+            self.observer.note(note)
+        return notes
 
     def shortfall(self, what: str) -> str | None:
         """What to tell the user where there is no time to do `what`; None if no sample was left out."""
         return None if self.most == inf else f"`time_budget` has no room to {what}: it takes {self.most:.0f}"
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self.observer.note(text)
 
 
 def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
