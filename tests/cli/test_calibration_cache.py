@@ -87,21 +87,3 @@ def test_a_search_and_apply_take_it_as_well(call: Call, model: Path, tmp_path: P
     assert {float(s) for s in scales_of(output).values()} == {float(np.float32(0.05))}
     written(tmp_path, dict.fromkeys(scales, 0.06))
     is_refused(call, tmp_path, "calibration cache", *search)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--calibration-cache", "calib.cache", "--calibration-method", "mse"], "brings the scales: leave"),
-        (["--calibration-cache", "model.onnx"], "is no calibration cache"),
-        (["--calibration-cache", "calib.cache", "-o", "calib.cache"], "calib.cache"),
-        (["--calibration-cache", "other.cache"], "it is of another model"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_line(
-    call: Call, net: Path, options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(net.parent)
-    written(net.parent, SCALES)
-    (net.parent / "other.cache").write_text("TRT-8510-EntropyCalibration2\nlayer: 3f800000\n")
-    is_refused(call, net.parent, words, "quantize", net.name, "--engine", "tensorrt", *options)

@@ -27,6 +27,9 @@ from runs import without_seconds
 SIMULATOR = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="Qualcomm's simulator runs on x86-64 only"
 )
+pytestmark = pytest.mark.xdist_group("npu")
+"""One process makes the runs that most of them look at."""
+
 SPEED = ("faster", "speedup", "times as fast", "0x", " ms ")
 """What no result of a run says that timed nothing."""
 
