@@ -175,9 +175,12 @@ class Budget:
     def reserve(self, ratio: float) -> float:
         """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
         share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds. Below 0 for a large
-        gain, but for a front, whose other points may gain less."""
-        if self.ends is None or ratio >= 1:
+        gain, and without one: what is found late is proven in haste. Never below 0 for a front, whose other points may
+        gain less."""
+        if self.ends is None:
             return 0.0
+        if ratio >= 1:
+            return min(0.0, self.in_haste.proof_seconds(1) - self.proof_seconds(1)) if self.points == 1 else 0.0
         each, needed = self.proof_seconds(self.points, ratio), self.blocks(ratio)
         able = [n for n in block_looks(self.copies) if n <= needed and (n == 1 or (n - 1) * each <= self.further)]
         longer = max(able) * each - self.proof_seconds(self.points)
