@@ -24,8 +24,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
-from qdqtune.tuning.records import RangesRecord
-from qdqtune.tuning.store import read_journal
+from qdqtune.tuning.store import RangesRecord, read_journal
 from qdqtune.types import Layer, Placement, Trial
 
 WARM_UP = 3

@@ -28,8 +28,8 @@ from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.store import RangesRecord
 from qdqtune.types import Accuracy, Edge, Layer, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import mixed, settings, write
 from workers import in_process

@@ -17,7 +17,7 @@ from qdqtune.cli.commands import SKILL
 from qdqtune.cli.main import EXIT_CODES
 from qdqtune.engines import MODULES
 from qdqtune.timing.ratios import Verdict
-from qdqtune.tuning.records import Shipped
+from qdqtune.tuning.store import Shipped
 from qdqtune.tuning.summary import AtThreads, Figures, Summary
 
 _, FRONT, BODY = SKILL.read_text().split("---\n", 2)

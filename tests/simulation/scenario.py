@@ -25,9 +25,8 @@ from qdqtune.errors import (
 )
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import job_of
 from qdqtune.tuning.settings import STATE
-from qdqtune.tuning.store import read_journal
+from qdqtune.tuning.store import job_of, read_journal
 from qdqtune.types import Trial
 from runs import contents, mixed, write
 from simulation.disk import Died

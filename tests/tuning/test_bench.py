@@ -27,8 +27,7 @@ from qdqtune.tuning import file_race
 from qdqtune.tuning.bench import Bench, Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.file_race import Racer, Tail
-from qdqtune.tuning.records import job_of
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import Store, job_of
 from qdqtune.types import Measurement, Placement, Proposal, Times, Trial
 from runs import hopeless, mixed, write
 from scripted import Script

@@ -29,12 +29,11 @@ from qdqtune.numerics.scores import Score, Scores
 from qdqtune.search.costs.profiles import SchemeResult
 from qdqtune.system.checks import LIST
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning import records as kinds
+from qdqtune.tuning import store as kinds
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Caveat, Line, Store, plain
+from qdqtune.tuning.store import Caveat, Line, RangesRecord, Store, plain
 from qdqtune.types import (
     Accuracy,
     CostsByRule,

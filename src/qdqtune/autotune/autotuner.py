@@ -67,9 +67,8 @@ from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.folder import pattern_cache_of
-from qdqtune.tuning.records import ConversationRecord
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import ConversationRecord, Store
 from qdqtune.tuning.subject import FLOAT_TYPES
 from qdqtune.types import Placement
 

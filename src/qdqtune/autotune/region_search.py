@@ -20,7 +20,7 @@ from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import RegionType as RegionType
 from qdqtune.search.regions.patterns import Pattern, alike, is_quantizable
 from qdqtune.search.regions.structure import Listing, Structure
-from qdqtune.tuning.subgraphs.groups import borders
+from qdqtune.tuning.subgraph_groups import borders
 
 GraphLike = Any
 """A model of the core, an ONNX model, or a graph of GraphSurgeon, a library that is never imported here."""

@@ -61,7 +61,7 @@ from qdqtune.tuning.folder import LOGS, PLACEMENT, REGION_MODELS, pattern_cache_
 from qdqtune.tuning.observer import Observers, Silent, State
 from qdqtune.tuning.options import MODEL, Division, FloatType, warmup_option
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
-from qdqtune.tuning.subgraphs.groups import from_layers
+from qdqtune.tuning.subgraph_groups import from_layers
 from qdqtune.tuning.subject import FLOAT_TYPES, tuned_graph
 from qdqtune.types import Layer, Placement, QuantType, Trial
 

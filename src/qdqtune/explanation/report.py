@@ -24,7 +24,7 @@ from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
-from qdqtune.tuning.records import job_of
+from qdqtune.tuning.store import job_of
 from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, sqnr_of
 
 BARS = 24

@@ -27,8 +27,7 @@ from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits, failure
 from qdqtune.timing.race import race_candidates, taking_rounds
 from qdqtune.timing.ratios import Plan, is_cut_short, judge
-from qdqtune.tuning.records import FloatRecord, job_of
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import FloatRecord, Store, job_of
 from qdqtune.types import Accuracy, Array, CostsByRule, Layer, Measurement, Placement, Proposal, Sample, Times, Trial
 
 

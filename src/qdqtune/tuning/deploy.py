@@ -24,10 +24,9 @@ from qdqtune.system.checks import content_digest, real
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
-from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import at_threads
-from qdqtune.tuning.store import plain
+from qdqtune.tuning.store import Shipped, plain
 from qdqtune.tuning.summary import Count, Positive, read_json
 
 FORMAT = 1

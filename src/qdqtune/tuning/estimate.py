@@ -21,10 +21,9 @@ from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.records import FloatRecord
 from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import read_journal
+from qdqtune.tuning.store import FloatRecord, read_journal
 from qdqtune.tuning.subject import PAIRED, open_subject
 
 

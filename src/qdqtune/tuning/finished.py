@@ -32,9 +32,8 @@ from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, RUN
-from qdqtune.tuning.records import RangesRecord, proof_key
 from qdqtune.tuning.settings import STATE
-from qdqtune.tuning.store import Journal, read_journal
+from qdqtune.tuning.store import Journal, RangesRecord, proof_key, read_journal
 from qdqtune.tuning.subject import Fingerprint, edges_within, filtered
 from qdqtune.tuning.summary import AtThreads, RunLog, Summary, keeps_own_pairs, read_json, read_summary
 from qdqtune.types import Edge, Layer, Measurement, Placement, Trial

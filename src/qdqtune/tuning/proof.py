@@ -28,7 +28,6 @@ from qdqtune.timing.ratios import FEWEST_BUILDS, Ratio
 from qdqtune.tuning import shipping
 from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
-from qdqtune.tuning.records import Shipped, proof_key
 from qdqtune.tuning.run import HOPED_RATIO, Run
 from qdqtune.tuning.shipping import (
     CHANGES_ALONE,
@@ -40,7 +39,7 @@ from qdqtune.tuning.shipping import (
     notes_of,
     rows_by_threads,
 )
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import Shipped, Store, proof_key
 from qdqtune.types import EQUAL_DB, Measurement, Placement, Proposal, Trial, noise_of
 
 

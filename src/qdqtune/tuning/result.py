@@ -32,10 +32,9 @@ from qdqtune.tuning.file_race import Tail
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
-from qdqtune.tuning.records import Shipped, job_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
-from qdqtune.tuning.store import plain
+from qdqtune.tuning.store import Shipped, job_of, plain
 from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__

@@ -24,9 +24,9 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.timing.race import race_candidates, taking_rounds
 from qdqtune.timing.ratios import is_cut_short, ratio
 from qdqtune.tuning.contexts import at_each
-from qdqtune.tuning.records import Form, Tried, TriedRewrites
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Form, Tried, TriedRewrites
 from qdqtune.tuning.subject import Subject, open_subject, placement_by_rules
 from qdqtune.types import Measurement
 

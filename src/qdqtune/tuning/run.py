@@ -38,10 +38,9 @@ from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.records import NO_REWRITES, TriedRewrites
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import NO_REWRITES, Store, TriedRewrites
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint_of, open_subject
 from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Measurement, Placement, Trial

@@ -44,12 +44,11 @@ from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
+from qdqtune.tuning import subgraph_groups as groups
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
-from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import SIMULATOR_SLOWNESS, Settings
-from qdqtune.tuning.store import Store
-from qdqtune.tuning.subgraphs import groups
+from qdqtune.tuning.store import RangesRecord, Store
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
 FOREMOST = ("imported", "rules", "static", "compute")

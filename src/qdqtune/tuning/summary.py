@@ -15,7 +15,7 @@ from qdqtune.errors import BadOption, check_file, reading
 from qdqtune.timing.ratios import Plan, Verdict
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.options import Mode
-from qdqtune.tuning.records import Shipped
+from qdqtune.tuning.store import Shipped
 from qdqtune.types import Accuracy
 
 FORMAT = 1

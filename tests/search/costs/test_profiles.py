@@ -25,7 +25,7 @@ from qdqtune.search.costs.profiles import (  # fmt: skip
 )
 from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.search.subgraph import SubgraphSearch
-from qdqtune.tuning.subgraphs.groups import Resolved, by_rules, extract
+from qdqtune.tuning.subgraph_groups import Resolved, by_rules, extract
 from qdqtune.types import Edge, Layer, Measurement, Placement, WeightFormat
 
 

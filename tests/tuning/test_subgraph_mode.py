@@ -14,9 +14,9 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
+from qdqtune.tuning import subgraph_mode as prepare
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.subgraphs import prepare
 from runs import cost, mixed, mixed_run, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Build, Workers

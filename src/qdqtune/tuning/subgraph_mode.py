@@ -40,13 +40,13 @@ from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan
+from qdqtune.tuning import subgraph_groups as groups
 from qdqtune.tuning.folder import GROUP_MODELS, LOGS, PROGRESS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.subgraphs import groups
-from qdqtune.tuning.subgraphs.groups import Grouping, Resolved, borders, extract, is_shape, resolve
+from qdqtune.tuning.subgraph_groups import Grouping, Resolved, borders, extract, is_shape, resolve
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Layer, Placement, Trial
 

@@ -15,8 +15,8 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.subgraphs import groups
-from qdqtune.tuning.subgraphs.groups import Resolved, borders, by_rules, extract, is_shape, resolve
+from qdqtune.tuning import subgraph_groups as groups
+from qdqtune.tuning.subgraph_groups import Resolved, borders, by_rules, extract, is_shape, resolve
 from qdqtune.types import Layer
 
 pytestmark = pytest.mark.usefixtures("workers")

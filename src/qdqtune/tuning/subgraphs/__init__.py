@@ -1,1 +1,0 @@
-"""Fusion groups as models of their own, timed alone."""
