@@ -97,7 +97,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         return dict(zip(names, session.run(names, feed), strict=True))
 
     monkeypatch.setattr(FakeModel, "run", run)
-    monkeypatch.setattr("qdqtune.numerics.fitting.WORK", 0)
+    monkeypatch.setattr("qdqtune.numerics.fitting.MOST_SECONDS", 0.0)
     monkeypatch.setattr("qdqtune.numerics.simulation.SAMPLES", 1)
 
 
