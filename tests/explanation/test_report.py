@@ -322,6 +322,11 @@ def test_groups_stand_behind_those_that_they_read_from() -> None:
     assert drawn.flows
     assert all(a < b for a, b in drawn.flows)
     assert {node.name for node in drawn.nodes} == {node.name for node in model.nodes}
+    first, second = (group.nodes for group in drawn.groups[:2])
+    kernel = [drawn.nodes[group[0]].name for group in (first, second)]
+    together = draw(model, rows, {}, kernels=[kernel])
+    assert [together.nodes[number].name for number in together.groups[0].nodes[:2]] == kernel
+    assert len(together.groups) == len(drawn.groups) - 1
 
 
 def test_groups_of_repeated_modules_are_alike() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from posixpath import commonpath
 
@@ -94,15 +94,21 @@ def alike(drawn: Map) -> list[list[int]]:
 
 
 def draw(
-    model: Model, rows: Sequence[Explanation], error_db: Mapping[str, float], tuned: str = "", floats: str = "float"
+    model: Model,
+    rows: Sequence[Explanation],
+    error_db: Mapping[str, float],
+    tuned: str = "",
+    floats: str = "float",
+    kernels: Iterable[Sequence[str]] = (),
 ) -> Map:
     """The map of a model whose units have these `rows`. `tuned` is the name of what ships, empty if that is the float
     model, which is called `floats`. `error_db`: output SQNR by tensor, if only that one is rounded.
 
-    A unit that only changes a shape joins the group that makes its input. Nodes that the engine computes in advance
-    form a group, and nodes that compute shapes.
+    Units of one of the `kernels`, sets of nodes that run together, form a group. A unit that only changes a shape joins
+    the group that makes its input. Nodes that the engine computes in advance form a group, and nodes that compute
+    shapes.
     """
-    of_shapes = _shape_nodes(model)
+    of_shapes, first_of = _shape_nodes(model), {name: kernel[0] for kernel in kernels for name in kernel}
     home = dict[str, int]()
     groups = list[list[Explanation]]()
     hidden: dict[str, list[Explanation]] = {IN_ADVANCE: [], SHAPES: []}
@@ -113,7 +119,7 @@ def draw(
         inputs = model.node(row.nodes[0]).inputs
         maker = model.maker(inputs[0]) if inputs else None
         source = maker.name if maker is not None and VIEWS.issuperset(row.operators) else ""
-        number = home.get(source, len(groups))
+        number = home.get(source, home.get(first_of.get(row.nodes[0], ""), len(groups)))
         if number == len(groups):
             groups.append([])
         groups[number].append(row)

@@ -20,6 +20,7 @@ from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.units import fusion_groups
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import Ratio, judge, ratio
 from qdqtune.tuning.finished import FinishedRun, read_run
@@ -72,7 +73,8 @@ def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
 def _map(run: FinishedRun) -> Map:
     error_db = {tensor: sqnr_of(noise) or 0.0 if noise else EQUAL_DB for tensor, noise in run.alone.items()}
     tuned = OWN if run.keeps_own_pairs else "tuned" if run.placement else ""
-    return draw(run.model, explanations(run), error_db, tuned, run.floats)
+    kernels = fusion_groups(run.model, run.shipped_layers)
+    return draw(run.model, explanations(run), error_db, tuned, run.floats, kernels)
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:

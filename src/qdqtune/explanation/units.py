@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from math import inf, isclose
-from typing import Literal
+from math import isclose
+from typing import Any, Literal
 
 from qdqtune.errors import Failure
 from qdqtune.explanation.formatting import counted, origin_in_words
@@ -157,6 +157,7 @@ class _Table:
         for unit in self.parts.units:
             if unit.inputs and self._states[unit.number] == "float" and unit.number not in quantized:
                 self._twins[unit.kind] |= {unit.number}
+        self._judged = dict[str, dict[str, Any]]()
         least = run.limits.min_sqnr
         self._limit = "the limits on accuracy" if least is None else f"{least:g} dB"
 
@@ -209,8 +210,7 @@ class _Table:
         return replace(row, state=state, detail=chosen)
 
     def _in_float(self, unit: Unit, row: Explanation) -> Explanation:
-        """The row of a unit in float with its reason, by the first fact of the module's list that there is."""
-        run, latency, twins = self.run, self.run.shipped_ms or inf, self._twins[unit.kind] | {unit.number}
+        run = self.run
         without = self._without_kernel(unit)
         if without:
             return replace(row, reason="no kernel for this operator", detail=without)
@@ -220,36 +220,44 @@ class _Table:
         if not run.summary["timed"]:
             detail = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
             return replace(row, reason="accuracy limit", detail=detail)
-        trial, others = self._nearest(unit, twins)
+        if unit.number not in self._twins[unit.kind]:
+            detail = "pairs stand on a part of what it reads and writes, and the engine ran it in float"
+            return replace(row, reason="not tried", detail=detail)
+        if unit.kind not in self._judged:
+            self._judged[unit.kind] = self._judgement(unit)
+        return replace(row, **self._judged[unit.kind])
+
+    def _judgement(self, unit: Unit) -> dict[str, Any]:
+        """The reason of a unit and its twins with what shows it, as fields of `Explanation`: by the facts 2 to 5 of the
+        module's list."""
+        run, latency, twins = self.run, self.run.shipped_ms, self._twins[unit.kind]
+        alike = len(twins) - 1
+        trial, others = self._nearest(twins)
         measured = None if trial is None or others or trial.against != run.placement else judge(trial, run.plan)
-        is_slower = False
+        change, is_shown, source, figure = None, True, "measured", dict[str, Any]()
         if measured is not None and not is_wide(measured):
-            assert trial is not None
-            alike = len(twins & self._quantized[trial.placement]) - 1
-            is_slower = measured.verdict == "slower" and measured.median > 1 + NOISE
-            if not is_slower and not (measured.verdict == "faster" and measured.median < 1 - NOISE):
-                detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
-                return replace(row, reason="no gain beyond noise", detail=detail)
-            more_ms = None if latency == inf else (measured.median - 1) * latency
-            row = replace(row, more_ms=more_ms, alike=alike, source="measured")
-        elif unit.number in self._twins[unit.kind] and self._prices is not None:
-            more_ms, is_guess = self._estimates[unit.kind]
-            is_slower = more_ms > CLEAR * latency
-            if -NOISE * latency <= more_ms <= CLEAR * latency:
-                both = f"{and_others(len(twins) - 1)} {'are' if len(twins) > 1 else 'is'}"
-                detail = f"in 8 bits {both} estimated to save less than {NOISE:.0%} of the latency"
-                return replace(row, reason="no gain beyond noise", detail=detail)
-            if not is_guess and abs(more_ms) > CLEAR * latency:
-                row = replace(row, more_ms=more_ms, alike=len(twins) - 1, source="estimated")
-        if is_slower:
+            change, most = measured.median - 1 if measured.verdict != "undecided" else 0.0, NOISE
+            detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
+        elif self._prices is not None and latency is not None:
+            more_ms, is_guess = self._estimate(twins)
+            change, most, source = more_ms / latency, CLEAR, "estimated"
+            is_shown = not is_guess and abs(change) > CLEAR
+            both = f"{and_others(alike)} {'are' if alike else 'is'}"
+            detail = f"in 8 bits {both} estimated to save less than {NOISE:.0%} of the latency"
+        if change is not None and -NOISE <= change <= most:
+            return {"reason": "no gain beyond noise", "detail": detail}
+        if change is not None and is_shown and latency is not None:
+            figure = {"more_ms": change * latency, "alike": alike, "source": source}
+        if change is not None and change > 0:
             price = None if self._prices is None else self._prices[0].prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
-            return replace(row, reason="conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits")
+            reason = "conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits"
+            return {"reason": reason, **figure}
         lost = self._lost_accuracy(twins)
         if lost:
-            return replace(row, reason="accuracy limit", detail=lost)
+            return {"reason": "accuracy limit", "detail": lost, **figure}
         reason, detail = self._outcome(trial, others)
-        return replace(row, reason=reason, detail=detail)
+        return {"reason": reason, "detail": detail, **figure}
 
     # ---- facts
 
@@ -304,16 +312,22 @@ class _Table:
             changed[trial.placement] = frozenset(edge.tensor for edge in edges)
         return changed
 
-    def _nearest(self, unit: Unit, twins: frozenset[int]) -> tuple[Trial | None, int]:
-        """The candidate that has a unit in 8 bits and differs from what ships on the fewest tensors beside it and its
-        twins, and on how many."""
+    def _nearest(self, twins: frozenset[int]) -> tuple[Trial | None, int]:
+        """The candidate with some units in 8 bits, all of them if there is one, that differs from what ships on the
+        fewest tensors besides those that they read and write; and on how many."""
         beside = set[str]()
-        for twin in (self.parts.units[number] for number in twins):
-            beside.update(twin.outputs, (edge.tensor for edge in (*twin.inputs, *twin.weights)))
-        had = [trial for trial in self.run.history if unit.number in self._quantized[trial.placement]]
-        others = [len(self._changed[trial.placement] - beside) for trial in had]
-        least = min(others, default=0)
-        return (had[others.index(least)] if had else None), least
+        for unit in (self.parts.units[number] for number in twins):
+            beside.update(unit.outputs, (edge.tensor for edge in (*unit.inputs, *unit.weights)))
+        ranked = list[tuple[bool, int, Trial]]()
+        for trial in self.run.history:
+            quantized = self._quantized[trial.placement]
+            if not twins.isdisjoint(quantized):
+                others = len(self._changed[trial.placement] - beside)
+                ranked.append((not twins <= quantized, others + len(twins - quantized), trial))
+        if not ranked:
+            return None, 0
+        _, others, nearest = min(ranked, key=lambda each: each[:2])
+        return nearest, others
 
     @cached_property
     def _prices(self) -> tuple[Costs, Costs] | None:
@@ -325,20 +339,13 @@ class _Table:
         builds = [floats, *(with_float_times(run.model, build, floats) for build in others)]
         return learn(self.parts, builds), learn(self.parts, builds, raised=True)
 
-    @cached_property
-    def _estimates(self) -> dict[str, tuple[float, bool]]:
-        """By kind, the ms that its units in float would add in 8 bits, each by itself; and whether that depends on a
-        guess."""
-        if self._prices is None:
-            return {}
-        estimates = dict[str, tuple[float, bool]]()
-        for kind, numbers in self._twins.items():
-            usual, raised = (
-                sum(margin(costs, self._decision, self.parts.units[number]) for number in numbers)
-                for costs in self._prices
-            )
-            estimates[kind] = usual, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
-        return estimates
+    def _estimate(self, units: Iterable[int]) -> tuple[float, bool]:
+        """The ms that units in float would add in 8 bits, each by itself; and whether that depends on a guess."""
+        assert self._prices is not None
+        usual, raised = (
+            sum(margin(costs, self._decision, self.parts.units[number]) for number in units) for costs in self._prices
+        )
+        return usual, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
 
     def _lost_accuracy(self, twins: frozenset[int]) -> str:
         """A text if rounding some units is predicted to take the outputs below the limit; else empty."""
