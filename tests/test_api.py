@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import onnx
 import pytest
 
 import qdqtune
-from models import feeds
+from models import feeds, joined
 from qdqtune import api
 from qdqtune.cli import main
 from qdqtune.cli.command import Terminal
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadData, BadModel, BadOption
 from qdqtune.options import options_of
 from qdqtune.tuning.observer import State
 from qdqtune.types import Trial
@@ -127,6 +128,21 @@ def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tm
         assert repr(result).startswith(f"<{type(result).__name__}: ")
         assert "| --- |" in result._repr_markdown_() or not result.table().rows
         json.dumps(result.to_dict())
+
+
+def test_no_message_names_a_temporary_file(tuned: qdqtune.Result, tmp_path: Path) -> None:
+    assert tuned.summary["model"] == "the model"
+    proto, other = onnx.load(tuned.baseline), onnx.load(write(joined(), tmp_path, "joined"))
+    pairs, to = onnx.load(tuned.file), tmp_path / "q.onnx"
+    with in_process():
+        assert repr(qdqtune.check(pairs, engine="fake")).startswith("<Checked: the model on fake")
+        with pytest.raises(BadModel, match=r"^the model already has Q/DQ pairs"):
+            qdqtune.quantize(pairs, output=to)
+        with pytest.raises(BadOption, match=r"^model 2 takes other inputs .* than model 1 "):
+            qdqtune.compare(proto, other, engine="fake")
+        for samples, name in (({"no": np.ones(3)}, "^"), ([*feeds(mixed(), 1), {"no": np.ones(3)}], "^sample 2 of ")):
+            with pytest.raises(BadData, match=f"{name}`calibration_data` has no array 'x'"):
+                qdqtune.quantize(proto, output=to, calibration_data=samples)
 
 
 def test_settings_go_on_to_work(model: Path, workers: object) -> None:

@@ -14,7 +14,7 @@ import inspect as inspection
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from itertools import cycle
 from pathlib import Path
@@ -34,10 +34,10 @@ from qdqtune.commands.inputs import ModelLike, check_options, execution_of, mode
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.execution import cancelled_by
-from qdqtune.errors import BadOption, Cancelled
+from qdqtune.errors import BadOption, Cancelled, QdqtuneError
 from qdqtune.explanation.page import write_report
 from qdqtune.options import REQUIRED, Option, Options, anything, flags_of, option, options_of
-from qdqtune.system.writing import temporary_folder
+from qdqtune.system.writing import named, temporary_folder
 from qdqtune.tuning.observer import Observer, Observers, Silent, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
@@ -102,7 +102,11 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
             if options.progress:
                 observers.insert(0, stack.enter_context(lines.shown()))
             here = stack.enter_context(on_disk(options, execution_of(options)))
-            done = run(here, Observers(observers))
+            try:
+                done = _named(run(here, Observers(observers)))
+            except QdqtuneError as error:
+                error.args = tuple(named(one) if isinstance(one, str) else one for one in error.args)
+                raise
         for note in getattr(done, "notes", ()):
             LOGGER.warning("%s", note)
         return done
@@ -116,6 +120,18 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
     ]
     call.__signature__ = signature.replace(parameters=plain, return_annotation=signature.empty)  # type: ignore[attr-defined]
     return call
+
+
+def _named(result: R) -> R:
+    """A result in whose paths and notes temporary files have the names of the objects that they stand for."""
+    changes: dict[str, Any] = {}
+    for each in fields(result):  # type: ignore[arg-type]
+        value = getattr(result, each.name)
+        if isinstance(value, Path):
+            changes[each.name] = Path(named(str(value)))
+        elif each.name == "notes":
+            changes[each.name] = tuple(map(named, value))
+    return replace(result, **changes)  # type: ignore[type-var]
 
 
 @dataclass

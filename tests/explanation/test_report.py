@@ -347,9 +347,13 @@ def test_builds_for_rewrites_are_told_beside_those_of_the_search(counts: tuple[i
 
 @pytest.mark.parametrize(
     ("path", "told"),
-    [("a/model.onnx", "a/model.onnx"), ("x/a/model.onnx", "a/model.onnx"), ("a/m.onnx", "m.onnx"),
-     ("/model.onnx", "model.onnx"), ("/tmp/qdqtune-1.tmp/model.onnx", "model.onnx")],
-)  # fmt: skip
+    [
+        ("a/model.onnx", "a/model.onnx"),
+        ("x/a/model.onnx", "a/model.onnx"),
+        ("a/m.onnx", "m.onnx"),
+        ("/model.onnx", "model.onnx"),
+    ],
+)
 def test_titles_name_the_folder_of_a_usual_name(path: str, told: str) -> None:
     assert title(Path(path)) == told
 

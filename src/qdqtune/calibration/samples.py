@@ -24,6 +24,7 @@ from qdqtune.calibration.user_code import checked_count, import_callable, read_i
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadData, first_of
 from qdqtune.graph.model import Model
+from qdqtune.system.writing import named
 from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
@@ -146,7 +147,7 @@ def open_samples(
     def read(others: int | None = None) -> Iterator[Sample]:
         return read_in_thread(lambda: produce(others), source, execution)
 
-    return Samples(source, digest or "", False, read, None if limit is None else read)
+    return Samples(named(source), digest or "", False, read, None if limit is None else read)
 
 
 def _files_of(source: str) -> list[Path]:

@@ -18,11 +18,9 @@ def counted(count: int, what: str) -> str:
 
 
 def title(model: Path) -> str:
-    """The name of a model in titles: that of its file, with its folder if the file is called model.onnx and lies in no
-    temporary folder."""
+    """The name of a model in titles: that of its file, with its folder if the file is called model.onnx."""
     folder = model.absolute().parent.name
-    has_folder = model.name == "model.onnx" and folder and not folder.endswith(".tmp")
-    return f"{folder}/{model.name}" if has_folder else model.name
+    return f"{folder}/{model.name}" if model.name == "model.onnx" and folder else model.name
 
 
 def builds(search: int, rewrites: int = 0, proof: int = 0) -> str:

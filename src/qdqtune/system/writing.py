@@ -146,6 +146,21 @@ def temporary_folder() -> Scratch:
         return Scratch(parent, TEMPORARY)
 
 
+def named(text: str) -> str:
+    """A text for users, with names in place of temporary files that stand for their objects: "the model", "model 2",
+    "sample 3 of `calibration_data`"."""
+
+    def name(found: re.Match[str]) -> str:
+        what, number = found["what"], found["number"]
+        if what.startswith("model"):
+            return f"the {what}" if what == "model" else what.replace("_", " ")
+        whole = "`calibration_data`" if what == "samples" else f"`{what}`"
+        return f"sample {int(number)} of {whole}" if number else whole
+
+    file = r"(?P<what>[a-z]\w*)(?:/(?:(?P<number>\d+)|samples))?(?:\.(?:onnx|np[yz]))?"
+    return re.sub(rf"[^\s'\"(]*/{TEMPORARY}[^/\s]*{re.escape(ENDING)}/{file}", name, text)
+
+
 class Scratch:
     """A temporary folder: a context manager that gives its path and removes it at the end.
 

@@ -24,7 +24,7 @@ from qdqtune.placement.possible import wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.search.regions import cache
-from qdqtune.system.writing import write_json
+from qdqtune.system.writing import named, write_json
 from qdqtune.timing.ratios import VERY_WIDE, Plan, Ratio, is_wide, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
@@ -179,7 +179,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         rewrites |= {"gave": run.found.ratio, "placement_gave": tuned.median / run.found.ratio}
     summary = {
         "format": FORMAT,
-        "model": str(settings.model),
+        "model": named(str(settings.model)),
         "engine": description | ({} if settings.machine is None else {"machine": settings.machine.where}),
         "tuned_for": tuned_for(settings.thread_counts, is_default=settings.threads is None),
         "mode": settings.mode,
