@@ -76,7 +76,7 @@ def fill(path: Path) -> bytes:
 def found(path: Path) -> dict[str, Any]:
     with Store(path, RUN) as store:
         kinds = {"ranges": RangesRecord, "noise": dict[str, float], "measured": Measurement}
-        return {key: store.get(key, kinds.get(key.partition(":")[0], float)) for key in store.journal.lines}
+        return {key: store.get(key, kinds.get(key.partition(":")[0], float)) for key in store.lines}
 
 
 def test_values_are_found_again_in_their_order_and_every_line_is_json(path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_first_record_that_is_cut_off_anywhere_begins_a_new_run(path: Path) ->
     for end, restart in product(range(whole.index(b"\n")), (False, True)):
         path.write_bytes(whole[:end])
         with Store(path, RUN, restart=restart) as store:
-            assert not store.journal.lines
+            assert not store.lines
 
 
 def test_a_flipped_byte_anywhere_is_refused(path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_file_without_a_candidate_serves_the_corrected_command(path: Path, rec
             store.put(key, value)
     assert found(path) == records, "the same command goes on"
     with Store(path, RUN | {"model": "ffff"}) as store:
-        assert not store.journal.lines
+        assert not store.lines
         store.put(*MORE)
     with pytest.raises(BadState, match="with another model"):
         Store(path, RUN)
@@ -201,7 +201,7 @@ def test_a_file_without_a_candidate_serves_the_corrected_command(path: Path, rec
 def test_restart_forgets_other_runs_and_damage(path: Path) -> None:
     path.write_bytes(fill(path)[:-40] + b"rubbish\n")
     with Store(path, RUN | {"model": "ffff"}, restart=True) as store:
-        assert not store.journal.lines
+        assert not store.lines
         store.put(*MORE)
     with pytest.raises(BadState, match="with another model"):
         Store(path, RUN)

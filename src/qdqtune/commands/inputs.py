@@ -112,17 +112,6 @@ def sample_source(
     return str(target)
 
 
-def _labels_file(labels: object, folder: Path) -> str | None:
-    if labels is None or isinstance(labels, str | Path):
-        return None if labels is None else str(labels)
-    path = folder / f"{LABELS}.npy"
-    try:
-        np.save(path, _array([np.asarray(label) for label in labels]))  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise BadData(f"labels are an array or a list with one for each sample: {one_line(error)}") from error
-    return str(path)
-
-
 @dataclass
 class ModelOption(Options):
     """The model of a command."""
@@ -179,8 +168,16 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
                 known[name] = metric
             elif name == "calibration_data":
                 known[name] = sample_source(value, folder, execution, getattr(options, "calibration_samples", None))
+            elif name == "labels" and value is not None and not isinstance(value, str | Path):
+                path = folder / f"{LABELS}.npy"
+                try:
+                    np.save(path, _array([np.asarray(label) for label in value]))
+                except (TypeError, ValueError) as error:
+                    told = "labels are an array or a list with one for each sample"
+                    raise BadData(f"{told}: {one_line(error)}") from error
+                known[name] = path
             elif name == "labels":
-                known[name] = _labels_file(value, folder)
+                known[name] = value
             elif value is not None and not isinstance(value, Settings):
                 known[name] = model_file(value, folder, name, examples)
         is_fed = given.get("calibration_data") is not None or getattr(options, "workloads", None)
@@ -226,23 +223,20 @@ def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
         return
     if not callable(metric):
         raise BadOption(f"evaluate is a function or 'module:callable', not {type(metric).__name__}")
+    try:
+        text = inspect.getsource(metric)
+    except (OSError, TypeError):
+        code = getattr(metric, "__code__", None)
+        text = repr(metric) if code is None else f"{code.co_code!r}{code.co_consts!r}{code.co_names!r}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     label = getattr(metric, "__name__", type(metric).__name__)
-    module = ModuleType(f"{label if label.isidentifier() else 'metric'}_{_digest(metric)}")
+    module = ModuleType(f"{label if label.isidentifier() else 'metric'}_{digest}")
     module.__dict__["metric"] = metric
     sys.modules[module.__name__] = module
     try:
         yield f"{module.__name__}:metric"
     finally:
         del sys.modules[module.__name__]
-
-
-def _digest(function: Callable[..., object]) -> str:
-    try:
-        text = inspect.getsource(function)
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        text = repr(function) if code is None else f"{code.co_code!r}{code.co_consts!r}{code.co_names!r}"
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def check_options(options: Options) -> None:

@@ -82,7 +82,7 @@ class Line(msgspec.Struct):
             raise damaged(self.where) from error
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Journal:
     """The content of a state file: the run's fingerprint, all other lines by key, and the bytes that they take."""
 
@@ -99,13 +99,17 @@ class Journal:
         line = self.lines.get(key)
         return None if line is None else line.read(kind)
 
+    def has(self, key: str) -> bool:
+        """Whether a key has a value or a failure."""
+        return key in self.lines
+
     def values(self, start: str, kind: type[T]) -> dict[str, T]:
         """The values whose keys start so, by the rest of the key, in the order in which they were written first."""
         lines = {key: line for key, line in self.lines.items() if key.startswith(start) and line.failure is None}
         return {key.removeprefix(start): line.read(kind) for key, line in lines.items()}
 
 
-class Store:
+class Store(Journal):
     """The state file of one run, locked against other processes. A context manager. Several threads may use it.
 
     The first line is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
@@ -139,7 +143,8 @@ class Store:
                 if not LINE_START.startswith(start):
                     raise _foreign(start, path)
                 self._file.truncate(0)
-            self.journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
+            journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
+            super().__init__(**vars(journal))
             stack.pop_all()  # `__exit__` closes it
 
     def __enter__(self) -> Self:
@@ -168,18 +173,6 @@ class Store:
         self._write(Line(key, plain(value)), on_disk=not caveat.is_lost, ending=ending)
         return value
 
-    def get(self, key: str, kind: type[T]) -> T | None:
-        """See `Journal.get`."""
-        return self.journal.get(key, kind)
-
-    def has(self, key: str) -> bool:
-        """Whether a key has a value or a failure."""
-        return key in self.journal.lines
-
-    def values(self, start: str, kind: type[T]) -> dict[str, T]:
-        """See `Journal.values`."""
-        return self.journal.values(start, kind)
-
     def put(self, key: str, value: T, *, on_disk: bool = True, order: Literal["deterministic"] | None = None) -> T:
         """Write a value to disk, where it survives a kill of the process; or keep it for this session only. For `order`
         see `plain`.
@@ -203,16 +196,16 @@ class Store:
             self._given.check()
             if on_disk:
                 self._append({"key": line.key + ending, **row})
-            self.journal.lines[line.key] = line
+            self.lines[line.key] = line
 
     def forget(self) -> None:
         """Forget everything that was measured, as another float model is measured from now on."""
         with writing(self.path):
             self._file.truncate(0)
-        self._append(_head(self.journal.fingerprint))
-        self.journal.lines.clear()
+        self._append(_head(self.fingerprint))
+        self.lines.clear()
 
-    def lines(self) -> list[str]:
+    def text(self) -> list[str]:
         """The lines of the file, without an incomplete last one."""
         self._file.seek(0)
         return self._file.read().decode().split("\n")[:-1]

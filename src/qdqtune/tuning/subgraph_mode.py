@@ -308,7 +308,7 @@ class ProgressFile(Silent):
     def _write(self) -> None:
         phase = "timing groups alone" if self._left else "validating on the whole model"
         content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
-        write_json(self._path, content | {"state": self._store.lines()})
+        write_json(self._path, content | {"state": self._store.text()})
 
 
 def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], str | None]:

@@ -9,7 +9,7 @@ convolutional network with one small product nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -27,7 +27,7 @@ from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
+from qdqtune.placement.possible import format_refusal, weight_at, weight_only_edges
 from qdqtune.search.costs.attribution import DYNAMIC_CONVERSION, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
@@ -107,7 +107,14 @@ def format_shares(
     weights = {e: w for e, w in weights.items() if e.node in chosen}
     if not wanted or sum(w.constant.nbytes for w in weights.values()) < LEAST_BYTES:
         return {}
-    spent = _spent(subject.shaped, float_layers(), weights)
+    layers = float_layers()
+    total = sum(layer.time_ms or 0.0 for layer in layers)
+    if total:
+        nodes = attribute(subject.shaped, Placement(), layers, total).nodes
+        spent = {edge: nodes.get(edge.node, 0.0) / total for edge in weights}
+    else:  # without layer times, by the share of the bytes
+        every = sum(w.constant.nbytes for w in weights.values())
+        spent = {edge: w.constant.nbytes / every for edge, w in weights.items()}
     if sum(spent.values()) < LEAST_SHARE:
         return {}
     shapes = [{name: a.shape for name, a in w.inputs.items() if name in subject.shaped.inputs} for w in subject.mix]
@@ -120,7 +127,15 @@ def format_shares(
         totals[size] = totals.get(size, 0.0) + spent[edge]
     largest = min(totals, key=lambda size: (-totals[size], size.name))
     before, caveat = runner.mix, Caveat()
-    tried = partial(_tried, largest, wanted, subject, runner, settings.thread_counts, caveat)
+
+    def layers_of(formats: Sequence[WeightFormat]) -> tuple[Layer, ...] | None:
+        try:
+            return _layers(largest, formats, subject, runner, settings.thread_counts)
+        except EngineRefused as refused:
+            caveat.is_lost |= refused.is_transient
+            return None
+
+    tried = partial(_tried, largest, wanted, layers_of)
     shares = store.memo(f"weight formats:{largest.name}", dict[str, float], tried, caveat)
     if runner.mix is not before:
         runner.feed(before)
@@ -142,36 +157,13 @@ def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
     return tuple(dict.fromkeys(s for name in settings.formats for s in like(name)))
 
 
-def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]) -> dict[Edge, float]:
-    """The share of the float model's time that each product takes; without layer times, its share of the bytes."""
-    total = sum(layer.time_ms or 0.0 for layer in layers)
-    if not total:
-        every = sum(w.constant.nbytes for w in weights.values())
-        return {edge: w.constant.nbytes / every for edge, w in weights.items()}
-    nodes = attribute(model, Placement(), layers, total).nodes
-    return {edge: nodes.get(edge.node, 0.0) / total for edge in weights}
-
-
 def _tried(
-    size: Size,
-    wanted: Sequence[WeightFormat],
-    subject: Subject,
-    runner: Runner,
-    counts: Sequence[int | None],
-    caveat: Caveat,
+    size: Size, wanted: Sequence[WeightFormat], layers_of: Callable[[Sequence[WeightFormat]], Sequence[Layer] | None]
 ) -> dict[str, float]:
-    """The share of the float product's time that each weight format takes at these numbers of threads, without formats
-    that the engine refuses or does not fuse into the product."""
+    """The share of the float product's time that each weight format takes, without formats that the engine refuses or
+    does not fuse into the product."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     able = [s for s in able if not s.dynamic or size.dtype == TensorProto.FLOAT]
-
-    def layers_of(formats: Sequence[WeightFormat]) -> tuple[Layer, ...] | None:
-        try:
-            return _layers(size, formats, subject, runner, counts)
-        except EngineRefused as refused:
-            caveat.is_lost |= refused.is_transient
-            return None
-
     layers = layers_of(able)
     if layers is None:  # if the engine refuses one format, it refuses the model with all
         able = [s for s in able if layers_of([s]) is not None] if len(able) > 1 else []
