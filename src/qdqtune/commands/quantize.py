@@ -56,7 +56,7 @@ from qdqtune.numerics.accuracy import (
     is_finite,
     slice_cell,
 )
-from qdqtune.numerics.fitting import fitted, with_wide
+from qdqtune.numerics.fitting import fitted, some_ranges, with_wide
 from qdqtune.numerics.half_precision import by_ranges, in_half_precision
 from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure, open_metric, option_of
 from qdqtune.numerics.scores import (
@@ -472,10 +472,11 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         return engine_rules.place(shaped, possible, options.engine, options.quant_type)
 
     ranges, hurried = Ranges({}), tuple[str, ...]()
-    if options.weight_only is None:
+    placed = placed_by_rules(some_ranges(shaped))
+    if placed.placement and options.weight_only is None:
         how = options.calibration
         ranges, hurried = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
-    placed = placed_by_rules(ranges)
+        placed = placed_by_rules(ranges)
     if not placed.placement:
         where = "" if is_whole else " among the nodes that you chose"
         what = f"the rules of {options.engine} find nothing to quantize in {path}{where}"

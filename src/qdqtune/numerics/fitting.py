@@ -77,10 +77,8 @@ def fitted(
         prepared = replace(prepared, execution=execution)
         tensors = None
         if only_placed:
-            candidates = candidate_tensors(model)
-            any_ranges = Ranges(dict.fromkeys(candidates, Range(-1.0, 1.0)))  # say only that there will be some
-            with_pairs = {edge.tensor for edge in placed(any_ranges)}
-            tensors = tuple(tensor for tensor in candidates if tensor in with_pairs)
+            with_pairs = {edge.tensor for edge in placed(some_ranges(model))}
+            tensors = tuple(tensor for tensor in candidate_tensors(model) if tensor in with_pairs)
         listener.stage(f"calibrating on {prepared.samples.origin}")
         ranges = prepared.ranges(how, numbers, tensors)
         if tensors and not all(tensor in ranges.activations for tensor in tensors):
@@ -90,6 +88,11 @@ def fitted(
         if not (how.bias_correction and biased_layers(model, placement) and compared_values(model)):
             return ranges
         return _with_biases(prepared, numbers, ranges, placement, listener, bias_samples)
+
+
+def some_ranges(model: Model) -> Ranges:
+    """Ranges that say only which tensors can have one, before calibration."""
+    return Ranges(dict.fromkeys(candidate_tensors(model), Range(-1.0, 1.0)))
 
 
 def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
