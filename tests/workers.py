@@ -4,7 +4,6 @@ let a test decide how builds go and how long inferences take.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,11 +32,6 @@ class Build:
     path: Path
     log: Path
     threads: int | None = None
-
-    @property
-    def is_candidate(self) -> bool:
-        """Whether it is one of a search, named after its placement: proofs and calibration are none."""
-        return re.fullmatch("[0-9a-f]{16}", self.path.stem) is not None
 
 
 def open_here(spec: EngineSpec) -> Engine:

@@ -246,7 +246,7 @@ def test_a_short_budget_is_content_with_few_rounds_where_few_candidates_may_win_
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("mode", ["cut", "region", "subgraph"])
+@pytest.mark.parametrize("mode", ["cut", "subgraph"])
 def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, tmp_path: Path) -> None:
     asked = settings(write(mixed(), tmp_path), mode=mode, builds=9)
     written = [io.StringIO(), io.StringIO()]

@@ -1,14 +1,11 @@
 """`quantize` and `apply`: what is written, exact against a float64 reference, and what is said about it."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx
 import pytest
 
@@ -24,14 +21,12 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.placement.files import PlacementFile, read_placement_file, write_placement
+from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.types import Edge, Placement
 from runs import write
 
-Array = npt.NDArray[Any]
-DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
 pytestmark = pytest.mark.usefixtures("workers")
 
 
@@ -52,88 +47,10 @@ def test_a_part_of_an_output_that_is_lost_is_warned_of(tmp_path: Path) -> None:
     assert any(note.startswith("y[:, :, 4:12] lost its values: ") for note in done.notes)
 
 
-def wide() -> Model:
-    """Opset 17, with enough channels for FP8."""
-    text = """net (float[N,32,8,8] x) => (float[N,32] y) {
-        [conv] c = Conv <pads=[1,1,1,1]> (x, w0)
-        [relu] r = Relu(c)
-        [mean] m = GlobalAveragePool(r)
-        [flat] f = Flatten(m)
-        [head] h = Gemm <transB=1> (f, w1, b1)
-        [end] y = Tanh(h)
-    }"""
-    return build(text, {"w0": normal(32, 32, 3, 3), "w1": normal(32, 32), "b1": normal(32)}, opset=17)
-
-
-def nearest_e4m3(values: Array) -> Array:
-    """E4M3FN by its definition, in float64: 3 bits of mantissa, exponents from -6, ties to even, saturated at 448."""
-    magnitude = np.abs(values.astype(np.float64))
-    exponent = np.maximum(np.floor(np.log2(np.maximum(magnitude, 2.0**-20))), -6)
-    step = 2.0 ** (exponent - 3)
-    return np.asarray(np.sign(values) * np.minimum(np.rint(magnitude / step) * step, 448))
-
-
-def pairs(model: Model) -> Iterator[tuple[str, Array, Array, Array]]:
-    """Each Q/DQ'd tensor: name, scale, zero point and, for a constant, its quantized values."""
-    for node in model.nodes:
-        if node.op == "DequantizeLinear":
-            scale, zero = (model.constants[name].array() for name in node.inputs[1:3])
-            constant = model.constants.get(node.inputs[0])
-            yield node.inputs[0], scale, zero, np.zeros(0) if constant is None else constant.array()
-
-
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("source", ["random", "trained"])
-def test_fp8_is_opset_19_with_amax_over_448_and_the_tensors_own_float_type(
-    source: str, half: bool, tmp_path: Path
-) -> None:
-    model = load(DIGITS) if source == "trained" else wide()
-    path = write(model, tmp_path, count=5)
-    quantize(request(path, quant_type="fp8", precision="fp16" if half else "fp32", **MINMAX))
-    done = load(path.with_name("q.onnx"))
-    assert done.opset >= 19
-    dtype = np.float16 if half else np.float32
-    seen = 0
-    for name, scale, zero, values in pairs(done):
-        assert zero.dtype == ml_dtypes.float8_e4m3fn
-        assert zero.astype(np.float32) == 0
-        assert scale.dtype == dtype
-        assert scale.shape == ()
-        if values.size:
-            exact = original(model, name).astype(dtype)
-            assert scale == (np.abs(exact.astype(np.float64)).max() / 448).astype(dtype)
-            reference = nearest_e4m3(exact.astype(np.float32) / scale.astype(np.float32))
-            np.testing.assert_array_equal(values.astype(np.float64), reference)
-            seen += 1
-    assert seen
-
-
-def original(model: Model, name: str) -> Array:
-    """The float values of a quantized constant."""
-    return model.constants[name.removesuffix("_quantized")].array()
-
-
-@pytest.mark.parametrize("source", ["random", "trained"])
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_int8_rounds_half_to_even_as_onnx_says(source: str, per_channel: bool, tmp_path: Path) -> None:
-    model = load(DIGITS) if source == "trained" else conv_net()
-    path = write(model, tmp_path, count=5)
-    quantize(request(path, per_channel=per_channel, **MINMAX))
-    seen = 0
-    for name, scale, zero, values in pairs(load(path.with_name("q.onnx"))):
-        assert (zero == 0).all()
-        assert zero.dtype == np.int8
-        if values.size:
-            exact = original(model, name)
-            axis = next(i for i, n in enumerate(exact.shape) if n == scale.size) if scale.ndim else None
-            assert (axis is not None) == per_channel
-            others = tuple(i for i in range(exact.ndim) if i != axis) if per_channel else None
-            np.testing.assert_array_equal(scale, np.float32(np.abs(exact.astype(np.float64)).max(axis=others) / 127))
-            along = scale.reshape([-1 if i == axis else 1 for i in range(exact.ndim)]) if per_channel else scale
-            ties = np.rint((exact / along).astype(np.float64))  # numpy rounds half to even
-            np.testing.assert_array_equal(values, np.clip(ties, -128, 127))
-            seen += 1
-    assert seen
+def scales(path: Path) -> dict[str, float]:
+    """The scale of each activation with a pair."""
+    model = load(path)
+    return {n.inputs[0]: float(model.constants[n.inputs[1]].array()) for n in model.nodes if n.op == "QuantizeLinear"}
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
@@ -160,14 +77,13 @@ def test_the_reported_sqnr_is_that_of_the_written_file_on_every_fifth_sample(tmp
 def test_held_out_samples_do_not_enter_the_scales(tmp_path: Path) -> None:
     path = write(conv_net(), tmp_path, count=40)
     quantize(request(path))
-    before = {name: scale for name, scale, _, _ in pairs(load(path.with_name("q.onnx")))}
+    before = scales(path.with_name("q.onnx"))
     with np.load(path.with_suffix(".npz")) as data:
         images = data["image"].copy()
     images[4] *= 1000
     np.savez(path.with_suffix(".npz"), image=images)
     quantize(request(path))
-    after = {name: scale for name, scale, _, _ in pairs(load(path.with_name("q.onnx")))}
-    assert all((before[name] == after[name]).all() for name in before)
+    assert scales(path.with_name("q.onnx")) == before
 
 
 def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
@@ -255,34 +171,18 @@ def test_a_model_that_computes_in_integers_already(tmp_path: Path) -> None:
         quantize(request(path))
 
 
+def test_fp8_raises_an_older_opset(tmp_path: Path) -> None:
+    text = "net (float[4,32] x) => (float[4,32] y) { h = MatMul(x, w) y = Exp(h) }"
+    path = write(build(text, {"w": normal(32, 32)}, opset=17), tmp_path)
+    assert load(quantize(request(path, quant_type="fp8")).output).opset == 19
+
+
 def test_a_float16_model_is_judged_against_the_float32_one(tmp_path: Path) -> None:
     path = write(conv_net(), tmp_path, count=5)
     done = quantize(request(path, precision="fp16", nodes_to_quantize=["side"]))
     assert load(done.output).tensors["c0"].dtype == onnx.TensorProto.FLOAT16
     assert done.sqnr_db is not None
     assert 20 < done.sqnr_db < 80
-
-
-def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path) -> None:
-    """The tensor with the longest tail loses most by itself, and hardly reaches the output."""
-    text = """net (float[N,32] x) => (float[N,32] y) {
-        [first] p = MatMul(x, w)
-        [tail] o = Exp(p)
-        [second] q = MatMul(o, v)
-        [third] r = MatMul(p, u)
-        [sum] y = Add(q, r)
-    }"""
-    weights = {"w": normal(32, 32, scale=0.4), "v": normal(32, 32, scale=1e-4, seed=1), "u": normal(32, 32, seed=2)}
-    path = write(build(text, weights), tmp_path, count=5)
-    done = quantize(request(path, report=True))
-    found = {d.tensor: d for d in done.damages}
-    assert {"x", "w", "o", "v", "p", "u"} <= set(found)
-    ordered = [d.output_db for d in done.damages if d.output_db is not None]
-    assert ordered == sorted(ordered)
-    assert len(ordered) == len(found)
-    assert [d.tensor for d in done.damages].index("o") > [d.tensor for d in done.damages].index("p")
-    assert [found[t].nodes for t in ("p", "o", "w")] == [("third",), ("second",), ("first",)]
-    assert quantize(request(path)).damages == ()
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
@@ -297,6 +197,8 @@ def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(e
     numbers = replace(numeric_format(engine, "int8"), shared_scale_ops=frozenset(), bias="float", drop_clamps=False)
     exact = run(model, judges)
     assert len(done.damages) == min(10, len({e.tensor for e in done.placed.placement}))
+    levels = [damage.output_db for damage in done.damages]
+    assert levels == sorted(levels)
     for damage in done.damages:
         only = Placement.of(e for e in done.placed.placement if e.tensor == damage.tensor)
         found = sqnr_db(exact, run(insert(model, only, known, numbers), judges))
@@ -413,29 +315,13 @@ def test_apply_folds_retrained_weights_as_the_placement_says(tmp_path: Path) -> 
         assert (same.keys() == expected.constants.keys()) is made.folded
 
 
-def swishing(seed: int = 0) -> Model:
-    """Two products with a HardSwish of four nodes between them."""
+def test_named_rewrites_are_made_again_by_apply(tmp_path: Path) -> None:
     text = """net (float[N,16] x) => (float[N,8] y) {
-        [first] c = MatMul(x, w) [plus] a = Add(c, three) [clip] b = Clip(a, zero, six) [times] d = Mul(c, b)
-        [sixth] e = Div(d, six) [second] y = MatMul(e, v)
+        c = MatMul(x, w) a = Add(c, three) b = Clip(a, zero, six) d = Mul(c, b) y = Div(d, six)
     }"""
     numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
-    return build(text, {"w": normal(16, 32, seed=seed), "v": normal(32, 8, seed=seed), **numbers})
-
-
-def test_named_rewrites_are_made_again_by_apply_and_found_by_debug(tmp_path: Path) -> None:
-    request = replace(written(swishing(), tmp_path), rewrites="hardswish")
-    done = quantize(request)
-    assert ops(request.output)["HardSwish"] == 1
-    assert ops(request.output)["Clip"] == 0
-    recorded = PlacementFile(
-        done.placed.placement, "int8", "onnxruntime", {}, Calibration("minmax"), Rewrites(names=("hardswish",))
-    )
+    given, target = written(build(text, {"w": normal(16, 8), **numbers}), tmp_path), tmp_path / "applied.onnx"
+    recorded = PlacementFile(Placement(), "int8", "onnxruntime", {}, rewrites=Rewrites(names=("hardswish",)))
     write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
-    assert read_placement_file(tmp_path / "placement.yaml").rewrites == recorded.rewrites
-    retrained, target = written(swishing(seed=7), tmp_path, "retrained"), tmp_path / "applied.onnx"
-    again = apply(asked(retrained, target))
-    assert not again.lost
+    apply(asked(given, target))
     assert ops(target)["HardSwish"] == 1
-    looked = looking(request)
-    assert looked.by_numbers == pytest.approx(looked.noise, rel=0.5)

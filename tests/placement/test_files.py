@@ -40,8 +40,9 @@ printable = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_
 @given(st.frozensets(st.builds(Edge, printable, printable | st.just(""), small)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None)
 def test_a_placement_survives_with_what_it_was_made_for(tmp_path: Path, edges: frozenset[Edge]) -> None:
-    recorded = PlacementFile(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"},
-                        Calibration("percentile", 99.5, bias_correction=True), Rewrites(folded=True))  # fmt: skip
+    inputs = {"sr": 16000, "scale": 0.5, "mode": "fast"}
+    calibration, rewrites = Calibration("percentile", 99.5, bias_correction=True), Rewrites(True, ("hardswish",))
+    recorded = PlacementFile(Placement(edges), "fp8", "tensorrt", inputs, calibration, rewrites)
     write_placement(tmp_path / "placement.yaml", recorded, "some.onnx")
     assert read_placement_file(tmp_path / "placement.yaml") == recorded
 

@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 
 from models import build, normal
-from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
 from qdqtune.search import TwoStage, products_left_in_float
-from qdqtune.search.region import Config
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial
-from runs import cost, settings, write
+from runs import settings, write
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -26,8 +23,6 @@ TWO = """net (float[8,64] x) => (float[8,128] y) {
     [second] c = MatMul(b, w1)
     [skip] y = Add(c, b)
 }"""
-
-OF_THE_CUT = {"fused units", "cut", "polish"}
 
 SAME = Measurement((1.0,) * 12, (1.0,) * 12)
 
@@ -101,24 +96,3 @@ def test_the_second_search_begins_where_the_first_one_ends(ideas: int, builds: i
         history += [Trial(len(history) + 1, p, Placement(), SAME) for p in batch]
     assert [t.proposal.origin for t in history] == expected
     assert [p.origin for p in search.propose(history[-1:])] == ["11"]  # never back to the first one
-
-
-def tuned(model: Path, name: str, *, builds: int = 24, cut_seed: bool = True, **engine: bool) -> Result:
-    """A run in region mode, into a folder of this name."""
-    return tune(settings(model, output_dir=model.parent / name, engine=EngineSpec("fake", engine), builds=builds,
-                         cut_seed=cut_seed, config=Config(schemes_per_region=50)))  # fmt: skip
-
-
-@pytest.mark.parametrize(("builds", "gains"), [(10, True), (24, False)])
-def test_in_the_same_number_of_builds_it_is_never_worse_with_the_cut_first(
-    model: Path, builds: int, gains: bool
-) -> None:
-    tuned(model, "rules", builds=builds, cut_seed=False)
-    result = tuned(model, "seeded", builds=builds)
-    assert result.summary["builds"] <= builds
-    rules, seeded = (cost(model.parent / name / "optimized_final.onnx") for name in ("rules", "seeded"))
-    assert (seeded < rules) if gains else (seeded == rules)
-    origins = [t.proposal.origin for t in result.history]
-    begun = next((i for i, origin in enumerate(origins) if origin in ("residual", "islands")), len(origins))
-    assert "cut" in origins[:begun]
-    assert not OF_THE_CUT & set(origins[begun:])

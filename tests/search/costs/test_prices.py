@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import attention, build, conv_net, normal, ranges
+from models import build, normal, ranges
 from price_chain import CHAIN, FLOAT, chain, parts_of, placed, times
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
@@ -276,19 +276,6 @@ def made_up_costs(model: Model) -> tuple[Costs, Noise]:
     q, d = ({t: float(random.random()) / 4 for t in parts.edges} for _ in range(2))
     alone = {t: float(random.lognormal(sigma=2)) for t in sorted({e.tensor for e in possible})}
     return Costs(parts, prices, q, d), Noise(model, alone)
-
-
-@pytest.mark.parametrize("make", [mixed, attention, conv_net])
-def test_a_cut_within_less_allowed_noise_takes_longer_and_keeps_it(make) -> None:
-    costs, noise = made_up_costs(make())
-    whole = noise.summed(costs.partition.placement(cut(costs)))
-    times: list[float] = []
-    for share in (1.0, 0.8, 0.5, 0.3, 0.1, 0.03):
-        decision = cut_within(costs, noise, share * whole)
-        assert noise.summed(costs.partition.placement(decision)) <= share * whole
-        times.append(costs.total(decision))
-    assert times == sorted(times)
-    assert times[0] < times[-1]
 
 
 def test_where_a_limit_binds_the_decision_with_less_noise_is_taken_of_those_with_equal_time() -> None:
