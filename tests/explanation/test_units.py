@@ -65,6 +65,19 @@ def test_a_build_takes_what_a_unit_is_estimated_to_take(tuned: tuple[Path, Resul
         assert "with it in 8 bits the model would take 0.00" in row.why
 
 
+def test_estimates_tell_nothing_that_the_noise_of_the_run_may_have_made(tuned: tuple[Path, Result]) -> None:
+    run = read_run(tuned[0])
+    assert by_name(explanations(run))["third"].reason == "conversions cost more than it saves"
+    noisy = []
+    for trial in run.history:
+        assert isinstance(trial.result, Measurement)
+        rounds = zip(trial.result.b, (0.5, 1.0, 2.0) * len(trial.result.b), strict=False)
+        noisy.append(replace(trial, result=Measurement(trial.result.a, tuple(b * factor for b, factor in rounds))))
+    vars(run)["history"] = tuple(noisy)
+    row = by_name(explanations(run))["third"]
+    assert (row.reason, row.more_ms) == ("no gain beyond noise", None)
+
+
 def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(tuned[0], folder)

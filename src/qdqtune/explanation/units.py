@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from math import isclose
+from math import isclose, log
+from statistics import median
 from typing import Any, Literal
 
 from qdqtune.errors import Failure
@@ -47,7 +48,7 @@ from qdqtune.search.costs.units import (
 )
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.limits import outcome
-from qdqtune.timing.ratios import is_wide, judge, speed
+from qdqtune.timing.ratios import is_wide, judge, speed, with_ratios
 from qdqtune.tuning.finished import FinishedRun
 from qdqtune.types import Layer, Placement, Trial, WeightFormat, sqnr_of
 
@@ -74,8 +75,8 @@ NOISE = 0.02
 """A change of the latency by up to this share is not told from none: builds of one file differ by that."""
 
 CLEAR = 0.05
-"""An estimate tells a figure, or that 8 bits are slower, from this share of the latency on: layer times are less exact.
-Chosen, not measured."""
+"""An estimate tells a figure, or that 8 bits are slower, from this share of the latency on, or from that by which the
+comparisons of the run are uncertain. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,9 @@ class _Table:
             if unit.inputs and self._states[unit.number] == "float" and unit.number not in quantized:
                 self._twins[unit.kind] |= {unit.number}
         self._judged = dict[str, dict[str, Any]]()
+        ratios = [each for _, each in with_ratios(run.history, run.plan)]
+        widths = [log(each.high / each.low) / 2 for each in ratios if each.low is not None and each.high is not None]
+        self._clear = max(CLEAR, median(widths or [0.0]))
         least = run.limits.min_sqnr
         self._limit = "the limits on accuracy" if least is None else f"{least:g} dB"
 
@@ -221,8 +225,8 @@ class _Table:
             detail = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
             return replace(row, reason="accuracy limit", detail=detail)
         if unit.number not in self._twins[unit.kind]:
-            detail = "pairs stand on a part of what it reads and writes, and the engine ran it in float"
-            return replace(row, reason="not tried", detail=detail)
+            detail = "with pairs on a part of what it reads and writes the engine still ran it in float"
+            return replace(row, reason="no kernel for this operator", detail=detail)
         if unit.kind not in self._judged:
             self._judged[unit.kind] = self._judgement(unit)
         return replace(row, **self._judged[unit.kind])
@@ -240,8 +244,8 @@ class _Table:
             detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
         elif self._prices is not None and latency is not None:
             more_ms, is_guess = self._estimate(twins)
-            change, most, source = more_ms / latency, CLEAR, "estimated"
-            is_shown = not is_guess and abs(change) > CLEAR
+            change, most, source = more_ms / latency, self._clear, "estimated"
+            is_shown = not is_guess and abs(change) > most
             both = f"{and_others(alike)} {'are' if alike else 'is'}"
             detail = f"in 8 bits {both} estimated to save less than {NOISE:.0%} of the latency"
         if change is not None and -NOISE <= change <= most:
@@ -252,7 +256,7 @@ class _Table:
             price = None if self._prices is None else self._prices[0].prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
             reason = "conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits"
-            return {"reason": reason, **figure}
+            return {"reason": reason, "detail": "" if figure else "estimated from layer times", **figure}
         lost = self._lost_accuracy(twins)
         if lost:
             return {"reason": "accuracy limit", "detail": lost, **figure}
