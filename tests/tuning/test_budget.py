@@ -218,6 +218,18 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     assert notes.notes == []  # all samples were seen
 
 
+def test_percentiles_are_left_out_before_a_build_where_time_is_over(
+    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[Path]] = []
+    monkeypatch.setattr("qdqtune.tuning.file_race.Racer.tails", lambda _, files: asked.append(files) or ())
+    result, _ = slow_run(model, workers, 0.2, 60.0)
+    assert result.shipped == "tuned"
+    assert not asked
+    slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
+    assert len(asked) == 1
+
+
 def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
     bench = SimpleNamespace(

@@ -28,7 +28,7 @@ from qdqtune.system.writing import named, write_json
 from qdqtune.timing.ratios import VERY_WIDE, Plan, Ratio, is_wide, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
-from qdqtune.tuning.file_race import Tail
+from qdqtune.tuning.file_race import FEWEST_SINGLES, Tail
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
@@ -237,14 +237,14 @@ def _tails(proof: Proof, run: Run) -> dict[str, Any]:
     settings, key = run.settings, f"tails:{proof.placement.digest}"
     if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
         return {}
-    tails = run.store.get(key, tuple[tuple[Tail, ...], ...])
-    if tails is None:
+    tails, floats = run.store.get(key, tuple[tuple[Tail, ...], ...]), run.bench.floats
+    if tails is None and not run.budget.lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
         has_other_float = settings.from_qdq or settings.fix_inputs
-        floats = settings.output_dir / BASELINE if has_other_float else settings.model
-        tails = run.racer.tails([floats, settings.output_dir / FINAL])
+        before = settings.output_dir / BASELINE if has_other_float else settings.model
+        tails = run.racer.tails([before, settings.output_dir / FINAL])
         if tails:
             run.store.put(key, tails)
-    return {name: asdict(tail) for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
+    return {name: asdict(tail) for name, (tail,) in zip(("baseline", "final"), tails or (), strict=False)}
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
