@@ -22,13 +22,13 @@ from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import build
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.channel import Channel
-from qdqtune.engines.execution import EXECUTION, Execution, cancelled_by
+from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import BUDGET_FACTOR, LARGE_MODEL, MemoryBudget, scarce_memory
-from qdqtune.engines.runner import Handle, Runner, reused_workers
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, Failure, OutputError
 from qdqtune.graph.saving import nbytes, save
-from qdqtune.types import Measurement, NumericFormat, QType, Tensors
+from qdqtune.types import Measurement, NumericFormat, QType
 from refusals import refusal
 from trtexec_stand_in import stand_in
 from workers import InProcess, Workers
@@ -98,6 +98,9 @@ def test_a_session_from_load_to_unload(tmp_path: Path, files: SimpleNamespace, e
         assert (tmp_path / "logs" / "baseline.log").exists()
         outputs = runner.outputs(plain, [IMAGE, IMAGE])
         np.testing.assert_allclose(outputs[1]["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
+        several = [{"x": IMAGE["x"] * factor} for factor in range(11)]
+        for together, alone in zip(runner.outputs(plain, several, 2), runner.outputs(plain, several), strict=True):
+            np.testing.assert_array_equal(together["y"], alone["y"])
         samples = raced(runner, plain, large, 4, seed=0, first_round=0, turn_seconds=0.001, warmup=1)
         assert len(samples.a) == len(samples.b) == 4
         runner.unload(plain)
@@ -453,51 +456,3 @@ def test_only_large_models_have_a_budget() -> None:
     assert freed == []
     budget.make_room(int((BUDGET_FACTOR - 1) * LARGE_MODEL) + 2, frozenset())
     assert freed == [0]
-
-
-# Workers that several engines use one after the other
-def answer(execution: Execution, plain: Path, samples: list[Tensors], at_once: int = 1, **options: Any) -> Any:
-    """The process that ran a model, and its outputs."""
-    spec = EngineSpec("onnxruntime", options)
-    with Runner(spec, log_dir=plain.parent / "logs", execution=execution, start=execution.idle) as runner:
-        outputs = runner.outputs_of(plain, samples, at_once)
-        assert runner._worker is not None
-        return runner._worker._process, outputs
-
-
-def test_engines_with_other_options_run_in_the_process_of_the_first(files: SimpleNamespace) -> None:
-    with reused_workers(EXECUTION) as execution, reused_workers(execution) as same:
-        assert same is execution
-        first, outputs = answer(execution, files.plain, [IMAGE])
-        assert first.poll() is None
-        samples = [{"x": IMAGE["x"] * factor} for factor in range(11)]
-        second, several = answer(execution, files.plain, samples, at_once=2, fuse=False)
-        assert second is first
-        np.testing.assert_allclose(several[1]["y"], outputs[0]["y"], rtol=1e-4, atol=1e-5)
-        one_by_one = answer(execution, files.plain, samples, fuse=False)[1]
-        assert len(several) == 11
-        for a, b in zip(several, one_by_one, strict=True):
-            np.testing.assert_array_equal(a["y"], b["y"])
-    assert first.poll() is not None
-
-
-def test_a_process_that_has_ended_or_owes_an_answer_is_not_used_again(files: SimpleNamespace) -> None:
-    with reused_workers(EXECUTION) as execution:
-        first, _ = answer(execution, files.plain, [IMAGE])
-        first.kill()
-        first.wait()
-        second, outputs = answer(execution, files.plain, [IMAGE])
-        assert second is not first
-        assert isinstance(outputs, list)
-
-        def cancel() -> None:
-            raise KeyboardInterrupt
-
-        spec = EngineSpec("fake", {"build_seconds": 30.0})
-        with Runner(spec, log_dir=files.plain.parent / "logs", execution=execution, start=execution.idle) as runner:
-            runner.describe()
-            with cancelled_by(cancel), pytest.raises(KeyboardInterrupt):
-                runner.load(files.plain)
-        assert second.poll() is not None
-        third, outputs = answer(execution, files.plain, [IMAGE])
-        assert third is not second

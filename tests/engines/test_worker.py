@@ -4,9 +4,7 @@ import errno
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -121,11 +119,3 @@ def test_a_file_that_cannot_be_written_is_a_failure_for_lack_of_resources() -> N
     assert (good, type(error)) == (False, EngineFailure)
     assert str(error) == "the engine process cannot use candidate.log: No space left on device"
     assert OUT_OF_RESOURCES.search(str(error))
-
-
-def test_a_session_that_opens_another_engine_closes_what_it_has_built() -> None:
-    session, closed = Session(), list[str]()
-    session.open(EngineSpec("fake"))
-    hold(session, *(SimpleNamespace(close=partial(closed.append, name)) for name in "AB"))
-    session.open(EngineSpec("fake"))
-    assert closed == ["A", "B"]

@@ -82,9 +82,7 @@ def onnxruntime_session(
     with (
         temporary_folder() as folder,
         execution.constant_file() as constants,
-        Runner(
-            spec, log_dir=folder, execution=execution, start=execution.idle, unpacked=unpacked, memory=memory
-        ) as runner,
+        Runner(spec, log_dir=folder, execution=execution, unpacked=unpacked, memory=memory) as runner,
         ExitStack() as files,
     ):
         yield Session(runner, constants, at_once, files)

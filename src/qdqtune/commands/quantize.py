@@ -35,7 +35,7 @@ from qdqtune.engines.formats import (
     weight_formats_like,
 )
 from qdqtune.engines.options import time_limit_option
-from qdqtune.engines.runner import Handle, Runner, checked_output, reused_workers
+from qdqtune.engines.runner import Handle, Runner, checked_output
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, load_for
@@ -433,11 +433,8 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None, begun: 
         OutputError: the output cannot be written.
     """
     observer = observer or Silent()
-    with (
-        temporary_folder() as folder,
-        ConstantFile(folder / CONSTANTS) as constants,
-        reused_workers(execution_of(options, begun)) as execution,
-    ):
+    execution = execution_of(options, begun)
+    with temporary_folder() as folder, ConstantFile(folder / CONSTANTS) as constants:
         done = _quantized(options, observer, replace(execution, constants=constants))
     late = 0.0 if execution.ends is None else time.monotonic() - execution.ends
     if options.time_budget is not None and late > LATE_SHARE * options.time_budget:
@@ -538,10 +535,7 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
     model = load(Path(str(options.model)), fix_inputs=options.fix_inputs)
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
-    with (
-        temporary_folder() as folder,
-        Runner(spec, log_dir=folder, execution=prepared.execution, start=prepared.execution.idle) as runner,
-    ):
+    with temporary_folder() as folder, Runner(spec, log_dir=folder, execution=prepared.execution) as runner:
         save(model, folder / "float.onnx")
         measured = None
         with rewording(REFUSED):

@@ -78,15 +78,13 @@ class Execution:
 
     A request to an engine may take `seconds`, as may a pass over samples. The time budget is over at the time `ends` of
     `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. All models of the command keep their
-    constants in `constants`. `idle` starts workers for models that are not timed, or takes those that wait
-    (`runner.IdleWorkers`). `device` starts those that run and time models on the user's engine, if that is on another
-    machine.
+    constants in `constants`. `device` starts the workers that run and time models on the user's engine, if that is on
+    another machine.
     """
 
     seconds: float = TIME_LIMIT
     ends: float | None = None
     constants: ConstantFile | None = None
-    idle: Any = None
     device: Callable[..., Any] | None = None
 
     def within_budget(self, seconds: float) -> float:

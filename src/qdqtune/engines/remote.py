@@ -332,7 +332,6 @@ class FarSession(Session):
         super().__init__()
         self._folder, self.contents = folder, Contents(folder)
         self._constants: dict[int, tuple[str, ...]] = {}
-        self._device: Device | None = None
         self._lease = ExitStack()
 
     def ask(self, request: bytes, digests: Sequence[str] = ()) -> tuple[bool, Any]:
@@ -357,16 +356,15 @@ class FarSession(Session):
         """
         with suppress(OSError):
             os.chdir(folder)
-        if cores and self._device is None:
-            self._device = self._free_device(spec, cores)
-            os.environ.update(self._device.environment)
+        words = ""
+        if cores:
+            device = self._free_device(spec, cores)
+            os.environ.update(device.environment)
             if hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, set(self._device.cores))
+                os.sched_setaffinity(0, set(device.cores))
+            words = f" cores {','.join(map(str, device.cores))}" + (f" GPU {device.gpu}" if device.gpu else "")
         self.open(spec, *more)
-        if self._device is None:
-            return ""
-        gpu = f" GPU {self._device.gpu}" if self._device.gpu else ""
-        return f" cores {','.join(map(str, self._device.cores))}{gpu}"
+        return words
 
     def _free_device(self, spec: EngineSpec, cores: int) -> Device:
         end = monotonic() + LEASE_SECONDS

@@ -72,7 +72,7 @@ class Runner:
         log_dir: folder for what the engine prints.
         execution: its `seconds` limit each build, each inference of `outputs` and each probe; rounds may take `SLACK`
             times the expected time in addition.
-        start: starts a worker; by default a process on this host. `IdleWorkers` get it back.
+        start: starts a worker; by default a process on this host.
         device: where the worker runs.
         unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
         memory: limits the builds of this and other runners of one thread; without it all loaded models stay loaded.
@@ -107,12 +107,12 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """End the worker at once, or let it wait for the next runner. Loaded models are built again if this one is used
-        again."""
-        if self._worker is not None and self._worker.alive and isinstance(self._start, IdleWorkers):
-            self._start.keep(self._worker)
-            self._worker = None
-        self._end()
+        """End the worker at once. Loaded models are built again if this runner is used again."""
+        worker, self._worker = self._worker, None
+        for number in list(self._present):
+            self._forget(number)
+        if worker is not None:
+            worker.end()
 
     @property
     def location(self) -> str:
@@ -328,13 +328,6 @@ class Runner:
     def _is_open(self) -> bool:
         return self._worker is not None and self._worker.alive
 
-    def _end(self) -> None:
-        worker, self._worker = self._worker, None
-        for number in list(self._present):
-            self._forget(number)
-        if worker is not None:
-            worker.end()
-
     def _open(self) -> None:
         """Start a worker, unless there is one, and open the engine there.
 
@@ -343,7 +336,7 @@ class Runner:
         """
         if self._is_open:
             return
-        self._end()
+        self.close()
         self._worker = self._start(self.log_dir / f"{self.device.name or 'worker'}.log", self.device)
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         extra = max(0.0, START_SECONDS - self._execution.seconds)
@@ -351,7 +344,7 @@ class Runner:
         try:
             self._exchange("open", spec, self._mix, self.memory is not None, what=what, extra=extra)
         except QdqtuneError as error:
-            self._end()
+            self.close()
             if isinstance(error, EngineRefused) and error.failure.stage in ("timeout", "crash"):
                 raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {error}") from error
             raise
@@ -378,7 +371,7 @@ class Runner:
             raise EngineRefused(Failure("crash", reason, _last_lines(log, worker.printed()))) from None
         finally:
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
-                self._end()
+                self.close()
         if good:
             return result
         if not isinstance(result, EngineFailure):
@@ -423,42 +416,6 @@ def as_workloads(given: Tensors | Mix) -> Mix:
         replace(w, inputs={name: np.asarray(array) for name, array in w.inputs.items()}, share=w.share / total)
         for w in mix
     )
-
-
-class IdleWorkers:
-    """Workers that wait for their next runner: a `StartWorker`, for devices without cores of their own. Their logs lie
-    in `folder`, which outlives those of engines."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._numbers, self._free = folder, itertools.count(1), list[Worker]()
-
-    def __call__(self, log: Path, device: Device) -> Worker:
-        while self._free:
-            worker = self._free.pop()
-            if worker.alive:
-                return worker
-            worker.end()
-        return start_worker(self._folder / f"{next(self._numbers)}-{log.name}", device)
-
-    def keep(self, worker: Worker) -> None:
-        """Let a worker wait: the next engine that opens there frees what this one has built."""
-        self._free.append(worker)
-
-    def close(self) -> None:
-        while self._free:
-            self._free.pop().end()
-
-
-@contextlib.contextmanager
-def reused_workers(execution: Execution) -> Iterator[Execution]:
-    """`execution` with workers that its runners use one after the other: a process takes longer to start than many
-    models to run on all samples. They end with the block, or with that of the caller, if the caller has such a block
-    already."""
-    if execution.idle is not None:
-        yield execution
-        return
-    with temporary_folder() as folder, contextlib.closing(IdleWorkers(folder)) as idle:
-        yield replace(execution, idle=idle)
 
 
 @contextlib.contextmanager

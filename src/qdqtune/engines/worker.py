@@ -61,9 +61,7 @@ class Session:
         self._models: dict[int, Model] = {}
 
     def open(self, spec: EngineSpec, mix: Mix = (), saves_memory: bool = False) -> None:
-        """Open an engine, in place of an earlier one. With `saves_memory` builds take as little memory as they can."""
-        for number in list(self._models):
-            self.unload(number)
+        """Open the engine. With `saves_memory` builds take as little memory as they can."""
         self._spec, self._is_launched = spec, spec.name in LAUNCHED
         self._mix: Mix = mix or (Workload({}),)
         self._building: Callable[[], AbstractContextManager[None]] = scarce_memory if saves_memory else nullcontext

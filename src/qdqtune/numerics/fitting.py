@@ -32,7 +32,6 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.runner import reused_workers
 from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import COPIES, is_float, work
@@ -73,21 +72,19 @@ def fitted(
     float model has run, how many samples may correct biases if each takes so many seconds: with 0, none are corrected.
     The `listener` is told stages and progress."""
     model, listener = prepared.shaped, listener or Deaf()
-    with reused_workers(prepared.execution) as execution:
-        prepared = replace(prepared, execution=execution)
-        tensors = None
-        if only_placed:
-            with_pairs = {edge.tensor for edge in placed(some_ranges(model))}
-            tensors = tuple(tensor for tensor in candidate_tensors(model) if tensor in with_pairs)
-        listener.stage(f"calibrating on {prepared.samples.origin}")
-        ranges = prepared.ranges(how, numbers, tensors)
-        if tensors and not all(tensor in ranges.activations for tensor in tensors):
-            ranges = prepared.ranges(how, numbers)  # rules may place others in their stead
-        ranges = with_known_ranges(model, ranges, numbers)
-        placement = placed(ranges)
-        if not (how.bias_correction and biased_layers(model, placement) and compared_values(model)):
-            return ranges
-        return _with_biases(prepared, numbers, ranges, placement, listener, bias_samples)
+    tensors = None
+    if only_placed:
+        with_pairs = {edge.tensor for edge in placed(some_ranges(model))}
+        tensors = tuple(tensor for tensor in candidate_tensors(model) if tensor in with_pairs)
+    listener.stage(f"calibrating on {prepared.samples.origin}")
+    ranges = prepared.ranges(how, numbers, tensors)
+    if tensors and not all(tensor in ranges.activations for tensor in tensors):
+        ranges = prepared.ranges(how, numbers)  # rules may place others in their stead
+    ranges = with_known_ranges(model, ranges, numbers)
+    placement = placed(ranges)
+    if not (how.bias_correction and biased_layers(model, placement) and compared_values(model)):
+        return ranges
+    return _with_biases(prepared, numbers, ranges, placement, listener, bias_samples)
 
 
 def some_ranges(model: Model) -> Ranges:
