@@ -381,8 +381,11 @@ def test_the_worst_output_counts(changed: dict[str, Array], expected: float) -> 
 def test_a_sample_without_a_signal_makes_none_of_the_error() -> None:
     reference = [{"y": np.full(4, value, np.float32)} for value in (1e-6, 1.0, 2.0)]
     outputs = [{"y": np.full(4, value, np.float32)} for value in (1e-3, 1.0, 1.5)]
-    assert errors_by_sample(reference, outputs) == pytest.approx([2e-7, 0.0, 0.05], rel=0.01)
-    assert errors_by_sample(reference, [{"y": np.full(4, np.nan, np.float32)}] * 3) == [UNKNOWN_NOISE] * 3
+    silent, exact, wrong = errors_by_sample(reference, outputs)
+    assert (exact, wrong) == pytest.approx((0.0, 1.0))
+    assert silent < 1e-6
+    broken = errors_by_sample(reference[1:], [{"y": np.full(4, np.nan, np.float32)}] * 2)
+    assert broken == [UNKNOWN_NOISE * 4, UNKNOWN_NOISE * 16]
     names = [{"y": np.array(["a", "b"])}]
     assert errors_by_sample(names, [{"y": np.array(["a", "c"])}]) == [0.5]
     integers = [{"y": np.array([1, 2])}]

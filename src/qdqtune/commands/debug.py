@@ -148,26 +148,13 @@ def noise(reference: Outputs, outputs: Outputs) -> float:
 
 
 def errors_by_sample(reference: Outputs, outputs: Outputs) -> list[float]:
-    """How much of the error each sample makes, in the worst output: its power relative to that of the signal of all
-    samples, so that one whose outputs are next to nothing counts for nothing. Of integers the share that differs."""
+    """How much of the error each sample makes: its noise times the power of its signal, so that one whose outputs are
+    next to nothing counts for nothing; of integers alone its noise."""
     errors = []
-    signals = {
-        name: sum(float(np.sum(np.square(r[name], dtype=np.float64))) for r in reference)
-        for name, array in reference[0].items()
-        if array.dtype.kind == "f"
-    }
-    for r, o in zip(reference, outputs, strict=True):
-        if not is_finite([o]) or any(r[name].shape != o[name].shape for name in r):
-            errors.append(UNKNOWN_NOISE)
-            continue
-        parts = []
-        for name, wanted in r.items():
-            if wanted.dtype.kind == "f":
-                error = float(np.sum(np.square(wanted.astype(np.float64) - o[name])))
-                parts.append(error / signals[name] if signals[name] else error)
-            else:
-                parts.append(float(np.mean(wanted != o[name])))
-        errors.append(max(parts))
+    for wanted, values in zip(reference, outputs, strict=True):
+        floats = [array for array in wanted.values() if array.dtype.kind == "f"]
+        signal = sum(float(np.sum(np.square(array, dtype=np.float64))) for array in floats) if floats else 1.0
+        errors.append(noise([wanted], [values]) * signal)
     return errors
 
 
