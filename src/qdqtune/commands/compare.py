@@ -364,10 +364,6 @@ def compare(
     return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options)
 
 
-HIDDEN = frozenset({"is_same", "scores"})
-"""Fields of a row that JSON leaves out."""
-
-
 @dataclass(frozen=True)
 class Part:
     """The comparison on one of several workloads: its share of all calls, median latencies in ms, ratio b/a."""
@@ -454,7 +450,7 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         fields = asdict(replace(self, scores=None, metric=None)) | {"verdict": self.verdict}
         fields["metric"] = None if self.metric is None else metric_json(*self.metric)
-        hidden = HIDDEN if self.workloads else HIDDEN | {"workloads"}
+        hidden = {"is_same", "scores"} if self.workloads else {"is_same", "scores", "workloads"}
         return {name: value for name, value in fields.items() if name not in hidden}
 
 

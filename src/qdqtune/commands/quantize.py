@@ -309,9 +309,6 @@ def _matching(model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -
     return names
 
 
-REFUSED = "ONNX Runtime cannot run the model"
-
-
 @dataclass(frozen=True, repr=False)
 class Quantized(Shown):
     """What `quantize` has written, and its accuracy.
@@ -538,7 +535,7 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
     with temporary_folder() as folder, Runner(spec, log_dir=folder, execution=prepared.execution) as runner:
         save(model, folder / "float.onnx")
         measured = None
-        with rewording(REFUSED):
+        with rewording("ONNX Runtime cannot run the model"):
             before, after = runner.load(folder / "float.onnx"), runner.load(written)
             until = part_of(prepared.execution.ends, COMPARING_SHARE)
             in_time = SamplesInTime(prepared.judging, until, 2 if metric is None else 4, observer)

@@ -18,8 +18,6 @@ from qdqtune.graph.loading import read
 PROTOBUF_LIMIT = 2**31 - 2**24
 """Most bytes of weights in a single ONNX file: the limit of protobuf, with some margin."""
 
-INSTALL = "pip install 'qdqtune[torch]'"
-
 BATCH = "batch"
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -54,7 +52,8 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
         import onnxscript  # noqa: F401  (the exporter needs it)
         import torch
     except ImportError as error:
-        raise BadOption(f"PyTorch exports with onnxscript, which is not installed: {INSTALL}") from error
+        install = "pip install 'qdqtune[torch]'"
+        raise BadOption(f"PyTorch exports with onnxscript, which is not installed: {install}") from error
     bound = _bound(module, example_inputs)
     given = bound.arguments
     takes_names = all(p.kind in NAMED for p in bound.signature.parameters.values())

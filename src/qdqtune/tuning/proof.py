@@ -30,7 +30,6 @@ from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.run import HOPED_RATIO, Run
 from qdqtune.tuning.shipping import (
-    CHANGES_ALONE,
     Attempt,
     Compared,
     Finalists,
@@ -129,7 +128,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
                 rename_all([(old, new) for old, new in both if old.exists()], file.with_name("replaced"))
         else:
             copy_model(folder / BASELINE, folder / FINAL)
-            notes.append(CHANGES_ALONE.format(run.subject.changes))
+            changes = run.subject.changes
+            notes.append(f"no pair is worth its time here: what ships is the float model {changes}")
         return proof_of(won, notes, builds, run.store)
     if settings.from_qdq:
         is_given = pairs_hold
@@ -400,8 +400,6 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
 
 # ---------------------------------------------------------------- the points of a front
 
-PROVEN_APART = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
-
 
 def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[str, Any]]]:
     """Race a file for each point of the front against the user's own. Those that prove faster, and that no other beats,
@@ -448,9 +446,10 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
         proof = proof_of(won, notes, raced.builds, run.store)
     else:
         proof = prove(history, run)
-        apart = (PROVEN_APART,) if proof.shipped == "tuned" else ()
-        told = tuple(dict.fromkeys([*proof.notes, *notes, *apart]))
-        proof = replace(proof, builds=proof.builds + raced.builds, notes=told)
+        told = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"
+        apart = (told,) if proof.shipped == "tuned" else ()
+        notes = tuple(dict.fromkeys([*proof.notes, *notes, *apart]))
+        proof = replace(proof, builds=proof.builds + raced.builds, notes=notes)
     for row, point in zip(rows, points, strict=True):
         row["shipped"] = point.placement == proof.placement
     return proof, rows

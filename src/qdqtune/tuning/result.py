@@ -39,12 +39,6 @@ from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
 
-UNMEASURED = (
-    "accuracy was not measured, so nothing with pairs ships: give `calibration_data`, or `min_sqnr` none to ship it "
-    "unchecked"
-)
-
-
 WIDE_FOR_TIME = (
     "`time_budget` had room for few builds of each file in the proof: with more time the interval is narrower"
 )
@@ -251,23 +245,21 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
     """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships and than
     all that hold them. Where nothing with pairs ships for want of samples, every candidate counts as one that misses
     them."""
-    ratios = ratios_to_float(history, run.settings.plan)
-    if run.settings.withholds_pairs:
-        trials = [t for t in history if t.placement in ratios and t.placement]
-        best = min(trials, key=lambda t: ratios[t.placement], default=None)
-        if best is None or ratios[best.placement] >= 1:
-            return None
-        return {"ratio": ratios[best.placement], "sqnr_db": None, "agreement": None, "missed": UNMEASURED}
-    missing = [(ratios[t.placement], t) for t in history if t.holds is False and t.placement in ratios]
-    holding = [ratios[t.placement] for t in history if t.holds and t.placement in ratios]
-    fastest = min(missing, key=lambda pair: pair[0], default=None)
+    ratios, is_withheld = ratios_to_float(history, run.settings.plan), run.settings.withholds_pairs
+    able = [t for t in history if t.placement in ratios and t.placement]
+    missing = able if is_withheld else [t for t in able if t.holds is False]
+    holding = [ratios[t.placement] for t in able if t.holds and not is_withheld]
+    fastest = min(missing, key=lambda t: ratios[t.placement], default=None)
     is_candidate = proof.shipped == "tuned" and proof.trial is not None
     ships = ratios.get(proof.placement) if is_candidate else None
-    if fastest is None or fastest[0] >= min([ships or proof.time_to_float or 1.0, *holding]):
+    if fastest is None or ratios[fastest.placement] >= min([ships or proof.time_to_float or 1.0, *holding]):
         return None
-    ratio, trial = fastest
-    missed = run.limits.why_refused(trial)
-    return {"ratio": ratio, "sqnr_db": trial.sqnr_db, "agreement": equal_share(trial.accuracy), "missed": missed}
+    row = {"ratio": ratios[fastest.placement], "sqnr_db": None, "agreement": None}
+    if is_withheld:
+        missed = "accuracy was not measured, so nothing with pairs ships: give `calibration_data`, or `min_sqnr` none"
+        return row | {"missed": f"{missed} to ship it unchecked"}
+    close = {"sqnr_db": fastest.sqnr_db, "agreement": equal_share(fastest.accuracy)}
+    return row | close | {"missed": run.limits.why_refused(fastest)}
 
 
 def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:

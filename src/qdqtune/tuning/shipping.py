@@ -253,10 +253,6 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
 
 # ---------------------------------------------------------------- what users read about it
 
-CHANGES_ALONE = "no pair is worth its time here: what ships is the float model {}"
-
-SAME_AS_RULES = "what ships are the pairs that `quantize` places"
-
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
@@ -285,7 +281,7 @@ def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial],
     """A note if the pairs that rules place are what ships, or took as long in the search and hold the limits. Costs by
     rule are no times."""
     if shipped == rules:
-        return SAME_AS_RULES
+        return "what ships are the pairs that `quantize` places"
     ratios = ratios_to_float([trial for trial in history if isinstance(trial.result, Measurement)], plan)
     holds = {trial.placement for trial in history if trial.holds}
     if rules not in ratios or rules not in holds or shipped not in ratios or ratios[rules] > ALIKE * ratios[shipped]:
