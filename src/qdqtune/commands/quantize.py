@@ -7,7 +7,7 @@ some that calibration has not seen. Nothing is timed.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -36,7 +36,7 @@ from qdqtune.engines.formats import (
 )
 from qdqtune.engines.options import time_limit_option
 from qdqtune.engines.runner import Handle, Runner, checked_output
-from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
+from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, first_of, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.inference import with_input_shapes
@@ -95,7 +95,7 @@ from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import NO_WIDE, every_edge, possible_edges, weight_only_edges
+from qdqtune.placement.possible import NO_WIDE, able_edges, every_edge, possible_edges, weight_only_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
@@ -493,7 +493,31 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = replace(done, damages=tuple(report), loudest=loudest)
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
-    return replace(done, notes=(*ready.notes, *done.notes), matched=ready.matched, hurried=hurried)
+    notes = (*ready.notes, *done.notes)
+    if not is_whole and options.weight_only is None:
+        whole = engine_rules.place(shaped, able_edges(shaped), options.engine, options.quant_type)
+        if alone := alone_among(shaped, placed.placement, whole.placement):
+            fact = f"values are converted in front of and behind {first_of(alone, most=3)}"
+            advice = "choose these alike, or see with qdqtune compare whether it pays"
+            notes = (*notes, f"{fact}, as all neighbours have another precision: {advice}")
+    return replace(done, notes=notes, matched=ready.matched, hurried=hurried)
+
+
+def alone_among(model: Model, placement: Placement, whole: Placement) -> list[str]:
+    """The nodes in 8 bits between nodes that are in float, and the reverse, all of which the `whole` placement has in
+    8 bits: values are converted in front of them and behind. Other nodes just pass values on."""
+    quantized, usual = ({edge.node for edge in one.edges} for one in (placement, whole))
+    sources = defaultdict[str, set[str]](set)  # of a tensor: the nodes that it comes from
+    neighbours = list[tuple[str, str]]()
+    for node in model.nodes:
+        names = set[str]().union(*(sources[tensor] for tensor in node.inputs))
+        if node.name in usual:
+            neighbours += [(name, node.name) for name in names]
+            names = {node.name}
+        sources.update(dict.fromkeys(node.outputs, names))
+    alike = {name for pair in neighbours if len(quantized.intersection(pair)) != 1 for name in pair}
+    inner = {before for before, _ in neighbours} & {behind for _, behind in neighbours}
+    return [node.name for node in model.nodes if node.name in inner - alike]
 
 
 def _check_options(options: QuantizeOptions) -> None:
