@@ -18,10 +18,10 @@ from qdqtune.errors import BadOption, one_line, with_flags
         ({"mode": "cat"}, "`mode`: 'cat' is not one of"),
         ({"front": 1}, "`front` is true or false"),
         ({"builds": True}, "`builds` takes a value, not True"),
-        ({"builds": {"a": 1}}, "`builds` is one value"),
+        ({"builds": {"a": 1}}, "is no whole number"),
         ({"time_budget": "soon"}, "is no duration"),
         ({"min_sqnr": float("nan")}, "is no finite number"),
-        ({"input_shapes": {"x": "wide"}}, "'wide' is no shape of 'x'"),
+        ({"input_shapes": {"x": "wide"}}, "'x:wide' is no shape"),
         ({"workloads": {"d.npz": 0}}, "no weight above zero"),
     ],
 )

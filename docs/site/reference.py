@@ -30,7 +30,7 @@ from qdqtune import errors, options
 from qdqtune.api import CallOptions
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
-from qdqtune.cli.command import Command, Parameter
+from qdqtune.cli.command import Command
 from qdqtune.cli.output import with_flags
 from qdqtune.commands.compare import CompareOptions
 from qdqtune.engines import MODULES
@@ -169,12 +169,11 @@ def _help(text: str) -> tuple[str, list[str]]:
     return told + "\n", [line for line in after.splitlines() if line.strip()]
 
 
-def _option_row(option: Parameter) -> tuple[str, str]:
-    own = option.own
-    names = ", ".join(f"{code(name)}" for name in (*option.opts, *option.secondary_opts))
+def _option_row(own: options.Option[Any]) -> tuple[str, str]:
+    names = ", ".join(code(name) for name in (*own.spellings, own.negative) if name)
     value = code(own.metavar) if own.metavar else ""
-    if own.kind.choices and own.metavar == "|".join(own.kind.choices):
-        value = "one of " + ", ".join(map(code, own.kind.choices))
+    if own.choices and own.metavar == "|".join(own.choices):
+        value = "one of " + ", ".join(map(code, own.choices))
     told = f"{own.help} Default: {own.usual}." if own.usual else own.help
     return f"{names} {value}".strip(), prose(with_flags(told))
 
@@ -362,7 +361,10 @@ def engines_page() -> str:
     options: dict[tuple[str, str, str, str], list[str]] = {}
     for engine, kind in ENGINE_OPTIONS.items():
         for one in dataclasses.fields(kind):
-            hint, text = get_args(get_type_hints(kind, include_extras=True)[one.name])
+            hint, text = (
+                get_type_hints(kind)[one.name],
+                get_args(get_type_hints(kind, include_extras=True)[one.name])[1],
+            )
             default = "" if one.default in (None, "", ()) else json.dumps(one.default).strip('"')
             options.setdefault((one.name, _engine_value(hint), default, text), []).append(engine)
     return (
@@ -386,7 +388,11 @@ def engines_page() -> str:
 
 
 def _engine_value(hint: Any) -> str:
-    one = next(part for part in get_args(hint) if part is not NoneType) if isinstance(hint, UnionType) else hint
+    one = (
+        next(part for part in get_args(hint) if part is not NoneType)
+        if get_origin(hint) in (Union, UnionType)
+        else hint
+    )
     names = {bool: "true or false", int: "integer", str: "text", Sequence: "list of text", Mapping: "values by name"}
     return names[get_origin(one) or one]
 

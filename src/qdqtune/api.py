@@ -14,7 +14,7 @@ import inspect as inspection
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import cycle
 from pathlib import Path
@@ -36,25 +36,24 @@ from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.execution import cancelled_by
 from qdqtune.errors import BadOption, Cancelled, QdqtuneError
 from qdqtune.explanation.page import write_report
-from qdqtune.options import REQUIRED, Option, Options, anything, flags_of, option, options_of
+from qdqtune.options import REQUIRED, Options, flags_of, options_of
 from qdqtune.system.writing import named, temporary_folder
 from qdqtune.tuning.observer import Observer, Observers, Silent, State
+from qdqtune.tuning.options import MODEL
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
 
-@dataclass
 class CallOptions(Options):
     """Keywords of every function: `observer` receives progress in the calling thread, `progress` prints it
     on standard error, and `cancel` ends the call when another thread sets it."""
 
-    observer: Observer | None = field(default=None, kw_only=True)
-    progress: bool = field(default=False, kw_only=True)
-    cancel: Event | None = field(default=None, kw_only=True)
+    observer: Observer | None = None
+    progress: bool = False
+    cancel: Event | None = None
 
 
-@dataclass
-class ModelCallOptions(CallOptions):
+class ModelCallOptions(CallOptions, kw_only=False):
     """Keywords of every function of a model: `example_inputs` are what the forward of a `torch.nn.Module` takes, by
     which it is exported: a tensor, a tuple of arguments, or a dictionary of keywords."""
 
@@ -134,51 +133,42 @@ def _named(result: R) -> R:
     return replace(result, **changes)  # type: ignore[type-var]
 
 
-@dataclass
-class TuneCall(ModelCallOptions, TuneOptions):
+class TuneCall(ModelCallOptions, TuneOptions, kw_only=False):
     """Keywords of `tune`."""
 
-    model: Option[ModelLike | Settings, ModelLike | Settings] = option(  # type: ignore[assignment]
-        anything(), REQUIRED, "The ONNX file, a folder that holds one, or all settings of the run.", is_positional=True
+    model: ModelLike | Settings = MODEL(  # type: ignore[assignment]
+        "The ONNX file, a folder that holds one, or all settings of the run.", default=REQUIRED
     )
 
 
-@dataclass(kw_only=True)
 class QuantizeCall(ModelCallOptions, quantizing.QuantizeOptions):
     """Keywords of `quantize`."""
 
 
-@dataclass(kw_only=True)
 class CompareCall(CallOptions, CompareOptions):
     """Keywords of `compare`."""
 
 
-@dataclass(kw_only=True)
 class ApplyCall(ModelCallOptions, quantizing.ApplyOptions):
     """Keywords of `apply`."""
 
 
-@dataclass(kw_only=True)
 class CheckCall(ModelCallOptions, checking.CheckOptions):
     """Keywords of `check`."""
 
 
-@dataclass(kw_only=True)
 class LayersCall(ModelCallOptions, checking.LayersOptions):
     """Keywords of `layers`."""
 
 
-@dataclass(kw_only=True)
 class BuildCall(ModelCallOptions, building.BuildOptions):
     """Keywords of `build`."""
 
 
-@dataclass(kw_only=True)
 class InspectCall(ModelCallOptions, inspecting.InspectOptions):
     """Keywords of `inspect`."""
 
 
-@dataclass(kw_only=True)
 class VerifyCall(CallOptions, verifying.VerifyOptions):
     """Keywords of `verify`."""
 

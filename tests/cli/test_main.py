@@ -21,6 +21,7 @@ from click import Argument
 
 from command_lines import COMMANDS, QUICK, UNCHECKED, errors, is_refused
 from qdqtune.cli import main, tune
+from qdqtune.options import options_of
 from runs import environment, hopeless, room_for, write
 
 
@@ -215,10 +216,10 @@ def test_help_is_a_page_of_80_columns_and_the_whole_explains_every_option(comman
     assert max(map(len, out.split("\nOutput:\n")[1].splitlines())) <= 80
     assert "<=x" not in out
     told = " ".join(call(command, "--help-all")[1].split())
-    for option in COMMANDS[command].params:
-        if not isinstance(option, Argument):
-            assert all(name in out for name in option.opts)
-            assert " ".join(option.own.help.split()[:3]).partition("`")[0] in told
+    for option in options_of(COMMANDS[command].kind).values():
+        if option.group:
+            assert all(name in out for name in option.spellings)
+            assert " ".join(option.help.split()[:3]).partition("`")[0] in told
 
 
 def test_the_first_page_of_tune_has_what_most_runs_need(call):
@@ -244,13 +245,13 @@ def test_a_shell_that_asks_is_answered(monkeypatch, call):
     [
         ([], "Missing argument 'MODEL'"),
         (["m", "--nonsense"], "No such option '--nonsense'"),
-        (["m", "--time-limit", "9999999h"], "'9999999h' is longer than a year"),
+        (["m", "--time-limit", "9999999h"], "'9999999h' is no duration up to a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no finite number"),
         (["m", "--min-sqnr=-1e308"], "up to 1000"),
-        (["m", "--threads", "9999999999999999"], "'9999999999999999' is no number of threads"),
+        (["m", "--threads", "9999999999999999"], "'9999999999999999' is no whole number from 1 up to 9999"),
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),
-        (["m", "--fix-input", "sr"], "'sr' fixes nothing"),
-        (["m", "--engine-option", "noise"], "'noise' sets nothing"),
+        (["m", "--fix-input", "sr"], "'sr' gives nothing a value"),
+        (["m", "--engine-option", "noise"], "'noise' gives nothing a value"),
         (["m", "--builds", "1"], "--builds 1 leaves no candidate"),
     ],
 )

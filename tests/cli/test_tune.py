@@ -11,16 +11,18 @@ from rich.console import Console
 
 from command_lines import COMMANDS, QUICK, UNCHECKED, errors
 from models import conv_net
-from qdqtune.autotune.workflows import OF_SETTINGS
+from qdqtune.autotune.workflows import AutotuneOptions
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import main, tune
 from qdqtune.cli.progress import Progress
+from qdqtune.cli.tune import TuneArguments
 from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
+from qdqtune.options import options_of
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import loop
 from qdqtune.tuning.observer import Observers
@@ -118,7 +120,13 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
         reached |= {
             field.name for field in fields(Settings) if getattr(given, field.name) != getattr(usual, field.name)
         }
-    others = {"model", "accuracy_samples", "on", "machine", *OF_SETTINGS}
+    others = {
+        "model",
+        "accuracy_samples",
+        "on",
+        "machine",
+        *options_of(AutotuneOptions).keys() - options_of(TuneArguments),
+    }
     assert reached == {field.name for field in fields(Settings)} - others
 
 

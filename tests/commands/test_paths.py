@@ -16,7 +16,7 @@ import pytest
 from command_lines import is_refused
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli.main import Later, app
-from qdqtune.options import OF_RUN, REQUIRED, SWITCH, Kind, Option, options_of
+from qdqtune.options import OF_RUN, REQUIRED, Option, options_of
 from qdqtune.system.checks import HEAD, LIST
 from qdqtune.tuning import folder
 from qdqtune.tuning.loop import tune
@@ -39,32 +39,35 @@ class Case(NamedTuple):
     """An option that names something to write."""
 
     command: str
-    option: Option[Any, Any]
+    option: Option[Any]
 
     def __str__(self) -> str:
         return f"{self.command} {self.option.flag}"
 
 
-def own(command: str) -> list[Option[Any, Any]]:
+def own(command: str) -> list[Option[Any]]:
     return list(options_of(COMMANDS[command].kind).values())
 
 
-def cases(has: Callable[[Kind], object]) -> list[Case]:
-    named = [(name, option) for name in COMMANDS for option in own(name) if has(option.kind)]
-    return [Case(name, option) for name, option in named if not option.is_positional]
+def is_of_run(option: Option[Any]) -> bool:
+    return option.convert is OF_RUN.keywords["convert"]
 
 
-def reads(command: str) -> list[Option[Any, Any]]:
-    return [option for option in own(command) if option.kind.reads is not None]
+def cases(has: Callable[[Option[Any]], object]) -> list[Case]:
+    return [Case(name, option) for name in COMMANDS for option in own(name) if has(option) and option.group]
+
+
+def reads(command: str) -> list[Option[Any]]:
+    return [option for option in own(command) if option.reads is not None]
 
 
 def needed(case: Case, folder: Path) -> list[object]:
     """Names for other files that the command has to write."""
-    others = [o for o in own(case.command) if o.kind.writes and o.default is REQUIRED and o is not case.option]
+    others = [o for o in own(case.command) if o.writes and o.default is REQUIRED and o is not case.option]
     return [word for option in others for word in (option.flag, folder / "new.onnx")]
 
 
-WRITTEN = cases(lambda kind: kind.writes)
+WRITTEN = cases(lambda option: option.writes)
 
 
 @pytest.fixture
@@ -98,7 +101,7 @@ def given(command: str, files: dict[str, Path]) -> list[object]:
     for param in reads(command):
         assert param.name in files, f"{param.name} of {command} names a file to read: the test needs one"
         path = f"{files[param.name]}:score" if param.name == "evaluate" else files[param.name]
-        named += [path] if param.is_positional else [param.flag, path]
+        named += [path] if param.group is None else [param.flag, path]
     return named
 
 
@@ -107,8 +110,8 @@ def test_each_option_says_whether_what_it_names_is_read_or_written() -> None:
         for option in own(name):
             told = f"{option.name} {option.metavar}"
             names_file = any(word in told for word in ("FILE", "file", "path", "cache", "output", "_dir", "html"))
-            if names_file and option.kind is not SWITCH:
-                typed = option.kind.reads or option.kind.writes or option.kind is OF_RUN
+            if names_file and not option.is_switch:
+                typed = option.reads or option.writes or is_of_run(option)
                 assert typed or option.name in TEXTS, f"{name} {option.flag}"
 
 
@@ -131,9 +134,7 @@ def test_no_option_writes_to_what_is_read_or_was_there_before_or_is_a_folder(cas
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(
-    "case", [case for case in cases(lambda kind: kind is OF_RUN) if case.command == "autotune"], ids=str
-)
+@pytest.mark.parametrize("case", [case for case in cases(is_of_run) if case.command == "autotune"], ids=str)
 def test_no_run_writes_to_what_is_read_or_was_there_before(case, files, tmp_path, call, request):
     """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
     under each name of a result."""

@@ -36,9 +36,9 @@ def external(tmp_path: Path) -> Path:
     ("more", "target", "what"),
     [
         ([], "weights.bin", "the model"),
-        (["--calibration-data", "d"], "d/a.npz", "the calibration data"),
-        (["--calibration-data", "code.py:samples"], "code.py", "the calibration data"),
-        (["--evaluate", "code:score"], "code.py", "the metric"),
+        (["--calibration-data", "d"], "d/a.npz", "the file of --calibration-data"),
+        (["--calibration-data", "code.py:samples"], "code.py", "the file of --calibration-data"),
+        (["--evaluate", "code:score"], "code.py", "the file of --evaluate"),
     ],
 )
 def test_inputs_are_not_overwritten(call, external, more, target, what, monkeypatch):

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 from qdqtune import api
 from qdqtune.calibration.options import SamplesLike
-from qdqtune.engines.tensorrt.options import read_shapes
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -77,7 +76,7 @@ def quantize(
         "calibration_method": METHODS.get(calibration_method or "", calibration_method),
         "calibration_cache": calibration_cache_path,
         "precision": high_precision_dtype,
-        "input_shapes": read_shapes(shapes) if shapes else None,
+        "input_shapes": shapes or None,
         "op_types_to_quantize": op_types_to_quantize or None,
         "op_types_to_exclude": op_types_to_exclude or None,
     }

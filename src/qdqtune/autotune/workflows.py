@@ -7,8 +7,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,31 +24,26 @@ from qdqtune.cli import progress
 from qdqtune.cli.tune import TuneArguments
 from qdqtune.commands.inputs import on_disk
 from qdqtune.commands.tune import search_plan, tune
-from qdqtune.engines.options import TIMING_CACHE_FILE
 from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.graph.loading import load
 from qdqtune.options import (
     COUNT,
     FILE,
     OF_RUN,
+    OUTPUT,
     REQUIRED,
+    SOURCE,
     SWITCH,
     TEXT,
     File,
-    Flag,
-    Int,
     MaybeFile,
-    MaybeInt,
-    MaybeText,
     Names,
-    Option,
-    anything,
     choice,
-    option,
+    each,
     options_of,
-    reads,
-    several,
+    source,
 )
 from qdqtune.placement.files import read_placement_file
 from qdqtune.search import region
@@ -59,7 +53,7 @@ from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS, PLACEMENT, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.options import MODEL, Division, FloatType, warmup_option
+from qdqtune.tuning.options import MODEL, WARMUP, Division, FloatType
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraph_groups import from_layers
 from qdqtune.tuning.subject import FLOAT_TYPES, tuned_graph
@@ -67,95 +61,78 @@ from qdqtune.types import Layer, Placement, QuantType, Trial
 
 log = logging.getLogger("qdqtune.autotune")
 
-OF_SETTINGS = (
-    "cut_seed", "incremental_validation", "graph_json", "regions", "default_dq_dtype", "qdq_baseline", "pattern_cache",
-    "state_file",
-)  # fmt: skip
-"""Options below that are fields of `Settings`."""
-
-
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
 """Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
 
 
-def _changed(name: str, **attributes: Any) -> Any:
-    own = copy(options_of(TuneArguments)[name])
-    vars(own).update(attributes)
-    return own
+OF_TUNE = options_of(TuneArguments)
 
 
-@dataclass(kw_only=True)
 class AutotuneOptions(TuneArguments):
     """ModelOpt's flags, and those of `tune`."""
 
-    model: Any = option(
-        anything(MODEL), REQUIRED, "ONNX file.", "Model", flags="-m --onnx-path --model", short="ONNX file"
-    )
-    output_dir: File = option(
-        OF_RUN,
-        Path("autotuner_output"),
+    model: Any = MODEL("ONNX file.", "Model", "ONNX file", default=REQUIRED, flags="-m --onnx-path --model")
+    output_dir: File = OF_RUN(
         "Where everything goes. The same folder again resumes.",
         "Output",
-        short="folder of results and for resuming",
+        "folder of results and for resuming",
+        default=Path("autotuner_output"),
         flags="-o --output-dir --output",
     )
-    mode: Any = _changed(
-        "mode",
-        kind=choice("region", "subgraph"),
+    mode: Any = choice(
+        ("region", "subgraph"),
+        "How to search. With quick, default or extensive the same as --effort. Repeatable.",
+        "Search",
+        "how to search; also an effort",
         default="region",
-        help="How to search. With quick, default or extensive the same as --effort. Repeatable.",
-        short="how to search; also an effort",
     )
-    engine: Any = _changed("engine", default=None, default_in_words="tensorrt if it works here, or onnxruntime")
-    use_trtexec: Flag = option(SWITCH, False, "The same as --engine trtexec.", "Engine")
-    trtexec_args: MaybeText = option(
-        TEXT, None, "trtexec: more arguments, as one string.", "Engine", flags="--trtexec-benchmark-args --trtexec-args"
+    engine: Any = replace(OF_TUNE["engine"], default=None, default_in_words="tensorrt if it works here, or onnxruntime")
+    use_trtexec: bool = SWITCH("The same as --engine trtexec.", "Engine")
+    trtexec_args: str | None = TEXT(
+        "trtexec: more arguments, as one string.", "Engine", flags="--trtexec-benchmark-args --trtexec-args"
     )
-    timing_cache: MaybeFile = option(
-        TIMING_CACHE_FILE, None, "TensorRT: file of kernel times.", "Engine", default_in_words=TIMING_CACHE
+    timing_cache: MaybeFile = OUTPUT(
+        "TensorRT: file of kernel times.", "Engine", default_in_words=TIMING_CACHE, writes=timing_cache
     )
-    plugin_libraries: Names = option(
-        several(reads(make=str)),
-        (),
+    plugin_libraries: Names = SOURCE(
         "TensorRT: plug-in libraries.",
         "Engine",
+        default=(),
+        convert=each(source),
+        is_repeated=True,
         flags="--plugin-libraries --plugins",
     )
-    min_sqnr: Any = _changed("min_sqnr", default=None, default_in_words="none")
-    min_agreement: Any = _changed("min_agreement", default=None, default_in_words="none")
-    cut_seed: Flag = option(SWITCH, True, "region: begin with what the cut finds, or with rules alone.", "Search")
-    incremental_validation: Flag = option(
-        SWITCH, True, "subgraph: look on the whole model for groups that do not pay.", "Search"
+    min_sqnr: Any = replace(OF_TUNE["min_sqnr"], default=None, default_in_words="none")
+    min_agreement: Any = replace(OF_TUNE["min_agreement"], default=None, default_in_words="none")
+    cut_seed: bool = SWITCH("region: begin with what the cut finds, or with rules alone.", "Search", default=True)
+    incremental_validation: bool = SWITCH(
+        "subgraph: look on the whole model for groups that do not pay.", "Search", default=True
     )
-    graph_json: MaybeFile = option(
-        FILE, None, "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo.", "Engine"
+    graph_json: MaybeFile = FILE(
+        "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo.", "Engine"
     )
-    regions: Option[Division, Division] = option(
-        choice("auto", "names", "topology"), "auto", "Divide by node names, by topology, or by what fits.", "Search"
+    regions: Division = choice(
+        Division, "Divide by node names, by topology, or by what fits.", "Search", default="auto"
     )
-    default_dq_dtype: Option[FloatType, FloatType] = option(
-        choice(*FLOAT_TYPES), "float32", "Type of tensors behind custom operators.", "Model"
+    default_dq_dtype: FloatType = choice(
+        FLOAT_TYPES, "Type of tensors behind custom operators.", "Model", default="float32"
     )
-    qdq_baseline: MaybeFile = option(MODEL, None, "A quantized version of the model to start from.", "Model")
-    pattern_cache: MaybeFile = option(
-        FILE, None, "region: try the schemes in the pattern cache of an earlier run.", "Search"
+    qdq_baseline: MaybeFile = MODEL("A quantized version of the model to start from.", "Model")
+    pattern_cache: MaybeFile = FILE("region: try the schemes in the pattern cache of an earlier run.", "Search")
+    state_file: MaybeFile = OF_RUN(
+        "State file of the run.", "Search", default_in_words="OUTPUT_DIR/autotuner_state.yaml"
     )
-    state_file: MaybeFile = option(
-        OF_RUN, None, "State file of the run.", "Search", default_in_words="OUTPUT_DIR/autotuner_state.yaml"
-    )
-    node_filter: Any = _changed("node_filter", flags=("--node-filter-list",))
-    schemes_per_region: MaybeInt = option(
-        COUNT,
-        None,
+    node_filter: Any = replace(OF_TUNE["node_filter"], flags="--node-filter-list")
+    schemes_per_region: int | None = COUNT(
         "region: candidates per pattern; without `builds`, as many builds as they take, not as the preset limits them "
         "(24, 52 or 400).",
         "Search",
         flags="-s --schemes-per-region",
     )
-    timing_runs: MaybeInt = option(
-        COUNT, None, "Inferences of each model, unless decided earlier.", "Search", default_in_words="40 | 96 | 192"
+    timing_runs: int | None = COUNT(
+        "Inferences of each model, unless decided earlier.", "Search", default_in_words="40 | 96 | 192"
     )
-    warmup_runs: Int = warmup_option()
+    warmup_runs: int = WARMUP
 
     def plan(self, *, has_few: bool) -> Plan:
         """See `TuneOptions`."""
@@ -165,16 +142,15 @@ class AutotuneOptions(TuneArguments):
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """See `TuneOptions`."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in OF_SETTINGS}
         schemes = self.schemes_per_region
         if schemes is not None:
-            own["config"] = region.Config(schemes_per_region=schemes)
+            more["config"] = region.Config(schemes_per_region=schemes)
         if schemes is not None and self.builds is None and self.mode == "region":
             model = load(Path(str(self.model)), fix_inputs=self.fix_inputs)
             graph = tuned_graph(model, self.rewrites, self.engine_name)
             tuned = patterns.tunable(graph, patterns.group(graph, discovery.find(graph, self.regions)))
-            own["builds"] = max(EFFORTS[self.effort].builds["region"], builds_for(schemes, len(tuned)))
-        return super().settings(command, **own | more)
+            more["builds"] = max(EFFORTS[self.effort].builds["region"], builds_for(schemes, len(tuned)))
+        return super().settings(command, **more)
 
 
 class RegionLogs(Silent):

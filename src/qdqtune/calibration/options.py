@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -17,24 +16,17 @@ from qdqtune.options import (
     COUNT,
     FILE,
     SHAPES,
+    SOURCE,
     SWITCH,
     TEXT,
-    Int,
-    Kind,
+    VALUES,
     MaybeFile,
-    MaybeInt,
-    MaybeText,
-    Option,
     Options,
     ShapesByInput,
-    Text,
     ValuesByInput,
-    anything,
-    assignments,
     choice,
-    in_range,
-    option,
-    reads,
+    number_in,
+    one_of,
 )
 
 Batch = Mapping[str, npt.ArrayLike] | npt.ArrayLike
@@ -45,71 +37,55 @@ SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch
 (a file, a folder, module:callable)."""
 
 
-@dataclass(kw_only=True)
 class DataOptions(Options):
     """Options for the inputs of a model."""
 
-    calibration_data: Option[SamplesLike | None, SamplesLike | None] = option(
-        anything(reads(files_named, make=str)),
-        None,
+    calibration_data: SamplesLike | None = SOURCE(
         "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, "
         "or a .txt with a text a line, made arrays by preprocessor_config.json or tokenizer.json beside them or the "
         "model. Without it, seeded random inputs.",
         "Data",
-        short=".npz, pictures, .txt, or module:callable",
+        ".npz, pictures, .txt, or module:callable",
         metavar="SOURCE",
+        reads=files_named,
     )
-    calibration_samples: MaybeInt = option(
-        COUNT,
-        None,
+    calibration_samples: int | None = COUNT(
         "Use at most this many samples for calibration, at even distances; of a callable, the first. Outputs are "
         "compared on others where there are enough.",
         "Data",
     )
-    input_shapes: ShapesByInput = option(
-        SHAPES,
-        None,
+    input_shapes: ShapesByInput = SHAPES(
         "Shape of a dynamic input while measuring; what ships stays dynamic. Repeatable.",
         "Model",
-        short="sizes of dynamic inputs for measuring",
+        "sizes of dynamic inputs for measuring",
         flags="--input-shape",
     )
-    seed: Int = option(
-        in_range(0, make=int),
-        0,
-        "Seed of everything random: inputs, order of rounds, mutations.",
-        "Search",
-    )
-
-
-METHOD = choice(*get_args(Method))
+    seed: int = COUNT("Seed of everything random: inputs, order of rounds, mutations.", "Search", default=0, least=0)
 
 
 def _method(value: Any) -> str:
     name, colon, share = str(value).partition(":")
     if colon and name == "percentile":
-        return f"percentile:{in_range(50, 100, is_open=True).convert(share)}"
-    return str(METHOD.convert(value))
+        return f"percentile:{number_in(51, 100, float, (), share)}"
+    return one_of(get_args(Method), value)
 
 
-@dataclass(kw_only=True)
 class RangeOptions(Options):
     """Options for how ranges are found."""
 
-    calibration_method: MaybeText = option(
-        Kind(_method, choices=METHOD.choices),
-        None,
+    calibration_method: str | None = choice(
+        Method,
         "How ranges are found. minmax: all values; percentile: without outliers, percentile:99.9 without a thousandth; "
         "mse: with the least squared error.",
         "Accuracy",
+        convert=_method,
         default_in_words=DEFAULT_CALIBRATION.method,
     )
-    bias_correction: Option[bool | None, bool | None] = option(
-        SWITCH,
-        None,
+    bias_correction: bool | None = SWITCH(
         "Take back in the bias of each quantized layer what quantizing does to the mean of its outputs; kept only if "
         "outputs come closer to the float model's.",
         "Accuracy",
+        default=None,
         default_in_words="yes",
     )
 
@@ -127,13 +103,10 @@ class RangeOptions(Options):
         return Calibration(cast(Method, name), float(share or usual.percentile), corrects)
 
 
-@dataclass(kw_only=True)
 class CacheOption(Options):
     """The option for a file with scales."""
 
-    calibration_cache: MaybeFile = option(
-        FILE,
-        None,
+    calibration_cache: MaybeFile = FILE(
         "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), or "
         "ONNX Runtime's calibration.json. Tensors that it lacks stay in float.",
         "Data",
@@ -146,28 +119,21 @@ def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
         raise BadOption("`calibration_cache` brings the scales: leave `calibration_method` and `bias_correction` out")
 
 
-@dataclass(kw_only=True)
 class RewriteOption(Options):
     """The option for rewrites of the float model."""
 
-    rewrites: Text = option(
-        TEXT,
-        "auto",
+    rewrites: str = TEXT(
         "auto: change the float model first where no output changes and it pays; apply does what its placement says. "
         f"off: keep the graph as it is. Or what you name, by commas: {', '.join(REWRITTEN)}.",
         "Model",
+        default="auto",
         metavar="auto|off|NAMES",
     )
 
 
-@dataclass(kw_only=True)
 class FixOption(Options):
     """The option for inputs that become constants."""
 
-    fix_inputs: ValuesByInput = option(
-        assignments("fixes nothing", numbers_only=True),
-        None,
-        "Make an input constant; an If that it decides is folded. Repeatable.",
-        "Model",
-        flags="--fix-input",
+    fix_inputs: ValuesByInput = VALUES(
+        "Make an input constant; an If that it decides is folded. Repeatable.", "Model", flags="--fix-input"
     )

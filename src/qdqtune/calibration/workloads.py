@@ -15,7 +15,7 @@ from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.options import Kind, Option, check_name, option, texts_of
+from qdqtune.options import WORDS, Option, check_name, texts_of
 from qdqtune.types import Mix, Workload
 
 
@@ -32,10 +32,6 @@ class WorkloadFile:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.weight:g}"
-
-
-WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float]
-"""Workloads as Python users give them: weights by file, or texts like decode.npz:0.8."""
 
 
 def _file(text: str) -> WorkloadFile:
@@ -58,20 +54,19 @@ def _workloads(value: Any) -> tuple[WorkloadFile, ...]:
     return tuple(_file(one) if isinstance(one, str) else one for one in texts_of(value))
 
 
-def workloads_option() -> Any:
-    return option(
-        Kind(
-            _workloads, "FILE:WEIGHT", "several", is_path=True, reads=lambda text: [_file(text).path], what="workload"
-        ),
-        None,
-        "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
-        "what counts is the mean time of all calls. Without `calibration_data` these are the samples, too.",
-        "Data",
-        flags="--workload",
-    )
+WORKLOADS = WORDS(
+    "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
+    "what counts is the mean time of all calls. Without `calibration_data` these are the samples, too.",
+    "Data",
+    default=None,
+    convert=_workloads,
+    flags="--workload",
+    metavar="FILE:WEIGHT",
+    reads=lambda file: [file.path],
+)
 
 
-WorkloadsOption = Option[WorkloadsLike | None, tuple[WorkloadFile, ...]]
+WorkloadsOption = Option[tuple[WorkloadFile, ...]]
 
 
 def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collection[str], execution: Execution) -> Mix:

@@ -7,13 +7,12 @@ import sys
 
 import click
 
-from qdqtune.cli.command import Command
+from qdqtune.cli.command import Command, Terminal
 from qdqtune.cli.main import main
 from qdqtune.cli.tune import TuneArguments, tune_command
-from qdqtune.options import Options
 
 
-def answer(_: Options) -> int | None:
+def answer(_: Terminal) -> int | None:
     """Tune the model that standard input asks for."""
     request = json.load(sys.stdin)
     click.get_current_context().obj = tuple(request["command"])
@@ -21,4 +20,4 @@ def answer(_: Options) -> int | None:
 
 
 if __name__ == "__main__":
-    main([], Command("tune", Options, answer))
+    main([], Command("tune", Terminal, answer))

@@ -8,87 +8,42 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, get_args
 
 import click
-from click.shell_completion import CompletionItem
 
 from qdqtune.cli.output import with_flags
 from qdqtune.cli.streams import BEGUN
 from qdqtune.commands.inputs import check_options
 from qdqtune.errors import QdqtuneError
-from qdqtune.options import REQUIRED, SWITCH, Flag, Group, Kind, Option, Options, option, options_of
+from qdqtune.options import REQUIRED, SWITCH, Group, Option, Options, options_of
 
 NAME_COLUMNS = 32
 """Columns of an option's name."""
 
 
-@dataclass(kw_only=True)
 class Terminal(Options):
     """What every command has on the command line only. `help_all` ends the command before there are options."""
 
-    as_machine: Flag = option(SWITCH, False, "Print the result as JSON.", "Output", short="print JSON", flags="--json")
-    quiet: Flag = option(SWITCH, False, "No progress.", "Output", flags="-q --quiet")
-    verbose: Flag = option(
-        SWITCH,
-        False,
-        "Progress line by line, also on a terminal: a line for every candidate.",
-        "Output",
-        flags="-v --verbose",
+    as_machine: bool = SWITCH("Print the result as JSON.", "Output", "print JSON", flags="--json")
+    quiet: bool = SWITCH("No progress.", "Output", flags="-q --quiet")
+    verbose: bool = SWITCH(
+        "Progress line by line, also on a terminal: a line for every candidate.", "Output", flags="-v --verbose"
     )
-    help_all: Flag = option(SWITCH, False, "Explain every option.", "Output", short="explain every option")
+    help_all: bool = SWITCH("Explain every option.", "Output", "explain every option")
 
 
-def _completion(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    def complete(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
-        if kind.is_path:
-            return [CompletionItem(word, type="file")]
-        return [CompletionItem(choice) for choice in kind.choices if choice.startswith(word)]
-
-    return complete
-
-
-class Parameter(click.Option):
-    """A click option made of an `Option`. Its value is a text, of a repeated one a tuple; None if it is not given."""
-
-    def __init__(self, own: Option[Any, Any]) -> None:
-        self.own, flags, is_switch = own, list(own.flags), own.kind is SWITCH
-        if is_switch and own.default is not False:
-            flags = [f"{own.flag}/--no-{own.flag[2:]}"]
-        more: dict[str, Any] = {"is_flag": True} if is_switch else {"type": str}
-        more |= {"required": True} if own.default is REQUIRED else {"default": None}  # to click, None is a default
-        more |= {"multiple": own.is_repeated}
-        super().__init__([*flags, own.name], shell_complete=_completion(own.kind), **more)
-
-    @property
-    def label(self) -> str:
-        return " ".join([", ".join(sorted(self.opts, key=len)), self.own.metavar]).strip()
-
-
-def _parameters(kind: type[Options]) -> Iterator[click.Parameter]:
-    for own in options_of(kind).values():
-        if own.is_positional:
-            count, is_required = -1 if own.is_repeated else 1, own.default is REQUIRED
-            complete = _completion(own.kind)
-            yield click.Argument(
-                [own.name], is_required, type=str, nargs=count, metavar=own.metavar, shell_complete=complete
-            )
-        else:
-            parameter = Parameter(own)
-            if own.name == "help_all":
-                parameter.is_eager, parameter.expose_value, parameter.callback = True, False, _explain_all
-            yield parameter
-
-
-def _explain_all(context: click.Context, _: click.Parameter, value: bool | None) -> None:
-    if value:
-        assert isinstance(context.command, Command)
-        formatter = context.make_formatter()
-        context.command.explain(context, formatter)
-        click.echo(formatter.getvalue().rstrip())
-        context.exit()
+def _parameter(own: Option[Any]) -> click.Parameter:
+    """What click parses an option with: its value is a text, of a repeated one a tuple; None if it is not given."""
+    shown = click.Choice(own.choices) if own.choices else click.Path()
+    more: dict[str, Any] = {"type": None if own.is_switch else str, "shell_complete": shown.shell_complete}
+    if own.group is None:
+        count, is_required = -1 if own.is_repeated else 1, own.default is REQUIRED
+        return click.Argument([own.name], is_required, nargs=count, metavar=own.metavar, **more)
+    more |= {"required": True} if own.default is REQUIRED else {"default": None}  # to click, None is a default
+    flags = [f"{own.flag}/{own.negative}"] if own.negative else own.spellings
+    return click.Option([*flags, own.name], is_flag=own.is_switch, multiple=own.is_repeated, **more)
 
 
 def command_line() -> tuple[str, ...]:
@@ -111,7 +66,7 @@ class Command(click.Command):
     """
 
     def __init__(self, name: str, kind: type[Options], body: Callable[[Any], int | None], **more: Any) -> None:
-        super().__init__(name, params=[*_parameters(kind)], help=body.__doc__, **more)
+        super().__init__(name, params=[*map(_parameter, options_of(kind).values())], help=body.__doc__, **more)
         self.kind, self.body = kind, body
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -120,6 +75,9 @@ class Command(click.Command):
         Raises:
             BadOption, OutputError: an option does not take its value, or names a file that must not be written.
         """
+        if "--help-all" in [word.replace("_", "-") for word in args] and not ctx.resilient_parsing:
+            click.echo(self.explanation(ctx))
+            ctx.exit()
         with _flags_in_errors():
             rest = super().parse_args(ctx, args)
             if not ctx.resilient_parsing:
@@ -136,41 +94,49 @@ class Command(click.Command):
         """Write the options in groups: a line for each usual one, and the names of the rare ones."""
         for group, options in self.groups():
             formatter.write(f"\n{group}:\n")
-            for one in options:
-                own, label = one.own, one.label
+            for own in options:
                 if not own.short:
                     continue
+                label = _label(own)
                 if len(label) > NAME_COLUMNS - 2:  # a long name of its value
-                    label = f"{', '.join(sorted(own.flags, key=len))} {own.flag.rpartition('-')[2].upper()}"
+                    label = f"{', '.join(own.spellings)} {own.flag.rpartition('-')[2].upper()}"
                 words = with_flags(own.short)
-                if own.usual and not own.default_in_words and own.kind is not SWITCH:
+                if own.usual and not own.default_in_words and not own.is_switch:
                     words = f"{words} [{own.usual}]"
                 words = textwrap.shorten(words, max(20, formatter.width - NAME_COLUMNS - 2), placeholder="...")
                 formatter.write(f"  {label:<{NAME_COLUMNS - 2}}  {words}\n")
             if group == "Output":
                 formatter.write(f"  {'-h, --help':<{NAME_COLUMNS}}this page\n")
-            rare = ", ".join(name for one in options if not one.own.short for name in one.opts)
+            rare = ", ".join(flag for own in options if not own.short for flag in own.spellings)
             if rare:
                 formatter.write(textwrap.fill(f"  also {rare}", formatter.width, subsequent_indent="    ",
                                               break_on_hyphens=False) + "\n")  # fmt: skip
 
-    def explain(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def explanation(self, ctx: click.Context) -> str:
+        """The page of `--help-all`."""
+        formatter = ctx.make_formatter()
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         for group, options in self.groups():
             with formatter.section(group):
                 rows = []
-                for one in options:
-                    usual = f"  [default: {one.own.usual}]" if one.own.usual else ""
-                    rows.append((" / ".join([one.label, *one.secondary_opts]), with_flags(one.own.help + usual)))
+                for own in options:
+                    usual = f"  [default: {own.usual}]" if own.usual else ""
+                    label = " / ".join(filter(None, [_label(own), own.negative]))
+                    rows.append((label, with_flags(own.help + usual)))
                 formatter.write_dl(rows)
+        return formatter.getvalue().rstrip()
 
-    def groups(self) -> Iterator[tuple[Group, list[Parameter]]]:
+    def groups(self) -> Iterator[tuple[Group, list[Option[Any]]]]:
         """The options under each heading of help."""
         for group in get_args(Group):
-            options = [one for one in self.params if isinstance(one, Parameter) and one.own.group == group]
+            options = [own for own in options_of(self.kind).values() if own.group == group]
             if options:
                 yield group, options
+
+
+def _label(own: Option[Any]) -> str:
+    return f"{', '.join(own.spellings)} {own.metavar}".strip()
 
 
 @contextmanager
@@ -190,7 +156,7 @@ def command(kind: type[Options]) -> Callable[[Callable[..., int | None]], Comman
         name = body.__name__.removesuffix("_command")
         if issubclass(kind, Terminal):
             return Command(name, kind, body)
-        both: type[Options] = dataclass(kw_only=True)(type(kind.__name__, (Terminal, kind), {}))
+        both: type[Options] = type(kind.__name__, (Terminal, kind), {})
         return Command(name, both, wraps(body)(lambda options: body(options, options)))
 
     return made

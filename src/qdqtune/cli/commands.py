@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,24 +25,12 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.explanation.report import report_of_run
-from qdqtune.options import (
-    OF_RUN,
-    REQUIRED,
-    SWITCH,
-    File,
-    Flag,
-    MaybeFile,
-    Option,
-    PathLike,
-    option,
-    options_of,
-    several,
-    writes,
-)
+from qdqtune.options import OF_RUN, OUTPUT, REQUIRED, SWITCH, File, MaybeFile, Option, each, options_of
 from qdqtune.system.checks import Output, check_outputs, in_list, record, written_as
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.options import single_model
 
 SKILL = Path(__file__).parent.parent / "skill" / "SKILL.md"
 """How an agent uses qdqtune, in the form that agents read."""
@@ -92,24 +80,15 @@ def inspect_command(options: InspectOptions, terminal: Terminal) -> None:
             print("Regions and patterns: --regions auto; every region: --tree, with the names of nodes and tensors: -v")
 
 
-@dataclass(kw_only=True)
 class CompareArguments(Terminal, CompareOptions):
-    files: Option[Sequence[PathLike], tuple[Path, ...]] = option(
-        several(MODEL), REQUIRED, "Model files.", is_positional=True, metavar="FILES..."
+    files: Option[tuple[Path, ...]] = MODEL(
+        "Model files.", default=REQUIRED, convert=each(single_model), is_repeated=True, metavar="FILES..."
     )
-    junit: MaybeFile = option(
-        writes(record),
-        None,
-        "Write what became of each limit as JUnit XML as well.",
-        "Output",
-        short="limits as JUnit XML",
+    junit: MaybeFile = OUTPUT(
+        "Write what became of each limit as JUnit XML as well.", "Output", "limits as JUnit XML", writes=record
     )
-    markdown: MaybeFile = option(
-        writes(record),
-        None,
-        "Write the table and the limits as Markdown as well.",
-        "Output",
-        short="the same as a comment",
+    markdown: MaybeFile = OUTPUT(
+        "Write the table and the limits as Markdown as well.", "Output", "the same as a comment", writes=record
     )
 
 
@@ -170,16 +149,15 @@ def build_command(options: BuildOptions, terminal: Terminal) -> int:
     return _run(build, options, terminal)
 
 
-@dataclass(kw_only=True)
 class CheckArguments(Terminal, CheckOptions):
-    model: Any = option(several(MODEL), REQUIRED, "ONNX files.", is_positional=True, metavar="MODEL...")
-    layers: Flag = option(
-        SWITCH,
-        False,
+    model: Any = MODEL(
+        "ONNX files.", default=REQUIRED, convert=each(single_model), is_repeated=True, metavar="MODEL..."
+    )
+    layers: bool = SWITCH(
         "Show the layers that the engine makes of MODEL instead, the longest first, and the nodes that each covers. "
         "Times are of profiled inferences: they say where the time goes, and add up to more than the latency.",
         "Output",
-        short="show the layers that the engine runs",
+        "show the layers that the engine runs",
     )
 
 
@@ -236,14 +214,11 @@ def debug_command(options: DebugOptions, terminal: Terminal) -> int:
     return _run(debug, options, terminal)
 
 
-@dataclass(kw_only=True)
 class DoctorArguments(Terminal, DoctorOptions):
-    skill: Flag = option(
-        SWITCH,
-        False,
+    skill: bool = SWITCH(
         "Print how an agent uses qdqtune, as a SKILL.md: which command when, how to read results, what never to do.",
         "Output",
-        short="print how an agent uses qdqtune",
+        "print how an agent uses qdqtune",
     )
 
 
@@ -314,9 +289,8 @@ def verify_command(options: VerifyOptions, terminal: Terminal) -> int:
     return _run(verify, options, terminal)
 
 
-@dataclass(kw_only=True)
 class ReportOptions(Terminal):
-    directory: File = option(OF_RUN, REQUIRED, "The output folder of a finished run.", is_positional=True)
+    directory: File = OF_RUN("The output folder of a finished run.", default=REQUIRED)
 
 
 @command(ReportOptions)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ from qdqtune.engines.process import NODE_LOST
 from qdqtune.engines.remote import Destination
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.explanation.formatting import builds, counted, duration
+from qdqtune.options import options_of
 from qdqtune.system.interpreter import end_group, python
 from qdqtune.timing.ratios import speed
 
@@ -148,7 +150,7 @@ def _tune_all(jobs: Sequence[TuneOptions], devices: Sequence[Device], more: Mapp
     with lifeline() as (pipe, holder), ThreadPoolExecutor(len(devices)) as pool:
 
         def run(job: TuneOptions) -> dict[str, Any]:
-            values = {name: value for name, value in job.raw.items() if name not in of_fleet}
+            values = {name: getattr(job, name) for name in options_of(type(job)) if name not in of_fleet}
             device = free.get()
             try:
                 code, result = ask({"options": {**values, **more}, "command": command}, device, pipe)
@@ -232,8 +234,7 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOption
         if not model.exists():
             commas = "; several values of one option are parted by commas, like 8,1" if not model.suffix else ""
             raise BadOption(f"{model}: cannot read the model: No such file or directory{commas}")
-        own = {"model": model, "output_dir": options.output_dir / folder}
-        yield type(options)(**(options.raw | own))
+        yield replace(options, model=model, output_dir=options.output_dir / folder)
 
 
 def named(models: Sequence[Path]) -> dict[Path, str]:

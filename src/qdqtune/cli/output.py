@@ -26,12 +26,8 @@ def flags() -> dict[str, str]:
     from qdqtune.options import flags_of
 
     context = click.get_current_context(silent=True)
-    own = () if context is None else context.command.params
-    return {
-        **flags_of(QuantizeOptions),
-        **flags_of(TuneOptions),
-        **{str(p.name): max(p.opts, key=len) for p in own if isinstance(p, click.Option)},
-    }
+    own = getattr(context and context.command, "kind", TuneOptions)
+    return flags_of(QuantizeOptions) | flags_of(TuneOptions) | flags_of(own)
 
 
 def with_flags(text: str) -> str:

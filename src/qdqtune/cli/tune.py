@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,30 +19,19 @@ from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption, InputError, QdqtuneError, one_line
 from qdqtune.explanation.formatting import builds, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
-from qdqtune.options import (
-    FILE,
-    REQUIRED,
-    SWITCH,
-    File,
-    Flag,
-    Kind,
-    flags_of,
-    option,
-    options_of,
-    texts_of,
-)
+from qdqtune.options import FILE, REQUIRED, SWITCH, File, flags_of, options_of, texts_of
 from qdqtune.placement.files import parsed_yaml
 from qdqtune.timing.limits import failure
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Observer, Observers
-from qdqtune.tuning.options import MODELS
+from qdqtune.tuning.options import MODEL, folder_or_model
 
 
 def _models(value: Any) -> Path | tuple[Path, ...]:
     """Model files, and the graphs of folders (see `model_folder`), sorted by name in each: a path, or several."""
     paths = list[Path]()
-    for path in map(MODELS.convert, texts_of(value)):
+    for path in map(folder_or_model, texts_of(value)):
         graphs = graphs_in(path) if path.is_dir() else [path]
         if not graphs:
             raise ValueError(without_graph(path))
@@ -51,21 +39,12 @@ def _models(value: Any) -> Path | tuple[Path, ...]:
     return paths[0] if len(paths) == 1 else tuple(paths)
 
 
-@dataclass(kw_only=True)
 class TuneArguments(Terminal, TuneOptions):
-    model: Any = option(
-        Kind(_models, takes="several", is_path=True, reads=MODELS.reads, what=MODELS.what),
-        REQUIRED,
-        "ONNX files, or folders of them.",
-        is_positional=True,
-        metavar="MODEL",
+    model: Any = MODEL(
+        "ONNX files, or folders of them.", default=REQUIRED, convert=_models, is_repeated=True, metavar="MODEL"
     )
-    dry_run: Flag = option(
-        SWITCH,
-        False,
-        "Say what would be done, and how long it would take.",
-        "Output",
-        short="say what would be done, and how long",
+    dry_run: bool = SWITCH(
+        "Say what would be done, and how long it would take.", "Output", "say what would be done, and how long"
     )
 
 
@@ -176,9 +155,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     defaults: Any = msgspec.field(default_factory=dict)
 
 
-@dataclass(kw_only=True)
 class RunOptions(Terminal, WorkerOptions):
-    file: File = option(FILE, REQUIRED, "The YAML file.", is_positional=True)
+    file: File = FILE("The YAML file.", default=REQUIRED)
 
 
 @command(RunOptions)

@@ -8,7 +8,7 @@ from typing import Any
 
 from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown
-from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.engines import MODULES
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
@@ -17,7 +17,7 @@ from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import model_outputs
-from qdqtune.options import REQUIRED, File, Values, option, writes
+from qdqtune.options import OUTPUT, REQUIRED, File
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.observer import Observer
@@ -36,21 +36,19 @@ ARTIFACT = "build"
 """The kind of files that `build` writes (see `system.checks.written_as`)."""
 
 
-def _outputs(path: Path, name: str, given: Values) -> list[Output]:
+def _outputs(path: Path, name: str, options: EngineOptions) -> list[Output]:
     """The files that `build` writes: the artifact, and a timing cache beside it if none is named."""
-    engine = given["engine"] if isinstance(given["engine"], EngineSpec) else EngineSpec(given["engine"])
-    named = engine.options.get("timing_cache") or (given["engine_options"] or {}).get("timing_cache")
-    beside = None if named else with_timing_cache(engine, path.parent).options.get("timing_cache")
-    cache = [] if beside is None else timing_cache(Path(beside), "the timing cache")
+    engine = options.engine_spec
+    cached = with_timing_cache(engine, path.parent)
+    cache = [] if cached is engine else timing_cache(Path(cached.options["timing_cache"]), "the timing cache")
     if engine.name == "openvino":
         return [*(Output(file, name, written_as(ARTIFACT)) for file in (path, path.with_suffix(".bin"))), *cache]
     return [*model_outputs(path, name, ARTIFACT), *cache]
 
 
-@dataclass
-class BuildOptions(EngineOptions, ModelOption):
-    output: File = option(
-        writes(_outputs), REQUIRED, "File to write.", "Output", short="file to write", flags="-o --output"
+class BuildOptions(EngineOptions, ModelOption, kw_only=False):
+    output: File = OUTPUT(
+        "File to write.", "Output", "file to write", default=REQUIRED, writes=_outputs, flags="-o --output"
     )
 
 

@@ -19,7 +19,7 @@ from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import Fallback, fallback
 from qdqtune.engines.machine import is_simulated
-from qdqtune.engines.options import EngineOptions, on_device, on_option
+from qdqtune.engines.options import ON, EngineOptions, on_device
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
@@ -32,7 +32,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.options import FILE, WORDS, Int, MaybeFile, MaybeText, Names, in_range, option
+from qdqtune.options import COUNT, FILE, WORDS, MaybeFile, Names
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
@@ -42,26 +42,13 @@ from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 
-@dataclass(kw_only=True)
 class LayersOptions(EngineOptions, DataOptions, ModelOption):
     """The options of `layers`: an engine that runs the model, or an exported report."""
 
-    runs: Int = option(
-        in_range(1, make=int), 20, "Inferences to take the times of.", "Engine", short="inferences to time"
-    )
-    graph_json: MaybeFile = option(
-        FILE,
-        None,
-        "Read what trtexec --exportLayerInfo wrote of MODEL, and run nothing.",
-        "Engine",
-    )
-    profile_json: MaybeFile = option(
-        FILE,
-        None,
-        "The times to it: what trtexec --exportProfile wrote.",
-        "Engine",
-    )
-    on: MaybeText = on_option()
+    runs: int = COUNT("Inferences to take the times of.", "Engine", "inferences to time", default=20)
+    graph_json: MaybeFile = FILE("Read what trtexec --exportLayerInfo wrote of MODEL, and run nothing.", "Engine")
+    profile_json: MaybeFile = FILE("The times to it: what trtexec --exportProfile wrote.", "Engine")
+    on: str | None = ON
 
     def __post_init__(self) -> None:
         if self.profile_json is not None and self.graph_json is None:
@@ -170,15 +157,12 @@ OF_WEIGHTS = re.compile(r"[wW][48]")
 """Matches the precision of a layer that reads weights of 4 or 8 bits."""
 
 
-@dataclass(kw_only=True)
 class CheckOptions(LayersOptions):
-    allow_boundary: Names = option(
-        WORDS,
-        (),
+    allow_boundary: Names = WORDS(
         "Nodes that are meant to stay in float, or conversions that are meant to run: what stands at them does not "
         "fail. Repeatable.",
         "Model",
-        short="nodes that are meant to be so",
+        "nodes that are meant to be so",
         metavar="WILDCARD",
     )
 

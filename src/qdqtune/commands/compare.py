@@ -16,13 +16,13 @@ from xml.etree import ElementTree
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions
-from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
+from qdqtune.calibration.workloads import WORKLOADS, WorkloadsOption
 from qdqtune.commands.inputs import MetricOptions, built_for, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, plain
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import is_simulated, simulated
-from qdqtune.engines.options import EngineOptions, on_device, on_option
+from qdqtune.engines.options import ON, EngineOptions, on_device
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineRefused, escaped, rewording
 from qdqtune.explanation.formatting import counted, samples
@@ -51,14 +51,14 @@ from qdqtune.numerics.scores import (
     samples_to_tell,
     scores_of,
 )
-from qdqtune.options import Int, MaybeNumber, MaybeText, Options, ValuesByInput, assignments, in_range, option
+from qdqtune.options import COUNT, VALUES, Options, ValuesByInput, number
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
 from qdqtune.tuning.file_race import Racer, Tail
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.options import warmup_option
+from qdqtune.tuning.options import WARMUP
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.tuning.shipping import Compared
 from qdqtune.types import Accuracy, Mix, Sample, Workload
@@ -74,32 +74,27 @@ DEFAULT_ROUNDS = 24
 """Rounds of each pair of builds by default. Chosen, not measured."""
 
 
-@dataclass(kw_only=True)
 class GateOptions(Options):
     """Limits on a file that is compared with another; what is None sets none."""
 
-    fail_below: MaybeNumber = option(
-        in_range(0, is_open=True),
-        None,
+    fail_below: float | None = number(
         "Exit code 4 if a file is less than X times as fast: if the whole interval of its speedup lies below X, so "
         "that noise fails nothing. Where X lies in the interval, it is told as undecided, and passes.",
         "Accuracy",
-        short="exit code 4 if it is surely less fast than so",
-        metavar="X",
+        "exit code 4 if it is surely less fast than so",
+        least=0.01,
     )
-    min_sqnr: MaybeNumber = option(
-        in_range(),
-        None,
+    min_sqnr: float | None = number(
         "Exit code 4 if the output SQNR is lower, in dB; needs samples.",
         "Accuracy",
-        short="exit code 4 if the output SQNR is lower",
+        "exit code 4 if the output SQNR is lower",
         metavar="DB",
     )
-    min_agreement: MaybeNumber = option(
-        in_range(0, 1),
-        None,
+    min_agreement: float | None = number(
         "Exit code 4 if integers in outputs, or best classes, agree in a smaller share; needs samples.",
         "Accuracy",
+        least=0,
+        most=1,
         metavar="SHARE",
     )
 
@@ -157,39 +152,33 @@ class Gated:
         return f"{self.outcome}: {self.file}, {self.limit}: {self.told}"
 
 
-@dataclass(kw_only=True)
 class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     """How files are compared, and what they have to hold."""
 
-    workloads: WorkloadsOption = workloads_option()
-    fix_inputs: ValuesByInput = option(
-        assignments("fixes nothing", numbers_only=True),
-        None,
+    workloads: WorkloadsOption = WORKLOADS
+    fix_inputs: ValuesByInput = VALUES(
         "An input that tune made constant: files that still have it get this value. Repeatable.",
         "Model",
         flags="--fix-input",
     )
-    timing_runs: Int = option(in_range(12, make=int), DEFAULT_ROUNDS, "Rounds per pair of builds.", "Search")
-    warmup_runs: Int = warmup_option()
+    timing_runs: int = COUNT("Rounds per pair of builds.", "Search", default=DEFAULT_ROUNDS, least=12)
+    warmup_runs: int = WARMUP
 
     @property
     def plan(self) -> Plan:
         return Plan((self.timing_runs,), warmup=self.warmup_runs)
 
 
-@dataclass(kw_only=True)
 class CompareOptions(MetricOptions, EngineOptions, MeasureOptions):
     takes_several_threads: ClassVar[bool] = True
 
-    on: MaybeText = on_option()
-    max_drop: MaybeNumber = option(
-        in_range(0),
-        None,
+    on: str | None = ON
+    max_drop: float | None = number(
         "Exit code 4 if your metric is more than X below that of the first file. With `labels` the upper end of the "
         "95 % interval of the loss has to be within X; where samples are too few to tell, the loss on them.",
         "Accuracy",
-        short="most that your metric may lose",
-        metavar="X",
+        "most that your metric may lose",
+        least=0,
     )
 
 

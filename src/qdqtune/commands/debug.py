@@ -37,7 +37,7 @@ from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import ANOTHER_SIZE, FLOOR_DB, accuracy, is_finite, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.simulation import Block, check_stripped, halved
-from qdqtune.options import MaybeNumber, Option, anything, in_range, option
+from qdqtune.options import number
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
@@ -330,17 +330,12 @@ WORSE = 2.0
 """The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""
 
 
-@dataclass(kw_only=True)
 class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
-    quantized: Option[ModelLike | None, ModelLike | None] = option(
-        anything(MODEL), None, "The quantized model.", is_positional=True, metavar="[QUANTIZED]"
-    )
-    min_sqnr: MaybeNumber = option(
-        in_range(),
-        None,
+    quantized: ModelLike | None = MODEL("The quantized model.", metavar="[QUANTIZED]")
+    min_sqnr: float | None = number(
         "Output SQNR from which on the outputs count as healthy, in dB; 20 is an error of a tenth.",
         "Accuracy",
-        short="least signal to error at the outputs",
+        "least signal to error at the outputs",
         default_in_words=f"{FLOOR_DB:g}",
         metavar="DB",
     )

@@ -25,7 +25,7 @@ from qdqtune.engines.machine import (
     lacks_dot_products,
     processor_name,
 )
-from qdqtune.engines.options import EngineOptions, on_option
+from qdqtune.engines.options import ON, EngineOptions
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.runner import Runner
@@ -35,8 +35,8 @@ from qdqtune.errors import (
     one_line,
 )
 from qdqtune.explanation.formatting import counted
-from qdqtune.options import SWITCH, Flag, MaybeFile, MaybeText, Values, option, writes
-from qdqtune.system.checks import record
+from qdqtune.options import OUTPUT, SWITCH, MaybeFile
+from qdqtune.system.checks import Output, record
 from qdqtune.system.writing import temporary_folder
 
 PRETENDS = "fake"
@@ -57,30 +57,26 @@ OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
 
 
-def _usual_record(values: Values) -> Path | None:
-    return Path(f"qualification_{values['engine']}.json") if values["qualify"] else None
+def _record(path: Path | None, name: str, options: DoctorOptions) -> list[Output]:
+    return record(options.record if options.qualify else path, name)
 
 
-@dataclass(kw_only=True)
 class DoctorOptions(EngineOptions):
-    qualify: Flag = option(
-        SWITCH,
-        False,
+    qualify: bool = SWITCH(
         "Check what qdqtune claims of `engine`, on small graphs of its own: builds, layers, 8 bits, outputs, times, "
         "failures and searches. Takes some minutes.",
         "Engine",
-        short="check what we claim of the engine",
+        "check what we claim of the engine",
     )
-    output: MaybeFile = option(
-        writes(record, _usual_record),
-        None,
+    output: MaybeFile = OUTPUT(
         "With `qualify`: the JSON file of what held, to send with a report.",
         "Output",
-        short="with --qualify: where to write what held",
+        "with --qualify: where to write what held",
+        writes=_record,
         flags="-o --output",
         default_in_words="qualification_ENGINE.json",
     )
-    on: MaybeText = on_option()
+    on: str | None = ON
 
     @property
     def record(self) -> Path:

@@ -13,16 +13,13 @@ from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import tail
 from qdqtune.explanation.result_rows import verdict
 from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally, total
-from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeText, Options, option
+from qdqtune.options import FILE, REQUIRED, TEXT, File, Options
 from qdqtune.tuning.finished import read_run
 
 
-@dataclass(kw_only=True)
 class ExplainOptions(Options):
-    folder: File = option(FILE, REQUIRED, "Output folder of a finished run.", is_positional=True, metavar="DIR")
-    pattern: MaybeText = option(
-        TEXT, None, "Only this node, or those that match.", is_positional=True, metavar="[NODE|PATTERN]"
-    )
+    folder: File = FILE("Output folder of a finished run.", default=REQUIRED, metavar="DIR")
+    pattern: str | None = TEXT("Only this node, or those that match.", metavar="[NODE|PATTERN]")
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from qdqtune.calibration.options import DataOptions, SamplesLike
+from qdqtune.calibration.options import DataOptions
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
 from qdqtune.calibration.samples import LABELS, files_named
 from qdqtune.calibration.user_code import checked_count, read_in_thread
@@ -35,7 +35,7 @@ from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import LabelOptions, Predict
-from qdqtune.options import REQUIRED, Option, Options, anything, option, options_of, reads
+from qdqtune.options import REQUIRED, SOURCE, Options, options_of
 from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.finished import data_beside
@@ -47,8 +47,6 @@ ModelLike = str | Path | onnx.ModelProto | Module
 
 MetricLike = str | Callable[[Predict], float]
 """A metric: a function, or module:callable."""
-
-METRIC = reads(files_named, "metric", make=str)
 
 IN_MEMORY = ("model", "quantized", "calibration_data", "evaluate", "labels")
 """Options whose value may be a Python object."""
@@ -78,19 +76,15 @@ def model_file(model: ModelLike, folder: Path, name: str = "model", example_inpu
     return path
 
 
-def sample_source(
-    samples: SamplesLike | None, folder: Path, execution: Execution, limit: int | None = None
-) -> str | None:
-    """The source of samples as text. Arrays are written to the folder one by one, at most `limit`. A generator runs in
-    a thread of its own, within the time limits of `execution`.
+def sample_source(samples: Any, folder: Path, execution: Execution, limit: int | None = None) -> str:
+    """The source of samples that lie in memory, as text. Arrays are written to the folder one by one, at most `limit`.
+    A generator runs in a thread of its own, within the time limits of `execution`.
 
     Equal arrays give files of equal bytes, so that a stopped run can continue.
 
     Raises:
         BadData: `samples` are no samples, or none at all, or do not end.
     """
-    if samples is None or isinstance(samples, str | Path):
-        return None if samples is None else str(samples)
     target = folder / "samples"
     target.mkdir()
     if _is_batch(samples):
@@ -112,13 +106,10 @@ def sample_source(
     return str(target)
 
 
-@dataclass
-class ModelOption(Options):
+class ModelOption(Options, kw_only=False):
     """The model of a command."""
 
-    model: Option[ModelLike, ModelLike] = option(
-        anything(MODEL), REQUIRED, "The ONNX file, or a folder that holds one.", is_positional=True, metavar="MODEL"
-    )
+    model: ModelLike = MODEL("The ONNX file, or a folder that holds one.", default=REQUIRED, metavar="MODEL")
 
 
 def execution_of(options: Options, begun: float | None = None) -> Execution:
@@ -129,18 +120,16 @@ def execution_of(options: Options, begun: float | None = None) -> Execution:
     return Execution(seconds, ends)
 
 
-@dataclass(kw_only=True)
 class MetricOptions(LabelOptions, DataOptions):
     """A metric of the user, or one over labelled samples."""
 
-    evaluate: Option[MetricLike | None, MetricLike | None] = option(
-        anything(METRIC),
-        None,
+    evaluate: MetricLike | None = SOURCE(
         "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
         "{output: array}. Also path/to/file.py:callable.",
         "Accuracy",
-        short="your own function, higher is better",
+        "your own function, higher is better",
         metavar="MODULE:CALLABLE",
+        reads=files_named,
     )
 
     @property
@@ -157,18 +146,20 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
     Raises:
         BadModel, BadData, BadOption: an object has a wrong type or value.
     """
-    given = {name: getattr(options, name) for name in IN_MEMORY if hasattr(options, name)}
+    given = {name: getattr(options, name, None) for name in IN_MEMORY}
     examples = getattr(options, "example_inputs", None)
     if examples is not None and not torch_export.is_module(given.get("model")):
         raise BadOption("`example_inputs` is for a torch.nn.Module: samples are given as `calibration_data`")
     with temporary_folder() as folder, metric_source(given.get("evaluate")) as metric:
         known: dict[str, Any] = {}
         for name, value in given.items():
+            if isinstance(value, str | Path | Settings | None):
+                continue
             if name == "evaluate":
                 known[name] = metric
             elif name == "calibration_data":
                 known[name] = sample_source(value, folder, execution, getattr(options, "calibration_samples", None))
-            elif name == "labels" and value is not None and not isinstance(value, str | Path):
+            elif name == "labels":
                 path = folder / f"{LABELS}.npy"
                 try:
                     np.save(path, _array([np.asarray(label) for label in value]))
@@ -176,9 +167,7 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
                     told = "labels are an array or a list with one for each sample"
                     raise BadData(f"{told}: {one_line(error)}") from error
                 known[name] = path
-            elif name == "labels":
-                known[name] = value
-            elif value is not None and not isinstance(value, Settings):
+            else:
                 known[name] = model_file(value, folder, name, examples)
         is_fed = given.get("calibration_data") is not None or getattr(options, "workloads", None)
         if torch_export.is_module(given.get("model")) and not is_fed and getattr(options, "input_shapes", None) == {}:
@@ -245,18 +234,17 @@ def check_options(options: Options) -> None:
     Raises:
         BadOption, OutputError: it may not.
     """
-    outputs, values, of_engine = list[Output](), vars(options), getattr(options, "engine_options", None) or {}
+    outputs, of_engine = list[Output](), getattr(options, "engine_options", None) or {}
     inputs = {"plugin libraries": [Path(library) for library in libraries_in(of_engine)]}
     for name, own in options_of(type(options)).items():
-        kind, raw = own.kind, options.raw.get(name)
-        if kind.writes is not None:
-            path = values[name] or kind.usual(values)
-            if path is not None and (values[name] or path.parent.is_dir()):  # otherwise the input there is missing, too
-                outputs += kind.writes(path, f"`{name}`", values)
-        if kind.reads is not None:
-            for one in raw if isinstance(raw, list | tuple | Mapping) else [raw]:
+        value = getattr(options, name)
+        if own.writes is not None:
+            outputs += own.writes(value, f"`{name}`", options)
+        if own.reads is not None:
+            for one in value if isinstance(value, tuple) else [value]:
                 if isinstance(one, str | Path | WorkloadFile):
-                    inputs.setdefault((kind.what or name).replace("_", " "), []).extend(kind.reads(str(one)))
+                    what = f"file of `{name}`" if own.group else "model"
+                    inputs.setdefault(what, []).extend(own.reads(one))
     if isinstance(cache := of_engine.get("timing_cache"), str | Path):
         outputs += timing_cache(Path(cache), "`engine_options` timing_cache")
     if outputs:

@@ -21,7 +21,7 @@ from qdqtune.explanation.formatting import counted
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model, graphs, opset_of
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW
-from qdqtune.options import COUNT, SWITCH, Flag, Int, Option, Text, choice, option
+from qdqtune.options import COUNT, SWITCH, choice
 from qdqtune.placement.possible import refusal
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search.regions import discovery
@@ -35,26 +35,22 @@ MOST_FREQUENT = 10
 """How many patterns, and how many kinds of operators, are listed."""
 
 
-@dataclass(kw_only=True)
 class InspectOptions(RewriteOption, FixOption, ModelOption):
-    engine: Text = option(
-        choice(*sorted(MODULES)), "onnxruntime", "Engine of the run whose regions to show. Need not be here.", "Engine"
+    engine: str = choice(
+        sorted(MODULES), "Engine of the run whose regions to show. Need not be here.", "Engine", default="onnxruntime"
     )
-    regions: Option[Division | None, Division | None] = option(
-        choice("auto", "names", "topology"),
-        None,
+    regions: Division | None = choice(
+        Division,
         "Show regions and patterns, divided by node names, by topology, or by what fits (auto).",
         "Output",
-        short="regions and patterns as well",
+        "regions and patterns as well",
     )
-    max_sequence_size: Int = option(COUNT, 10, "Largest leaf, in nodes.", "Search", short="largest leaf, in nodes")
-    include_all_regions: Flag = option(SWITCH, False, "Show regions without quantizable operators as well.", "Output")
-    tree: Flag = option(
-        SWITCH,
-        False,
+    max_sequence_size: int = COUNT("Largest leaf, in nodes.", "Search", "largest leaf, in nodes", default=10)
+    include_all_regions: bool = SWITCH("Show regions without quantizable operators as well.", "Output")
+    tree: bool = SWITCH(
         "Show every region, not only the summary; -v names nodes and tensors.",
         "Output",
-        short="every region, not only a summary",
+        "every region, not only a summary",
     )
 
 

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from qdqtune.engines.formats import (
     usual_precision,
     weight_formats_like,
 )
-from qdqtune.engines.options import time_limit_option
+from qdqtune.engines.options import TIME_LIMIT_OPTION
 from qdqtune.engines.runner import Handle, Runner, checked_output
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, first_of, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
@@ -42,7 +43,6 @@ from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.model_folder import model_in
 from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, model_outputs, nbytes, save
@@ -73,23 +73,18 @@ from qdqtune.numerics.scores import (
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import (
     FILE,
+    OUTPUT,
     REQUIRED,
+    SECONDS,
     SWITCH,
     TEXT,
     WORDS,
     Duration,
     File,
-    Flag,
     MaybeDuration,
     MaybeFile,
-    MaybeText,
     Names,
-    Option,
-    Text,
-    Values,
     choice,
-    option,
-    writes,
 )
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
@@ -97,9 +92,10 @@ from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import NO_WIDE, able_edges, every_edge, possible_edges, weight_only_edges
 from qdqtune.placement.reading import is_quantized
+from qdqtune.system.checks import Output
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.options import portable_option, precision_option, quant_type_option, time_budget_option
+from qdqtune.tuning.options import PORTABLE, PRECISION
 from qdqtune.tuning.subject import SamplesInTime, part_of
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, QuantType
 
@@ -137,29 +133,27 @@ class PreparedModel:
         return ranges, in_time.calibration_notes()
 
 
-def _beside(given: Values) -> Path | None:
-    """The default path of the Q/DQ model: beside the float model."""
-    if not isinstance(given["model"], str | Path):
+def _outputs(path: Path | None, name: str, options: SourceOptions) -> list[Output]:
+    """The files that are written: the named one, or one beside the float model."""
+    if path is None and not isinstance(options.model, Path):
         raise BadOption("the model lies in memory: give `output`, the file to write")
-    path = model_in(Path(given["model"]))
-    return path.with_suffix(".qdq.onnx") if path.name else None
+    is_named = path is not None or options.target.parent.is_dir()  # otherwise the input there is missing, too
+    return model_outputs(options.target, name) if is_named else []
 
 
-@dataclass(kw_only=True)
 class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeOptions, ModelOption):
     """The options of a command that puts pairs into a float model."""
 
-    output: MaybeFile = option(
-        writes(lambda path, name, _: model_outputs(path, name), _beside),
-        None,
+    output: MaybeFile = OUTPUT(
         "File to write.",
         "Output",
-        short="file to write",
+        "file to write",
+        writes=_outputs,
         flags="-o --output",
         default_in_words="MODEL with .qdq.onnx",
     )
-    precision: Option[Precision | None, Precision | None] = precision_option()
-    time_limit: Duration = time_limit_option()
+    precision: Precision | None = PRECISION
+    time_limit: Duration = TIME_LIMIT_OPTION
 
     @property
     def target(self) -> Path:
@@ -217,58 +211,55 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
         return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 
-def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
-    return option(WORDS, (), help, "Model", metavar=metavar, **how)
+_WILDCARDS = partial(WORDS, group="Model", metavar="WILDCARD")
 
 
-@dataclass(kw_only=True)
 class QuantizeOptions(MetricOptions, FixOption, SourceOptions):
-    quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
-    per_channel: Option[bool | None, bool | None] = option(
-        SWITCH,
-        None,
+    quant_type: QuantType = choice(QuantType, "Numbers of the pairs.", "Model", "numbers of the pairs", default="int8")
+    per_channel: bool | None = SWITCH(
         "A scale for each output channel of an int8 weight.",
         "Model",
+        default=None,
         default_in_words="as the engine wants it",
     )
-    portable: Flag = portable_option()
-    weight_only: MaybeText = option(
-        TEXT,
-        None,
+    portable: bool = PORTABLE
+    weight_only: str | None = TEXT(
         "Quantize weights of products alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
         "(blocks of 128, asymmetric) and the like. Language models gain where they read more weights than they "
         "multiply. d8 (d7 on x86 without VNNI) is dynamic quantization: products read activations in 8 bits with a "
         "scale found at run time.",
         "Model",
-        short="activations stay in float: w4, w8, w4b32",
+        "activations stay in float: w4, w8, w4b32",
         metavar="FORMAT",
     )
-    report: Flag = option(
-        SWITCH,
-        False,
+    report: bool = SWITCH(
         "What each rule did, and the ten tensors whose rounding alone does most to the outputs. Runs the float model "
         "once or more for each tensor with a pair, up to 400 times in all.",
         "Output",
-        short="tensors whose rounding does most harm",
+        "tensors whose rounding does most harm",
     )
-    engine: Text = option(
-        choice(*sorted(MODULES)),
-        "onnxruntime",
+    engine: str = choice(
+        sorted(MODULES),
         "Whose numbers and rules to use. It need not be installed here.",
         "Engine",
-        short="whose numbers and rules to use",
+        "whose numbers and rules to use",
+        default="onnxruntime",
     )
-    nodes_to_quantize: Names = _wildcards("Only nodes named so. Repeatable.", short="only these nodes")
-    op_types_to_quantize: Names = _wildcards("Only these operators. Repeatable.", "OP", short="only these operators")
-    nodes_to_exclude: Names = _wildcards(
+    nodes_to_quantize: Names = _WILDCARDS("Only nodes named so. Repeatable.", short="only these nodes")
+    op_types_to_quantize: Names = _WILDCARDS(
+        "Only these operators. Repeatable.", metavar="OP", short="only these operators"
+    )
+    nodes_to_exclude: Names = _WILDCARDS(
         "Nodes to keep in float, such as '/head/*'. Repeatable.", short="nodes that stay in float"
     )
-    op_types_to_exclude: Names = _wildcards(
-        "Operators to keep in float. Repeatable.", "OP", short="operators that stay in float"
+    op_types_to_exclude: Names = _WILDCARDS(
+        "Operators to keep in float. Repeatable.", metavar="OP", short="operators that stay in float"
     )
-    time_budget: MaybeDuration = time_budget_option(
-        "How long the command may take: calibration and the comparison with MODEL take fewer samples where it is short",
+    time_budget: MaybeDuration = SECONDS(
+        "How long the command may take: calibration and the comparison with MODEL take fewer samples where it is "
+        "short: 90s, 10m, 1h.",
         "Data",
+        "for the whole run: 90s, 10m, 1h",
     )
 
     @property
@@ -623,14 +614,9 @@ def _measured(
 # `apply`
 
 
-@dataclass(kw_only=True)
 class ApplyOptions(SourceOptions):
-    placement: File = option(
-        FILE, REQUIRED, "placement.yaml of a tuning run.", "Model", short="placement.yaml of a run"
-    )
-    engine: MaybeText = option(
-        TEXT,
-        None,
+    placement: File = FILE("placement.yaml of a tuning run.", "Model", "placement.yaml of a run", default=REQUIRED)
+    engine: str | None = TEXT(
         "Engine whose numeric format to use; it need not be installed here.",
         "Engine",
         default_in_words="that of the placement",

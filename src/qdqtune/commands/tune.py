@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from qdqtune.calibration.options import RangeOptions, check_cache
 from qdqtune.calibration.prepare import USUAL_JUDGED
-from qdqtune.calibration.workloads import WorkloadsOption, workloads_option
+from qdqtune.calibration.workloads import WORKLOADS, WorkloadsOption
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import MetricOptions, ModelOption, built_for
 from qdqtune.commands.shown import Shown, Table
@@ -24,7 +24,7 @@ from qdqtune.explanation.formatting import built, counted, duration
 from qdqtune.explanation.result_rows import NOT_MEASURED, is_judged, remarks, result_rows, verdict
 from qdqtune.numerics.accuracy import closeness, closeness_cell
 from qdqtune.numerics.scores import equal_share
-from qdqtune.options import SWITCH, Flag, MaybeInt, Option, choice, in_range, option
+from qdqtune.options import COUNT, SWITCH, choice
 from qdqtune.search.region import Config
 from qdqtune.timing.limits import failure
 from qdqtune.timing.ratios import Plan, Ratio, least_rounds
@@ -60,30 +60,22 @@ def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: boo
     return Plan(tuple(sorted({max(first, n) for n in looks})), FEW_LOOKS_ERROR)
 
 
-@dataclass(kw_only=True)
 class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, RangeOptions):
     takes_several_threads: ClassVar[bool] = True
 
-    effort: Option[Preset, Preset] = option(
-        choice(*EFFORTS),
-        "default",
+    effort: Preset = choice(
+        EFFORTS,
         "How many builds and rounds of measurements a search may spend; `builds` wins.",
         "Search",
+        default="default",
     )
-    builds: MaybeInt = option(
-        in_range(make=int),
-        None,
+    builds: int | None = COUNT(
         "Engine builds that the search may spend.",
         "Search",
         default_in_words=f"by `effort`: {usual_builds()}; with `time_budget` as in extensive",
     )
-    workloads: WorkloadsOption = workloads_option()
-    report: Flag = option(
-        SWITCH,
-        True,
-        "Write report.html, which shows the result in a browser.",
-        "Output",
-    )
+    workloads: WorkloadsOption = WORKLOADS
+    report: bool = SWITCH("Write report.html, which shows the result in a browser.", "Output", default=True)
 
     def plan(self, *, has_few: bool) -> Plan:
         """How candidates are compared; with `has_few` looks where rounds take much of the time."""
@@ -105,7 +97,6 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
         builds = FRONT_BUILDS if self.front else bound.builds[self.mode]
         builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, machine) else builds
         files = self.workloads
-        data = None if self.calibration_data is None else str(self.calibration_data)
         own = usual_threads(self.cores_per_worker or max(1, usable_cores() // (self.workers or 1)))
         if machine is not None:
             own = min(machine.physical_cores, self.cores_per_worker or machine.cores)
@@ -116,22 +107,16 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
         has_few = spec.name in LAUNCHED or (is_short and self.mode != "region")
         # The user names numbers of threads in one of three places.
         count, is_named = threads_of(spec), isinstance(self.engine, EngineSpec) or "threads" in self.engine_options
-        told = {f.name: getattr(self, f.name) for f in fields(SearchOptions)}
+        told = {f.name: getattr(self, f.name) for f in fields(Settings) if hasattr(self, f.name)}
         told |= {
-            "model": Path(str(self.model)),
             "engine": spec if self.ray or machine else with_timing_cache(spec, self.output_dir),
-            "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, data)),
-            "calibration_data": data,
-            "calibration": self.calibration,
+            "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, self.calibration_data)),
             "config": Config(schemes_per_region=effort.schemes_per_region),
             "plan": (plan := self.plan(has_few=has_few)),
             "proof": effort.proof,
             "precision_seconds": 0.0 if spec.name in LAUNCHED else effort.precision_seconds,  # a start for each turn
             "builds": builds if self.builds is None else self.builds,
             "threads": (count,) if self.threads is None and is_named and count is not None else self.threads,
-            "time_limit": self.time_limit,
-            "evaluate": None if self.evaluate is None else str(self.evaluate),
-            "workloads": files,
             "command": command,
             "machine": machine,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +13,11 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.library_settings import plain
-from qdqtune.engines.options import Threads, on_device, on_option, threads_option, time_limit_option
+from qdqtune.engines.options import ON, THREADS, TIME_LIMIT_OPTION, Threads, on_device
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.graph.loading import files_of
-from qdqtune.options import OF_RUN, REQUIRED, Duration, File, MaybeText, Option, assignments, option, options_of
+from qdqtune.options import OF_RUN, REQUIRED, VALUES, Duration, File, Option, options_of
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.ratios import overlap
 from qdqtune.tuning.deploy import changed_files, read_settings
@@ -29,21 +29,16 @@ CANNOT_TELL = 3
 Finding = Literal["holds", "does not hold", "cannot tell"]
 
 
-@dataclass
-class VerifyOptions(MeasureOptions):
-    folder: File = option(
-        OF_RUN, REQUIRED, "The output folder of a finished run.", is_positional=True, metavar="FOLDER"
-    )
-    threads: Threads = threads_option("those of the proof for which there are cores")
-    engine_options: Option[Mapping[str, Any] | None, Mapping[str, Any]] = option(
-        assignments("sets nothing"),
-        None,
+class VerifyOptions(MeasureOptions, kw_only=False):
+    folder: File = OF_RUN("The output folder of a finished run.", default=REQUIRED, metavar="FOLDER")
+    threads: Threads = replace(THREADS, default_in_words="those of the proof for which there are cores")
+    engine_options: Option[Mapping[str, Any]] = VALUES(
         "An option of the engine as it is here, such as the path of a program or plug-in. Repeatable.",
         "Engine",
         flags="--engine-option",
     )
-    time_limit: Duration = time_limit_option()
-    on: MaybeText = on_option()
+    time_limit: Duration = TIME_LIMIT_OPTION
+    on: str | None = ON
 
 
 @dataclass(frozen=True, repr=False)

@@ -197,7 +197,7 @@ def open_engine(spec: EngineSpec) -> Engine:
     except ImportError as error:
         raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded: {one_line(error)}") from error
     kind = get_type_hints(create)["options"]
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     for name, value in sorted(spec.options.items()):
         if name not in hints:
             raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(hints)}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,24 +12,9 @@ from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote import Destination
-from qdqtune.engines.tensorrt.options import as_json, timing_cache
+from qdqtune.engines.tensorrt.options import as_json
 from qdqtune.errors import BadOption
-from qdqtune.options import (
-    COUNT,
-    SECONDS,
-    TEXT,
-    Duration,
-    Kind,
-    MaybeInt,
-    MaybeText,
-    Option,
-    Options,
-    assignments,
-    check_name,
-    option,
-    texts_of,
-    writes,
-)
+from qdqtune.options import COUNT, SECONDS, TEXT, VALUES, Duration, Option, Options, check_name, names_of, number_in
 
 ENGINE_NAMES = (
     f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
@@ -38,80 +22,69 @@ ENGINE_NAMES = (
 )
 
 
-def time_limit_option() -> Any:
-    return option(
-        SECONDS, TIME_LIMIT, "Longest that one build or inference may take, samples of `calibration_data` in each pass "
-        "over them, and your metric beside its inferences: 90s, 10m, 1h.", "Engine", metavar="TEXT",
-    )  # fmt: skip
+TIME_LIMIT_OPTION = SECONDS(
+    "Longest that one build or inference may take, samples of `calibration_data` in each pass over them, and your "
+    "metric beside its inferences: 90s, 10m, 1h.",
+    "Engine",
+    default=TIME_LIMIT,
+)
 
 
 def _engine(value: Any) -> str | EngineSpec:
-    if not isinstance(value, str | EngineSpec):
-        raise ValueError(f"{value!r:.60} is no name of an engine")
-    return check_name(value) if isinstance(value, str) else value
+    return value if isinstance(value, EngineSpec) else check_name(value)
 
 
 def _threads(value: Any) -> tuple[int, ...] | None:
-    counts = [count for one in texts_of(value) for count in str(one).replace(" ", "").split(",")]
-    for count in counts:
-        if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
-            raise ValueError(f"{count!r} is no number of threads: give 1,4,16")
+    counts = [number_in(1, 9999, int, (), count) for count in names_of(value)]
     if value is not None and not counts:
         raise ValueError("no number of threads is named: give some, such as 1,4,16")
-    return tuple(dict.fromkeys(map(int, counts))) or None
+    return tuple(dict.fromkeys(counts)) or None
 
 
-Threads = Option[int | str | Sequence[int] | None, tuple[int, ...] | None]
+Threads = Option[tuple[int, ...] | None]
 
 
-def threads_option(default: str) -> Any:
-    """The option `threads`: the numbers of threads that files are timed at, by `default` in words."""
-    return option(
-        Kind(_threads, "1,4,16", "several"),
-        None,
-        "CPU threads of onnxruntime and openvino. One gives the most stable timing. tune, compare and verify take "
-        "several, such as 1,4: what tune ships is slower at none of them and faster at one.",
-        "Engine",
-        short="of a CPU; one is the steadiest",
-        default_in_words=default,
-    )
+THREADS = TEXT(
+    "CPU threads of onnxruntime and openvino. One gives the most stable timing. tune, compare and verify take "
+    "several, such as 1,4: what tune ships is slower at none of them and faster at one.",
+    "Engine",
+    "of a CPU; one is the steadiest",
+    default_in_words="tune and compare: a thread for each physical core, as engines take by themselves; else 1",
+    convert=_threads,
+    metavar="1,4,16",
+    is_repeated=True,
+)
 
 
-TIMING_CACHE_FILE = writes(timing_cache)
-
-
-@dataclass(kw_only=True)
 class EngineOptions(Options):
     """Options that choose an engine and set how it runs."""
 
     takes_several_threads: ClassVar[bool] = False
     """Whether the command takes several numbers of `threads`."""
 
-    engine: Option[str | EngineSpec, str | EngineSpec] = option(
-        Kind(_engine, takes="anything"),
-        "onnxruntime",
+    engine: str | EngineSpec = TEXT(
         f"Engine to build and time on: {ENGINE_NAMES}.",
         "Engine",
-        short="what to build and time on",
+        "what to build and time on",
+        default="onnxruntime",
         metavar="NAME",
+        convert=_engine,
     )
-    threads: Threads = threads_option(
-        "tune and compare: a thread for each physical core, as engines take by themselves; else 1"
-    )
-    engine_options: Option[Mapping[str, Any] | Sequence[str] | None, Mapping[str, Any]] = option(
-        assignments("sets nothing"),
-        None,
+    threads: Threads = THREADS
+    engine_options: Option[Mapping[str, Any]] = VALUES(
         "An option of the engine, by a name of its page in the reference; VALUE is JSON or text. Repeatable.",
         "Engine",
         flags="--engine-option",
     )
-    time_limit: Duration = time_limit_option()
+    time_limit: Duration = TIME_LIMIT_OPTION
 
     @property
     def engine_name(self) -> str:
-        return self._named().name
+        return self.engine_spec.name
 
-    def _named(self) -> EngineSpec:
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """The engine with the options that were named, and no others."""
         return normal(
             self.engine if isinstance(self.engine, EngineSpec) else EngineSpec(self.engine, self.engine_options)
         )
@@ -129,7 +102,7 @@ class EngineOptions(Options):
         """
         if len(self.threads or ()) > 1 and not self.takes_several_threads:
             raise BadOption("`threads` takes one number here; several are for tune, compare and verify")
-        spec = self._named()
+        spec = self.engine_spec
         if isinstance(self.engine, EngineSpec):
             return spec
         chosen = dict(spec.options)
@@ -153,15 +126,13 @@ def _machine(value: Any) -> str:
     return str(value)
 
 
-def on_option() -> Any:
-    return option(
-        Kind(_machine),
-        None,
-        "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
-        "default python3, is the one there that has qdqtune.",
-        "Engine",
-        metavar="USER@HOST[:PYTHON]",
-    )
+ON = TEXT(
+    "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
+    "default python3, is the one there that has qdqtune.",
+    "Engine",
+    convert=_machine,
+    metavar="USER@HOST[:PYTHON]",
+)
 
 
 def on_device(on: str | None, execution: Execution) -> tuple[Execution, MachineFacts | None]:
@@ -177,29 +148,18 @@ def on_device(on: str | None, execution: Execution) -> tuple[Execution, MachineF
     return replace(execution, device=destination.start), destination.facts()
 
 
-@dataclass(kw_only=True)
 class WorkerOptions(Options):
     """How many workers measure at a time, and where."""
 
-    workers: MaybeInt = option(
-        COUNT,
-        None,
+    workers: int | None = COUNT(
         "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.",
         "Engine",
         default_in_words="1; with `ray` all that there is room for",
     )
-    cores_per_worker: MaybeInt = option(
-        COUNT,
-        None,
-        "Cores of each worker, which no other uses.",
-        "Engine",
-        default_in_words="`threads`",
+    cores_per_worker: int | None = COUNT(
+        "Cores of each worker, which no other uses.", "Engine", default_in_words="`threads`"
     )
-    on: MaybeText = on_option()
-    ray: MaybeText = option(
-        TEXT,
-        None,
-        "Workers on the Ray cluster at this address (auto: the one that runs here).",
-        "Engine",
-        metavar="ADDRESS",
+    on: str | None = ON
+    ray: str | None = TEXT(
+        "Workers on the Ray cluster at this address (auto: the one that runs here).", "Engine", metavar="ADDRESS"
     )

@@ -130,7 +130,7 @@ def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
             scalar = np.array(int(number), dtype)
         else:
             scalar = np.array(float(value)).astype(dtype)
-    except (KeyError, OverflowError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise BadOption(f"cannot fix input {info.name!r} to {value!r}: its type is {dtype}") from error
     return np.broadcast_to(scalar, shape)
 

@@ -28,7 +28,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune import options
 from qdqtune.calibration.inputs import InputSpec, input_specs
 from qdqtune.calibration.observe import outputs_on
 from qdqtune.calibration.prepare import Prepared
@@ -39,11 +38,11 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line
 from qdqtune.numerics.accuracy import check_finite
 from qdqtune.numerics.scores import Score
-from qdqtune.options import Kind, Names, Option, Options, PathLike, Text, anything, choice, option, reads
+from qdqtune.options import NAMES, SOURCE, Names, Options, choice, one_of
 from qdqtune.types import Array, Sample
 
 Name = Literal["top1", "top5", "cosine"]
-NAMES: tuple[Name, ...] = get_args(Name)
+METRICS: tuple[Name, ...] = get_args(Name)
 
 TOP = 5
 """The classes among which top5 looks for the right one."""
@@ -93,7 +92,7 @@ def chosen(asked: str, outputs: Mapping[str, Array], right: Array | None, only: 
     """The metric and the output that it reads: the first one that fits, or `only` that one. `auto` is top1, or else
     cosine. `right` are the labels of the same sample; None where the float model's own outputs are right."""
     outputs = outputs if only is None else {only: outputs[only]}
-    for name in (n for n in NAMES if n == asked or (asked == "auto" and n != "top5")):
+    for name in (n for n in METRICS if n == asked or (asked == "auto" and n != "top5")):
         for output, array in outputs.items():
             told = answer(name, array)
             if told is not None and (right is None or row_scores(name, told, right) is not None):
@@ -101,7 +100,7 @@ def chosen(asked: str, outputs: Mapping[str, Array], right: Array | None, only: 
     has = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in outputs.items())
     given = "" if right is None else f", and `labels` has {right.dtype}{list(right.shape)} a sample"
     what = "no metric fits" if asked == "auto" else f"`metric` {asked} fits no output"
-    hint = f"`metric` knows {', '.join(NAMES)}; `evaluate` calls a function of yours"
+    hint = f"`metric` knows {', '.join(METRICS)}; `evaluate` calls a function of yours"
     raise BadOption(f"{what}: the model gives {has}{given}. {hint}")
 
 
@@ -274,40 +273,35 @@ def _of_lines(text: str, path: Path) -> Sequence[Any]:
     return [row[column] for row in rows]
 
 
-LabelsLike = PathLike | npt.ArrayLike | Sequence[npt.ArrayLike]
+LabelsLike = str | Path | npt.ArrayLike | Sequence[npt.ArrayLike]
 """Labels: a file, or an array or a list with one for each sample."""
-
-
-METRIC_NAME = choice("auto", *NAMES)
 
 
 def _metric(value: Any) -> str:
     name, colon, output = str(value).partition(":")
-    return f"{METRIC_NAME.convert(name)}{colon}{output}"
+    return one_of(("auto", *METRICS), name) + colon + output
 
 
-@dataclass(kw_only=True)
 class LabelOptions(Options):
     """A metric over labelled samples."""
 
-    labels: Option[LabelsLike | None, LabelsLike | None] = option(
-        anything(reads(make=str)),
-        None,
+    labels: LabelsLike | None = SOURCE(
         "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, or vectors, "
         f"in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
         "that calibration does not see are the fairest.",
         "Data",
-        short="right answers, one for each sample",
+        "right answers, one for each sample",
     )
-    metric: Text = option(
-        Kind(_metric, choices=METRIC_NAME.choices),
-        "auto",
+    metric: str = choice(
+        ("auto", *METRICS),
         "How outputs are compared with `labels`; without labels, with what the float model says: METRIC, or "
         "METRIC:OUTPUT for an output that is not the first that fits. Higher is better. "
         "top1, top5: the right class has the best score, or one of the best five. cosine: of vectors. auto: top1 where "
         "that fits the shapes, else cosine. Any other metric is a function: `evaluate`.",
         "Data",
-        short="top1, top5, cosine or auto",
+        "top1, top5, cosine or auto",
+        default="auto",
+        convert=_metric,
         metavar="METRIC[:OUTPUT]",
     )
 
@@ -327,13 +321,10 @@ def check_metric(evaluate: object, options: LabelOptions) -> None:
         raise BadOption("`evaluate` is a metric of its own: leave `labels` and `metric` out")
 
 
-@dataclass(kw_only=True)
 class ScoreOption(Options):
     """Which outputs hold scores of classes (see `numerics.scores`)."""
 
-    scores: Names = option(
-        options.NAMES,
-        (),
+    scores: Names = NAMES(
         "Outputs that hold scores of classes, tokens or pixels, whose best class is compared with the float model's: "
         "NAME or NAME:AXIS, by commas, where AXIS is that of the classes (1 of four, the last of three); or none. Of "
         "raw scores of pixels the values do not tell.",

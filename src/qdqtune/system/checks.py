@@ -155,9 +155,9 @@ def written_as(kind: str) -> Callable[[Path], bool]:
     return is_ours
 
 
-def record(path: Path, name: str, _: object) -> list[Output]:
-    """A record as what a command writes, for `options.writes`."""
-    return [Output(path, name, written_as("record"))]
+def record(path: Path | None, name: str, _: object = None) -> list[Output]:
+    """A record as what an option `writes`."""
+    return [] if path is None else [Output(path, name, written_as("record"))]
 
 
 def list_line(name: str, kind: str) -> str:

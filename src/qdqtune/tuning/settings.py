@@ -83,7 +83,6 @@ def builds_for(schemes: int, patterns: int) -> int:
     return 16 + ceil(1.2 * schemes * patterns)
 
 
-@dataclass(kw_only=True)
 class Settings(SearchOptions):
     """The settings of a tuning run: the options of a search, and what follows from other options of `tune`.
 

@@ -212,8 +212,8 @@ def test_the_former_flag_for_scratch_memory_is_understood(tmp_path: Path, quanti
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"builder_level": 9}, "builder level"),
-        ({"workspace_mb": 0}, "workspace"),
+        ({"builder_level": 9}, "'builder_level' of engine 'trtexec' is 9: Expected 'int' <= 5"),
+        ({"workspace_mb": 0}, "'workspace_mb' of engine 'trtexec' is 0: Expected 'int' >= 1"),
         ({"trtexec_args": "--onnx=a.onnx"}, "--onnx is set by qdqtune"),
         ({"trtexec_args": "fast"}, "'fast' is no flag"),
         ({"trtexec_args": "--a='b"}, "cannot be read"),
@@ -221,7 +221,7 @@ def test_the_former_flag_for_scratch_memory_is_understood(tmp_path: Path, quanti
 )
 def test_unusable_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadOption, match=words):
-        create(stand_in(tmp_path, "10.0"), **options)
+        open_engine(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0"), **options}))
 
 
 def test_plugins_and_timing_cache(tmp_path: Path, quantized: Path) -> None:

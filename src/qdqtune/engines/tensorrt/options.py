@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from msgspec import Meta
+
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
+from qdqtune.options import shapes_of
 from qdqtune.system.checks import Output
 from qdqtune.types import Array
 
@@ -49,14 +52,10 @@ class TensorRtOptions:
     min_shapes: Annotated[Shapes | None, "smallest sizes of dynamic inputs: input:1x3x224x224,other:1x8"] = None
     opt_shapes: Annotated[Shapes | None, "sizes to tune for (otherwise those of the samples)"] = None
     max_shapes: Annotated[Shapes | None, "largest sizes"] = None
-    workspace_mb: Annotated[int | None, "most scratch memory that a kernel may take"] = None
-    builder_level: Annotated[int | None, "0 (fast builds) to 5 (fast engines); TensorRT itself takes 3"] = None
-
-    def __post_init__(self) -> None:
-        if self.workspace_mb is not None and self.workspace_mb < 1:
-            raise BadOption(f"the workspace limit is at least 1 MB, not {self.workspace_mb}")
-        if self.builder_level is not None and not 0 <= self.builder_level <= 5:
-            raise BadOption(f"the builder level is 0 to 5, not {self.builder_level}")
+    workspace_mb: Annotated[Annotated[int, Meta(ge=1)] | None, "most scratch memory that a kernel may take"] = None
+    builder_level: Annotated[
+        Annotated[int, Meta(ge=0, le=5)] | None, "0 (fast builds) to 5 (fast engines); TensorRT itself takes 3"
+    ] = None
 
     @property
     def target(self) -> str | None:
@@ -86,7 +85,7 @@ def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in SHAPE_OPTIONS:
         shapes = chosen.get(name)
         if isinstance(shapes, str):
-            shapes = read_shapes(shapes, f"`engine_options` {name}: ")
+            shapes = _shapes(shapes, f"`engine_options` {name}")
         if isinstance(shapes, Mapping):
             chosen[name] = {tensor: list(s) if isinstance(s, Sequence) else s for tensor, s in shapes.items()}
     if "plugin_libraries" in chosen:
@@ -102,10 +101,10 @@ def libraries_in(options: Mapping[str, Any]) -> list[str]:
     return [str(one) for one in ([libraries] if isinstance(libraries, str | Path) else libraries)]
 
 
-def timing_cache(path: Path, option: str, _: object = None) -> list[Output]:
+def timing_cache(path: Path | None, option: str, _: object = None) -> list[Output]:
     """A timing cache to read and write. TensorRT and trtexec add to an existing file. Nothing in a timing cache says
     that it is one, so only texts, archives, arrays, models and plans are refused."""
-    return [Output(path, option, _may_be_timing_cache, makes_folder=True)]
+    return [] if path is None else [Output(path, option, _may_be_timing_cache, makes_folder=True)]
 
 
 def _may_be_timing_cache(path: Path) -> bool:
@@ -130,7 +129,7 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
         match = SHAPE_FLAG.fullmatch(word)
         for i, which in enumerate(("min", "opt", "max")):
             if match is not None and match[1] in (None, which):
-                given[i] |= read_shapes(match[2], "trtexec_args: ")
+                given[i] |= _shapes(match[2], "trtexec_args")
     low, usual, high = given
     named = {name: Span.of(low.get(name), usual.get(name), high.get(name)) for name in low | usual | high}
     return {name: span for name, span in named.items() if span is not None}
@@ -193,23 +192,15 @@ def split_arguments(text: str) -> list[str]:
         raise BadOption(f"trtexec_args cannot be read ({error}): {text!r}") from error
 
 
-def read_shapes(text: str, where: str = "") -> dict[str, tuple[int, ...]]:
-    """Sizes by input, from `a:1x3x224x224,b:1x8`. `where` names the source of the text in messages.
-
-    Raises:
-        BadOption: the text has another form.
-    """
-    shapes = {}
-    for part in text.split(","):
-        name, _, sizes = part.strip(" '\"").rpartition(":")
-        if not name or not re.fullmatch(r"\d+(x\d+)*", sizes):
-            raise BadOption(f"{where}{part!r} is no shape: give NAME:1x3x224x224")
-        shapes[name] = tuple(map(int, sizes.split("x")))
-    return shapes
+def _shapes(text: str, where: str) -> dict[str, tuple[int, ...]]:
+    try:
+        return shapes_of(text.replace("'", ""))
+    except ValueError as error:
+        raise BadOption(f"{where}: {error}") from error
 
 
 def sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
-    """The text that `read_shapes` reads."""
+    """The text that `shapes_of` reads."""
     return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
@@ -219,6 +210,6 @@ def builder_flags(options: Mapping[str, Any]) -> list[str]:
     return [f"{flag}{options[name]}" for name, flag in flags.items() if options.get(name) is not None]
 
 
-def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
+def usual_shapes(spec: EngineSpec, calibration_data: object) -> dict[str, tuple[int, ...]]:
     """Shapes of random inputs: those that the engine tunes for; none with calibration data, which have shapes."""
     return {} if calibration_data else {name: span.usual for name, span in spans(spec).items()}
