@@ -25,10 +25,7 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.regions import discovery
-from qdqtune.search.regions.patterns import group, tunable
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
-from qdqtune.tuning.subject import tuned_graph
 from runs import cost, environment, hopeless, mixed, write
 from workers import Workers
 
@@ -78,23 +75,6 @@ def test_a_run_writes_the_files_that_users_know(run: Run, model: Path, caplog: p
     assert re.search(r"^patterns: \d+, in \d+ regions$", errors, re.MULTILINE)
     assert re.search(r"^Baseline: [\d.]+ ms\nFinal: [\d.]+ ms \([\d.]+x speedup\)$", output, re.MULTILINE)
     assert re.search(r"^Results: [\d.]+ ms -> [\d.]+ ms \([\d.]+x speedup\)$", output, re.MULTILINE)
-
-
-def test_logs_and_models_have_the_numbers_of_the_regions_that_were_tuned(run: Run, tmp_path: Path) -> None:
-    layer = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
-        [conv] c = Conv(x, w)
-        [scale] s = Mul(c, half)
-        [relu] r = Relu(s)
-        [second] d = Conv(r, w)
-        [shift] y = Mul(d, half)
-    }"""
-    half = np.full((1, 8, 1, 1), 0.5, np.float32)
-    path = write(build(layer, {"w": normal(8, 8, 1, 1), "half": half}), tmp_path)
-    assert run("-m", path, "-o", "out", "--regions", "names", "-s", 2, "--no-cut-seed")[0] == 0
-    graph = tuned_graph(load(path), rewrites="auto")  # the products are folded into the layers
-    tuned = {p.instances[0].id for p in tunable(graph, group(graph, discovery.find(graph, "names")))}
-    assert {int(p.name.split("_")[1]) for p in Path("out/logs").glob("region_*_scheme_0.log")} == tuned != set()
-    assert {int(p.name.split("_")[1]) for p in Path("out/region_models").glob("region_*.onnx")} == tuned
 
 
 def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:

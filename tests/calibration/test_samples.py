@@ -176,13 +176,9 @@ def test_callables_that_do_not_exist(module: Callable[[str], str], text: str, so
     ("body", "message"),
     [
         ("return None", "TypeError"),
-        ("raise RuntimeError('disk\\nfull')", "disk full"),
-        ("yield {'x': np.ones((1, 3), np.float32)}; raise OSError('gone')", "gone"),
         ("return [np.ones((1, 3), np.float32), np.zeros((1, 3), np.float32).tolist()]", "float64, the model wants"),
         ("return [None]", "the model wants float32"),
         ("return [[[1], [1, 2]]]", "failed"),
-        ("return [{}]", "no array 'x'"),
-        ("return [{'x': np.ones((2, 4), np.float32)}]", "shape"),
     ],
 )
 def test_callables_that_give_invalid_samples(module: Callable[[str], str], body: str, message: str) -> None:

@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,15 @@ from rich.console import Console
 
 from command_lines import COMMANDS, QUICK, UNCHECKED, errors
 from models import conv_net
-from qdqtune.autotune.workflows import AutotuneOptions
 from qdqtune.calibration.scales import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import main, tune
 from qdqtune.cli.progress import Progress
-from qdqtune.cli.tune import TuneArguments
 from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.explanation.formatting import built
 from qdqtune.explanation.report import report_of_run
-from qdqtune.options import options_of
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import loop
 from qdqtune.tuning.observer import Observers
@@ -108,26 +104,6 @@ def test_a_timing_cache_lies_beside_the_output_unless_named(engine, monkeypatch,
 def test_no_option_of_tune_is_left_out():
     names = {next(o for o in p.opts if o.startswith("--")) for p in COMMANDS["tune"].params if p.opts[0] != "model"}
     assert names == {name.replace("--no-", "--") for name in TUNE} | SHOWN
-
-
-def test_every_field_of_the_settings_has_an_option(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("names.txt").write_text("/a/*\n")
-    usual = settings_of()
-    reached = set[str]()
-    for option, (values, _, _) in TUNE.items():
-        given = settings_of(option, *values)
-        reached |= {
-            field.name for field in fields(Settings) if getattr(given, field.name) != getattr(usual, field.name)
-        }
-    others = {
-        "model",
-        "accuracy_samples",
-        "on",
-        "machine",
-        *options_of(AutotuneOptions).keys() - options_of(TuneArguments),
-    }
-    assert reached == {field.name for field in fields(Settings)} - others
 
 
 def test_defaults_are_those_of_settings():

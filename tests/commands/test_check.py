@@ -78,21 +78,11 @@ def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoil
     accepted = re.match(r"what is meant to be so is accepted with --allow-boundary (\S+), all of it with", advice)
     assert accepted is not None
     assert call("check", spoiled, "--engine", "fake", "--allow-boundary", accepted[1])[0] == 0
-
-
-def test_check_as_json(call, spoiled):
-    code, out, _ = call("check", spoiled, "--engine", "fake", "--json", "--runs", 1)
-    found: dict[str, Any] = json.loads(out)
-    assert code == 4
-    told = {"model": str(spoiled), "engine": "fake", "pairs": 2, "layers": 3, "layers_in_8_bits": 0, "failing": 3,
-            "passes": False, "measured": False}  # fmt: skip
-    assert found == {**found, **told}
+    found: dict[str, Any] = json.loads(call("check", spoiled, "--engine", "fake", "--json", "--runs", 1)[1])
+    assert (found["pairs"], found["layers"], found["layers_in_8_bits"], found["failing"]) == (2, 3, 0, 3)
+    assert (found["passes"], found["measured"]) == (False, False)
     assert found["time_ms"] == pytest.approx(sum(f["time_ms"] for f in found["findings"]))
-    assert found["findings"][0] == {
-        "kind": "standalone pair", "layer": "QuantizeLinear_0", "nodes": ["QuantizeLinear_0"],
-        "time_ms": found["findings"][0]["time_ms"], "cause": "conv", "fails": True,
-        "reason": "conv (Conv) runs in float: its output carries no pair on the way to the model's output",
-    }  # fmt: skip
+    assert found["findings"][0].items() >= {"kind": "standalone pair", "cause": "conv", "fails": True}.items()
 
 
 def test_a_float_model_has_no_pairs_and_runs_nothing(call, float_file, workers):
@@ -129,20 +119,14 @@ def tuned(call: Call, tmp_path: Path) -> Path:
     return tmp_path / "out" / "optimized_final.onnx"
 
 
-def test_what_a_tuning_run_has_measured_does_not_fail(call, tuned):
-    code, out, _ = call("check", tuned, "--engine", "fake")
-    *_, last, advice = out.splitlines()
-    assert code == 0
-    assert re.search(r"; [1-9]\d* findings, ", last)
-    assert advice.startswith("a search on this engine has found these pairs")
-    code, out, _ = call("check", tuned, "--engine", "fake", "--json")
-    found = json.loads(out)
-    assert (code, found["measured"], found["failing"]) == (0, True, 0)
-    assert any(f["kind"] != "boundary" for f in found["findings"])
-
-
-def test_elsewhere_the_same_pairs_fail(call, tuned, tmp_path):
+def test_what_a_tuning_run_has_measured_fails_elsewhere_only(call, tuned, tmp_path):
     """Away from the records, on an engine that differs, with other pairs, and with damaged records."""
+    code, out, _ = call("check", tuned, "--engine", "fake")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("a search on this engine has found these pairs")
+    found = json.loads(call("check", tuned, "--engine", "fake", "--json")[1])
+    assert (found["measured"], found["failing"]) == (True, 0)
+    assert any(f["kind"] != "boundary" for f in found["findings"])
     copy = shutil.copy(tuned, tmp_path / "copy.onnx")
     assert call("check", copy, "--engine", "fake")[0] == 4
     assert call("check", tuned, "--engine", "fake", "--engine-option", "asymmetric=true")[0] == 4

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from models import attention, build, conv_net, embedding, feeds, joined, normal, run
+from models import attention, build, conv_net, feeds, joined, normal, run
 from observers import Log
 from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
@@ -95,16 +95,6 @@ def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
     fed_at_random = quantize(request(path, calibration_data=None))
     assert "random inputs" in fed_at_random.notes[0]
     assert not fed_at_random.is_held_out
-
-
-def test_several_inputs_and_integers_and_a_dynamic_batch(tmp_path: Path) -> None:
-    path = write(embedding(), tmp_path, count=5)
-    done = quantize(request(path, engine="openvino"))
-    assert {e.node for e in done.placed.placement} == {"dense"}
-    quantized = load(path.with_name("q.onnx"))
-    for batch in (1, 3):
-        sample = {"ids": np.zeros((batch, 5), np.int64), "mask": np.ones((batch, 5), np.float32)}
-        assert run(quantized, [sample])[0]["y"].shape == (batch, 5, 8)
 
 
 STATE = """net (float[N,32] x, float[N,32] state, int64 rate) => (float[N,32] y, float[N,32] next) {

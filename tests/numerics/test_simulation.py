@@ -16,7 +16,7 @@ from qdqtune.errors import BadModel, EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.numerics import simulation
 from qdqtune.numerics.accuracy import accuracy, sqnr_db
-from qdqtune.numerics.simulation import UNBOUNDED_NOISE, Block, Simulation, check_stripped, halved, sensitivities
+from qdqtune.numerics.simulation import UNBOUNDED_NOISE, Simulation, check_stripped, sensitivities
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import possible_edges
@@ -161,23 +161,6 @@ def test_the_sum_predicts_the_noise_of_a_placement(numbers: str) -> None:
 def test_half_precision_is_rounded_as_well() -> None:
     found = alone(attention(half=True))
     assert 0 < min(v for v in found.values() if v > 0) < max(found.values()) < 1e-2
-
-
-def test_the_noisiest_blocks_are_halved_until_the_measurements_are_spent() -> None:
-    real = np.array([1, 1, 1, 1, 1, 100, 1, 1.0])
-    asked: list[tuple[int, int]] = []
-
-    def noise(block: Block) -> float:
-        asked.append(block)
-        return float(real[slice(*block)].sum())
-
-    assert halved(8, noise, 100) == real.tolist()
-    assert len(asked) == 15
-    asked.clear()
-    assert halved(8, noise, 7) == [1, 1, 1, 1, 1, 100, 1, 1]
-    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
-    assert halved(8, noise, 100, floor=4.0) == real.tolist()
-    assert halved(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
 
 
 def test_weights_in_fewer_bits_and_dynamic_quantization_do_what_they_do_in_a_file() -> None:
