@@ -310,7 +310,7 @@ def test_a_worker_that_printed_nothing_leaves_no_log(tmp_path: Path) -> None:
 
 def held(runner: Runner) -> set[int]:
     """Numbers of the builds that the worker holds."""
-    return set(runner._present)
+    return {number for whose, number in runner._builds._held if whose == id(runner)}
 
 
 class TestMemoryBudget:

@@ -11,6 +11,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 
 LARGE_MODEL, BUDGET_FACTOR = 2**30, 1.3
 """A model of at least `LARGE_MODEL` bytes gets a budget of `BUDGET_FACTOR` times its size: room for the float build,
@@ -38,9 +39,10 @@ Build = tuple[int, int]
 
 
 class MemoryBudget:
-    """Limits the bytes of loaded builds: frees those that were unused for longest. Not thread-safe."""
+    """The builds that runners hold, in the order of their last use, and how many bytes these may take: those that were
+    unused for longest are freed. Not thread-safe."""
 
-    def __init__(self, nbytes: float) -> None:
+    def __init__(self, nbytes: float = inf) -> None:
         self._nbytes = nbytes
         self._held: dict[Build, tuple[int, Callable[[], None]]] = {}
 
@@ -51,20 +53,29 @@ class MemoryBudget:
 
     def make_room(self, nbytes: int, needed: frozenset[Build]) -> None:
         """Free the builds that were unused for longest until `nbytes` more fit, but none that is `needed` now."""
-        for build in [b for b in self._held if b not in needed]:
-            if sum(size for size, _ in self._held.values()) + nbytes <= self._nbytes:
+        while sum(size for size, _ in self._held.values()) + nbytes > self._nbytes:
+            build = next((build for build in self._held if build not in needed), None)
+            if build is None:
                 return
             _, free = self._held.pop(build)
-            free()
+            free()  # which may end a worker, and with it others
 
     def add(self, build: Build, nbytes: int, free: Callable[[], None]) -> None:
         self._held[build] = nbytes, free
 
-    def use(self, build: Build) -> None:
-        self._held[build] = self._held.pop(build)
+    def use(self, build: Build) -> bool:
+        """Whether a build is held. It is used now."""
+        if build in self._held:
+            self._held[build] = self._held.pop(build)
+        return build in self._held
 
-    def remove(self, build: Build) -> None:
-        self._held.pop(build, None)
+    def remove(self, build: Build) -> bool:
+        """Whether a build was held, which is not any more."""
+        return self._held.pop(build, None) is not None
+
+    def end(self, runner: int) -> None:
+        """Forget the builds of a runner: its worker has ended."""
+        self._held = {build: held for build, held in self._held.items() if build[0] != runner}
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class Runner:
         self._mix: Mix = ()
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
-        self._present: set[int] = set()  # builds that the worker holds; others are built again when they are needed
+        self._builds = memory or MemoryBudget()  # those that workers hold; others are built again when they are needed
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -109,8 +109,7 @@ class Runner:
     def close(self) -> None:
         """End the worker at once. Loaded models are built again if this runner is used again."""
         worker, self._worker = self._worker, None
-        for number in list(self._present):
-            self._forget(number)
+        self._builds.end(id(self))
         if worker is not None:
             worker.end()
 
@@ -180,7 +179,7 @@ class Runner:
     def unload(self, handle: Handle) -> None:
         """Free one build, if the worker holds it."""
         self._logs.pop(handle, None)
-        if handle.build in self._present:
+        if self._builds.remove((id(self), handle.build)):
             self._free(handle.build)
 
     def save(self, handle: Handle, path: Path) -> None:
@@ -287,42 +286,30 @@ class Runner:
     def _ask_of(self, handles: Sequence[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
         """The answer to a request that needs these builds: those that were lost with a worker, or freed for others, are
         made again."""
-        needed = frozenset(handle.build for handle in handles)
 
         def ask() -> Any:
             self._open()
             for handle in handles:
                 if handle not in self._logs:
                     raise ValueError(f"{handle.path} is not loaded")
-                if handle.build not in self._present:
-                    self._build(handle.build, handle.path, self._logs[handle], needed)
-                elif self.memory is not None:
-                    self.memory.use((id(self), handle.build))
+                if not self._builds.use((id(self), handle.build)):
+                    self._build(handle.build, handle.path, self._logs[handle], handles)
             return self._exchange(name, *arguments, what=what, extra=extra)
 
         return _twice(ask)
 
-    def _build(self, number: int, path: Path, log: Path, needed: frozenset[int] = frozenset()) -> float:
-        if self.memory is not None:
-            size = builds_for(self._mix) * (nbytes(path) + self._unpacked)
-            self.memory.make_room(size, frozenset((id(self), build) for build in needed))
+    def _build(self, number: int, path: Path, log: Path, needed: Sequence[Handle] = ()) -> float:
+        size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
+        self._builds.make_room(size, frozenset((id(self), handle.build) for handle in needed))
         self._open()  # now, as a worker may end while it frees a build
         seconds: float = self._exchange("build", number, path, log, what=f"building {path.name}", log=log)
-        self._present.add(number)
-        if self.memory is not None:
-            self.memory.add((id(self), number), size, lambda: self._free(number))
+        self._builds.add((id(self), number), size, lambda: self._free(number))
         return seconds
 
     def _free(self, number: int) -> None:
-        self._forget(number)
         if self._is_open:
             with contextlib.suppress(EngineRefused):  # then the memory is free as well
                 self._exchange("unload", number, what="unloading a model")
-
-    def _forget(self, number: int) -> None:
-        self._present.discard(number)
-        if self.memory is not None:
-            self.memory.remove((id(self), number))
 
     @property
     def _is_open(self) -> bool:
