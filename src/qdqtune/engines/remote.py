@@ -34,10 +34,9 @@ from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device, allot, leas
 from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.process import Program, Worker
-from qdqtune.engines.worker import Session, answer, answer_undisturbed, parent, received
+from qdqtune.engines.worker import GREETING, Session, answer, answer_undisturbed, serve
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, one_line, reading, writing
 from qdqtune.graph.constants import inner_tensors
-from qdqtune.system.interpreter import end_group
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
 from qdqtune.types import Array
 from qdqtune.version import __version__
@@ -273,9 +272,6 @@ def _digest(values: Array) -> str:
     return hashlib.sha256(values.data).hexdigest()[:32]
 
 
-GREETING = b"qdqtune is here: "
-"""What comes before the first message: shells may print lines before it."""
-
 MOST_KEPT = 2**30
 """Bytes of contents that are kept though no build has them. Chosen, not measured."""
 
@@ -404,18 +400,13 @@ def main() -> None:
     """Greet, and answer until the input ends."""
     with suppress(OSError):
         os.setsid()
-    scratch = temporary_folder()
-    os.write(1, GREETING)
-    channel = parent(scratch.path)
-    tempfile.tempdir = os.environ["TMPDIR"] = str(scratch.path)
-    channel.send({"version": __version__, "host": gethostname(), "facts": asdict(this_machine())})
-    session = FarSession(scratch.path)
+    folder = temporary_folder().path
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    session = FarSession(folder)
     contents = session.contents
     answers: dict[str, Callable[..., Any]] = {"missing": contents.missing, "put": contents.put, "ask": session.ask}
-    for kind, *content in received(channel):
-        channel.send(answers[kind](*content))
-    scratch.close()
-    end_group(0)
+    greeting = {"version": __version__, "host": gethostname(), "facts": asdict(this_machine())}
+    serve(lambda message: answers[message[0]](*message[1:]), greeting, folder)
 
 
 if __name__ == "__main__":

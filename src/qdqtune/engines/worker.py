@@ -16,7 +16,7 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,6 +31,9 @@ from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.system.interpreter import end_group
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
+
+GREETING = b"qdqtune is here: "
+"""What comes before the first message: shells may print lines before it."""
 
 ENDING_SECONDS = 1.0
 """How long a worker whose input has ended may take to end by itself. Chosen, not measured."""
@@ -221,33 +224,34 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
 
 
 def main() -> None:
-    channel, session = parent(), Session()
-    for name, arguments in received(channel):
-        channel.send(answer_undisturbed(session, name, arguments))
-    end_group(0)  # with what the engine has started
+    session = Session()
+    serve(lambda message: answer_undisturbed(session, *message))
 
 
-def received(channel: Channel) -> Iterator[Any]:
-    """The messages of the parent, until it is gone."""
+def serve(answered: Callable[[Any], Any], greeting: Any = None, folder: Path | None = None) -> None:
+    """Answer the messages of the parent over standard input and output until it is gone, and end with all that this
+    process has started. A `greeting` comes first, after `GREETING`; `folder` is removed at the end.
+
+    What anything prints must not come between messages, so it goes to standard error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    faulthandler.enable()
+    reads, writes = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    _end_with_input(reads, folder)
+    channel = Channel(reads, writes, asks=False)
+    if greeting is not None:
+        os.write(writes, GREETING)
+        channel.send(greeting)
     while True:
         try:
             message = channel.recv()
         except (EOFError, OSError):
-            return
-        yield message
-
-
-def parent(folder: Path | None = None) -> Channel:
-    """The channel to the parent over standard input and output. What anything prints must not come between messages,
-    so from now on it goes to standard error. `folder` is removed if this process does not end by itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    faulthandler.enable()
-    reads, writes = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)
-    _end_with_input(reads, folder)
-    return Channel(reads, writes, asks=False)
+            break
+        channel.send(answered(message))
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    end_group(0)
 
 
 def _end_with_input(descriptor: int, folder: Path | None) -> None:
