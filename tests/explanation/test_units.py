@@ -167,7 +167,8 @@ def placed(model: Model, *names: str) -> Placement:
 @pytest.mark.parametrize(
     ("times", "reason", "more_ms"),
     [(SAME, "no gain beyond noise", None), (SLOWER, "slower in 8 bits", 0.8),
-     ((1.01,) * 24, "no gain beyond noise", None), (SLOWER[:3], "no gain beyond noise", None)],
+     ((1.01,) * 24, "no gain beyond noise", None), (SLOWER[:3], "no gain beyond noise", None),
+     ((1.5,) * 6, "slower in 8 bits", 2.0)],
 )  # fmt: skip
 def test_the_whole_latency_of_a_build_that_differs_in_one_unit_decides(
     times: tuple[float, ...], reason: str, more_ms: float | None, chain: Model, tmp_path: Path
@@ -200,6 +201,9 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     assert (missed.reason, missed.source) == ("accuracy limit", "measured")
     assert missed.more_ms == pytest.approx(-0.8)
     assert row().detail == "no candidate has it in 8 bits"
+    unproven = row((alone, FASTER))
+    assert (unproven.reason, unproven.more_ms) == ("no gain beyond noise", None)
+    assert "was 1.25x as fast as float, and what ships 1.00x" in unproven.detail
 
 
 def test_builds_that_differ_elsewhere_as_well_measure_nothing(chain: Model, tmp_path: Path) -> None:

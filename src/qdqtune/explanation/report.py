@@ -106,12 +106,12 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     if run.float_ms is None:
         return ""
-    text = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
+    text = f"{drawn.before.capitalize()} takes {run.float_ms:.4g} ms"
     if drawn.tuned and run.here["final_ms"] is not None:
         text += f", {drawn.tuned} {run.here['final_ms']:.4g} ms"
     threads = run.summary["engine"].get("threads")
     at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""
-    text += f", as measured in rounds{at}, divided among the layers as the engine reports them of profiled inferences."
+    text += f"{at}. The engine's profile says how this is divided among the groups."
     spent = sum(group.conversion_ms for group in drawn.groups)
     what = OWN if run.keeps_own_pairs else "the tuned model"
     return f"{text} Conversions between 8 bits and float take {spent:.3g} ms of {what}." if drawn.tuned else text

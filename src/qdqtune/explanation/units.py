@@ -115,7 +115,7 @@ class Explanation:
 
 
 def and_others(alike: int) -> str:
-    return f"it and {counted(alike, 'unit')} like it" if alike else "it"
+    return f"it and {alike} like it" if alike else "it"
 
 
 def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
@@ -239,7 +239,7 @@ class _Table:
         trial, others = self._nearest(twins)
         measured = None if trial is None or others or trial.against != run.placement else judge(trial, run.plan)
         change, is_shown, source, figure = None, True, "measured", dict[str, Any]()
-        if measured is not None and not is_wide(measured):
+        if measured is not None and (measured.verdict != "undecided" or not is_wide(measured)):
             change, most = measured.median - 1 if measured.verdict != "undecided" else 0.0, NOISE
             detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
         elif self._prices is not None and latency is not None:
@@ -261,6 +261,8 @@ class _Table:
         if lost:
             return {"reason": "accuracy limit", "detail": lost, **figure}
         reason, detail = self._outcome(trial, others)
+        if reason == "no gain beyond noise":  # faster in the search, which the proof did not confirm
+            figure = {}
         return {"reason": reason, "detail": detail, **figure}
 
     # ---- facts
