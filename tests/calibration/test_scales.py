@@ -14,7 +14,6 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import (
     Quantization,
     Range,
-    integer_ends,
     of_range,
     of_weight,
     quantize,
@@ -129,21 +128,6 @@ def error(name: str, weight: np.ndarray = WEIGHT) -> float:
     return float(np.square(rounded_weight(weight, WeightFormat.named(name)).values() - weight).mean())
 
 
-@pytest.mark.parametrize("name", ["w8", "w8b32", "w8a", "w8b32a", "w4b16", "w4b32", "w4b32a"])
-def test_integers_and_scales_stand_for_the_weights(name: str) -> None:
-    weight_format = WeightFormat.named(name)
-    assert weight_format.name == name
-    found = rounded_weight(WEIGHT, weight_format)
-    low, high = integer_ends(weight_format)
-    integers = found.integers.astype(int)
-    assert integers.min() >= low
-    assert integers.max() <= high
-    assert found.scale.shape == ((64 // weight_format.block, 24) if weight_format.block else (24,))
-    assert (found.zero_point is None) == weight_format.symmetric
-    largest = np.abs(WEIGHT).max() * (1 if weight_format.bits == 4 else 0.01)
-    assert np.abs(found.values() - WEIGHT).max() < largest
-
-
 def test_searched_steps_lose_less_than_those_of_the_largest_values() -> None:
     blocks = WEIGHT.reshape(2, 32, 24)
     step = np.abs(blocks).max(axis=1, keepdims=True) / 7
@@ -162,7 +146,7 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
         assert np.array_equal(found.values()[:, 1:], weight[:, 1:])
 
 
-@pytest.mark.parametrize("name", ["w8", "w4b32", "w4b32a"])
+@pytest.mark.parametrize("name", ["w8", "w8b32a", "w4b32", "w4b32a"])
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_weights_whose_squares_overflow_are_rounded_by_their_largest(name: str) -> None:
     huge = WEIGHT * np.float32(1e25)

@@ -273,7 +273,7 @@ def cheapest(found: RuleCosts, answer: Answer) -> float:
     return min(found.total(labels) for labels in every if answer(found, found.placement(labels))[0] <= LIMIT)
 
 
-@pytest.mark.parametrize("factor", [0.4, 1.5, 3.0])
+@pytest.mark.parametrize("factor", [0.4, 3.0])
 def test_the_cheapest_that_holds_is_found(factor: float) -> None:
     found, answer = costs(), by_table(factor)
     history = simulated(RuleSearch(found, noise(found)), answer)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from scipy.special import bdtr
+from scipy.special import bdtr, bdtrc
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
@@ -26,7 +26,6 @@ from qdqtune.timing.ratios import (
     ratio,
 )
 from qdqtune.types import Measurement, Times, Turn, Workload
-from rates import plausible
 
 Array = npt.NDArray[Any]
 
@@ -88,6 +87,11 @@ def many_verdicts(a: Array, b: Array, plan: Plan = PLAN) -> Array:
         found[is_open & (ratios[:, -int(low)] < 1)] = "faster"
         found[is_open & (ratios[:, int(low) - 1] > 1)] = "slower"
     return found
+
+
+def plausible(hits: int, count: int, rate: float) -> bool:
+    """Whether so many hits can come from a rate of at most `rate`: else the chance is less than one in a million."""
+    return hits == 0 or bool(bdtrc(hits - 1, count, rate) > 1e-6)
 
 
 def measured(ratios: Array) -> Measurement:

@@ -1,17 +1,20 @@
 """Candidates of a batch side by side: what is found, in which order it is known, and how such a run goes on."""
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qdqtune.engines import EngineSpec
+from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning import loop
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.proof import prove
 from runs import cost, rows, settings
-from workers import Workers
+from workers import Workers, open_here
 
 MODES: dict[str, dict[str, Any]] = {
     "cut": {"mode": "cut", "builds": 12},
@@ -51,12 +54,12 @@ def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, m
     expected = tune(asked)
     lines = (asked.output_dir / "autotuner_state.yaml").read_bytes().splitlines(keepends=True)
     trials = [n for n, line in enumerate(lines) if b'"key": "trial:' in line]
-    for count, workers in ((1, 4), (3, 1), (-1, 2)):
-        cut = lines[: trials[count]]
-        left = sum(b'"key": "trial:' in line for line in lines[trials[count] :])
+    for kept, workers in ((1, 4), (3, 1), (-1, 2)):
+        cut = lines[: trials[kept]]
+        left = sum(b'"key": "trial:' in line for line in lines[trials[kept] :])
         shuffled = [*(line for line in cut if b'"key": "trial:' not in line),
                     *reversed([line for line in cut if b'"key": "trial:' in line])]  # fmt: skip
-        folder = model.parent / f"killed_{count}"
+        folder = model.parent / f"killed_{kept}"
         folder.mkdir()
         (folder / "autotuner_state.yaml").write_bytes(b"".join(shuffled))
         many_cores.builds.clear()
@@ -76,6 +79,19 @@ def test_the_proof_runs_alone(model: Path, monkeypatch: pytest.MonkeyPatch, many
     monkeypatch.setattr(loop, "prove", watched)
     assert tune(settings(model, workers=3, **MODES["region"])).improved
     assert alive == [1]
+
+
+def test_workers_that_are_not_alike_are_refused_by_name(model: Path, many_cores: Workers) -> None:
+    versions = count(1)
+
+    def unlike(spec: EngineSpec) -> Any:
+        engine = open_here(spec)
+        told = {**engine.describe(), "version": str(next(versions))}
+        return SimpleNamespace(describe=lambda: told, numeric_format=engine.numeric_format, build=engine.build)
+
+    many_cores.opener = unlike
+    with pytest.raises(EngineUnavailable, match=r"worker-2 has version \d, worker-1 has \d"):
+        tune(settings(model, workers=2))
 
 
 def test_candidates_beyond_the_budget_are_not_begun(model: Path, many_cores: Workers) -> None:

@@ -32,13 +32,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or len(devices.physical_cores()) < 2, reason="two nodes want two cores"),
 ]
 
-OTHER_VERSION = """
-import qdqtune.engines.fake as fake
-told = fake.Fake.describe
-fake.Fake.describe = lambda self: told(self) | {"version": "2"}
-"""
-
-
 BUSY = {
     # A node that is gone refuses to be asked, and is given up after so many tries; one that is slow to answer is not.
     "health_check_initial_delay_ms": 0,
@@ -125,16 +118,6 @@ def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers
     assert tune(asked(model, "lost", ray=cluster.address), faults).history == history
     until(lambda: not actors() and not leftovers())
     cluster.given_up()
-
-
-def test_a_node_with_another_engine_version_is_refused_by_name(
-    cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
-    node = cluster.add(env_vars={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
-    with pytest.raises(EngineUnavailable, match=r"worker-\d on \S+ cores \d+ has version \d, worker-\d on .* has \d"):
-        tune(asked(expected[0], "unlike", ray=cluster.address, workers=2))
-    cluster.remove(node)
 
 
 def test_a_result_is_proven_at_other_threads_where_there_are_as_many_cores(
