@@ -223,6 +223,19 @@ def test_what_has_no_kernel_is_not_told_as_left_out_by_the_user(tmp_path: Path) 
     assert rows["relu"].reason == "excluded by your options"
 
 
+def test_what_runs_elsewhere_or_in_advance_is_a_state_and_untimed_runs_know_accuracy_alone(
+    chain: Model, tmp_path: Path
+) -> None:
+    elsewhere = Layer("l", ("a",), "FP32", 1.0, "compute", elsewhere="on the CPU: no kernel")
+    run = made_up(tmp_path, model=chain, shipped_layers=(elsewhere, Layer("f", ("b",), "", 0.0, "folded")))
+    vars(run)["summary"]["timed"] = False
+    rows = by_name(explanations(run))
+    assert (rows["a"].state, rows["a"].reason) == ("elsewhere", "no kernel for this operator")
+    assert "on the CPU" in rows["a"].detail
+    assert rows["b"].state == "computed in advance"
+    assert (rows["c"].state, rows["c"].reason) == ("float", "accuracy limit")
+
+
 ROW = Explanation(("a", "b"), ("MatMul", "Relu"), "8 bits", "int8", 2.0, 4.0)
 
 
