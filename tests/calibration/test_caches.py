@@ -14,7 +14,7 @@ from onnxruntime.quantization.quant_utils import write_calibration_table
 
 from models import build, conv_net, normal
 from qdqtune.calibration.caches import CacheRanges, ranges_of, read_cache
-from qdqtune.calibration.options import CacheOption, RangeOptions, check_cache
+from qdqtune.calibration.options import CacheOption, RangeOptions
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Range, of_range
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadData, BadOption
@@ -177,8 +177,10 @@ def test_what_is_given_counts_and_defaults_stand_for_the_rest() -> None:
     "given", [{"calibration_method": "percentile:99"}, {"bias_correction": False}, {"calibration_method": "mse"}]
 )
 def test_a_cache_of_scales_excludes_how_ranges_are_found(given: dict[str, object]) -> None:
-    cache = CacheOption(calibration_cache=Path("c.cache"))
-    check_cache(RangeOptions(), cache)
-    check_cache(RangeOptions(**given), CacheOption())
+    class Both(CacheOption, RangeOptions):
+        pass
+
+    Both(calibration_cache="c.cache")
+    Both(**given)
     with pytest.raises(BadOption, match="brings the scales: leave `calibration_method`"):
-        check_cache(RangeOptions(**given), cache)
+        Both(calibration_cache="c.cache", **given)

@@ -191,7 +191,12 @@ def test_odd_files_are_refused_in_one_line_and_bounded_memory(tmp_path: Path, mo
 
 def test_a_wrong_file_ends_the_command_before_anything_begins(call, jobs_file, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
+    many = jobs_file.parent / "many"
+    many.mkdir()
+    for name in "ab":
+        (many / f"{name}.onnx").touch()
     for text, words in {
+        f"jobs: [{{model: {many}}}]": "holds 2 models: give each a job of its own",
         "jobs: [{model: a.onnx}, {model: b.onnx, builds: '²'}]": "job 2 (b.onnx): --builds: '²' is no whole number",
         "jobs: [{model: 5}]": "job 1 has no model: give the name of a file",
         "jobs: [{model: a.onnx}]\ndefaults: {'': 1}": "defaults: there is no option ''",

@@ -89,6 +89,12 @@ class RangeOptions(Options):
         default_in_words="yes",
     )
 
+    def __post_init__(self) -> None:
+        if self.has_method and getattr(self, "calibration_cache", None) is not None:
+            raise BadOption(
+                "`calibration_cache` brings the scales: leave `calibration_method` and `bias_correction` out"
+            )
+
     @property
     def has_method(self) -> bool:
         """Whether an option says how ranges are found."""
@@ -111,12 +117,6 @@ class CacheOption(Options):
         "ONNX Runtime's calibration.json. Tensors that it lacks stay in float.",
         "Data",
     )
-
-
-def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
-    """Refuse a calibration cache together with options for how ranges are found."""
-    if cache.calibration_cache is not None and ranges.has_method:
-        raise BadOption("`calibration_cache` brings the scales: leave `calibration_method` and `bias_correction` out")
 
 
 class RewriteOption(Options):

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from qdqtune.calibration.options import check_cache
 from qdqtune.cli import fleet, progress
 from qdqtune.cli.command import Terminal, begun, command, command_line
 from qdqtune.cli.fleet import run_jobs
@@ -60,7 +59,6 @@ def tune_command(options: TuneArguments) -> int:
     qdqtune tune model.onnx --calibration-data samples.npz -o out
     qdqtune tune a.onnx b.onnx models/ -o out --time-budget 10m
     """
-    check_cache(options, options)
     if isinstance(options.model, tuple):
         code = fleet.run_jobs([*fleet.jobs_of(options.model, options)], options, options)
         if code in fleet.CODES and not (options.dry_run or options.quiet):
@@ -205,6 +203,8 @@ def read_jobs(path: Path) -> list[TuneArguments]:
             options.spec()
         except (InputError, OSError) as error:
             raise BadOption(f"{where} ({model:.100}): {error!s:.{MOST_CHARACTERS}}") from error
+        if isinstance(options.model, tuple):
+            raise BadOption(f"{where} ({model:.100}) holds {len(options.model)} models: give each a job of its own")
         jobs.append(options)
     return jobs
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from qdqtune.calibration.caches import CacheRanges, ranges_of
 from qdqtune.calibration.observe import MOST_OPTIMIZED
-from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, RangeOptions, RewriteOption, check_cache
+from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, RangeOptions, RewriteOption
 from qdqtune.calibration.prepare import LEAST_JUDGED, Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Calibration, Ranges
@@ -513,7 +513,6 @@ def alone_among(model: Model, placement: Placement, whole: Placement) -> list[st
 
 def _check_options(options: QuantizeOptions) -> None:
     """Refuse options that exclude each other or lack data, and weight formats without a kernel in the engine."""
-    check_cache(options, options)
     check_metric(options.evaluate, options)
     if options.per_channel and options.quant_type == "fp8":
         raise BadOption("`per_channel` is for int8: FP8 weights have one scale")
@@ -675,7 +674,6 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         EngineFailure: the engine does not load the written model.
         OutputError: the output cannot be written.
     """
-    check_cache(options, options)
     observer, path = observer or Silent(), Path(str(options.model))
     recorded = read_placement_file(options.placement)
     engine = options.engine or recorded.engine

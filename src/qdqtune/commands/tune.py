@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from qdqtune.calibration.options import RangeOptions, check_cache
+from qdqtune.calibration.options import RangeOptions
 from qdqtune.calibration.prepare import USUAL_JUDGED
 from qdqtune.calibration.workloads import WORKLOADS, WorkloadsOption
 from qdqtune.commands.explain import Explained, explain_run
@@ -89,7 +89,6 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
             BadOption: options exclude each other, or leave nothing to do.
             BadData: a workload cannot be read.
         """
-        check_cache(self, self)
         machine = None if self.on is None else Destination.parsed(self.on).facts()
         effort = EFFORTS[self.effort]
         # With a time budget it is time that ends the search, while there is something left to try.
