@@ -168,9 +168,11 @@ class Racer:
                 handles.append(self.runner.load(file, f"single_{at}", fresh=True))
                 stack.callback(self.runner.unload, handles[-1])
             turns = self.runner.turns(handles, 0.0)
+            if any(turn.start for turn in turns):
+                return ()
             each = len(files) * sum(turn.seconds for turn in turns)
             count = min(SINGLES, int(SINGLES_SECONDS / each))
-            if count < FEWEST_SINGLES or any(turn.start for turn in turns) or self.lacks(count * each):
+            if count < FEWEST_SINGLES or self.lacks(count * each):
                 return ()
             single = [Turn(1, 1, turn.seconds) for turn in turns]
             warmup = self.plan.warmups(max(turn.seconds for turn in turns))
