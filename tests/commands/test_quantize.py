@@ -19,7 +19,6 @@ from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.graph.saving import save
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
@@ -97,29 +96,6 @@ def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
     assert not fed_at_random.is_held_out
 
 
-STATE = """net (float[N,32] x, float[N,32] state, int64 rate) => (float[N,32] y, float[N,32] next) {
-    [is16] wide = Equal(rate, wanted)
-    [choose] h = If(wide) <then_branch = a () => (float[N,32] p) { p = MatMul(x, w) },
-                           else_branch = b () => (float[N,32] q) { q = MatMul(x, v) }>
-    [carry] s = MatMul(state, v)
-    [add] t = Add(h, s)
-    [tanh] next = Tanh(t)
-    [copy] y = MatMul(next, w)
-}"""
-
-
-def test_a_state_is_an_input_like_others_and_a_fixed_input_decides_an_if(tmp_path: Path) -> None:
-    model = build(STATE, {"w": normal(32, 32), "v": normal(32, 32, seed=1), "wanted": np.int64(16000)})
-    path = tmp_path / "model.onnx"
-    save(model, path)
-    np.savez(path.with_suffix(".npz"), x=normal(6, 2, 32), state=normal(6, 2, 32, seed=2), rate=np.int64(16000))
-    done = quantize(request(path, fix_inputs={"rate": 16000}))
-    assert {"carry", "copy"} < {e.node for e in done.placed.placement}
-    assert "rate" not in load(done.output).inputs
-    assert done.sqnr_db is not None
-    assert done.sqnr_db > 20
-
-
 @pytest.mark.parametrize(
     ("selection", "gone", "kept", "alone"),
     [({"nodes_to_exclude": ["side", "de*"]}, {"side", "depthwise"}, {"stem", "project"}, "side"),
@@ -161,6 +137,12 @@ def test_a_model_that_computes_in_integers_already(tmp_path: Path) -> None:
     path = write(build(text, {"w": np.ones((32, 32), np.int8), "v": normal(32, 32)}), tmp_path, count=5)
     with pytest.raises(BadModel, match=r"has 8-bit operators \(DynamicQuantizeLinear, MatMulInteger\): give the float"):
         quantize(request(path))
+
+
+def test_a_fixed_input_is_none_of_the_file(tmp_path: Path) -> None:
+    text = "net (float[4,32] x, float[32] g) => (float[4,32] y) { h = MatMul(x, w) y = Mul(h, g) }"
+    path = write(build(text, {"w": normal(32, 32)}), tmp_path)
+    assert load(quantize(request(path, fix_inputs={"g": 2.0})).output).inputs == ("x",)
 
 
 def test_fp8_raises_an_older_opset(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def leaves(found: Sequence[MapBlock]) -> list[tuple[int, int]]:
     return [end for b in found for end in (leaves(b.blocks) if b.blocks else [(b.first, b.last)])]
 
 
-@pytest.mark.parametrize("count", [MOST_CELLS + 1, 3000, 25_000])
+@pytest.mark.parametrize("count", [MOST_CELLS + 1, 25_000])
 @pytest.mark.parametrize("name", ["node_{n}", "/stage{s}/block{b}/Conv_{n}"])
 def test_blocks_hold_every_group_once_and_fit_a_screen(count: int, name: str) -> None:
     names = [name.format(n=n, b=n // 12, s=n // 500) for n in range(count)]

@@ -194,17 +194,6 @@ def test_what_comes_as_floats_has_the_bits_of_its_widest_reader() -> None:
     assert "image" not in wide_tensors(model, widened(model, "project"))
 
 
-def test_conversions_are_a_dq_of_one_type_and_a_q_of_the_other() -> None:
-    model = conv_net()
-    written = insert(model, widened(model, "project"), ranges(model), WIDE)
-    onnx.checker.check_model(written.to_proto())
-    assert types(written, "QuantizeLinear").count("UINT16") == 2  # k1 for the product, and its result
-    assert written.opset == 21
-    converted = written.node("project").inputs[0]
-    q = written.maker(written.maker(converted).inputs[0])
-    assert written.maker(q.inputs[0]).op == "DequantizeLinear"
-
-
 @pytest.mark.parametrize("nodes", [(), ("stem",), ("project",), ("project", "add"), ("head",)])
 @pytest.mark.parametrize("numbers", [WIDE, QNN])
 def test_placements_are_read_back(nodes: tuple[str, ...], numbers) -> None:

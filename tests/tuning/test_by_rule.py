@@ -130,13 +130,6 @@ def test_the_same_command_gives_the_same_result(done, folder: Path, limit: float
 
 
 @SIMULATOR
-def test_a_run_with_other_limits_goes_on_from_what_was_built(folder: Path, limit: float) -> None:
-    again = tune(options(folder, "probed", min_sqnr=limit).settings())
-    assert [trial.proposal.origin for trial in again.history][:2] == ["8 bits", "16 bits"]
-    assert again.shipped == "tuned"
-
-
-@SIMULATOR
 def test_what_was_found_is_verified_by_its_outputs(done, folder: Path) -> None:
     found = verify(VerifyOptions(folder=folder / "out", calibration_data=str(folder / "samples.npz")))
     assert found.holds

@@ -80,12 +80,13 @@ def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], 
         {"builds": 6},
         {"time_budget": 100.0},
         {"time_limit": 9.0},
+        {"min_sqnr": 30.0},
         {"config": Config(schemes_per_region=9)},
         {"plan": Plan((7, 20), 0.02, turn_seconds=0.0)},
         {"plan": Plan((12, 24, 48, 96), turn_seconds=0.0)},
     ],
 )
-def test_budgets_may_change(done: tuple[Path, bytes], change: dict[str, Any]) -> None:
+def test_budgets_and_limits_may_change(done: tuple[Path, bytes], change: dict[str, Any]) -> None:
     model, state = done
     assert tune(settings(model, **{"builds": 4, **change})).history
     assert (model.parent / "out" / STATE).read_bytes().startswith(state)
