@@ -16,7 +16,7 @@ import pytest
 from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine, threads_of
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.tensorrt import trtexec
-from qdqtune.engines.worker import Session, answer
+from qdqtune.engines.worker import Session
 from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 from trtexec_stand_in import launch
@@ -84,9 +84,10 @@ class InProcess:
     def __init__(self, workers: Workers) -> None:
         self._session = Session(partial(Watched, workers))
 
-    def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
+    def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> Any:
         """`Worker.ask`; the limit does not hold."""
-        return answer(self._session, *message)
+        name, arguments = message
+        return self._session.answer(name, *arguments)
 
     def end(self, seconds: float = 0.0) -> None:
         """`Worker.end`."""

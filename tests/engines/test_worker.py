@@ -12,7 +12,7 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.memory import OUT_OF_RESOURCES
 from qdqtune.engines.runner import as_workloads
-from qdqtune.engines.worker import Model, Session, answer, average_layers
+from qdqtune.engines.worker import Model, Session, average_layers
 from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer, Turn, Workload
 
@@ -115,7 +115,7 @@ def test_a_file_that_cannot_be_written_is_a_failure_for_lack_of_resources() -> N
         def describe(self) -> NoReturn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "candidate.log")
 
-    good, error = answer(Full(), "describe", ())
+    good, error = Full().answer("describe")
     assert (good, type(error)) == (False, EngineFailure)
     assert str(error) == "the engine process cannot use candidate.log: No space left on device"
     assert OUT_OF_RESOURCES.search(str(error))

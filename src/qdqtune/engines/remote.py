@@ -2,9 +2,9 @@
 
 `Destination` starts a command that begins with `ssh` or `adb`. The system's `ssh` is used, so that names, keys and
 jumps of ~/.ssh/config hold. There `python -m qdqtune.engines.remote` greets with what is known of the machine, and
-answers three kinds of messages: `missing` asks which of some contents it lacks, `put` brings one, and `ask` is a
-request as for `engines.worker`, whose large arrays and constants are named by their content. It ends, and removes its
-files, when its input closes.
+answers messages: `missing` asks which of some contents it lacks, `put` brings one, and all others are those of
+`engines.worker`, whose large arrays and constants are named by their content. It ends, and removes its files, when its
+input closes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shlex
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -34,7 +34,7 @@ from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device, allot, leas
 from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.process import Program, Worker
-from qdqtune.engines.worker import GREETING, Session, answer, answer_undisturbed, serve
+from qdqtune.engines.worker import GREETING, Session, serve
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, one_line, reading, writing
 from qdqtune.graph.constants import inner_tensors
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
@@ -187,13 +187,14 @@ class FarWorker:
 
     def ask(self, message: Any, limit: float) -> tuple[bool, Any]:
         contents: dict[str, Array] = {}
-        sent, (name, arguments) = message, message
+        name, arguments = message
+        sent, words = name, arguments
         if name == "open":
-            sent = "open_on", (self._cores, os.getcwd(), *arguments)
+            sent, words = "open_on", (self._cores, os.getcwd(), *arguments)
         elif name == "build":
             number, path, _ = arguments
             proto, contents = packed(path)
-            sent = "build_from", (number, path.name, proto, tuple(contents))
+            sent, words = "build_from", (number, path.name, proto, tuple(contents))
         arrays: list[Array] = []
 
         def is_part(buffer: pickle.PickleBuffer) -> bool:
@@ -203,13 +204,13 @@ class FarWorker:
             arrays.append(values)
             return False
 
-        request = pickle.dumps(sent, protocol=5, buffer_callback=is_part)
+        request = pickle.dumps(words, protocol=5, buffer_callback=is_part)
         digests = [_digest(values) for values in arrays]
         contents |= zip(digests, arrays, strict=True)
         try:
-            for digest in self._program.ask(("missing", list(contents)), limit) if contents else ():
-                self._program.ask(("put", digest, contents[digest]), limit)
-            good, result = self._program.ask(("ask", request, digests), limit)
+            for digest in self._program.ask(("missing", (list(contents),)), limit) if contents else ():
+                self._program.ask(("put", (digest, contents[digest])), limit)
+            good, result = self._program.ask((sent, (request, digests)), limit)
         except EOFError as error:
             raise EOFError(f"{error} on {self.location}") from error
         if good and name == "build":
@@ -330,11 +331,15 @@ class FarSession(Session):
         self._constants: dict[int, tuple[str, ...]] = {}
         self._lease = ExitStack()
 
-    def ask(self, request: bytes, digests: Sequence[str] = ()) -> tuple[bool, Any]:
-        """Answer a request in pickle's form, whose large arrays have these digests."""
+    def answer(self, name: str, *arguments: Any) -> Any:
+        """What `Contents` answer, or what a session answers to arguments in pickle's form whose large arrays have
+        digests."""
+        if name in ("missing", "put"):
+            return getattr(self.contents, name)(*arguments)
+        request, digests = arguments
         try:
             arrays = [np.fromfile(self.contents.path(digest), np.uint8) for digest in digests]
-            reply = answer_undisturbed(self, *pickle.loads(request, buffers=arrays))
+            reply = super().answer(name, *pickle.loads(request, buffers=arrays))
         except OutputError as error:
             reply = False, error
         self.contents.forget(set().union(*self._constants.values()))
@@ -385,7 +390,7 @@ class FarSession(Session):
         with writing(path, "it may be full"):
             path.write_bytes(proto)
         self._constants[number] = constants
-        good, result = answer(self, "build", (number, path, log))
+        good, result = super().answer("build", number, path, log)
         return log.read_text(errors="replace") if log.exists() else "", good, result
 
     def unload(self, number: int) -> None:
@@ -402,11 +407,8 @@ def main() -> None:
         os.setsid()
     folder = temporary_folder().path
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    session = FarSession(folder)
-    contents = session.contents
-    answers: dict[str, Callable[..., Any]] = {"missing": contents.missing, "put": contents.put, "ask": session.ask}
     greeting = {"version": __version__, "host": gethostname(), "facts": asdict(this_machine())}
-    serve(lambda message: answers[message[0]](*message[1:]), greeting, folder)
+    serve(FarSession(folder), greeting, folder)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,18 @@ class Session:
         self._engines: dict[int | None, Engine] = {}
         self._models: dict[int, Model] = {}
 
+    def answer(self, name: str, *arguments: Any) -> Any:
+        """True and the result of the method `name`, or False and its error. Where it cannot write a file, as on a full
+        disk, that is a failure of the engine."""
+        try:
+            return True, getattr(self, name)(*arguments)
+        except QdqtuneError as error:
+            return False, error
+        except OSError as error:
+            if error.errno is None:  # raised by a program, not by the system
+                raise
+            return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {error.strerror}")
+
     def open(self, spec: EngineSpec, mix: Mix = (), saves_memory: bool = False) -> None:
         """Open the engine. With `saves_memory` builds take as little memory as they can."""
         self._spec, self._is_launched = spec, spec.name in LAUNCHED
@@ -223,12 +235,7 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     )
 
 
-def main() -> None:
-    session = Session()
-    serve(lambda message: answer_undisturbed(session, *message))
-
-
-def serve(answered: Callable[[Any], Any], greeting: Any = None, folder: Path | None = None) -> None:
+def serve(session: Session, greeting: Any = None, folder: Path | None = None) -> None:
     """Answer the messages of the parent over standard input and output until it is gone, and end with all that this
     process has started. A `greeting` comes first, after `GREETING`; `folder` is removed at the end.
 
@@ -245,10 +252,14 @@ def serve(answered: Callable[[Any], Any], greeting: Any = None, folder: Path | N
         channel.send(greeting)
     while True:
         try:
-            message = channel.recv()
+            name, arguments = channel.recv()
         except (EOFError, OSError):
             break
-        channel.send(answered(message))
+        if name == "rounds":  # garbage is collected before them, not while they are timed
+            gc.collect()
+            gc.disable()
+        channel.send(session.answer(name, *arguments))
+        gc.enable()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     end_group(0)
@@ -273,29 +284,5 @@ def _end_with_input(descriptor: int, folder: Path | None) -> None:
     os._exit(0)
 
 
-def answer(session: Session, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """True and the result of a request, or False and its error. Where it cannot write a file, as on a full disk, that
-    is a failure of the engine."""
-    try:
-        return True, getattr(session, name)(*arguments)
-    except QdqtuneError as error:
-        return False, error
-    except OSError as error:
-        if error.errno is None:  # raised by a program, not by the system
-            raise
-        return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {error.strerror}")
-
-
-def answer_undisturbed(session: Session, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """`answer` in a process of its own, whose garbage is not collected while rounds are timed, but before."""
-    if name == "rounds":
-        gc.collect()
-        gc.disable()
-    try:
-        return answer(session, name, arguments)
-    finally:
-        gc.enable()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Session())

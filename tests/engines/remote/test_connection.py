@@ -222,8 +222,8 @@ def test_a_disk_without_room_loses_the_worker_with_a_reason(tmp_path: Path) -> N
     assert re.fullmatch("cannot write to .*: File too large; it may be full", str(error))
 
 
-def request(desk: FarSession, *words: Any) -> tuple[bool, Any]:
-    return desk.ask(pickle.dumps((words[0], words[1:])))
+def request(desk: FarSession, name: str, *words: Any) -> Any:
+    return desk.answer(name, pickle.dumps(words), ())
 
 
 def saved_with_constants(folder: Path) -> Path:
@@ -243,7 +243,7 @@ def test_contents_go_there_once_and_builds_are_removed_when_they_are_freed(
 
     def counted(program: Program, message: Any, limit: float) -> Any:
         if message[0] == "put":
-            sent[message[1]] += 1
+            sent[message[1][0]] += 1
         return ask(program, message, limit)
 
     monkeypatch.setattr(Program, "ask", counted)
