@@ -8,6 +8,7 @@ import pytest
 
 from decoders import CALLS, WEIGHTS, decoder, settings, written
 from models import build, normal
+from qdqtune.calibration.inputs import input_specs, size_hints
 from qdqtune.calibration.prepare import Data, hidden_work, prepare
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads
 from qdqtune.engines.execution import EXECUTION
@@ -101,6 +102,11 @@ def test_workloads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         assert told in refusal(model)
     model.with_name("decode.npz").unlink()
     assert "decode.npz" in refusal(model)
+
+
+def test_what_is_the_batch_of_one_input_is_one_in_the_hint_for_all() -> None:
+    net = build("n (float[batch,sequence] x, float[2,batch,8] state) => (float[batch,sequence] y) { y = Relu(x) }", {})
+    assert size_hints(net, input_specs(net)) == ["`input_shapes` x:1x64", "`input_shapes` state:2x1x8"]
 
 
 def test_a_model_is_shaped_where_all_workloads_agree(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_settings_beside_the_pictures_come_before_those_of_the_model(tmp_path: P
         (PLAIN | {"resample": "best"}, PIXELS, "Expected 'int', got 'str'"),
         ({"image_mean": [0.5, 0.5], "image_std": [1, 1]}, PIXELS, "do not fit 3 channels"),
         (PLAIN, "float[N,3] x", "holds pictures, which fit an input of rank 4"),
+        (None, "float[1,2,128,2] x", "which fit an input of rank 4 with 1 or 3 channels: the model has x: "),
         (PLAIN, "float[1,3,9,9] x", "has shape (1, 3, 4, 6), the model wants x: float32[1,3,9,9]"),
         ({"do_normalize": False}, "uint8[1,3,4,6] x", "the model wants whole numbers"),
         (PLAIN, "float[1,3,4,6] x, float[1,2] scale", "has no array 'scale'"),

@@ -275,6 +275,15 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
     assert "simulator" in errors(call(*base, "--fail-below", 1))[1]
 
 
+def test_a_metric_or_threads_that_cannot_be_are_refused(call: Call, tuned: Path, tmp_path: Path) -> None:
+    (tmp_path / "metric.py").write_text("def nan(predict):\n    return float('nan')\n")
+    code, message = errors(call("compare", tuned, tuned, "--engine", "fake", "--evaluate", f"{tmp_path}/metric.py:nan"))
+    assert code == 2
+    assert message.startswith(f"--evaluate {tmp_path}/metric.py:nan fails on {tuned}: the metric of ")
+    code, message = errors(call("compare", tuned, tuned, "--threads", 1000))
+    assert (code, message[:26]) == (2, "1000 threads: this process")
+
+
 def test_inferences_a_second_are_those_of_their_own_file() -> None:
     row = Row("b.onnx", first_ms=4.0, ms=2.0, first_percentiles_ms=Tail(5, 6), percentiles_ms=Tail(3, 4.5))
     told = Comparison("a.onnx", (row,)).table().caption

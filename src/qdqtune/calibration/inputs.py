@@ -67,7 +67,7 @@ PICTURE, SEQUENCE = 224, 64
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
     """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table."""
-    if hints := size_hints(specs):
+    if hints := size_hints(model, specs):
         raise BadOption(
             f"input {next(s for s in specs if None in s.shape[1:])} has dynamic dimensions: give `calibration_data`, "
             f"which have sizes, or for all inputs those you run with, like {first_of(hints, ' ')}"
@@ -93,14 +93,18 @@ def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count:
     return produce
 
 
-def size_hints(specs: Iterable[InputSpec]) -> list[str]:
-    """For each input with open sizes besides the first, the option that gives likely ones: those of a picture if height
-    and width are open, else of a sequence."""
+def size_hints(model: Model, specs: Iterable[InputSpec]) -> list[str]:
+    """For each input with open sizes besides the first, the option that gives likely ones: one for what is the first
+    size of an input, those of a picture if height and width are open, else of a sequence."""
     hints = []
+    symbols = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in model.proto.graph.input}
+    batches = {names[0] for names in symbols.values() if names and names[0]}
     for spec in specs:
         is_picture = len(spec.shape) == 4 and spec.shape[1:].count(None) > 1
         usual = PICTURE if is_picture else SEQUENCE
-        sizes = [(usual if at else 1) if size is None else size for at, size in enumerate(spec.shape)]
+        names = enumerate(symbols[spec.name])
+        likely = [1 if at == 0 or name in batches else usual for at, name in names]
+        sizes = [one if size is None else size for size, one in zip(spec.shape, likely, strict=True)]
         if None in spec.shape[1:]:
             hints.append(f"`input_shapes` {spec.name}:{'x'.join(map(str, sizes))}")
     return hints

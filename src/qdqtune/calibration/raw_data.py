@@ -28,6 +28,9 @@ TEXT_ENDING = ".txt"
 
 PICTURE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
+CHANNELS = frozenset({1, 3, None})
+"""Channels that an input for pictures may have, gray or RGB; None is open."""
+
 PICTURE_SETTINGS = ("preprocessor_config.json", "processor_config.json")
 """The files with the numbers for pictures; in the second one they are under the key `image_processor`."""
 
@@ -172,10 +175,11 @@ def _picture_settings(path: Path) -> PictureSettings:
 def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) -> tuple[InputSpec, Maker]:
     """The input of a model that takes pictures, and what makes its array of their files; the settings lie in one of the
     folders `places`."""
-    fitting = [spec for spec in specs if len(spec.shape) == 4]
+    fitting = [s for s in specs if len(s.shape) == 4 and not CHANNELS.isdisjoint((s.shape[1], s.shape[3]))]
     fitting = [spec for spec in fitting if spec.name == "pixel_values"] or fitting
     if len(fitting) != 1:
-        raise BadData(f"{source} holds pictures, which fit an input of rank 4: the model has {listed(tuple(specs))}")
+        wanted = "which fit an input of rank 4 with 1 or 3 channels"
+        raise BadData(f"{source} holds pictures, {wanted}: the model has {listed(tuple(specs))}")
     (spec,), origin = fitting, first_beside(PICTURE_SETTINGS, places)
     is_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
     if origin is None:

@@ -228,7 +228,8 @@ def _split(
     stacks = {spec.name: _stacked(checked[spec.name], spec, origin) for spec in specs}
     counts = {name: len(stack) for name, stack in stacks.items()}
     if len(set(counts.values()) - {1}) > 1:
-        raise BadData(f"{origin}: arrays hold different numbers of samples: {counts}")
+        told = ", ".join(f"{count} of '{name}'" for name, count in counts.items())
+        raise BadData(f"{origin}: arrays hold different numbers of samples: {told}")
     for i in range(next((n for n in counts.values() if n != 1), 1)):
         yield {name: np.asarray(stack[i if len(stack) > 1 else 0]) for name, stack in stacks.items()}
 

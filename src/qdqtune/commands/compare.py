@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from math import inf
@@ -37,7 +37,7 @@ from qdqtune.numerics.accuracy import (
     is_finite,
     slice_cell,
 )
-from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure, open_metric
+from qdqtune.numerics.metrics import Labelled, Metric, ScoreOption, check_metric, measure, open_metric, option_of
 from qdqtune.numerics.scores import (
     NO_SCORES,
     Score,
@@ -311,6 +311,7 @@ def compare(
     if options.needs_samples and not prepared.has_real_samples:
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
     threads = options.threads or ()
+    counts = counts_of(spec, threads or None, machine=machine)
     fixed = dict(ChainMap(*fixed_in))
     metric = open_metric(options.evaluate, options, prepared)
     if isinstance(metric, Labelled):
@@ -328,7 +329,7 @@ def compare(
             options.plan,
             has_real_samples=prepared.has_real_samples,
             mix=tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix),
-            counts=counts_of(spec, threads, machine=machine) if len(threads) > 1 else (None,),
+            counts=counts if len(threads) > 1 else (None,),
             seed=options.seed,
             observer=observer,
             asked=options.scores,
@@ -529,7 +530,10 @@ def _ran(
 
         handle = load(file)
         outputs = runner.outputs(handle, samples)
-        return outputs, None if metric is None else measure(metric, runner, handle, lambda: load(first))
+        if metric is None:
+            return outputs, None
+        with rewording(f"{option_of(metric)} fails on {first}", BadOption) if file == first else nullcontext():
+            return outputs, measure(metric, runner, handle, lambda: load(first))
 
 
 def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> Row:

@@ -132,7 +132,7 @@ def overview_of(model: Model) -> dict[str, Any]:
     if is_quantized(model):
         notes.append("the file has pairs already: `from_qdq` takes them over")
     inputs, outputs = [_tensors(model, names) for names in (model.inputs, model.outputs)]
-    if hints := size_hints(inputs):
+    if hints := size_hints(model, inputs):
         notes.append(f"open sizes: give `calibration_data`, or sizes like {' '.join(hints)}")
     if inside := sum(len(graph.node) for graph in graphs(model.proto.graph)) - len(model.nodes):
         kinds = ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))

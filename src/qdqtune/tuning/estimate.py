@@ -15,7 +15,7 @@ from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
-from qdqtune.numerics.metrics import load_evaluation, open_metric
+from qdqtune.numerics.metrics import evaluate, load_evaluation, open_metric
 from qdqtune.timing.ratios import FEW_BUILDS, USUAL_BUILDS
 from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
@@ -53,8 +53,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
     execution, _ = on_device(settings.on, execution)
-    if settings.evaluate is not None:
-        load_evaluation(settings.evaluate, execution)  # as a run does: refused before the model is read
+    function = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
     with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
@@ -67,6 +66,13 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
             handle = runner.load(settings.model, "estimate")
             rounds = runner.timed(handle, 2, settings.plan.turn_seconds)
         launch = runner.start_seconds(handle)
+        evaluating = 0.0
+        if function is not None:
+            observer.stage(f"evaluating the float model with {function.source}")
+            begun = time.monotonic()
+            with rewording(f"`evaluate` {function.source} fails on the float model", BaselineFailed):
+                evaluate(function, runner, handle)
+            evaluating = time.monotonic() - begun
         calibrating = 0.0
         if settings.calibration_cache is None:
             observer.stage("timing what calibration takes")
@@ -91,7 +97,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     rewrite_builds = most_builds(settings, subject)
     rewriting = rewrite_builds * (build + each_round * plan.looks[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
-    seconds = calibrating + rewriting + (1 + trials) * candidate + proof
+    seconds = calibrating + 2 * evaluating + rewriting + (1 + trials) * candidate + proof
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
     return Estimate(
