@@ -425,13 +425,31 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
     points = [proven[placement] for placement in unbeaten(tradeoffs)]
     with writing(folder):
         folder.mkdir(exist_ok=True)
-    rows, files, stems = [], dict[Placement, Path](), Counter[str]()
+    rows, models, stems = [], dict[Placement, Path](), Counter[str]()
     for point in points:
         stem = "exact" if point.exactness == EQUAL_DB else f"{point.exactness:.0f}db"
         stems[stem] += 1
         name = stem if stems[stem] == 1 else f"{stem}-{stems[stem]}"
-        files[point.placement] = _named(point.placement, name, run)
-        rows.append(_row(name, point, files[point.placement], run))
+        placement, trial, shown = point.placement, point.trial, first_faster(point.to_float)
+        assert trial is not None  # a point was measured
+        models[placement] = _named(placement, name, run)
+        row = {
+            "name": name,
+            "file": f"{FRONT}/{models[placement].name}",
+            "ratio": shown.ratio.median,
+            "low": shown.ratio.low,
+            "high": shown.ratio.high,
+            "sqnr_db": trial.sqnr_db,
+            "agreement": equal_share(trial.accuracy),
+            "metric": trial.metric,
+            "pairs": count_pairs(placement),
+            "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
+            "baseline_ms": shown.a_seconds * 1e3,
+            "ms": shown.b_seconds * 1e3,
+            "holds_limits": point.missed is None,
+            "by_threads": rows_by_threads(point.to_float),
+        }
+        rows.append(row)
     if not points:
         run.output.clear(FRONT)
     notes = raced.notes
@@ -442,7 +460,7 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
         notes = (*notes, f"the front has {count} of {tried}: {short} has no room for others: give more")
     if (won := shipping.shipped(points)) is not None:
         run.given.check()
-        copy_model(files[won.placement], run.settings.output_dir / FINAL)
+        copy_model(models[won.placement], run.settings.output_dir / FINAL)
         proof = proof_of(won, notes, raced.builds, run.store)
     else:
         proof = prove(history, run)
@@ -478,24 +496,3 @@ def _named(placement: Placement, name: str, run: Run) -> Path:
             raced.replace(file)
     write_placement_of(placement, run.output.claim(file.with_suffix(".yaml")), run)
     return file
-
-
-def _row(name: str, point: Attempt, file: Path, run: Run) -> dict[str, Any]:
-    placement, trial, shown = point.placement, point.trial, first_faster(point.to_float)
-    assert trial is not None  # a point was measured
-    return {
-        "name": name,
-        "file": f"{FRONT}/{file.name}",
-        "ratio": shown.ratio.median,
-        "low": shown.ratio.low,
-        "high": shown.ratio.high,
-        "sqnr_db": trial.sqnr_db,
-        "agreement": equal_share(trial.accuracy),
-        "metric": trial.metric,
-        "pairs": count_pairs(placement),
-        "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
-        "baseline_ms": shown.a_seconds * 1e3,
-        "ms": shown.b_seconds * 1e3,
-        "holds_limits": point.missed is None,
-        "by_threads": rows_by_threads(point.to_float),
-    }
