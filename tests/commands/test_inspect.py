@@ -126,25 +126,3 @@ def test_json_has_the_same_numbers(found):
     everything = inspect.inspected(*found, include_all_regions=True).values["regions"]
     assert sorted(n for r in everything for n in r["nodes"]) == sorted(n.name for n in model.nodes)
     assert len(everything) == len(made.listings)
-
-
-def test_the_summary_fits_on_a_screen():
-    net = Network()
-    x = "input"
-    for number in range(30):
-        x = net.residual(x)
-        for _ in range(number):
-            x = net.add("Relu", x)
-    net.outputs = [net.conv(x)]
-    model = net.model()
-    made = discovery.find(model, max_sequence_size=1)
-    summary = inspect.inspected(model, made, patterns.group(model, made)).lines()
-    assert len(summary) <= 24
-    assert not any("├─" in line for line in summary)
-
-
-def test_inspect_prints_the_regions(call, tuned):
-    code, out, err = call("inspect", tuned, "--include-all-regions", "--verbose")
-    assert (code, err) == (0, "")
-    assert "8/8 nodes (100.0%)" in out
-    assert "  - third" in out
