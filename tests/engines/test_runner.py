@@ -400,13 +400,18 @@ def test_a_worker_that_ends_while_it_frees_a_build_is_started_again(files: Simpl
                 raise EOFError("signal SIGKILL")
             return super().ask(message, limit)
 
-    workers = Workers()
-    budget = MemoryBudget(1.5 * nbytes(files.large))
+    workers, size = Workers(), nbytes(files.large)
+    budget = MemoryBudget(2.5 * size)
     how: Any = {"start": lambda log, device: Ending(workers), "memory": budget}
-    with Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", **how) as runner:
-        runner.load(files.large)
-        runner.load(files.large, fresh=True)
-    assert [build.path for build in workers.builds] == [files.large, files.large]
+    with (
+        Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", **how) as runner,
+        Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", unpacked=2 * size, **how) as large,
+    ):
+        builds = [runner.load(files.large, fresh=True).build for _ in range(4)]
+        assert held(runner) == {*builds[2:]}  # the third had no room, and the worker ended with the first two
+        large.load(files.large)
+        assert (held(runner), len(held(large))) == (set(), 1)
+    assert [build.path for build in workers.builds] == [files.large] * 5
 
 
 # Which builds are freed, and which models have a budget

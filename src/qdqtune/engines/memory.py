@@ -58,7 +58,7 @@ class MemoryBudget:
             if build is None:
                 return
             _, free = self._held.pop(build)
-            free()  # which may end a worker, and with it others
+            free()  # which may end a worker, and with it other builds
 
     def add(self, build: Build, nbytes: int, free: Callable[[], None]) -> None:
         self._held[build] = nbytes, free
