@@ -136,9 +136,7 @@ def _named(result: R) -> R:
 class TuneCall(ModelCallOptions, TuneOptions, kw_only=False):
     """Keywords of `tune`."""
 
-    model: ModelLike | Settings = MODEL(  # type: ignore[assignment]
-        "The ONNX file, a folder that holds one, or all settings of the run.", default=REQUIRED
-    )
+    model: Any = MODEL("The ONNX file, a folder that holds one, or all settings of the run.", default=REQUIRED)
 
 
 class QuantizeCall(ModelCallOptions, quantizing.QuantizeOptions):

@@ -146,7 +146,7 @@ class AutotuneOptions(TuneArguments):
         if schemes is not None:
             more["config"] = region.Config(schemes_per_region=schemes)
         if schemes is not None and self.builds is None and self.mode == "region":
-            model = load(Path(str(self.model)), fix_inputs=self.fix_inputs)
+            model = load(self.model, fix_inputs=self.fix_inputs)
             graph = tuned_graph(model, self.rewrites, self.engine_name)
             tuned = patterns.tunable(graph, patterns.group(graph, discovery.find(graph, self.regions)))
             more["builds"] = max(EFFORTS[self.effort].builds["region"], builds_for(schemes, len(tuned)))
@@ -236,7 +236,7 @@ def region_pattern_autotuning_workflow(
         settings, logs = here.settings(), RegionLogs(here.output_dir)
         result = tune(settings, Observers((observer, logs)))
         logs.finish()
-        autotuner = QDQAutotuner(onnx.load(Path(str(here.model))))
+        autotuner = QDQAutotuner(onnx.load(here.model))
     config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
     autotuner.initialize(config, PatternCache.load(pattern_cache_of(settings.state)))
     autotuner.adopt(result)

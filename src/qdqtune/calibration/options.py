@@ -21,6 +21,7 @@ from qdqtune.options import (
     TEXT,
     VALUES,
     MaybeFile,
+    Option,
     Options,
     ShapesByInput,
     ValuesByInput,
@@ -40,7 +41,7 @@ SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch
 class DataOptions(Options):
     """Options for the inputs of a model."""
 
-    calibration_data: SamplesLike | None = SOURCE(
+    calibration_data: Option[str | None] = SOURCE(
         "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, "
         "or a .txt with a text a line, made arrays by preprocessor_config.json or tokenizer.json beside them or the "
         "model. Without it, seeded random inputs.",

@@ -80,7 +80,7 @@ def build(options: BuildOptions, observer: Observer | None = None) -> Artifact:
         EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, cannot save it, or does not
             load what it has saved.
     """
-    model, output = Path(str(options.model)), options.output
+    model, output = options.model, options.output
     spec = with_timing_cache(options.spec(), output.parent)
     check_inputs(spec, Model(read(model)))
     if spec.name in MODULES and spec.name not in FORMATS:

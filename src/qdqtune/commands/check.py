@@ -118,7 +118,7 @@ def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
         BadOption: options exclude each other.
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
-    path = Path(str(options.model))
+    path = options.model
     return _profile(options, path, load(path))
 
 
@@ -268,7 +268,7 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
         BadOption: options do not go together.
         QdqtuneError: the engine cannot run the model, say.
     """
-    path = Path(str(options.model))
+    path = options.model
     graph, is_report = load(path), options.graph_json is not None
     notes = () if is_report else tuple(filter(None, [unwatched(options.spec(options.input_shapes))]))
     if not is_quantized(graph) and (is_report or options.engine_name not in PROVIDERS):

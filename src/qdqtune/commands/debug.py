@@ -21,7 +21,7 @@ from onnx import TensorProto
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import ModelRun, Outputs, observe, onnxruntime_session, running
 from qdqtune.calibration.options import DataOptions, FixOption
-from qdqtune.commands.inputs import MODEL, ModelLike, ModelOption, execution_of, prepared_for
+from qdqtune.commands.inputs import MODEL, ModelOption, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.options import EngineOptions
@@ -37,7 +37,7 @@ from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import ANOTHER_SIZE, FLOOR_DB, accuracy, is_finite, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.simulation import Block, check_stripped, halved
-from qdqtune.options import number
+from qdqtune.options import MaybeFile, number
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
@@ -331,7 +331,7 @@ WORSE = 2.0
 
 
 class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
-    quantized: ModelLike | None = MODEL("The quantized model.", metavar="[QUANTIZED]")
+    quantized: MaybeFile = MODEL("The quantized model.", metavar="[QUANTIZED]")
     min_sqnr: float | None = number(
         "Output SQNR from which on the outputs count as healthy, in dB; 20 is an error of a tenth.",
         "Accuracy",
@@ -470,7 +470,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         EngineFailure: an engine does not run the float model, or ONNX Runtime not the pairs.
         EngineUnavailable: the engine is missing.
     """
-    observer, model = observer or Silent(), Path(str(options.model))
+    observer, model = observer or Silent(), options.model
     observer.stage(f"reading {model.name}")
     plain, file, quantized = _models(options)
     pairs, unmatched = file_pairs(plain, quantized)
@@ -575,8 +575,8 @@ def _outputs(runner: Runner, file: Path, switched: SwitchedPairs) -> Outputs:
 
 def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
     """The float model, the file to examine, and the quantized model in that file."""
-    model = Path(str(options.model))
-    file = model if options.quantized is None else Path(str(options.quantized))
+    model = options.model
+    file = options.quantized or model
     given = load(file)
     if here := {name: value for name, value in options.fix_inputs.items() if name in given.inputs}:
         given = load(file, fix_inputs=here)

@@ -35,7 +35,7 @@ from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import LabelOptions, Predict
-from qdqtune.options import REQUIRED, SOURCE, Options, options_of
+from qdqtune.options import REQUIRED, SOURCE, File, Option, Options, options_of
 from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.finished import data_beside
@@ -107,9 +107,9 @@ def sample_source(samples: Any, folder: Path, execution: Execution, limit: int |
 
 
 class ModelOption(Options, kw_only=False):
-    """The model of a command."""
+    """The model of a command: a path, in a program any `ModelLike` until `on_disk` has written it."""
 
-    model: ModelLike = MODEL("The ONNX file, or a folder that holds one.", default=REQUIRED, metavar="MODEL")
+    model: File = MODEL("The ONNX file, or a folder that holds one.", default=REQUIRED, metavar="MODEL")
 
 
 def execution_of(options: Options, begun: float | None = None) -> Execution:
@@ -123,7 +123,7 @@ def execution_of(options: Options, begun: float | None = None) -> Execution:
 class MetricOptions(LabelOptions, DataOptions):
     """A metric of the user, or one over labelled samples."""
 
-    evaluate: MetricLike | None = SOURCE(
+    evaluate: Option[str | None] = SOURCE(
         "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
         "{output: array}. Also path/to/file.py:callable.",
         "Accuracy",
@@ -274,7 +274,7 @@ def prepared_for(
     check_inputs(spec, model)
     files, source = tuple(files), options.calibration_data
     data = Data(
-        None if source is None else str(source),
+        source,
         options.calibration_samples,
         options.input_shapes,
         options.seed,

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -109,7 +108,7 @@ def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspec
     Raises:
         QdqtuneError: the model cannot be read, or an option does not fit.
     """
-    file = Path(str(options.model))
+    file = options.model
     model = load(file, fix_inputs=options.fix_inputs)
     graph = tuned_graph(model, options.rewrites, options.engine)
     division = discovery.find(graph, options.regions or "auto", max_sequence_size=options.max_sequence_size)

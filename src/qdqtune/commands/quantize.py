@@ -158,7 +158,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
     @property
     def target(self) -> Path:
         """The file to write: the named one, or else one beside the model."""
-        return self.output or Path(str(self.model)).with_suffix(".qdq.onnx")
+        return self.output or self.model.with_suffix(".qdq.onnx")
 
     def precision_on(self, engine: str) -> Precision:
         return self.precision or usual_precision(engine)
@@ -183,7 +183,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
         Raises:
             InputError: model, cache and samples cannot be used, or not together; or the model is quantized.
         """
-        path = Path(str(self.model))
+        path = self.model
         observer.stage(f"reading {path.name}")
         graph, _ = load_for(path, self.precision_on(engine), fixed, opset, rewrites)
         operators = integer_operators(graph)
@@ -193,8 +193,9 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
         prepared, cache = None, self.calibration_cache
         if cache is None or is_run:
             observer.stage("looking at the values")
-            source = None if self.calibration_data is None else str(self.calibration_data)
-            data = Data(source, self.calibration_samples, self.input_shapes, self.seed, folders=(path.parent,))
+            data = Data(
+                self.calibration_data, self.calibration_samples, self.input_shapes, self.seed, folders=(path.parent,)
+            )
             drawn = prepare(graph, data, execution, fixed=fixed)
             in_time = SamplesInTime(drawn.calibration, part_of(execution.ends, HALF_SHARE), 1, observer)
             limited = replace(drawn, calibration=replace(drawn.calibration, produce=in_time))
@@ -433,7 +434,7 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None, begun: 
 
 def _quantized(options: QuantizeOptions, observer: Observer, execution: Execution) -> Quantized:
     _check_options(options)
-    path, numbers = Path(str(options.model)), numeric_format(options.engine, options.quant_type)
+    path, numbers = options.model, numeric_format(options.engine, options.quant_type)
     if options.portable:
         numbers = portable(options.engine, numbers)
     if options.per_channel is not None:
@@ -543,7 +544,7 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
     """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
     target. Random inputs give no accuracy, but the file must run on them."""
     options = done.options
-    model = load(Path(str(options.model)), fix_inputs=options.fix_inputs)
+    model = load(options.model, fix_inputs=options.fix_inputs)
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     with temporary_folder() as folder, Runner(spec, log_dir=folder, execution=prepared.execution) as runner:
@@ -674,7 +675,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
         EngineFailure: the engine does not load the written model.
         OutputError: the output cannot be written.
     """
-    observer, path = observer or Silent(), Path(str(options.model))
+    observer, path = observer or Silent(), options.model
     recorded = read_placement_file(options.placement)
     engine = options.engine or recorded.engine
     numbers = numeric_format(engine, "fp8" if recorded.quant_type == "fp8" else "int8")
