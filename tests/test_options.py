@@ -19,6 +19,7 @@ from qdqtune.errors import BadOption, one_line, with_flags
         ({"front": 1}, "`front` is true or false"),
         ({"builds": True}, "`builds` takes a value, not True"),
         ({"builds": {"a": 1}}, "is no whole number"),
+        ({"scores": {"a": 1}}, "is no list"),
         ({"time_budget": "soon"}, "is no duration"),
         ({"min_sqnr": float("nan")}, "is no finite number"),
         ({"input_shapes": {"x": "wide"}}, "'x:wide' is no shape"),
