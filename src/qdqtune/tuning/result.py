@@ -6,7 +6,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -232,10 +232,14 @@ def _tails(proof: Proof, run: Run) -> dict[str, Any]:
     if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
         return {}
     tails, floats = run.store.get(key, tuple[tuple[Tail, ...], ...]), run.bench.floats
-    if tails is None and not run.budget.lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
+
+    def lacks(seconds: float) -> bool:
+        return run.budget.lacks(seconds - run.budget.grace)
+
+    if tails is None and not lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
         has_other_float = settings.from_qdq or settings.fix_inputs
         before = settings.output_dir / BASELINE if has_other_float else settings.model
-        tails = run.racer.tails([before, settings.output_dir / FINAL])
+        tails = replace(run.racer, lacks=lacks).tails([before, settings.output_dir / FINAL])
         if tails:
             run.store.put(key, tails)
     return {name: asdict(tail) for name, (tail,) in zip(("baseline", "final"), tails or (), strict=False)}
