@@ -414,6 +414,8 @@ def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_v
     assert racer(runner, lacks=lambda _: True).tails(files) == ()
     assert racer(runner).tails(files) == ((Tail(2000.0, 2000.0),), (Tail(1000.0, 1000.0),))
     assert runner.rounds_taken == 200
+    assert racer(runner, lacks=lambda seconds: seconds > 300).tails(files)
+    assert runner.rounds_taken == 200 + 100, "fewer where time is short"
     assert racer(Script(broken="fast")).tails(files) == ()
     assert not runner.present
 

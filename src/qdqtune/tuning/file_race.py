@@ -171,8 +171,9 @@ class Racer:
             if any(turn.start for turn in turns):
                 return ()
             each = len(files) * sum(turn.seconds for turn in turns)
-            count = min(SINGLES, int(SINGLES_SECONDS / each))
-            if count < FEWEST_SINGLES or self.lacks(count * each):
+            fitting = (n for n in (SINGLES, FEWEST_SINGLES) if n * each <= SINGLES_SECONDS and not self.lacks(n * each))
+            count = next(fitting, 0)
+            if not count:
                 return ()
             single = [Turn(1, 1, turn.seconds) for turn in turns]
             warmup = self.plan.warmups(max(turn.seconds for turn in turns))
