@@ -9,7 +9,6 @@ import pytest
 from models import build
 from observers import Log
 from qdqtune.errors import BadOption
-from qdqtune.search.regions.cache import read_cache
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import best_undecided
@@ -65,20 +64,6 @@ def test_the_observer_gets_every_trial_in_order(model: Path) -> None:
     assert spent[-1] == 1 + len(result.history) == result.summary["builds"]
     assert log.trials[-1][2].best_ratio == pytest.approx(result.summary["ratio"])
     assert not any(state.replayed for _, _, state in log.trials)
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_pattern_cache_is_tried_first(model: Path) -> None:
-    first = tune(settings(model))
-    cache = out(model, "autotuner_state_pattern_cache.yaml")
-    assert set(read_cache(cache))
-    again = settings(model, pattern_cache=cache, output_dir=model.parent / "warm", builds=8, cut_seed=True)
-    warm = tune(again)
-    assert warm.history[0].proposal.origin == "pattern cache"
-    assert warm.history[0].accepted
-    assert warm.placement == first.placement
-    with pytest.raises(BadOption, match="no pattern cache"):
-        tune(settings(model, pattern_cache=out(model, "placement.yaml"), output_dir=model.parent / "w"))
 
 
 def test_a_summary_is_read_as_it_was_written(tuned: Path) -> None:
