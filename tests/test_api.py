@@ -45,6 +45,7 @@ def test_each_public_name_can_be_imported() -> None:
 
 def test_a_model_and_samples_in_memory_give_a_result_that_shows_itself(tuned: qdqtune.Result) -> None:
     assert tuned.improved
+    assert tuned.speedup == 1 / tuned.summary["ratio"] > 1
     assert tuned.file.is_file()
     assert tuned.baseline.is_file()
     assert tuned.report.is_file()

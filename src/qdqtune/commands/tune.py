@@ -133,6 +133,11 @@ class Result(Shown, result.Result):
     folder: Path = field(default_factory=Path)
 
     @property
+    def speedup(self) -> float | None:
+        """How many times as fast as the float model the file that ships has proven; None if nothing has."""
+        return None if self.ratio is None else 1 / self.ratio.median
+
+    @property
     def file(self) -> Path:
         """The model that ships: the tuned one if `improved`, else a copy of the baseline or of the user's file."""
         return self.folder / FINAL
