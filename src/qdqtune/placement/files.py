@@ -200,4 +200,5 @@ def parsed_yaml(path: Path, what: str) -> Any:
                 raise ValueError(f"more than {DEEPEST} lists and mappings within each other")
         return yaml.load(text, Loader=LOADER)
     except (*SCALAR_ERRORS, RecursionError, yaml.YAMLError) as error:
-        raise BadOption(f"{path} is no {what} file, or damaged: {one_line(error)}") from error
+        words = one_line(error).replace('in "<byte string>",', "at")
+        raise BadOption(f"{path} is no {what} file, or damaged: {words}") from error
