@@ -152,6 +152,7 @@ def test_a_metric_that_cannot_be_used(call: Call, model: Path, tmp_path: Path, m
         assert code == 2
         assert error.startswith(f"--evaluate metric.py:{name} cannot be used: ")
         assert words in error
+        assert not list(tmp_path.glob("*qdq*"))
 
 
 @pytest.mark.parametrize("by", ["float", "quantized"])

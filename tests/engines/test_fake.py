@@ -23,13 +23,6 @@ class TestFake(EngineContract):
     unmet = frozenset({"8 bits"})  # its model of costs fuses no product without a pair behind it
 
 
-class TestFakeAsymmetric(EngineContract):
-    spec = EngineSpec("fake", {"asymmetric": True, "noise": 0.05, "drift": 0.1, "spikes": 0.01})
-    saved = None
-    subjects = (*EngineContract.subjects, "times")
-    unmet = frozenset({"8 bits"})
-
-
 def test_a_pair_around_a_small_operator_costs_and_around_a_large_one_gains() -> None:
     def gain(side: int) -> float:
         return latency(conv_model(side)) / latency(quantized_conv_model(SYMMETRIC, side))

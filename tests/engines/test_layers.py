@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import pytest
 
-from conftest import Call
 from layer_reports import (
     CHAIN,
     ENGINES,
@@ -290,14 +289,3 @@ def test_a_command_that_writes_what_its_engine_refuses_writes_nothing(call, mode
     assert (code, out) == (5, "")
     assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_metric_that_fails_leaves_nothing_behind(call: Call, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "ev.py").write_text("def score(predict):\n    raise ValueError('no labels')\n")
-    before = sorted(tmp_path.iterdir())
-    told = ["--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax", "--no-bias-correction"]
-    code, _, err = call(
-        "quantize", model, *told, "--evaluate", f"{tmp_path / 'ev.py'}:score", "-o", tmp_path / "q.onnx"
-    )
-    assert (code, "no labels" in err) == (2, True)
-    assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
