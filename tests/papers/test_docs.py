@@ -189,7 +189,8 @@ def test_the_notebook_runs_and_shows_what_it_gives(tmp_path: Path, monkeypatch: 
     for text, before in zip(shown, stored, strict=True):
         assert text.splitlines()[2] == before.splitlines()[2]  # the titles of columns
     for what in (r"^\| (.*?) \|", "^([a-z ]*[a-z])"):
-        assert re.findall(what, shown[0], re.MULTILINE) == re.findall(what, stored[0], re.MULTILINE)
+        told = [line for line in re.findall(what, stored[0], re.MULTILINE) if line != "tuned for"]  # it has no threads
+        assert re.findall(what, shown[0], re.MULTILINE) == told
 
 
 @pytest.mark.parametrize(("page", "title"), [("slower-than-float", "what `check` says"), ("resume", "message")])
