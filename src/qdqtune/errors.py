@@ -204,7 +204,7 @@ def check_file(path: Path) -> None:
         OSError: the path is a pipe or a device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "it is no file")
+        raise OSError(errno.EINVAL, "it is no file", str(path))
 
 
 @contextmanager

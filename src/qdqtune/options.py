@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import getattr_static
-from pathlib import Path
+from numbers import Real
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, Generic, Literal, TypeVar, dataclass_transform, get_args
 
 from qdqtune.errors import BadOption, OutputError, check_file, parsed_json
@@ -38,7 +39,7 @@ REQUIRED: Any = ...
 
 
 def text_of(value: Any) -> str:
-    if not isinstance(value, str | int | float | Path):
+    if not isinstance(value, str | Real | PurePath):
         raise ValueError(f"{value!r:.60} is no text")
     return str(value)
 
@@ -51,8 +52,10 @@ def one_of(names: Iterable[str], value: Any) -> str:
 
 
 def number_in(least: float, most: float, make: type, words: Sequence[str], value: Any) -> Any:
-    if value in words:
-        return None if value == "none" else value
+    if isinstance(value, str) and value in words:
+        return None if value == "none" else str(value)
+    if value is None and "none" in words:
+        return None
     with suppress(ValueError, TypeError, OverflowError):
         number = float(value)
         if least <= number <= most and make(number) == number:
@@ -63,7 +66,7 @@ def number_in(least: float, most: float, make: type, words: Sequence[str], value
 
 
 def _seconds(value: Any) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(value).strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-\d+)?)\s*([smh]?)", str(value).strip())
     duration = float(match[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
     if not 0 < duration <= LONGEST_SECONDS:
         raise ValueError(f"{value!r:.60} is no duration up to a year: give 90s, 10m or 1.5h")
@@ -74,7 +77,11 @@ def texts_of(value: Any) -> list[Any]:
     """A single text, or each of several, as a list."""
     if isinstance(value, Mapping):
         raise ValueError(f"{value!r:.60} is no list")
-    return [value] if isinstance(value, str | Path | int | float) else list(value or ())
+    if value is None:
+        return []
+    with suppress(TypeError):  # a value, or an array that is one
+        return [value] if isinstance(value, str | bytes) else list(value)
+    return [value]
 
 
 def each(convert: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -91,12 +98,16 @@ def names_of(value: Any) -> tuple[str, ...]:
 def shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
     """Shapes by input name, from texts such as NAME:1x3x224x224 (NAME: is a scalar), also several by commas, or from a
     mapping of sizes."""
-    named = value.items() if isinstance(value, Mapping) else [one.rpartition(":")[::2] for one in names_of(value)]
+    if isinstance(value, Mapping):
+        named = [*value.items()]
+    else:
+        texts = [one.strip() for text in texts_of(value) for one in text_of(text).split(",")]
+        named = [one.rpartition(":")[::2] for one in texts]
     shape_of = {}
     for name, sizes in named:
         try:
             shape = tuple(map(int, sizes.split("x") if isinstance(sizes, str) and sizes else sizes))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             shape = (-1,)
         if not name or min(shape, default=0) < 0:
             form = "give NAME:1x3x224x224, in Python {NAME: (1, 3, 224, 224)}"
@@ -227,15 +238,15 @@ class Option(Generic[Out]):
         Raises:
             BadOption: the option does not take it.
         """
-        if value is None or value is self.default:
+        if value is self.default or (value is None and (self.default is None or self.is_switch)):
             return self.convert(None) if self.is_repeated else value
-        if isinstance(value, bool) is not self.is_switch:
+        if isinstance(value, bool) is not self.is_switch or (value is None and self.default is REQUIRED):
             what = "is true or false" if self.is_switch else "takes a value"
             raise BadOption(f"`{self.name}` {what}, not {value!r:.60}")
         try:
             return self.convert(value)
         except OSError as error:
-            raise BadOption(f"`{self.name}`: cannot read {value}: {error.strerror}") from error
+            raise BadOption(f"`{self.name}`: cannot read {error.filename or value}: {error.strerror}") from error
         except ValueError as error:
             raise BadOption(f"`{self.name}`: {error}") from error
 

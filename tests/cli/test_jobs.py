@@ -199,6 +199,7 @@ def test_a_wrong_file_ends_the_command_before_anything_begins(call, jobs_file, m
         f"jobs: [{{model: {many}}}]": "holds 2 models: give each a job of its own",
         "jobs: [{model: a.onnx}, {model: b.onnx, builds: '²'}]": "job 2 (b.onnx): --builds: '²' is no whole number",
         "jobs: [{model: 5}]": "job 1 has no model: give the name of a file",
+        "jobs: [{model: a.onnx, calibration-data: [s.npz]}]": "job 1: calibration-data: ['s.npz'] is no text",
         "jobs: [{model: a.onnx}]\ndefaults: {'': 1}": "defaults: there is no option ''",
     }.items():
         jobs_file.write_text(text)

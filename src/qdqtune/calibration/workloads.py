@@ -15,7 +15,7 @@ from qdqtune.engines.runner import as_workloads
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.options import WORDS, Option, check_name, texts_of
+from qdqtune.options import WORDS, Option, check_name, text_of, texts_of
 from qdqtune.types import Mix, Workload
 
 
@@ -51,7 +51,7 @@ def _file(text: str) -> WorkloadFile:
 def _workloads(value: Any) -> tuple[WorkloadFile, ...]:
     if isinstance(value, Mapping):
         return tuple(_file(f"{file}:{weight}") for file, weight in value.items())
-    return tuple(_file(one) if isinstance(one, str) else one for one in texts_of(value))
+    return tuple(one if isinstance(one, WorkloadFile) else _file(text_of(one)) for one in texts_of(value))
 
 
 WORKLOADS = WORDS(

@@ -18,7 +18,7 @@ from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption, InputError, QdqtuneError, one_line
 from qdqtune.explanation.formatting import builds, duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
-from qdqtune.options import FILE, REQUIRED, SWITCH, File, flags_of, options_of, texts_of
+from qdqtune.options import FILE, REQUIRED, SWITCH, File, flags_of, options_of, text_of, texts_of
 from qdqtune.placement.files import parsed_yaml
 from qdqtune.timing.limits import failure
 from qdqtune.tuning.estimate import Estimate, estimate
@@ -146,6 +146,10 @@ KEYS = {"model": "model"} | {
 """The options of `tune`, by flag without dashes."""
 
 
+TEXTS = ("calibration_data", "evaluate", "labels")
+"""Options that take objects in Python, of a file only texts."""
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     """A jobs file: options of `tune` for each job, and for all of them."""
 
@@ -222,5 +226,8 @@ def _values(given: Any, where: str) -> dict[str, Any]:
             raise BadOption(f"{where}: {word} comes twice")
         if value is None:
             raise BadOption(f"{where}: {word} takes a value, not nothing")
-        values[name] = value
+        try:
+            values[name] = text_of(value) if name in TEXTS else value
+        except ValueError as error:
+            raise BadOption(f"{where}: {word}: {error}") from error
     return values

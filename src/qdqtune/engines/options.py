@@ -14,7 +14,19 @@ from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import as_json
 from qdqtune.errors import BadOption
-from qdqtune.options import COUNT, SECONDS, TEXT, VALUES, Duration, Option, Options, check_name, names_of, number_in
+from qdqtune.options import (
+    COUNT,
+    SECONDS,
+    TEXT,
+    VALUES,
+    Duration,
+    Option,
+    Options,
+    check_name,
+    names_of,
+    number_in,
+    text_of,
+)
 
 ENGINE_NAMES = (
     f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
@@ -122,8 +134,9 @@ def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
 
 
 def _machine(value: Any) -> str:
-    Destination.parsed(str(value))
-    return str(value)
+    text = text_of(value)
+    Destination.parsed(text)
+    return text
 
 
 ON = TEXT(

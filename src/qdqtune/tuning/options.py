@@ -27,6 +27,7 @@ from qdqtune.options import (
     Names,
     Option,
     choice,
+    text_of,
     texts_of,
     to_read,
 )
@@ -87,7 +88,7 @@ def _wildcards(value: Any) -> tuple[str, ...]:
     """Wildcards of node names: a sequence of them, or a file with one a line. Empty lines and lines that begin with #
     are skipped."""
     if not isinstance(value, str | Path):
-        return tuple(texts_of(value))
+        return tuple(map(text_of, texts_of(value)))
     lines = [line.strip() for line in to_read(value).read_text(encoding="utf-8").splitlines()]
     wildcards = tuple(line for line in lines if line and not line.startswith("#"))
     if not wildcards:
