@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.engines.formats import ONNXRUNTIME_SHARED
+from qdqtune.engines.facts import ONNXRUNTIME_SHARED
 from qdqtune.graph.constants import settle
 from qdqtune.graph.inference import infer
 from qdqtune.graph.loading import load

@@ -33,9 +33,8 @@ from qdqtune.cli import main
 from qdqtune.cli.command import Command
 from qdqtune.cli.output import with_flags
 from qdqtune.commands.compare import CompareOptions
-from qdqtune.engines import MODULES
+from qdqtune.engines.facts import ENGINES, PROVIDERS
 from qdqtune.engines.library_settings import OnnxRuntimeOptions, OpenVinoOptions
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
@@ -371,7 +370,8 @@ def engines_page() -> str:
         "# Engines\n\nNames that `--engine` takes. `qdqtune doctor` says which work on a machine, and what to install "
         "for the others.\n\n"
         + table(
-            ("engine", "what it is"), [(code(name), prose(_first_line(module))) for name, module in MODULES.items()]
+            ("engine", "what it is"),
+            [(code(name), prose(_first_line(facts.module))) for name, facts in ENGINES.items()],
         )
         + "\n## Options\n\n`--engine-option NAME=VALUE` sets them, in Python `engine_options={...}`; execution "
         "providers take those of `onnxruntime`.\n\n"
@@ -383,7 +383,7 @@ def engines_page() -> str:
             ],
         )
         + "\n## Execution providers of ONNX Runtime\n\nSee [execution providers](../how-to/providers.md).\n\n"
-        + table(("engine", "provider"), [(code(name), code(one.name)) for name, one in PROVIDERS.items()])
+        + table(("engine", "provider"), [(code(name), code(ENGINES[name].ep)) for name in PROVIDERS])
     )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from qdqtune.autotune.workflows import (
     subgraph_autotuning_workflow,
 )
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BadState, BaselineFailed
 from qdqtune.graph.loading import load, load_proto
@@ -197,10 +199,11 @@ def test_calls_come_in_order() -> None:
 
 
 def test_the_engine_is_tensorrt_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = {"tensorrt": (("no_such_package",), "pip install it")}
-    monkeypatch.setattr("qdqtune.autotune.autotuner.NEEDS", needs)
-    assert benchmark.default_engine() == ("onnxruntime", "TensorRT is not installed: pip install it")
-    needs["tensorrt"] = ((), "")
+    absent = replace(ENGINES["tensorrt"], packages=("no_such_package",), install="pip install it")
+    monkeypatch.setitem(ENGINES, "tensorrt", absent)
+    why = "TensorRT cannot be used here: not installed: pip install it"
+    assert benchmark.default_engine() == ("onnxruntime", why)
+    monkeypatch.setitem(ENGINES, "tensorrt", replace(absent, packages=()))
     assert benchmark.default_engine()[0] == "onnxruntime"  # installed, perhaps, but there is no GPU
     state = benchmark.engine_state("fake", Path())
     monkeypatch.setattr("qdqtune.autotune.autotuner.engine_state", lambda *_: state)

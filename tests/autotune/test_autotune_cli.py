@@ -19,7 +19,6 @@ from qdqtune.autotune import region_inspect
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
 from qdqtune.autotune.workflows import AutotuneOptions
 from qdqtune.cli import tune
-from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
@@ -321,8 +320,3 @@ def test_schemes_that_are_asked_for_have_as_many_builds_as_they_take(tmp_path: P
     assert builds(schemes_per_region=30) == builds_for(30, 4)
     assert builds(schemes_per_region=30, builds=20) == 20
     assert builds(schemes_per_region=1) == builds() == EFFORTS["default"].builds["region"]
-
-
-def test_a_baseline_is_a_file() -> None:
-    with pytest.raises(BadOption, match=r"`qdq_baseline`: .* is no text"):
-        AutotuneOptions(model="m.onnx", qdq_baseline=["m.onnx"])

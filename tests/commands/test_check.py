@@ -23,6 +23,7 @@ from qdqtune.commands import check
 from qdqtune.commands.check import Layers
 from qdqtune.commands.shown import MOST_ROWS
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.saving import save
@@ -177,7 +178,7 @@ def test_what_a_provider_leaves_is_told_of_float_models_too(call, model, monkeyp
         first, *rest = ran.layers
         return replace(ran, layers=(replace(first, elsewhere="on the CPU: no kernel"), *rest))
 
-    monkeypatch.setattr("qdqtune.commands.check.PROVIDERS", {"fake": None})
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], source="https://"))
     assert "all " in call("check", model, "--engine", "fake")[1].splitlines()[-1]
     monkeypatch.setattr(check, "_profile", profiled)
     code, out, _ = call("check", model, "--engine", "fake")
@@ -238,7 +239,7 @@ def test_files_of_an_export(call: Call, exports: list[str | Path]) -> None:
 def test_an_engine_runs_the_model_and_has_no_times_where_these_mean_nothing(
     call: Call, float_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.commands.check.is_simulated", lambda name, _: name == "fake")
+    monkeypatch.setattr("qdqtune.commands.check.simulated", lambda name, _: "a simulator")
     code, out, _ = call("check", "--layers", float_file, "--engine", "fake", "--json")
     found = json.loads(out)
     assert (code, found["engine"]) == (0, "fake")

@@ -116,7 +116,9 @@ def test_the_worst_slice_is_told_and_a_lost_one_warned_of(call: Call, tmp_path: 
 
 
 def test_a_simulator_is_not_timed(call, tuned, monkeypatch, tmp_path):
-    monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda name, machine: True)
+    monkeypatch.setattr(
+        "qdqtune.commands.compare.simulated", lambda *_: "fake is a simulator on this machine, whose times mean nothing"
+    )
     final = tuned.parent / "out" / "optimized_final.onnx"
     code, out, err = call("compare", tuned, final, "--engine", "fake")
     assert code == 0
@@ -271,7 +273,7 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
     (tmp_path / "own.md").write_text("mine")
     assert call(*base, "--markdown", tmp_path / "own.md")[0] == 2
     assert (tmp_path / "own.md").read_text() == "mine"
-    monkeypatch.setattr("qdqtune.commands.compare.is_simulated", lambda *_: True)
+    monkeypatch.setattr("qdqtune.commands.compare.simulated", lambda *_: "a simulator")
     assert "simulator" in errors(call(*base, "--fail-below", 1))[1]
 
 

@@ -29,8 +29,8 @@ from qdqtune.commands.doctor import (
     find_gpus,
 )
 from qdqtune.commands.qualification import CONTRACT, DEEPER, ITSELF, PLAIN
-from qdqtune.engines import MODULES, Built, EngineSpec, devices
-from qdqtune.engines.providers import PROVIDERS
+from qdqtune.engines import Built, EngineSpec, devices
+from qdqtune.engines.facts import ENGINES
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import Layer, Tensors
@@ -99,8 +99,7 @@ def test_engines_that_work(tmp_path, workers):
 
 
 @pytest.mark.parametrize(("text", "needed", "remedy", "reason"), [
-    ("raise ModuleNotFoundError(\"No module named 'tensorrt'\")", "no_such_package", "pip install 'qdqtune[tensorrt]'",
-     "TensorRT cannot be loaded (No module named 'tensorrt')"),
+    ("", "no_such_package", "pip install 'qdqtune[tensorrt]'", "not installed"),
     ("raise ImportError('libnvinfer.so.10: cannot open shared object file')", "tensorrt", "",
      "libnvinfer.so.10: cannot open shared object file"),
     ("import os\nos.abort()", "tensorrt", "", "the engine process ended with signal SIGABRT while opening the engine"),
@@ -111,7 +110,7 @@ def test_a_library_that_is_missing_lacks_another_or_kills_its_process(
     """A Python package `tensorrt`, for workers. The engine is installed if the package that is `needed` is."""
     (tmp_path / "tensorrt.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(doctor.NEEDS, "tensorrt", ((needed,), "pip install 'qdqtune[tensorrt]'"))
+    monkeypatch.setitem(ENGINES, "tensorrt", replace(ENGINES["tensorrt"], packages=(needed,)))
     found = engine_state("tensorrt", tmp_path)
     assert (found.status, found.remedy) == ("missing", remedy)
     assert reason in found.reason
@@ -135,14 +134,14 @@ def test_an_engine_that_only_builds(tmp_path, monkeypatch, workers):
     assert engine_state("tensorrt-rtx", tmp_path) == EngineState(
         "tensorrt-rtx", "builds only", "1.7", "none", "there is no GPU"
     )
-    monkeypatch.setattr(doctor, "NEEDS", {})
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
     assert engine_state("tensorrt", tmp_path) == EngineState("tensorrt", "missing", reason="there is no GPU")
 
 
 def test_every_engine_is_examined(monkeypatch):
     monkeypatch.setattr(doctor, "engine_state", lambda name, _: EngineState(name, "missing"))
     found = examine()
-    assert [e.name for e in (*found.engines, *found.providers)] == list(MODULES)
+    assert [e.name for e in (*found.engines, *found.providers)] == list(ENGINES)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +168,11 @@ def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     told = {"version": "1.31", "plugin": "2.7", "device": "an NPU"}
     monkeypatch.setattr(doctor, "_described", lambda spec, folder: told)
-    monkeypatch.setattr(doctor, "is_simulated", lambda name: True)
+    monkeypatch.setattr(doctor, "simulated", lambda name: "a simulator")
     assert engine_state("qnn", tmp_path) == EngineState("qnn", "simulated", "2.7", "an NPU")
 
     def refused(spec, folder):
-        raise EngineUnavailable(f"no device: {PROVIDERS['cuda'].install}")
+        raise EngineUnavailable("no device")
 
     monkeypatch.setattr(doctor, "_described", refused)
     assert engine_state("cuda", tmp_path).reason == "no device"
@@ -251,8 +250,8 @@ def qualified(spec: EngineSpec) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_a_simulator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qualification, "is_simulated", lambda name: name == "fake")
-    with pytest.raises(EngineUnavailable, match="fake is a simulator on this machine, whose times mean nothing, and"):
+    monkeypatch.setattr(qualification, "simulated", lambda name: f"{name} is a simulator")
+    with pytest.raises(EngineUnavailable, match="fake is a simulator, and most claims are about times"):
         qualified(FAKE)
 
 

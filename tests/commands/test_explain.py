@@ -10,6 +10,7 @@ import pytest
 
 from conftest import QUICK, Call
 from qdqtune.commands.explain import explain_run
+from qdqtune.engines.facts import ENGINES
 from qdqtune.errors import BadOption, BadState
 from qdqtune.explanation.report import report_of_run
 from qdqtune.tuning.bench import FLOAT, Bench
@@ -31,7 +32,7 @@ def test_what_a_provider_leaves_is_told_by_tune_explain_and_the_report(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table is put over the fake engine, and its report says of two layers that they run elsewhere."""
-    monkeypatch.setattr("qdqtune.tuning.result.PROVIDERS", {"fake": None})
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], source="https://"))
     usual, where = Bench.layers, "on the CPU: no kernel"
 
     def layers(self: Bench, placement: Placement = FLOAT) -> tuple[Layer, ...]:

@@ -19,14 +19,14 @@ from loaded_modules import absent
 from models import build, normal, ranges
 from qdqtune import compare, quantize
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines import MODULES, EngineSpec, devices, machine, open_engine
+from qdqtune.engines import EngineSpec, devices, machine, open_engine
 from qdqtune.engines.devices import Device, allot, cores_for, divide_cores, leased
+from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.fake import FakeOptions
-from qdqtune.engines.formats import numeric_format, portable, usual_precision, weight_formats
+from qdqtune.engines.formats import numeric_format, portable, weight_formats
 from qdqtune.engines.library_settings import PLAIN_OPTIONS, OnnxRuntimeOptions, plain
 from qdqtune.engines.machine import architecture, emulated_on, instruction_sets, processor_name
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
 from qdqtune.engines.tensorrt.trtexec import TrtexecOptions
@@ -104,7 +104,7 @@ def test_an_engine_has_the_options_that_are_for_it(given: dict[str, object], exp
 
 
 # Numbers of engines are known without the engine's library
-@pytest.mark.parametrize("engine", sorted(MODULES))
+@pytest.mark.parametrize("engine", sorted(ENGINES))
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])
 def test_every_engine_names_its_numbers_without_its_library(engine, quant_type, monkeypatch):
     absent(monkeypatch, "tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "openvino")
@@ -124,7 +124,7 @@ def test_every_engine_names_its_numbers_without_its_library(engine, quant_type, 
      ("trtexec", "", "fp16"), ("trtexec", "8.6", "fp32"), ("onnxruntime", "1.31", "fp32"), ("fake", "", "fp32")],
 )  # fmt: skip
 def test_the_usual_precision_is_that_of_the_engine(engine: str, version: str, wanted: str) -> None:
-    assert usual_precision(engine, version) == wanted
+    assert facts_of(engine).usual_precision(version) == wanted
 
 
 A53 = "Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid\n"
@@ -272,7 +272,7 @@ FOREIGN = {
 def test_options_of_providers_that_name_files_stay_where_they_are(engine: str) -> None:
     for spec in (
         EngineSpec(engine, {"provider_options": FOREIGN[engine]}),
-        EngineSpec("onnxruntime", {"provider": PROVIDERS[engine].ep, "provider_options": FOREIGN[engine]}),
+        EngineSpec("onnxruntime", {"provider": ENGINES[engine].ep, "provider_options": FOREIGN[engine]}),
     ):
         taken, left = plain(spec)
         assert taken == EngineSpec(engine, {"provider_options": {}})
@@ -281,7 +281,7 @@ def test_options_of_providers_that_name_files_stay_where_they_are(engine: str) -
 
 @pytest.mark.parametrize("engine", PROVIDERS)
 def test_the_usual_options_of_each_provider_are_plain(engine: str) -> None:
-    table = PROVIDERS[engine]
+    table = ENGINES[engine]
     usual = {**table.options, **table.simulated_as}
     spec = EngineSpec(engine, {"provider_options": usual})
     assert plain(spec) == (spec, [])

@@ -15,7 +15,7 @@ from conftest import Call
 from documents import blocks, options_of_commands, quickly, run_command
 from qdqtune.cli.commands import SKILL
 from qdqtune.cli.main import EXIT_CODES
-from qdqtune.engines import MODULES
+from qdqtune.engines.facts import ENGINES
 from qdqtune.timing.ratios import Verdict
 from qdqtune.tuning.store import Shipped
 from qdqtune.tuning.summary import AtThreads, Figures, Summary
@@ -65,7 +65,7 @@ def test_every_name_exists() -> None:
     named = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", BODY, flags=re.DOTALL)))
     table = BODY.split("| `tuned/summary.json` |")[1].split("\n\n")[0]
     keys = set(re.findall(r"`(\w+)`", table))
-    known = {*COMMANDS, *MODULES, *keys, *get_args(Shipped), *get_args(Verdict), "tuned/", "model.onnx", "samples.npz"}
+    known = {*COMMANDS, *ENGINES, *keys, *get_args(Shipped), *get_args(Verdict), "tuned/", "model.onnx", "samples.npz"}
     known |= {f"tuned/{name}" for name in MADE} | Summary.__annotations__.keys()
     assert not {name for name in named - known if not name.startswith("--")}
     assert set(get_args(Shipped)) | set(get_args(Verdict)) <= keys

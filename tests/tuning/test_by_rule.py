@@ -14,7 +14,7 @@ from qdqtune import apply, compare, quantize
 from qdqtune.commands.explain import explain_run
 from qdqtune.commands.tune import BY_RULE_BUILDS, TuneOptions, tune
 from qdqtune.commands.verify import VerifyOptions, verify
-from qdqtune.engines.machine import is_simulated, this_machine
+from qdqtune.engines.machine import simulated, this_machine
 from qdqtune.errors import BadOption
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.loading import load
@@ -150,7 +150,7 @@ def test_limits_that_nothing_holds_ship_the_float_model(missed) -> None:
     assert "Nothing in 8 or 16 bits is exact enough" in missed.in_words()
 
 
-@pytest.mark.skipif(not is_simulated("qnn"), reason="QNN is a simulator on x86-64 only")
+@pytest.mark.skipif(not simulated("qnn"), reason="QNN is a simulator on x86-64 only")
 @pytest.mark.parametrize("more", [{"mode": "region"}, {"front": True}])
 def test_searches_that_need_times_are_refused(folder: Path, more) -> None:
     with pytest.raises(BadOption, match="qnn is a simulator on this machine, whose times mean nothing: a search there"):

@@ -1,5 +1,6 @@
 """A result holds at every number of threads that it is deployed with, or it does not ship."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from qdqtune.commands.compare import CompareOptions
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.fake import latency
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import EngineOptions
@@ -122,7 +124,8 @@ def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
     threads: tuple[int, ...] | None,
     is_told: bool,
 ) -> None:
-    monkeypatch.setattr("qdqtune.tuning.run.THREADED", {"fake"})
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], is_threaded=True))
+    monkeypatch.setattr(contexts, "usable_cores", lambda: 4)
     workers.slower = lambda build: at_four if build.threads == 4 else 1.0
     result = run(model, threads, engine=EngineSpec("fake", {"threads": 4}), builds=3)
     one, four = 1e3 * cost(model, 1), 1e3 * cost(model, 4) * at_four
@@ -158,7 +161,7 @@ def test_a_busy_machine_is_noted_before_the_run(
     assert (note is None) == (said is None)
     assert (said or "") in (note or "")
     assert contexts.busy(EngineSpec("fake", {"threads": threads})) is None
-    monkeypatch.setattr(contexts, "is_simulated", lambda name, machine: True)
+    monkeypatch.setattr(contexts, "simulated", lambda name, machine: "a simulator")
     assert contexts.busy(EngineSpec("onnxruntime", {"threads": threads})) is None
 
 

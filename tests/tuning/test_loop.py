@@ -14,6 +14,7 @@ import pytest
 from models import INT8, build, conv_net, normal, ranges
 from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.facts import ENGINES
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, Failure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model, rebuild
@@ -477,7 +478,7 @@ def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_compute
 
     built = Watched.build
     monkeypatch.setattr(Watched, "build", build)
-    monkeypatch.setattr("qdqtune.tuning.subject.usual_precision", lambda *_: "fp16")
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], precision="fp16"))
     workers.slower = lambda build: 0.1 if build.path.name == fast else 1
     (tmp_path / "metric.py").write_text("def score(predict):\n    return 1.0\n")
     metric = {"evaluate": f"{tmp_path / 'metric.py'}:score", "max_drop": 0.1} if has_metric else {}

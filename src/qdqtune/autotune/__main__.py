@@ -22,13 +22,14 @@ from typing import Any, NoReturn
 
 import click
 
-from qdqtune.autotune.autotuner import TENSORRT, default_engine, spec_of
+from qdqtune.autotune.autotuner import default_engine, spec_of
 from qdqtune.autotune.workflows import TIMING_CACHE, AutotuneOptions, RegionLogs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import Command
 from qdqtune.cli.output import say, say_notes
 from qdqtune.commands.tune import NO_IMPROVEMENT
+from qdqtune.engines.facts import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.options import options_of
 from qdqtune.tuning.folder import SUMMARY
@@ -53,7 +54,7 @@ def run(options: AutotuneOptions) -> int:
         say_notes([f"{engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used"])
         usual = usual_shapes(spec_of("trtexec", None, None, options.trtexec_args), None)
         changed["input_shapes"] = {**usual, **options.input_shapes}
-    if options.plugin_libraries and engine not in TENSORRT:
+    if options.plugin_libraries and not facts_of(engine).has_timing_cache:
         say_notes([f"{engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over"])
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("qdqtune").setLevel(logging.DEBUG if options.verbose else logging.WARNING)

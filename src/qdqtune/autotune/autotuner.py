@@ -7,7 +7,6 @@ measure with a benchmark that all functions share: `init_benchmark_instance` mak
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 import shlex
@@ -45,9 +44,10 @@ from qdqtune.autotune.region_search import (
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands.doctor import NEEDS, engine_state
+from qdqtune.commands.doctor import engine_state
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.machine import is_simulated, simulated
+from qdqtune.engines.facts import facts_of
+from qdqtune.engines.machine import simulated
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import BadModel, BadState, BaselineFailed, EngineRefused, EngineUnavailable
@@ -75,22 +75,16 @@ from qdqtune.types import Placement
 log = logging.getLogger("qdqtune.autotune")
 
 
-TENSORRT = ("tensorrt", "trtexec")
-"""Engines with plug-ins of TensorRT and a timing cache."""
-
-
 # The benchmark
 
 
 def default_engine() -> tuple[str, str]:
     """The engine where none is named, and why: TensorRT where it can be used, else ONNX Runtime."""
-    if not all(importlib.util.find_spec(package) for package in NEEDS["tensorrt"][0]):
-        return "onnxruntime", f"TensorRT is not installed: {NEEDS['tensorrt'][1]}"
     with temporary_folder() as folder:
         state = engine_state("tensorrt", folder)
     if state.status == "usable":
         return "tensorrt", f"TensorRT {state.version} on {state.device}"
-    return "onnxruntime", f"TensorRT cannot be used here: {state.reason}"
+    return "onnxruntime", f"TensorRT cannot be used here: {': '.join(filter(None, (state.reason, state.remedy)))}"
 
 
 def spec_of(
@@ -98,7 +92,7 @@ def spec_of(
 ) -> EngineSpec:
     """An engine with those of the options that it knows."""
     options: dict[str, object] = {}
-    if engine in TENSORRT:
+    if facts_of(engine).has_timing_cache:
         options = {"timing_cache": timing_cache, "plugin_libraries": list(plugin_libraries or ())}
     if engine == "trtexec":
         options["trtexec_args"] = trtexec_args
@@ -186,8 +180,9 @@ class Benchmark:
     __call__ = run
 
     def _timed(self, path: Path, log_name: str) -> float:
-        if is_simulated(self.spec.name):
-            raise EngineUnavailable(simulated(self.spec.name))
+        why = simulated(self.spec.name)
+        if why:
+            raise EngineUnavailable(why)
         inputs = [v.SerializeToString() for v in read(path).graph.input]
         if self._first is not None and inputs != self._inputs:  # of another network
             self.runner.unload(self._first[0])

@@ -44,7 +44,6 @@ from qdqtune.options import (
     each,
     options_of,
     source,
-    text_of,
 )
 from qdqtune.placement.files import read_placement_file
 from qdqtune.search import region
@@ -54,7 +53,7 @@ from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import LOGS, PLACEMENT, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.observer import Observers, Silent, State
-from qdqtune.tuning.options import MODEL, WARMUP, Division, FloatType, single_model
+from qdqtune.tuning.options import MODEL, WARMUP, Division, FloatType
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraph_groups import from_layers
 from qdqtune.tuning.subject import FLOAT_TYPES, tuned_graph
@@ -118,9 +117,7 @@ class AutotuneOptions(TuneArguments):
     default_dq_dtype: FloatType = choice(
         FLOAT_TYPES, "Type of tensors behind custom operators.", "Model", default="float32"
     )
-    qdq_baseline: MaybeFile = MODEL(
-        "A quantized version of the model to start from.", "Model", convert=lambda value: single_model(text_of(value))
-    )
+    qdq_baseline: MaybeFile = MODEL("A quantized version of the model to start from.", "Model")
     pattern_cache: MaybeFile = FILE("region: try the schemes in the pattern cache of an earlier run.", "Search")
     state_file: MaybeFile = OF_RUN(
         "State file of the run.", "Search", default_in_words="OUTPUT_DIR/autotuner_state.yaml"

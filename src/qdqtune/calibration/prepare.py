@@ -17,7 +17,7 @@ from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads, workload_digest
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.engines.providers import PROVIDERS
+from qdqtune.engines.facts import facts_of
 from qdqtune.errors import BadOption
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import check_outputs
@@ -115,13 +115,13 @@ class Prepared:
     def sized_for(self, engine: str) -> tuple[Self, tuple[str, ...]]:
         """For an engine that takes fixed sizes only, the same with open sizes of inputs fixed to those of the first
         workload or sample, also in what ships, and a note; else the same."""
-        table, known = PROVIDERS.get(engine), self.model.tensors
+        facts, known = facts_of(engine), self.model.tensors
         is_open = any(None in (known[name].shape or (None,)) for name in self.model.inputs)
-        if table is None or not table.has_fixed_sizes or not is_open:
+        if not facts.has_fixed_sizes or not is_open:
             return self, ()
         sizes = {name: array.shape for name, array in self.mix[0].inputs.items() if name in self.model.inputs}
         shaped = with_input_shapes(self.model, sizes)
-        note = f"{table.ep} takes fixed sizes only: what ships has those of the samples"
+        note = f"{facts.ep} takes fixed sizes only: what ships has those of the samples"
         return replace(self, model=shaped, shaped=shaped), (note,)
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat, tensors: Sequence[str] | None = None) -> Ranges:

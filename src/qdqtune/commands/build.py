@@ -8,9 +8,8 @@ from typing import Any
 
 from qdqtune.commands.inputs import ModelOption, execution_of
 from qdqtune.commands.shown import Shown
-from qdqtune.engines import MODULES
+from qdqtune.engines.facts import ENGINES, facts_of
 from qdqtune.engines.options import EngineOptions, with_timing_cache
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import check_inputs, timing_cache
 from qdqtune.errors import EngineFailure
@@ -22,16 +21,6 @@ from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.observer import Observer
 
-FORMATS = {
-    "onnxruntime": "an optimized ONNX file",
-    "openvino": "an OpenVINO IR",
-    "tensorrt": "a TensorRT plan",
-    "tensorrt-rtx": "a TensorRT-RTX plan",
-    "trtexec": "a TensorRT plan",
-    **{name: "an optimized ONNX file" for name, table in PROVIDERS.items() if not table.compiles},
-}
-"""The format that each engine saves. A plan runs on one version and one kind of GPU."""
-
 ARTIFACT = "build"
 """The kind of files that `build` writes (see `system.checks.written_as`)."""
 
@@ -41,8 +30,9 @@ def _outputs(path: Path, name: str, options: EngineOptions) -> list[Output]:
     engine = options.engine_spec
     cached = with_timing_cache(engine, path.parent)
     cache = [] if cached is engine else timing_cache(Path(cached.options["timing_cache"]), "the timing cache")
-    if engine.name == "openvino":
-        return [*(Output(file, name, written_as(ARTIFACT)) for file in (path, path.with_suffix(".bin"))), *cache]
+    if engine.facts.constants:
+        files = path, path.with_suffix(engine.facts.constants)
+        return [*(Output(file, name, written_as(ARTIFACT)) for file in files), *cache]
     return [*model_outputs(path, name, ARTIFACT), *cache]
 
 
@@ -63,7 +53,7 @@ class Artifact(Shown):
 
     def in_words(self) -> str:
         written, size = " and ".join(map(str, self.files)), f"{self.nbytes / 1e6:.1f} MB"
-        return f"{written}: {FORMATS[self.engine]}, {size}, built in {self.seconds:.1f} s"
+        return f"{written}: {facts_of(self.engine).saves}, {size}, built in {self.seconds:.1f} s"
 
     def to_dict(self) -> dict[str, Any]:
         files = [str(file) for file in self.files]
@@ -83,8 +73,8 @@ def build(options: BuildOptions, observer: Observer | None = None) -> Artifact:
     model, output = options.model, options.output
     spec = with_timing_cache(options.spec(), output.parent)
     check_inputs(spec, Model(read(model)))
-    if spec.name in MODULES and spec.name not in FORMATS:
-        able = ", ".join(FORMATS)
+    if not spec.facts.saves:
+        able = ", ".join(name for name, facts in ENGINES.items() if facts.saves)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
     with temporary_runner(spec, execution_of(options)) as runner, atomic_write(output, ARTIFACT) as fresh:
         handle = runner.load(model, "build")

@@ -16,11 +16,11 @@ from onnx import TensorProto
 from qdqtune.calibration.options import DataOptions
 from qdqtune.commands.inputs import ModelOption, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, milliseconds
-from qdqtune.engines import unwatched
+from qdqtune.engines.facts import SYMMETRIC, facts_of
 from qdqtune.engines.fallback import Fallback, fallback
-from qdqtune.engines.machine import is_simulated
+from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import ON, EngineOptions, on_device
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
@@ -39,7 +39,7 @@ from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import BASELINE, PLACEMENT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.summary import read_summary
-from qdqtune.types import Layer, NumericFormat, QType, QuantType
+from qdqtune.types import Layer, NumericFormat, QuantType
 
 
 class LayersOptions(EngineOptions, DataOptions, ModelOption):
@@ -55,13 +55,6 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
             raise BadOption("`profile_json` goes with `graph_json`")
 
 
-TENSORRT = {
-    "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
-    "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
-}
-"""Numeric formats of TensorRT, for reports of builds that are not made here."""
-
-
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
     """The layers of an engine with these `numbers`, in the order in which they run, for inputs of these `sizes`.
@@ -71,7 +64,7 @@ class Layers(Shown):
     engine: str
     layers: tuple[Layer, ...]
     machine: str | None = None
-    numbers: NumericFormat = TENSORRT["int8"]
+    numbers: NumericFormat = SYMMETRIC
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     described: Mapping[str, str] | None = None
 
@@ -130,7 +123,7 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> Layers:
     quant_type: QuantType = "fp8" if is_fp8 else "int8"
     if options.graph_json is not None:
         reported = read_report(options.graph_json, options.profile_json, read(path))
-        return Layers("tensorrt", reported, numbers=TENSORRT[quant_type])
+        return Layers("tensorrt", reported, numbers=numeric_format("tensorrt", quant_type))
     spec, execution = options.spec(options.input_shapes), execution_of(options)
     (sample,) = prepared_for(graph, spec, options, execution, [path], most=0).samples.first(1)
     spec = built_for_sample(spec, graph, sample)
@@ -139,7 +132,7 @@ def _profile(options: LayersOptions, path: Path, graph: Model) -> Layers:
         numbers, described = runner.numeric_format(quant_type), runner.describe()
         with rewording(f"{spec.name} has no layers of {path}"):
             layers = runner.report(path, sample, options.runs, "layers")
-    if is_simulated(described["engine"], machine):
+    if simulated(described["engine"], machine):
         layers = tuple(replace(layer, time_ms=None, parts=()) for layer in layers)
     sizes = {name: np.shape(array) for name, array in sample.items()}
     return Layers(spec.name, layers, None if machine is None else machine.where, numbers, sizes, described)
@@ -270,13 +263,13 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
     """
     path = options.model
     graph, is_report = load(path), options.graph_json is not None
-    notes = () if is_report else tuple(filter(None, [unwatched(options.spec(options.input_shapes))]))
-    if not is_quantized(graph) and (is_report or options.engine_name not in PROVIDERS):
+    notes = () if is_report else tuple(filter(None, [options.spec(options.input_shapes).facts.unwatched]))
+    if not is_quantized(graph) and (is_report or not facts_of(options.engine_name).is_provider):
         nothing = Layers("tensorrt" if is_report else options.engine_name, ())
         return Checked(path, graph, nothing, (), notes=notes)
     profile = _profile(options, path, graph)
     left = None
-    if profile.engine in PROVIDERS:
+    if facts_of(profile.engine).is_provider:
         sizes = {name: shape for name, shape in profile.sizes.items() if name in graph.inputs}
         left = fallback(with_input_shapes(graph, sizes), profile.layers)
     findings = allow(unfused.check(graph, profile.layers, profile.numbers), options.allow_boundary)

@@ -21,7 +21,7 @@ from qdqtune.commands.inputs import MetricOptions, built_for, execution_of, prep
 from qdqtune.commands.shown import Shown, Table, plain
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usual_threads
-from qdqtune.engines.machine import is_simulated, simulated
+from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import ON, EngineOptions, on_device
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineRefused, escaped, rewording
@@ -290,10 +290,10 @@ def compare(
     check_metric(options.evaluate, options)
     if options.max_drop is not None and not options.has_metric:
         raise BadOption("`max_drop` is about a metric: give `labels` or `evaluate`")
-    is_timed = not is_simulated(spec.name, machine)
+    untimed = simulated(spec.name, machine)
     busy_note = busy(spec, machine)
-    if options.fail_below is not None and not is_timed:
-        raise BadOption(f"`fail_below` is about times: {simulated(spec.name, machine)}")
+    if options.fail_below is not None and untimed:
+        raise BadOption(f"`fail_below` is about times: {untimed}")
     fixed_in = [fixed_inputs(file, options.fix_inputs) for file in files]
     if len(files) < 2:
         raise BadOption("compare needs at least two files")
@@ -319,7 +319,7 @@ def compare(
         metric = replace(metric, samples=replace(unfixed, produce=lambda: ({**one, **fixed} for one in unfixed)))
     with temporary_runner(spec, prepared.execution) as runner, ExitStack() as stack:
         cpu: Runner | None = None
-        if not is_timed:
+        if untimed:
             runner.describe()  # the engine may not be here, and without samples nothing else asks it
             cpu = stack.enter_context(temporary_runner(EngineSpec("onnxruntime"), prepared.execution))
         rows = compare_files(
@@ -345,11 +345,11 @@ def compare(
     warnings |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warnings.items() if warning]
     if machine is not None:
-        notes.append(f"run {'and timed ' * is_timed}on {machine.where}")
+        notes.append(f"run {'and timed ' * (not untimed)}on {machine.where}")
     if busy_note is not None:
         notes.append(busy_note)
-    if not is_timed:
-        notes.append(f"{simulated(spec.name, machine)}: outputs are against {files[0]} on ONNX Runtime's CPU")
+    if untimed:
+        notes.append(f"{untimed}: outputs are against {files[0]} on ONNX Runtime's CPU")
     judged = len(prepared.judging) if prepared.has_real_samples else 0
     return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options)
 

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines import MODULES, EngineSpec, devices
+from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.machine import (
     DOT_PRODUCTS,
     architecture,
     emulation,
     instruction_sets,
-    is_simulated,
     lacks_dot_products,
     processor_name,
+    simulated,
 )
 from qdqtune.engines.options import ON, EngineOptions
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import (
@@ -38,20 +38,6 @@ from qdqtune.explanation.formatting import counted
 from qdqtune.options import OUTPUT, SWITCH, MaybeFile
 from qdqtune.system.checks import Output, record
 from qdqtune.system.writing import temporary_folder
-
-PRETENDS = "fake"
-"""The engine that is always usable, since it measures nothing."""
-
-AHEAD_OF_TIME = {"tensorrt-rtx": {"target": "sm89"}}
-"""Options with which an engine builds for a device that is not present."""
-
-NEEDS = {
-    "onnxruntime": (("onnxruntime",), "pip install onnxruntime"),
-    "openvino": (("openvino",), "pip install 'qdqtune[openvino]'"),
-    "tensorrt": (("tensorrt", "cuda"), "pip install 'qdqtune[tensorrt]'"),
-    "tensorrt-rtx": (("tensorrt_rtx_bindings",), "pip install 'qdqtune[tensorrt-rtx]'"),
-}
-"""The Python packages without which an engine cannot be opened, and the command that installs them."""
 
 OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
@@ -130,7 +116,7 @@ class EnginesState(Shown):
     @property
     def exit_code(self) -> int:
         """0 if a real engine can be used, if only to build."""
-        is_usable = any(e.status != "missing" for e in self.engines if e.name != PRETENDS)
+        is_usable = any(e.status != "missing" for e in self.engines if not facts_of(e.name).is_modelled)
         return 0 if is_usable else EngineUnavailable.exit_code
 
     def in_words(self) -> str:
@@ -159,7 +145,7 @@ def examine() -> EnginesState:
     """Open every engine in a process of its own, and read the hardware. Failures are part of the result."""
     gpus, note = find_gpus()
     with temporary_folder() as folder:
-        engines = tuple(engine_state(name, folder) for name in MODULES if name not in PROVIDERS)
+        engines = tuple(engine_state(name, folder) for name in ENGINES if name not in PROVIDERS)
         providers = tuple(engine_state(name, folder) for name in PROVIDERS)
     return EnginesState(engines, this_processor(), gpus, note, providers)
 
@@ -182,24 +168,18 @@ def doctor_elsewhere(on: str, *flags: str) -> int:
 def engine_state(name: str, log_dir: Path) -> EngineState:
     """Open one engine or execution provider without options; if that fails and the engine can, for a device that is not
     present."""
-    table = PROVIDERS.get(name)
-    packages, command = NEEDS.get(name, ((), ""))
-    if table is not None:
-        packages, command = (table.plugin,) if table.plugin else (), table.install
-    is_complete = all(importlib.util.find_spec(package) for package in packages)
-    if table is not None and not is_complete:
-        return EngineState(name, "missing", reason="not installed", remedy=command)
+    facts = facts_of(name)
+    if not all(map(importlib.util.find_spec, facts.packages)):
+        return EngineState(name, "missing", reason="not installed", remedy=facts.install)
     try:
         described = _described(EngineSpec(name), log_dir)
         version = described.get("plugin", described["version"])
-        return EngineState(name, "simulated" if is_simulated(name) else "usable", version, described["device"])
+        return EngineState(name, "simulated" if simulated(name) else "usable", version, described["device"])
     except QdqtuneError as error:
         reason = one_line(error)
-    if table is not None or not is_complete:
-        return EngineState(name, "missing", reason=reason.removesuffix(f": {command}"), remedy=command)
-    if name in AHEAD_OF_TIME:
+    if facts.ahead_of_time:
         with contextlib.suppress(QdqtuneError):
-            described = _described(EngineSpec(name, AHEAD_OF_TIME[name]), log_dir)
+            described = _described(EngineSpec(name, facts.ahead_of_time), log_dir)
             return EngineState(name, "builds only", described["version"], described["device"], reason)
     return EngineState(name, "missing", reason=reason)
 

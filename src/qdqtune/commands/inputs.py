@@ -28,7 +28,7 @@ from qdqtune.calibration.user_code import checked_count, read_in_thread
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
-from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
 from qdqtune.engines.tensorrt.options import check_inputs, libraries_in, spans, timing_cache, usual_shapes, with_spans
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
@@ -296,6 +296,6 @@ def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collec
     Raises:
         BadData: a workload cannot be read.
     """
-    if spec.name not in TENSORRT_FAMILY or not workloads or spans(spec):
+    if not spec.facts.is_tensorrt or not workloads or spans(spec):
         return spec
     return with_spans(spec, spans_of(workloads, fixed))

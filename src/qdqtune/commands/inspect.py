@@ -15,7 +15,7 @@ from qdqtune.calibration.options import FixOption, RewriteOption
 from qdqtune.calibration.prepare import deciding_inputs
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines import MODULES
+from qdqtune.engines.facts import ENGINES
 from qdqtune.explanation.formatting import counted
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model, graphs, opset_of
@@ -36,7 +36,7 @@ MOST_FREQUENT = 10
 
 class InspectOptions(RewriteOption, FixOption, ModelOption):
     engine: str = choice(
-        sorted(MODULES), "Engine of the run whose regions to show. Need not be here.", "Engine", default="onnxruntime"
+        sorted(ENGINES), "Engine of the run whose regions to show. Need not be here.", "Engine", default="onnxruntime"
     )
     regions: Division | None = choice(
         Division,

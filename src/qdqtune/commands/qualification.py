@@ -25,9 +25,9 @@ from qdqtune.commands.inputs import execution_of, sample_source
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.tune import TuneOptions, tune
-from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
-from qdqtune.engines.machine import is_simulated, simulated
+from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.tensorrt.options import Span, with_spans
@@ -436,18 +436,18 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
         EngineUnavailable, BadOption: the engine cannot be opened, or is simulated.
     """
     begun, execution, spec = monotonic(), execution_of(options), options.spec()
-    if is_simulated(spec.name):
-        why = simulated(spec.name)
+    why = simulated(spec.name)
+    if why:
         raise EngineUnavailable(f"{why}, and most claims are about times: leave `qualify` out, check and compare work")
     cpu, (gpus, _) = this_processor(), find_gpus()
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         spec = with_timing_cache(spec, folder)
-        sized = with_spans(spec, {OPEN: Span(*SIZES)}) if spec.name in TENSORRT_FAMILY else spec
+        sized = with_spans(spec, {OPEN: Span(*SIZES)}) if spec.facts.is_tensorrt else spec
         runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
         described = runner.describe()
         exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
-        listed = gpus[0].compute_capability if gpus and spec.name in TENSORRT_FAMILY else ""
+        listed = gpus[0].compute_capability if gpus and spec.facts.is_tensorrt else ""
         capability = described.get("compute_capability", listed)  # of the GPU that the engine runs on, if it says so
         has_fp8 = not fullmatch(r"\d+\.\d+", capability) or float(capability) >= FP8_SINCE
         bench = Bench(spec, folder, runner, stack.enter_context(exact), observer, has_fp8, execution.seconds)

@@ -25,14 +25,13 @@ from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.commands.debug import Damage, damages, exclusion, to_exclude
 from qdqtune.commands.inputs import MetricOptions, ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines import MERGED, MODULES, THREADED, EngineSpec
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
+from qdqtune.engines.facts import ENGINES, facts_of
 from qdqtune.engines.formats import (
-    checked_weight_format,
     numeric_format,
     portable,
-    usual_precision,
     weight_formats_like,
 )
 from qdqtune.engines.options import TIME_LIMIT_OPTION
@@ -161,7 +160,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
         return self.output or self.model.with_suffix(".qdq.onnx")
 
     def precision_on(self, engine: str) -> Precision:
-        return self.precision or usual_precision(engine)
+        return self.precision or facts_of(engine).usual_precision()
 
     def prepared(
         self,
@@ -199,7 +198,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
             drawn = prepare(graph, data, execution, fixed=fixed)
             in_time = SamplesInTime(drawn.calibration, part_of(execution.ends, HALF_SHARE), 1, observer)
             limited = replace(drawn, calibration=replace(drawn.calibration, produce=in_time))
-            lowered, _, notes = in_half_precision(limited, self.precision, usual_precision(engine))
+            lowered, _, notes = in_half_precision(limited, self.precision, facts_of(engine).usual_precision())
             lowered = replace(lowered, calibration=drawn.calibration)
             notes += tuple(filter(None, [in_time.shortfall("see on all samples what half precision holds")]))
             prepared, more = lowered.sized_for(engine)
@@ -240,7 +239,7 @@ class QuantizeOptions(MetricOptions, FixOption, SourceOptions):
         "tensors whose rounding does most harm",
     )
     engine: str = choice(
-        sorted(MODULES),
+        sorted(ENGINES),
         "Whose numbers and rules to use. It need not be installed here.",
         "Engine",
         "whose numbers and rules to use",
@@ -440,7 +439,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     if options.per_channel is not None:
         numbers = replace(numbers, per_channel=options.per_channel)
     # A cache names tensors that rewrites of the engine's own kind would take away.
-    rewrites = allowed(options.rewrites, () if options.calibration_cache else MERGED.get(options.engine, ()))
+    rewrites = allowed(options.rewrites, () if options.calibration_cache else facts_of(options.engine).merges)
     fixed, is_run = options.fix_inputs, options.is_run
     ready = options.prepared(options.engine, fixed, numbers.opset, rewrites, execution, observer, is_run=is_run)
     shaped, prepared = ready.shaped, ready.prepared
@@ -523,7 +522,7 @@ def _check_options(options: QuantizeOptions) -> None:
         if options.report and options.calibration_data is None:
             raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
         return
-    checked_weight_format(options.engine, options.weight_only)
+    weight_formats_like(options.engine, options.weight_only)
     if options.portable:
         raise BadOption("`portable` is about the numbers of pairs, of which `weight_only` places none")
     if options.report:
@@ -679,7 +678,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     recorded = read_placement_file(options.placement)
     engine = options.engine or recorded.engine
     numbers = numeric_format(engine, "fp8" if recorded.quant_type == "fp8" else "int8")
-    if recorded.portable and engine in THREADED:
+    if recorded.portable and facts_of(engine).is_threaded:
         numbers = portable(engine, numbers)
     rewrites = recorded.rewrites if options.rewrites == "auto" else allowed(options.rewrites)
     execution, is_run = execution_of(options), bool(options.calibration_data)

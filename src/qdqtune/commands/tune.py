@@ -13,9 +13,9 @@ from qdqtune.calibration.workloads import WORKLOADS, WorkloadsOption
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import MetricOptions, ModelOption, built_for
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines import LAUNCHED, EngineSpec, threads_of
+from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores, usual_threads
-from qdqtune.engines.machine import is_simulated
+from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import usual_shapes
@@ -94,7 +94,7 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
         # With a time budget it is time that ends the search, while there is something left to try.
         bound = effort if self.time_budget is None else EFFORTS["extensive"]
         builds = FRONT_BUILDS if self.front else bound.builds[self.mode]
-        builds = BY_RULE_BUILDS[self.effort] if is_simulated(self.engine_name, machine) else builds
+        builds = BY_RULE_BUILDS[self.effort] if simulated(self.engine_name, machine) else builds
         files = self.workloads
         own = usual_threads(self.cores_per_worker or max(1, usable_cores() // (self.workers or 1)))
         if machine is not None:
@@ -103,7 +103,7 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
         spec = built_for(self.spec(self.input_shapes, threads=usual), files, self.fix_inputs)
         is_short = self.time_budget is not None and self.time_budget <= SHORT_BUDGET
         # Among the hundreds of candidates of region mode, one in fifty would win by luck.
-        has_few = spec.name in LAUNCHED or (is_short and self.mode != "region")
+        has_few = spec.facts.is_launched or (is_short and self.mode != "region")
         # The user names numbers of threads in one of three places.
         count, is_named = threads_of(spec), isinstance(self.engine, EngineSpec) or "threads" in self.engine_options
         told = {f.name: getattr(self, f.name) for f in fields(Settings) if hasattr(self, f.name)}
@@ -113,15 +113,15 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
             "config": Config(schemes_per_region=effort.schemes_per_region),
             "plan": (plan := self.plan(has_few=has_few)),
             "proof": effort.proof,
-            "precision_seconds": 0.0 if spec.name in LAUNCHED else effort.precision_seconds,  # a start for each turn
+            "precision_seconds": 0.0 if spec.facts.is_launched else effort.precision_seconds,  # a start for each turn
             "builds": builds if self.builds is None else self.builds,
             "threads": (count,) if self.threads is None and is_named and count is not None else self.threads,
             "command": command,
             "machine": machine,
         }
-        if spec.name in LAUNCHED:
+        if spec.facts.is_launched:
             told["accuracy_samples"] = plan.looks[0]  # more would start more processes than a comparison needs
-        if is_simulated(spec.name, machine):
+        if simulated(spec.name, machine):
             told["accuracy_samples"] = USUAL_JUDGED
         return Settings(**(told | more))
 

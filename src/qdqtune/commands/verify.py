@@ -10,7 +10,7 @@ from typing import Any, Literal
 from qdqtune.commands.compare import CompareOptions, Comparison, Gated, GateOptions, MeasureOptions, compare
 from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.engines import THREADED, EngineSpec, threads_of
+from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import ON, THREADS, TIME_LIMIT_OPTION, Threads, on_device
@@ -97,7 +97,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         return Verified(folder, "does not hold", f"{final} is not the file that was proven", {})
     # The number of threads is that of another machine, and no file or program that a folder names is used.
     spec, left = plain(settings.spec)
-    kept = {name: value for name, value in spec.options.items() if name != "threads" or spec.name not in THREADED}
+    kept = {name: value for name, value in spec.options.items() if name != "threads" or not spec.facts.is_threaded}
     spec = EngineSpec(spec.name, kept | dict(options.engine_options))
     there, machine = on_device(options.on, execution)
     with temporary_runner(spec, there) as runner:
@@ -126,7 +126,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if options.threads is not None:
         counts = options.threads
     elif threads_of(spec) is not None and settings.proven.threads:
-        most = cores if spec.name in THREADED else max(settings.proven.threads)
+        most = cores if spec.facts.is_threaded else max(settings.proven.threads)
         counts = tuple(count for count in settings.proven.threads if count <= most)
     if not counts:
         took = f"the proof took {min(settings.proven.threads)} threads"

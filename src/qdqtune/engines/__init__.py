@@ -19,21 +19,9 @@ from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
-from qdqtune.engines.providers import OF_EP, PROVIDERS, table_of
+from qdqtune.engines.facts import EngineFacts, facts_of, facts_of_provider
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors
-
-MODULES = {
-    "fake": "qdqtune.engines.fake",
-    "onnxruntime": "qdqtune.engines.onnxruntime",
-    "openvino": "qdqtune.engines.openvino",
-    "tensorrt": "qdqtune.engines.tensorrt.api",
-    "tensorrt-rtx": "qdqtune.engines.tensorrt.rtx",
-    "trtexec": "qdqtune.engines.tensorrt.trtexec",
-    **dict.fromkeys(PROVIDERS, "qdqtune.engines.onnxruntime"),
-}
-"""Engine name to its module, whose function `create` takes a dataclass of options (its type is the parameter's
-annotation) and returns the engine."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +30,16 @@ class EngineSpec:
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What is known of the engine, or of the execution provider that ONNX Runtime uses.
+
+        Raises:
+            BadOption: no engine has that name.
+        """
+        facts, ep = facts_of(self.name), self.options.get("provider")
+        return facts_of_provider(str(ep)) if facts.ep and ep else facts
 
 
 class Built(Protocol):
@@ -115,34 +113,9 @@ class Engine(Protocol):
         """
 
 
-TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
-"""Engines of NVIDIA's: they run on its GPUs, build for given input sizes, and usually start from a float16 model."""
-
-
-THREADED = frozenset({"onnxruntime", "openvino"})
-"""Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere, and whose
-numbers depend on the processor."""
-
-MERGED: Mapping[str, tuple[str, ...]] = {"onnxruntime": ("gelu",), "qnn": ("gelu", "dilations", "division")}
-"""By engine: the rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a
-pair stands in front of the nodes. ONNX Runtime gives each reader of a DequantizeLinear one of its own, so that Div and
-Mul of a Gelu in pieces no longer read the same tensor, and five nodes run in place of one. QNN divides 1 by x for a
-Reciprocal, and stores the 1 in the scale of x: where x stays below 1, it becomes the largest x. Erf is not among its
-operators, Gelu is; and dilated convolutions lose weights of 16 bits (`search.costs.rule_costs`)."""
-
-LAUNCHED = frozenset({"trtexec"})
-"""Engines whose models are `Launched`: a process takes longer to start than to time a model."""
-
-CPU_PROVIDER = "CPUExecutionProvider"
-
 MOST_THREADS = max(16, os.cpu_count() or 1)
 """The most threads of an engine that computes on the CPU of this machine. More than cores slow it down by orders of
 magnitude, since idle threads spin."""
-
-
-def provider_of(spec: EngineSpec) -> str:
-    """The execution provider that an engine of ONNX Runtime uses, by ONNX Runtime's name."""
-    return PROVIDERS[spec.name].ep if spec.name in PROVIDERS else str(spec.options.get("provider") or CPU_PROVIDER)
 
 
 def normal(spec: EngineSpec) -> EngineSpec:
@@ -150,30 +123,23 @@ def normal(spec: EngineSpec) -> EngineSpec:
     that provider, and its usual one needs no naming.
 
     Raises:
-        BadOption: the option `provider` names another provider than the engine.
+        BadOption: no engine has that name, or the option `provider` names another provider than the engine.
     """
-    if spec.name not in ("onnxruntime", *PROVIDERS):
+    facts = spec.facts
+    if not facts.ep:
         return spec
-    table = table_of(str(spec.options.get("provider") or provider_of(EngineSpec(spec.name))))
-    if spec.name not in ("onnxruntime", table.name):
-        own = PROVIDERS[spec.name].ep
-        raise BadOption(f"engine {spec.name!r} is the provider {own}: leave `provider` {table.ep} out, or the engine")
-    known = {"provider": table.ep} if table.ep in (CPU_PROVIDER, *OF_EP) else {}
-    return EngineSpec(table.name, dict(item for item in spec.options.items() if item not in known.items()))
-
-
-def unwatched(spec: EngineSpec) -> str | None:
-    """A line for users where ONNX Runtime runs a provider without a table; None elsewhere. `spec` is a normal one."""
-    if spec.name != "onnxruntime" or provider_of(spec) == CPU_PROVIDER:
-        return None
-    return f"{provider_of(spec)} has no table in qdqtune: nobody looks at what it leaves to the CPU"
+    if spec.name not in ("onnxruntime", facts.name):
+        own = facts_of(spec.name).ep
+        raise BadOption(f"engine {spec.name!r} is the provider {own}: leave `provider` {facts.ep} out, or the engine")
+    known = {} if facts.unwatched else {"provider": facts.ep}
+    return EngineSpec(facts.name, dict(item for item in spec.options.items() if item not in known.items()))
 
 
 def threads_of(spec: EngineSpec) -> int | None:
     """How many CPU threads an engine computes on; None if it runs elsewhere, or the number is not known."""
-    if spec.name not in THREADED:
-        return spec.options.get("threads")
-    return int(spec.options.get("threads", 1)) if provider_of(spec) == CPU_PROVIDER else None
+    if spec.facts.is_threaded:
+        return int(spec.options.get("threads", 1))
+    return None if spec.facts.ep else spec.options.get("threads")
 
 
 def builds_for(mix: Mix) -> int:
@@ -190,10 +156,9 @@ def open_engine(spec: EngineSpec) -> Engine:
         EngineUnavailable: the engine's library, driver or device is missing.
     """
     spec = normal(spec)
-    if spec.name not in MODULES:
-        raise BadOption(f"unknown engine {spec.name!r}; there are {', '.join(sorted(MODULES))}")
+    facts = spec.facts
     try:
-        create: Callable[..., Engine] = importlib.import_module(MODULES[spec.name]).create
+        create: Callable[..., Engine] = importlib.import_module(facts.module).create
     except ImportError as error:
         raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded: {one_line(error)}") from error
     kind = get_type_hints(create)["options"]
@@ -205,13 +170,13 @@ def open_engine(spec: EngineSpec) -> Engine:
             msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
             raise BadOption(f"option {name!r} of engine {spec.name!r} is {value!r}: {one_line(error)}") from error
-    count = threads_of(spec) if spec.name in THREADED else None
-    if count is not None and count < 1:
+    count = int(spec.options.get("threads", 1)) if facts.is_threaded else 1
+    if count < 1:
         raise BadOption(f"`threads` must be a whole number from 1 on, not {count}")
-    if count is not None and count > MOST_THREADS:
+    if count > MOST_THREADS:
         raise BadOption(f"`threads` {count} is too many for {os.cpu_count()} cores: give at most {MOST_THREADS}")
-    own = {"provider": PROVIDERS[spec.name].ep} if spec.name in PROVIDERS else {}
-    return create(kind(**own, **spec.options))
+    own = {"provider": facts.ep} if facts.ep else {}
+    return create(kind(**{**own, **spec.options}))
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from itertools import chain
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired, run
 
-from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, provider_of
-from qdqtune.engines.providers import PROVIDERS
+from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
 LEASE_SECONDS = 30.0
@@ -120,9 +119,7 @@ def load() -> float | None:
 
 def needs_gpu(spec: EngineSpec) -> bool:
     """Whether an engine runs on a GPU: then each worker needs one of its own."""
-    if spec.name in PROVIDERS:
-        return PROVIDERS[spec.name].is_gpu
-    return (spec.name in TENSORRT_FAMILY and not spec.options.get("target")) or provider_of(spec) != CPU_PROVIDER
+    return (spec.facts.is_gpu and not spec.options.get("target")) or spec.facts.unwatched is not None
 
 
 def cores_for(spec: EngineSpec, given: int | None) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec, deployed, normal, provider_of
-from qdqtune.engines.providers import PLAIN_VALUE, table_of
+from qdqtune.engines import EngineSpec, deployed, normal
+from qdqtune.engines.facts import CPU_PROVIDER, PLAIN_VALUE
 from qdqtune.engines.tensorrt.options import builder_flags, libraries_in, sizes_text
 from qdqtune.errors import BadOption
 
@@ -94,22 +94,22 @@ def library_settings(
     Runtime."""
     options, threads = spec.options, int(spec.options.get("threads", 1))
     as_zero = described.get("denormals_as_zero") != "no"
-    if spec.name == "openvino":
+    facts = spec.facts
+    if facts.script == "openvino":
         chosen = OpenVinoOptions(threads, described.get("precision", "f32"), as_zero)
         return {"configuration": openvino_configuration(chosen)}
-    if spec.name == "trtexec":
+    if facts.script == "trtexec":
         return _trtexec(spec, described, sizes)
-    if spec.name in TENSORRT_FAMILY:
-        module = "tensorrt_rtx_bindings" if spec.name == "tensorrt-rtx" else "tensorrt"
+    if facts.script == "tensorrt":
         builder = {n: options[n] for n in ("workspace_mb", "builder_level") if options.get(n) is not None}
-        return {"module": module, "plugin_libraries": libraries_in(options), **_shapes(spec, sizes), **builder}
-    provider = provider_of(spec)
-    table, told = table_of(provider), described.get("provider_options", "").split()
-    chip = {k: v for k, v in table.simulated_as.items() if f"{k}={v}" in told}
+        module = {"module": facts.packages[0], "plugin_libraries": libraries_in(options)}
+        return {**module, **_shapes(spec, sizes), **builder}
+    told = described.get("provider_options", "").split()
+    chip = {k: v for k, v in facts.simulated_as.items() if f"{k}={v}" in told}
     return {
-        "provider": provider,
-        "provider_options": {**table.options, **chip, **(options.get("provider_options") or {})},
-        "plugin": table.plugin,
+        "provider": facts.ep or CPU_PROVIDER,
+        "provider_options": {**facts.options, **chip, **(options.get("provider_options") or {})},
+        "plugin": facts.plugin,
         "provider_library": options.get("library") or "",
         **session_settings(threads),
         "config_entries": {DENORMALS_AS_ZERO: "1"} if as_zero else {},
@@ -143,14 +143,14 @@ PLAIN_OPTIONS = frozenset({
     "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target",
     "seed", "noise", "drift", "spikes", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
 })  # fmt: skip
-"""Options of all engines that name no file and no program; of `provider_options` those of the provider's table."""
+"""Options of all engines that name no file and no program; of `provider_options` those of the provider's record."""
 
 
 def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
     """An engine that a file from elsewhere describes, with those of its options that cannot name files, libraries or
     programs; and the names of the others."""
     spec = normal(spec)
-    known, given = table_of(provider_of(spec)).plain, spec.options.get("provider_options")
+    known, given = spec.facts.plain, spec.options.get("provider_options")
     own = given if isinstance(given, Mapping) else {}
     kept = {name: value for name, value in own.items() if name in known and PLAIN_VALUE.fullmatch(str(value))}
     options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}
@@ -163,9 +163,8 @@ def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
 
 def script_of(spec: EngineSpec) -> str:
     """The text of the script that runs a file on an engine by its `library_settings`."""
-    apart = {"openvino": "openvino", "trtexec": "trtexec"} | dict.fromkeys(TENSORRT_FAMILY - {"trtexec"}, "tensorrt")
     folder = Path(deployed.__path__[0])
-    text = (folder / f"{apart.get(spec.name, 'onnxruntime')}.py").read_text(encoding="utf-8")
+    text = (folder / f"{spec.facts.script}.py").read_text(encoding="utf-8")
     _, start = (folder / "start.py").read_text(encoding="utf-8").split("\n\n", 1)
     before, _, behind = text.partition("from qdqtune")
     return before + start + behind.partition("\n")[2]

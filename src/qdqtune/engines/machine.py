@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from qdqtune.engines.devices import load, physical_cores, usable_cores
-from qdqtune.engines.providers import PROVIDERS, Provider
+from qdqtune.engines.facts import facts_of
 
 Architecture = Literal["x86", "ARM", ""]
 
@@ -100,10 +100,6 @@ def _cpuinfo_field(*names: str) -> str:
     return line[1].strip() if line else ""
 
 
-COST_MODEL = "fake"
-"""The engine whose times come from a cost model, on every processor."""
-
-
 @dataclass(frozen=True)
 class MachineFacts:
     """A machine: the cores that a process may use, physical ones, its architecture as `platform.machine` names it,
@@ -132,22 +128,12 @@ def this_machine() -> MachineFacts:
     )
 
 
-def is_simulated(name: str, machine: MachineFacts | None = None) -> bool:
-    """Whether times of this engine mean nothing on a machine (None: this one): it is a simulator there, or the
-    processor is emulated."""
-    facts = machine or this_machine()
-    is_simulator = name in PROVIDERS and facts.machine in PROVIDERS[name].simulated_on
-    return is_simulator or (name != COST_MODEL and bool(facts.emulation))
-
-
-def simulated_chip(table: Provider) -> dict[str, str]:
-    """The options that say which chip a simulator stands for; none where the provider is no simulator."""
-    return dict(table.simulated_as) if table.simulated_as and is_simulated(table.name) else {}
-
-
 def simulated(name: str, machine: MachineFacts | None = None) -> str:
-    """What users are told of an engine whose times mean nothing on a machine (None: this one)."""
-    facts = machine or this_machine()
-    if facts.emulation:
-        return f"{facts.where}: {facts.emulation}" if facts.where else facts.emulation
-    return f"{name} is a simulator on {facts.where or 'this machine'}, whose times mean nothing"
+    """Why times of this engine mean nothing on a machine (None: this one), in words: it is a simulator there, or the
+    processor is emulated; "" where they mean something."""
+    facts, there = facts_of(name), machine or this_machine()
+    if there.emulation and not facts.is_modelled:
+        return f"{there.where}: {there.emulation}" if there.where else there.emulation
+    if there.machine not in facts.simulated_on:
+        return ""
+    return f"{name} is a simulator on {there.where or 'this machine'}, whose times mean nothing"

@@ -30,11 +30,11 @@ import onnxruntime as ort
 from google.protobuf.message import DecodeError
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, translated
+from qdqtune.engines import devices, formats, output_to, translated
 from qdqtune.engines.coverage import Claim, cover, never_run, read_model, readers
+from qdqtune.engines.facts import CPU_PROVIDER, EngineFacts, facts_of_provider
 from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptions, session_settings
-from qdqtune.engines.machine import instruction_sets, is_simulated, processor_name, simulated_chip
-from qdqtune.engines.providers import Provider, table_of
+from qdqtune.engines.machine import instruction_sets, processor_name, simulated
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files
 from qdqtune.graph.model import Model, Node, graphs
@@ -82,7 +82,7 @@ RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 
 def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
-    table, library = table_of(options.provider), options.library
+    table, library = facts_of_provider(options.provider), options.library
     if CUDA_GRAPHS in (options.provider_options or {}):  # they read inputs where the first inference had them
         raise BadOption(f"`provider_options` {CUDA_GRAPHS} wants inputs in fixed places: leave it out")
     if not library and not table.plugin:
@@ -117,8 +117,9 @@ class OnnxRuntime:
 
     def __init__(self, options: OnnxRuntimeOptions, plugged_in: Sequence[ort.OrtEpDevice] = ()) -> None:
         self._options, self._plugged_in = options, plugged_in
-        self.table = table_of(options.provider)
-        self._own = simulated_chip(self.table) | dict(options.provider_options or {})
+        self.table = facts = facts_of_provider(options.provider)
+        is_simulator = bool(facts.simulated_as) and simulated(facts.name)
+        self._own = {**(facts.simulated_as if is_simulator else {}), **(options.provider_options or {})}
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
@@ -127,7 +128,7 @@ class OnnxRuntime:
         gpus = devices.gpus_here() if table.is_gpu else ()
         if gpus:
             device, driver = devices.gpu(gpus[0])
-        elif table.simulated_on and is_simulated(table.name):
+        elif table.simulated_on and simulated(table.name):
             device = f"simulator on {device}"
         unfused = "after rewrites" if options.rewrite else "no"
         told = {
@@ -147,7 +148,7 @@ class OnnxRuntime:
         return {name: text for name, text in told.items() if text}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Those of `formats`; on a provider without a table symmetric int8, which all of them run."""
+        """Those of `formats`; on a provider without a record symmetric int8, which all of them run."""
         numbers = formats.numeric_format(self.table.name, quant_type)
         return numbers if self._options.provider == CPU_PROVIDER else self.table.numbers
 
@@ -273,7 +274,7 @@ class OnnxRuntimeModel:
             files = folder / "optimized.onnx", profile
             return report(model, *files, WARMUP, plain, self._engine.table)
 
-    def _partitions(self, model: Model, table: Provider) -> tuple[Layer, ...]:
+    def _partitions(self, model: Model, table: EngineFacts) -> tuple[Layer, ...]:
         """The layers of a provider that runs many nodes as one, without times: a second session tells which they are,
         and its log why others run elsewhere."""
         with TemporaryDirectory(prefix="profile-") as name:
@@ -337,7 +338,7 @@ def report(
     profile: Path,
     warmup: int,
     plain: Sequence[float],
-    table: Provider,
+    table: EngineFacts,
 ) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
@@ -517,7 +518,7 @@ IN_PASSES = "/duplicated"
 def assigned_layers(
     model: Model,
     parts: Sequence[tuple[str, Sequence[tuple[str, str]]]],
-    table: Provider,
+    table: EngineFacts,
     log: str,
 ) -> tuple[Layer, ...]:
     """A layer for each part that the provider runs as one, and for each node that runs elsewhere; without times.
@@ -543,7 +544,7 @@ def assigned_layers(
     return (*layers, *never_run(rest))
 
 
-def elsewhere(node: str, op: str, ep: str, table: Provider, told: Mapping[str, str]) -> str:
+def elsewhere(node: str, op: str, ep: str, table: EngineFacts, told: Mapping[str, str]) -> str:
     """Where a node runs that the provider of `table` leaves to another, and why: the provider's own words, or else the
     rule that holds for it."""
     where = "on the CPU" if ep == CPU_PROVIDER else f"on {ep}"
@@ -556,7 +557,7 @@ def elsewhere(node: str, op: str, ep: str, table: Provider, told: Mapping[str, s
     return f"{where}: {table.ep} says no reason; {table.source} lists what it takes"
 
 
-def own_words(table: Provider, log: str) -> dict[str, str]:
+def own_words(table: EngineFacts, log: str) -> dict[str, str]:
     """What the provider says in a log about each node that it leaves, by name."""
     told: dict[str, str] = {}
     for pattern in table.words:

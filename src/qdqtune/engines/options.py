@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec, normal
+from qdqtune.engines import EngineSpec, normal
 from qdqtune.engines.execution import TIME_LIMIT, Execution
+from qdqtune.engines.facts import ENGINES, PROVIDERS
 from qdqtune.engines.machine import MachineFacts
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import as_json
 from qdqtune.errors import BadOption
@@ -29,7 +29,7 @@ from qdqtune.options import (
 )
 
 ENGINE_NAMES = (
-    f"{', '.join(sorted(MODULES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
+    f"{', '.join(sorted(ENGINES.keys() - {'fake', *PROVIDERS}))} or fake; or an execution provider of ONNX Runtime: "
     f"{', '.join(PROVIDERS)}"
 )
 
@@ -118,17 +118,17 @@ class EngineOptions(Options):
         if isinstance(self.engine, EngineSpec):
             return spec
         chosen = dict(spec.options)
-        if spec.name in TENSORRT_FAMILY:
+        if spec.facts.is_tensorrt:
             if input_shapes:
                 chosen.setdefault("opt_shapes", input_shapes)
             chosen = as_json(chosen)
-        if spec.name in THREADED:
+        if spec.facts.is_threaded:
             chosen.setdefault("threads", max(self.threads or [threads or 1]))
         return EngineSpec(spec.name, chosen)
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
-    if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
+    if not spec.facts.has_timing_cache or "timing_cache" in spec.options:
         return spec
     return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
 

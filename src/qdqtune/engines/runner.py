@@ -11,12 +11,12 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
-from qdqtune.engines import LAUNCHED, EngineSpec, builds_for
+from qdqtune.engines import EngineSpec, builds_for
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.facts import facts_of
 from qdqtune.engines.memory import OUT_OF_RESOURCES, MemoryBudget
 from qdqtune.engines.process import StartWorker, Worker, WorkerProcess
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import (
     BadModel,
     EngineFailure,
@@ -208,7 +208,7 @@ class Runner:
     def start_seconds(self, handle: Handle) -> float:
         """Seconds of a turn in a round on an engine that starts a process for each turn; 0 on other engines, and if the
         model cannot be built again."""
-        if self._spec.name not in LAUNCHED:
+        if not self._spec.facts.is_launched:
             return 0.0
         try:
             return self.turns([handle], 0.0)[0].start
@@ -254,7 +254,7 @@ class Runner:
         Where each turn starts a process, there is no warm-up. Round r then runs `samples[r]`, if it exists and has the
         shapes of the only workload, and keeps the outputs of all models but the first for a later call of `outputs`.
         """
-        these = samples[numbers.start : numbers.stop] if self._spec.name in LAUNCHED else ()
+        these = samples[numbers.start : numbers.stop] if self._spec.facts.is_launched else ()
         builds = tuple(handle.build for handle in handles)
         each = sum(warmup * turn.seconds + len(numbers) * turn.round_seconds for turn in turns)
         times: Times = self._ask_of(
@@ -415,11 +415,6 @@ def temporary_runner(spec: EngineSpec, execution: Execution) -> Iterator[Runner]
         yield runner
 
 
-LOADED_BY = dict.fromkeys(("fake", "onnxruntime", *PROVIDERS), "onnxruntime") | {"openvino": "openvino"}
-"""For each engine, the engine that loads a written file to check it: one that loads any model in seconds without
-options. TensorRT builds for minutes and may need shapes and plug-ins, so ONNX's checker checks its files."""
-
-
 @contextlib.contextmanager
 def checked_output(output: Path, engine: str, execution: Execution, *, is_run: bool = False) -> Iterator[Path]:
     """Yield a path to write a model to. At the end the file is checked and renamed to `output`.
@@ -432,7 +427,7 @@ def checked_output(output: Path, engine: str, execution: Execution, *, is_run: b
     """
     with atomic_write(output, "model") as fresh:
         yield fresh
-        if not (is_run and LOADED_BY.get(engine, "onnxruntime") == "onnxruntime"):
+        if not is_run or facts_of(engine).loaded_by == "openvino":
             check_loads(fresh, engine, execution)
 
 
@@ -442,8 +437,9 @@ def check_loads(model: Path, engine: str, execution: Execution = EXECUTION) -> N
     Raises:
         EngineFailure: the engine, or the checker, refuses it.
     """
-    if engine in LOADED_BY:
-        spec = EngineSpec(LOADED_BY[engine])
+    loader = facts_of(engine).loaded_by
+    if loader:
+        spec = EngineSpec(loader)
         with contextlib.suppress(EngineUnavailable), temporary_runner(spec, execution) as runner:
             with rewording(f"{engine} does not load what was written, so nothing was kept"):
                 runner.load(model)

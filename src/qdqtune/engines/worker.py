@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from qdqtune.engines import LAUNCHED, Built, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
+from qdqtune.engines import Built, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.channel import Channel
 from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import EngineFailure, QdqtuneError
@@ -77,7 +77,7 @@ class Session:
 
     def open(self, spec: EngineSpec, mix: Mix = (), saves_memory: bool = False) -> None:
         """Open the engine. With `saves_memory` builds take as little memory as they can."""
-        self._spec, self._is_launched = spec, spec.name in LAUNCHED
+        self._spec, self._is_launched = spec, spec.facts.is_launched
         self._mix: Mix = mix or (Workload({}),)
         self._building: Callable[[], AbstractContextManager[None]] = scarce_memory if saves_memory else nullcontext
         self._engines = {None: self._opener(spec)}

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from qdqtune.engines import TENSORRT_FAMILY
-from qdqtune.engines.providers import PROVIDERS
+from qdqtune.engines.facts import ENGINES, facts_of
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import ARITHMETIC, AVERAGE_POOLS, CLAMPS, COMPUTE, CONVOLUTIONS, NORMALIZATIONS
@@ -22,6 +21,7 @@ from qdqtune.placement.graph_queries import GraphQueries
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.types import Edge, Placement, QuantType
 
+TENSORRT_FAMILY = frozenset(name for name, facts in ENGINES.items() if facts.is_tensorrt)
 TENSORRT = TENSORRT_FAMILY | {"fake"}
 OPENVINO = frozenset({"openvino"})
 FUSING = TENSORRT | OPENVINO
@@ -492,8 +492,8 @@ class PlacedByRules:
 
 def rules_of(engine: str, quant_type: QuantType) -> tuple[Rule, ...]:
     """The rules of an engine and a type. An execution provider has those of an engine like it."""
-    engine = PROVIDERS[engine].like if engine in PROVIDERS else engine
-    return tuple(rule for rule in RULES if engine in rule.engines and quant_type in rule.quant_types)
+    like = facts_of(engine).like or engine
+    return tuple(rule for rule in RULES if like in rule.engines and quant_type in rule.quant_types)
 
 
 def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> PlacedByRules:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from qdqtune.engines import THREADED, EngineSpec, threads_of
+from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.devices import load, usable_cores
-from qdqtune.engines.machine import COST_MODEL, MachineFacts, is_simulated
+from qdqtune.engines.machine import MachineFacts, simulated
 from qdqtune.engines.runner import as_workloads
 from qdqtune.errors import BadOption
 from qdqtune.types import Mix
@@ -43,7 +43,7 @@ def counts_of(
         return (own,)
     if not asked or min(asked) < 1:
         raise BadOption("`threads` wants whole numbers from 1 on, such as 1,4,16")
-    is_real = engine.name in THREADED
+    is_real = engine.facts.is_threaded
     if machine is not None and is_real and max(asked) > machine.cores:
         raise BadOption(f"{max(asked)} threads: {machine.where} has {machine.cores} cores for us")
     if machine is None and is_real and is_here and max(asked) > (cores := usable_cores()):
@@ -86,7 +86,7 @@ def views_of(mix: Mix, counts: Sequence[int | None]) -> tuple[View, ...]:
 def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
     """Advice if a run has fewer cores than threads, or if other processes use those of this machine, or of another
     `machine` that measures; None for the fake engine, and where times mean nothing."""
-    if engine.name == COST_MODEL or is_simulated(engine.name, machine):
+    if engine.facts.is_modelled or simulated(engine.name, machine):
         return None
     threads = engine.options.get("threads", 1)
     if machine is None:

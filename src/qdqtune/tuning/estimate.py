@@ -48,8 +48,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         QdqtuneError: as `tune` does before its search.
     """
     if not settings.is_timed:
-        name = settings.engine.name
-        raise BadOption(f"{simulated(name)}, so no time can be estimated: `builds` and `time_budget` bound a run")
+        untimed = simulated(settings.engine.name, settings.machine)
+        raise BadOption(f"{untimed}, so no time can be estimated: `builds` and `time_budget` bound a run")
     observer = observer or Silent()
     execution = Execution(settings.time_limit)
     execution, _ = on_device(settings.on, execution)

@@ -11,10 +11,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from qdqtune.engines import unwatched
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import this_machine
-from qdqtune.engines.providers import PROVIDERS
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
@@ -94,12 +92,12 @@ def conclude(
     )
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
-    left = list(filter(None, [unwatched(settings.engine)]))
+    left = list(filter(None, [settings.engine.facts.unwatched]))
     if tails := _tails(proof, run):
         summary["percentiles_ms"] = tails
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
-    if settings.engine.name in PROVIDERS:
+    if settings.engine.facts.is_provider:
         found = fallback(load(settings.output_dir / FINAL), run.bench.layers(built))
         summary["fallback"] = asdict(found)
         left.append(found.in_words())

@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 
-from qdqtune.engines import THREADED
 from qdqtune.engines.allocation import allocate_workers, check_same_kind
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.memory import MemoryBudget
@@ -482,7 +481,7 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
     rounds at each tell. Not looked at where the user names the threads, for large models, or where time is short.
     """
     settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
-    is_usual = settings.threads is None and settings.engine.name in THREADED and settings.is_timed
+    is_usual = settings.threads is None and settings.engine.facts.is_threaded and settings.is_timed
     if count in (None, 1) or not is_usual or runner.memory is not None:
         return None
     floats = bench.floats

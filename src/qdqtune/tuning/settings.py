@@ -13,8 +13,8 @@ from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import TIME_LIMIT
-from qdqtune.engines.formats import checked_weight_format
-from qdqtune.engines.machine import MachineFacts, is_simulated, simulated
+from qdqtune.engines.formats import weight_formats_like
+from qdqtune.engines.machine import MachineFacts, simulated
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
@@ -154,7 +154,7 @@ class Settings(SearchOptions):
             for name in self.formats:
                 if name != self.quant_type:
                     try:
-                        checked_weight_format(self.engine.name, name, narrow=self.has_narrow_products)
+                        weight_formats_like(self.engine.name, name, narrow=self.has_narrow_products)
                     except BadOption as error:
                         raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
         if self.threads is not None:
@@ -175,7 +175,7 @@ class Settings(SearchOptions):
     def is_timed(self) -> bool:
         """Whether candidates are timed; else the engine is a simulator, and costs by rule stand in the place of
         times."""
-        return not is_simulated(self.engine.name, self.machine)
+        return not simulated(self.engine.name, self.machine)
 
     @property
     def has_narrow_products(self) -> bool | None:

@@ -23,10 +23,11 @@ from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.calibration.user_code import TooSlow
 from qdqtune.calibration.workloads import description
-from qdqtune.engines import MERGED, TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.formats import portable, usual_precision
-from qdqtune.engines.machine import COST_MODEL, MachineFacts
+from qdqtune.engines.facts import facts_of
+from qdqtune.engines.formats import portable
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable, reading
@@ -155,7 +156,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     if rewrites is None:
         # Nothing that the engine makes by itself where the user's other files name nodes.
         names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
-        merged = () if names_nodes else MERGED.get(settings.engine.name, ())
+        merged = () if names_nodes else settings.engine.facts.merges
         rewrites = Rewrites() if settings.from_qdq else allowed(settings.rewrites, merged)
     numbers = runner.numeric_format(settings.quant_type)
     if settings.portable:
@@ -163,7 +164,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     notes: list[str] = []
     usual: Precision = "fp32"
     if not settings.from_qdq and settings.precision is None:
-        usual = usual_precision(settings.engine.name, runner.describe().get("version", ""))
+        usual = settings.engine.facts.usual_precision(runner.describe().get("version", ""))
     wanted: Precision = settings.precision or usual
     model, quantized, made = _loaded(settings, numbers, wanted, rewrites)
     imported = None if quantized is None else read_placement(model, quantized, settings.quant_type)
@@ -413,7 +414,7 @@ def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
     """
     if is_quantized(model):
         return Rewrites().of(strip_pairs(model))
-    return allowed(rewrites, MERGED.get(engine, ())).of(model)
+    return allowed(rewrites, facts_of(engine).merges if engine else ()).of(model)
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
@@ -434,12 +435,12 @@ def check_device(spec: EngineSpec, runner: Runner, machine: MachineFacts | None 
         EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have; or that one is
             emulated.
     """
-    if machine is not None and machine.emulation and spec.name != COST_MODEL:
+    if machine is not None and machine.emulation and not spec.facts.is_modelled:
         raise EngineUnavailable(f"{machine.where}: {machine.emulation}, and a search needs times")
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:
-        if spec.name in TENSORRT_FAMILY:
+        if spec.facts.is_tensorrt:
             raise EngineUnavailable(f"{str(error).rstrip('.')}; {WITHOUT_GPU}") from error
         raise
     if device == "none":

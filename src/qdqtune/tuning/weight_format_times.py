@@ -18,7 +18,6 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines import unwatched
 from qdqtune.engines.formats import weight_formats, weight_formats_like
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineRefused, writing
@@ -149,12 +148,12 @@ def format_shares(
 
 def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
     engine = settings.engine.name
-    if unwatched(settings.engine):
+    if settings.engine.facts.unwatched:
         return ()
     if settings.formats is None:
         return weight_formats(engine, narrow=settings.has_narrow_products)
     like = partial(weight_formats_like, engine, narrow=settings.has_narrow_products)
-    return tuple(dict.fromkeys(s for name in settings.formats for s in like(name)))
+    return tuple(dict.fromkeys(s for name in settings.formats if name != settings.quant_type for s in like(name)))
 
 
 def _tried(

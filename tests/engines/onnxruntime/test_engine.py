@@ -22,13 +22,13 @@ from layer_reports import (
     text_model,
 )
 from models import feeds, ranges
-from qdqtune.engines import CPU_PROVIDER, MERGED, EngineSpec, open_engine
+from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines import onnxruntime as onnxruntime_layers
+from qdqtune.engines.facts import CPU_PROVIDER, ENGINES, ONNXRUNTIME_SHARED, PROVIDERS
 from qdqtune.engines.fallback import fallback
-from qdqtune.engines.formats import ONNXRUNTIME_SHARED, numeric_format
+from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.library_settings import OnnxRuntimeOptions
 from qdqtune.engines.onnxruntime import OnnxRuntime, assigned_layers, elsewhere, own_words
-from qdqtune.engines.providers import PROVIDERS, table_of
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -39,7 +39,7 @@ from qdqtune.types import Layer, Placement
 from rewrite_nets import MERGED as NETS
 from rewrite_nets import net
 
-CPU = table_of(CPU_PROVIDER)
+CPU = ENGINES["onnxruntime"]
 
 
 class TestOnnxRuntime(EngineContract):
@@ -118,10 +118,10 @@ def test_a_large_model_is_profiled_in_its_only_session(tmp_path: Path, monkeypat
 
 
 def test_it_merges_a_gelu_in_float_but_not_behind_a_pair(tmp_path: Path) -> None:
-    """The reason for `engines.MERGED`: where the second assertion fails, ONNX Runtime has learned it."""
+    """The reason for `merges`: where the second assertion fails, ONNX Runtime has learned it."""
     save(net(NETS["gelu"][0], opset=18), tmp_path / "net.onnx")
     model = load(tmp_path / "net.onnx")  # nodes have names now
-    merged = allowed("auto", MERGED["onnxruntime"]).of(model)
+    merged = allowed("auto", ENGINES["onnxruntime"].merges).of(model)
     node, sample = next(n.name for n in model.nodes if n.op == "Erf"), feeds(model, 1)[0]
 
     def with_pair(graph: Model) -> onnx.ModelProto:
@@ -219,7 +219,7 @@ def test_onnxruntime_names_what_it_inserts(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-QNN = PROVIDERS["qnn"]
+QNN = ENGINES["qnn"]
 
 LOG = """
 [W:onnxruntime:, x.cc:5 CreateQnnNode] QNN.backendValidateOpConfig() failed for node `gemm` of type `F` with 3\x1b[m
@@ -258,7 +258,7 @@ def test_a_provider_is_quoted() -> None:
     ],
 )
 def test_without_words_of_the_provider_the_rule_of_its_table_is_told(name, op, ep, told, words) -> None:
-    assert elsewhere("n", op, ep, PROVIDERS[name], told).startswith(words)
+    assert elsewhere("n", op, ep, ENGINES[name], told).startswith(words)
 
 
 def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:
@@ -300,7 +300,7 @@ def test_the_assignment_is_read_back_from_a_session(ep, tmp_path) -> None:
 def test_a_provider_that_compiles_nothing_has_times(ep, tmp_path) -> None:
     onnx.save(conv_model(), tmp_path / "m.onnx")
     engine = OnnxRuntime(OnnxRuntimeOptions())
-    engine.table = replace(PROVIDERS["cuda"], ep=ep)
+    engine.table = replace(ENGINES["cuda"], ep=ep)
     found = engine.build(tmp_path / "m.onnx", tmp_path / "log").layers(IMAGE, 4)
     ran = fallback(load(tmp_path / "m.onnx"), found)
     assert len(ran.left) == (0 if ep == CPU_PROVIDER else 2)
@@ -324,7 +324,7 @@ def test_a_provider_that_is_here_runs_and_tells_where(name, tmp_path) -> None:
     ran = fallback(load(tmp_path / "m.onnx"), built.layers(sample, 4))
     assert ran.nodes > len(ran.left)
     assert all(left.reason.startswith("on ") for left in ran.left)
-    if PROVIDERS[name].words:
+    if ENGINES[name].words:
         assert all("says no reason" not in left.reason for left in ran.left)
 
 
@@ -334,14 +334,14 @@ def test_a_gpu_is_named_by_its_driver(monkeypatch) -> None:
     asked = list[tuple[str, ...]]()
     monkeypatch.setattr("qdqtune.engines.devices.gpus_here", lambda: ("2", "3"))
     monkeypatch.setattr("qdqtune.engines.devices.nvidia_smi", lambda *a: (asked.append(a) or [["H100", "550"]], ""))
-    engine.table = PROVIDERS["cuda"]
+    engine.table = ENGINES["cuda"]
     told = engine.describe()
     assert (told["engine"], told["device"], told["driver"]) == ("cuda", "H100", "550")
     assert asked == [("name,driver_version", "--id=2")]
 
 
 def test_a_simulator_is_named_as_one(monkeypatch) -> None:
-    monkeypatch.setattr("qdqtune.engines.onnxruntime.is_simulated", lambda name: True)
+    monkeypatch.setattr("qdqtune.engines.onnxruntime.simulated", lambda name: "a simulator")
     monkeypatch.setattr("qdqtune.engines.onnxruntime.metadata.version", lambda name: "2.7")
     engine = OnnxRuntime(OnnxRuntimeOptions())
     engine.table = QNN

@@ -10,7 +10,7 @@ from layer_reports import RESIDUAL, RESIDUAL_WEIGHTS, text_model
 from loaded_modules import absent, forgotten
 from models import build, feeds, normal, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.formats import MOVED_ACROSS
+from qdqtune.engines.facts import MOVED_ACROSS
 from qdqtune.engines.machine import products_saturate
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.saving import save

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
@@ -122,7 +122,7 @@ def _may_be_timing_cache(path: Path) -> bool:
 def spans(spec: EngineSpec) -> dict[str, Span]:
     """Smallest, usual and largest sizes by input, from the engine's options and from trtexec_args, which take
     precedence."""
-    if spec.name not in TENSORRT_FAMILY:
+    if not spec.facts.is_tensorrt:
         return {}
     given = [dict(spec.options.get(name) or {}) for name in SHAPE_OPTIONS]
     for word in split_arguments(spec.options.get("trtexec_args") or ""):
@@ -173,7 +173,7 @@ def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
 def built_for_sample(spec: EngineSpec, model: Model, sample: Mapping[str, Array]) -> EngineSpec:
     """`spec` with the sizes of a sample for dynamic inputs that it has no sizes for. Inputs that may be shapes, for
     which TensorRT takes values, are left out."""
-    if spec.name not in TENSORRT_FAMILY:
+    if not spec.facts.is_tensorrt:
         return spec
     sizes = {}
     for name in model.inputs:
