@@ -1,5 +1,6 @@
 """A time budget bounds the whole run, whatever an inference takes. The clock is the test's: inferences move it."""
 
+import json
 import re
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -164,6 +165,18 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
     assert notes.notes == [few, biases]
 
 
+def test_biases_get_their_samples_where_calibration_took_longer_than_its_share(clock: Clock) -> None:
+    prepared, notes = prepare(mixed(), Data(), most=0), Log()
+    samples = replace(prepared.calibration, produce=lambda: (clock.spend(0.2) or s for s in feeds(mixed(), SAMPLES)))
+    in_time = SamplesInTime.of(replace(prepared, calibration=samples), Calibration("minmax"), clock.now + 40.0, notes)
+    list(zip(range(8), in_time(), strict=False))
+    clock.spend(20.0)
+    count = in_time.bias_samples(each=0.5)
+    assert count > 4
+    assert sum(1 for _ in zip(range(count), in_time(), strict=False)) == count
+    assert in_time.calibration_notes() == ()
+
+
 @pytest.mark.parametrize("declared", ["double[2,8]", "float[0,8]"])
 def test_a_model_without_values_to_calibrate_on_has_time_for_them(clock: Clock, declared: str) -> None:
     dtype = np.float64 if "double" in declared else np.float32
@@ -189,7 +202,8 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     result, notes = slow_run(model, workers, 3.8, 120.0)
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
     assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
-    assert any(note.startswith("`time_budget` had no room for a candidate: one and its proof") for note in result.notes)
+    (ended,) = (note for note in result.notes if note.startswith("`time_budget` had no room for a candidate: one and "))
+    assert ended in json.loads((model.parent / "out" / "run.json").read_text()).values(), "the end of the search"
     assert not any("biases" in note for note in notes.notes), "no layer of this model has one"
     assert len([note for note in notes.notes if "no room to calibrate on all samples" in note]) == 1
     shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
@@ -222,12 +236,13 @@ def test_percentiles_are_left_out_before_a_build_where_time_is_over(
     model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Sequence[Path]] = []
-    monkeypatch.setattr("qdqtune.tuning.file_race.Racer.tails", lambda _, files: asked.append(files) or ())
+    monkeypatch.setattr("qdqtune.tuning.file_race.Racer.tails", lambda _, files, __: asked.append(files) or ())
     result, _ = slow_run(model, workers, 0.2, 60.0)
     assert result.shipped == "tuned"
     assert not asked
-    slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
-    assert len(asked) == 1
+    for _ in range(2):  # what cannot be told is not asked for again
+        slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
+        assert len(asked) == 1
 
 
 def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:
@@ -251,6 +266,7 @@ def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_o
     assert ample.reserve(0.5) < 0
     assert budget(None, 0.5).reserve(0.8) == 0
     assert ample.reserve(1.0) == pytest.approx(replace(ample, copies=1).proof_seconds(1) - usual)  # nothing to prove
+    assert budget(3600, 0.001, has_other_float=True).reserve(1.0) == 0, "a rewritten float model is proven alone"
     assert tight.copies == 1
     assert tight.reserve(0.45) == pytest.approx(tight.proof_seconds(1, 0.45) - tight.proof_seconds(1))
     blocks = (tight.reserve(0.7) + tight.proof_seconds(1)) / tight.proof_seconds(1, 0.7)

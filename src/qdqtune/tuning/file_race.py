@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -159,28 +159,34 @@ class Racer:
                 failures[file] = refused.failure
         return failures
 
-    def tails(self, files: Sequence[Path]) -> tuple[tuple[Tail, ...], ...]:
+    def tails(self, files: Sequence[Path], caveat: Caveat | None = None) -> tuple[tuple[Tail, ...], ...]:
         """For each file, its tail in each of the `views`, from single inferences that the files take in turn; nothing
-        where an inference takes too long, time is over, or the engine fails or starts a process to time a model."""
-        with suppress(EngineRefused), ExitStack() as stack:
-            handles = list[Handle]()
-            for at, file in enumerate(files):
-                handles.append(self.runner.load(file, f"single_{at}", fresh=True))
-                stack.callback(self.runner.unload, handles[-1])
-            turns = self.runner.turns(handles, 0.0)
-            if any(turn.start for turn in turns):
-                return ()
-            each = len(files) * sum(turn.seconds for turn in turns)
-            fitting = (n for n in (SINGLES, FEWEST_SINGLES) if n * each <= SINGLES_SECONDS and not self.lacks(n * each))
-            count = next(fitting, 0)
-            if not count:
-                return ()
-            single = [Turn(1, 1, turn.seconds) for turn in turns]
-            warmup = self.plan.warmups(max(turn.seconds for turn in turns))
-            times = self.runner.rounds(handles, range(count), seed=self.seed, turns=single, warmup=warmup)
-            files_seconds = [np.array(rounds) for rounds in times.seconds]
-            return tuple(tuple(Tail.of(one, view.shares) for view in self.views) for one in files_seconds)
-        return ()
+        where an inference takes too long, time is over, or the engine fails or starts a process to time a model. The
+        `caveat` says whether another attempt may tell them."""
+        caveat = caveat or Caveat()
+        try:
+            with ExitStack() as stack:
+                handles = list[Handle]()
+                for at, file in enumerate(files):
+                    handles.append(self.runner.load(file, f"single_{at}", fresh=True))
+                    stack.callback(self.runner.unload, handles[-1])
+                turns = self.runner.turns(handles, 0.0)
+                if any(turn.start for turn in turns):
+                    return ()
+                each = len(files) * sum(turn.seconds for turn in turns)
+                counts = [count for count in (SINGLES, FEWEST_SINGLES) if count * each <= SINGLES_SECONDS]
+                count = next((n for n in counts if not self.lacks(n * each)), 0)
+                if not count:
+                    caveat.is_hurried = bool(counts)
+                    return ()
+                single = [Turn(1, 1, turn.seconds) for turn in turns]
+                warmup = self.plan.warmups(max(turn.seconds for turn in turns))
+                times = self.runner.rounds(handles, range(count), seed=self.seed, turns=single, warmup=warmup)
+        except EngineRefused as refused:
+            caveat.is_lost = refused.is_transient
+            return ()
+        seconds = [np.array(rounds) for rounds in times.seconds]
+        return tuple(tuple(Tail.of(one, view.shares) for view in self.views) for one in seconds)
 
     def _block(
         self, files: Sequence[Path], key: str, comparisons: Comparisons, builds: int, number: int, name: str

@@ -245,7 +245,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
         if trial.placement in run.bench.asked_metrics:  # the proof may have asked for it after the search
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     mode.end(history)
-    late = shortfall or mode.shortfall
+    late = mode.shortfall or shortfall
     return conclude(run, history, proof, of_mode=mode.notes, front=rows, shortfall=late, log=log)
 
 

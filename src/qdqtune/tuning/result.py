@@ -32,7 +32,7 @@ from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
-from qdqtune.tuning.store import Shipped, job_of, plain
+from qdqtune.tuning.store import Caveat, Shipped, job_of, plain
 from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
@@ -141,12 +141,11 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
                 f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
             )
             break
-    if not settings.is_timed:
-        doubts += [] if history else [run.budget.excuse]
-    elif proof.ratio is None:
-        doubts += [best_undecided(history, settings.plan), None if history else run.budget.excuse]
-    elif settings.time_budget is not None and is_wide(proof.ratio, VERY_WIDE):
-        doubts.append(WIDE_FOR_TIME)
+    if settings.is_timed:
+        if proof.ratio is None:
+            doubts.append(best_undecided(history, settings.plan))
+        elif settings.time_budget is not None and is_wide(proof.ratio, VERY_WIDE):
+            doubts.append(WIDE_FOR_TIME)
     if proof.shipped == "tuned" and run.subject.rules_placement:
         doubts.append(beside_rules(proof.in_file, run.subject.rules_placement, history, settings.plan))
     yield from filter(None, doubts)
@@ -226,21 +225,24 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
 def _tails(proof: Proof, run: Run) -> dict[str, Any]:
     """The percentiles of single inferences of the float model and the tuned one, measured once; empty where another
     file ships, at several numbers of threads, and where they were not measured."""
-    settings, key = run.settings, f"tails:{proof.placement.digest}"
+    settings, floats, caveat = run.settings, run.bench.floats, Caveat()
     if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
         return {}
-    tails, floats = run.store.get(key, tuple[tuple[Tail, ...], ...]), run.bench.floats
 
     def lacks(seconds: float) -> bool:
         return run.budget.lacks(seconds - run.budget.grace)
 
-    if tails is None and not lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
+    def measured() -> tuple[tuple[Tail, ...], ...]:
+        if lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
+            caveat.is_hurried = True
+            return ()
         has_other_float = settings.from_qdq or settings.fix_inputs
         before = settings.output_dir / BASELINE if has_other_float else settings.model
-        tails = replace(run.racer, lacks=lacks).tails([before, settings.output_dir / FINAL])
-        if tails:
-            run.store.put(key, tails)
-    return {name: asdict(tail) for name, (tail,) in zip(("baseline", "final"), tails or (), strict=False)}
+        return replace(run.racer, lacks=lacks).tails([before, settings.output_dir / FINAL], caveat)
+
+    key = f"tails:{proof.placement.digest}"
+    tails = run.store.memo(key, tuple[tuple[Tail, ...], ...], measured, caveat)
+    return {name: asdict(tail) for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:

@@ -174,11 +174,12 @@ class Budget:
         """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
         share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds. Below 0 for a large
         gain, and without one: what is found late is proven in haste. Never below 0 for a front, whose other points may
-        gain less."""
+        gain less, nor without a candidate where a rewritten float model may ship, which is proven like one."""
         if self.ends is None:
             return 0.0
         if ratio >= 1:
-            return min(0.0, self.in_haste.proof_seconds(1) - self.proof_seconds(1)) if self.points == 1 else 0.0
+            is_alone = self.points == self.opponents == 1
+            return min(0.0, self.in_haste.proof_seconds(1) - self.proof_seconds(1)) if is_alone else 0.0
         each, needed = self.proof_seconds(self.points, ratio), self.blocks(ratio)
         able = [n for n in block_looks(self.copies) if n <= needed and (n == 1 or (n - 1) * each <= self.further)]
         longer = max(able) * each - self.proof_seconds(self.points)
@@ -234,19 +235,14 @@ class Budget:
             return False
         return not self.lacks(self.brief_and_proof - self.grace)
 
-    @property
-    def excuse(self) -> str | None:
-        """What to tell the user if there was no time for a candidate."""
-        if not self.is_late:
-            return None
-        needed = f"{self.brief_and_proof:.0f} s beside reading the model and calibration"
-        return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
-
     def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
         """What to tell the user if time has ended a search that had builds left, or if it ended with time to spare. To
         be called as soon as it ended."""
         if not trials:
-            return None
+            if not self.builds or self.room(()) or self.is_brief(()):
+                return None
+            needed = f"{self.brief_and_proof:.0f} s beside reading the model and calibration"
+            return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
         left, spent = self.room(trials, pace, reserve), 1 + len(trials)
         if len(trials) < self.builds and not left:
             told = f"`time_budget` has ended the search after {spent} of {1 + self.builds} builds"

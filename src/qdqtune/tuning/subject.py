@@ -331,7 +331,8 @@ class SamplesInTime:
 
     def bias_samples(self, each: float) -> int:
         """How many samples may correct biases at `each` seconds; 0 if there is no time for `LEAST_SAMPLES`."""
-        left = max(self.until, part_of(self.ends, self.share)) - time.monotonic()
+        self.until = max(self.until, part_of(self.ends, self.share))  # the pass that reads them must not end before
+        left = self.until - time.monotonic()
         if left >= LEAST_SAMPLES * each:
             return int(min(BIAS_SAMPLES, left / each))
         self.notes.append("`time_budget` has no room to correct biases: outputs come less close to the float model's")
