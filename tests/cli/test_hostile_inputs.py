@@ -96,7 +96,7 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
     def watched(*_: object, fuse: bool, **__: object) -> object:
         raise InterruptedError(fuse)
 
-    monkeypatch.setattr(observe, "running", watched)
+    monkeypatch.setattr(observe, "onnxruntime_session", watched)
     for most, fuse in ((4000, True), (0, False)):
         monkeypatch.setattr(observe, "MOST_OPTIMIZED", most)
         with pytest.raises(InterruptedError, match=str(fuse)):

@@ -6,7 +6,7 @@ ONNX Runtime runs the model, whichever engine is tuned for: nothing here is time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from itertools import islice
@@ -65,6 +65,24 @@ class Session:
         build = cache(partial(self._runner.load, path))
         return lambda samples: self._runner.outputs(build(), samples, self._at_once)
 
+    @contextmanager
+    def loaded(self, model: Model, name: str) -> Iterator[ModelRun]:
+        """The same for a model that stays built in the block only."""
+        path = self._constants.write(model, name)
+        handle = None
+
+        def run(samples: Iterable[Sample]) -> Outputs:
+            nonlocal handle
+            handle = handle or self._runner.load(path)
+            return self._runner.outputs(handle, samples, self._at_once)
+
+        try:
+            yield run
+        finally:
+            if handle is not None:
+                self._runner.unload(handle)
+            path.unlink()
+
 
 @contextmanager
 def onnxruntime_session(
@@ -94,9 +112,16 @@ def running(
 ) -> Iterator[ModelRun]:
     """A function that runs a model, one sample after the other. If the model cannot be built, each call raises
     EngineRefused. `budget` is the memory budget of engines that run meanwhile."""
-    memory = budget or MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
-    with onnxruntime_session(execution, at_once=1, memory=memory, fuse=fuse) as session:
+    with _one_at_a_time(model, execution, fuse=fuse, budget=budget) as session:
         yield session.load(model, "observed")
+
+
+def _one_at_a_time(
+    model: Model, execution: Execution, *, fuse: bool, budget: MemoryBudget | None = None
+) -> AbstractContextManager[Session]:
+    """A session for the model, which runs one sample after the other."""
+    memory = budget or MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
+    return onnxruntime_session(execution, at_once=1, memory=memory, fuse=fuse)
 
 
 def observe(
@@ -112,24 +137,28 @@ def observe(
 
     Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into
     `BATCH_BYTES` (by the first sample, where shapes are dynamic). Each batch takes a pass over the samples, so these
-    must not be an iterator. float16 and bfloat16 values are converted to float32 if `widen`. For `budget` see
-    `outputs_on`."""
-    for batch in _batches(model, tensors, samples, execution):
-        nodes = []
-        for i, tensor in enumerate(batch):  # graph inputs cannot be outputs as they are
-            info, name = model.tensors.get(tensor), f"__value_{i}"
-            if widen and info is not None and info.dtype in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
-                nodes.append(helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT))
-            else:
-                nodes.append(helper.make_node("Identity", [tensor], [name], name))
-        for outputs in outputs_on(with_outputs(model, nodes), samples, budget, execution):
-            for tensor, node in zip(batch, nodes, strict=True):
-                yield tensor, outputs.pop(node.output[0])
+    must not be an iterator. float16 and bfloat16 values are converted to float32 if `widen`. For `budget` and errors
+    see `outputs_on`."""
+    is_fused = len(model.nodes) + len(tensors) <= MOST_OPTIMIZED
+    with _one_at_a_time(model, execution, fuse=is_fused, budget=budget) as session:
+        for batch in _batches(model, tensors, samples, session):
+            nodes = []
+            for i, tensor in enumerate(batch):  # graph inputs cannot be outputs as they are
+                info, name = model.tensors.get(tensor), f"__value_{i}"
+                if widen and info is not None and info.dtype in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
+                    nodes.append(helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT))
+                else:
+                    nodes.append(helper.make_node("Identity", [tensor], [name], name))
+            with session.loaded(with_outputs(model, nodes), "observed") as run:
+                for outputs in _on_each(run, samples):
+                    for tensor, node in zip(batch, nodes, strict=True):
+                        yield tensor, outputs.pop(node.output[0])
 
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
     """How many passes over the samples `observe` takes for these tensors."""
-    return sum(1 for _ in _batches(model, tensors, samples, execution))
+    with _one_at_a_time(model, execution, fuse=len(model.nodes) <= MOST_OPTIMIZED) as session:
+        return sum(1 for _ in _batches(model, tensors, samples, session))
 
 
 def outputs_on(
@@ -145,19 +174,24 @@ def outputs_on(
         BadModel: ONNX Runtime cannot run the model.
         EngineFailure: it crashed, took too long, or ran out of memory.
     """
-    sample = None
     is_fused = len(model.proto.graph.node) <= MOST_OPTIMIZED
     with running(model, execution, fuse=is_fused, budget=budget) as run:
-        for sample in samples:
-            try:
-                (outputs,) = run([sample])
-            except EngineRefused as refused:
-                hint = ": `time_limit` gives it longer" if refused.failure.stage == "timeout" else ""
-                sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
-                error = EngineFailure if refused.is_transient else BadModel
-                text = f"calibration cannot run the model on {first_of(sizes)}: {refused}{hint}"
-                raise error(text) from refused
-            yield outputs
+        yield from _on_each(run, samples)
+
+
+def _on_each(run: ModelRun, samples: Iterable[Sample]) -> Iterator[dict[str, Array]]:
+    """The outputs on one sample after the other. Raises as `outputs_on` does."""
+    sample = None
+    for sample in samples:
+        try:
+            (outputs,) = run([sample])
+        except EngineRefused as refused:
+            hint = ": `time_limit` gives it longer" if refused.failure.stage == "timeout" else ""
+            sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
+            error = EngineFailure if refused.is_transient else BadModel
+            text = f"calibration cannot run the model on {first_of(sizes)}: {refused}{hint}"
+            raise error(text) from refused
+        yield outputs
     if sample is None:
         raise BadData("the calibration data hold no sample")
 
@@ -173,13 +207,13 @@ def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto]) -> Model:
 
 
 def _batches(
-    model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], session: Session
 ) -> Iterator[tuple[str, ...]]:
     """The tensors in order, in batches of at most `BATCH_BYTES` (but at least one tensor)."""
     if len(tensors) < 2:
         yield from filter(None, [tuple(tensors)])
         return
-    sizes = sizes_of(model, tensors, samples, execution)
+    sizes = _sizes(model, tensors, samples, session)
     batch: list[str] = []
     left = BATCH_BYTES
     for tensor in tensors:
@@ -191,12 +225,13 @@ def _batches(
     yield tuple(batch)
 
 
-def sizes_of(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution) -> dict[str, int]:
+def _sizes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], session: Session) -> dict[str, int]:
     """Bytes of each tensor by its static shape, or else on the first sample, at 4 bytes an element."""
     shapes = {tensor: model.tensors[tensor].sizes for tensor in tensors if tensor in model.tensors}
     sizes = {tensor: 4 * prod(shape) for tensor, shape in shapes.items() if shape is not None}
     if unknown := [tensor for tensor in tensors if tensor not in sizes]:
         nodes = [helper.make_node("Size", [t], [f"__size_{i}"], f"__size_{i}") for i, t in enumerate(unknown)]
-        (counts,) = outputs_on(with_outputs(model, nodes), islice(samples, 1), execution=execution)
+        with session.loaded(with_outputs(model, nodes), "sized") as run:
+            (counts,) = _on_each(run, islice(samples, 1))
         sizes |= {t: 4 * int(counts[node.output[0]]) for t, node in zip(unknown, nodes, strict=True)}
     return sizes

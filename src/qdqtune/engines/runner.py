@@ -427,7 +427,7 @@ def checked_output(output: Path, engine: str, execution: Execution, *, is_run: b
     """
     with atomic_write(output, "model") as fresh:
         yield fresh
-        if not is_run or facts_of(engine).loaded_by == "openvino":
+        if not is_run or facts_of(engine).loaded_by not in ("", "onnxruntime"):
             check_loads(fresh, engine, execution)
 
 
