@@ -144,7 +144,8 @@ def _far(folder: Path) -> Far:
     for name in ("far", "tmp", "bin"):
         (folder / name).mkdir()
     told = {"PYTHONPATH": environment()["PYTHONPATH"], "TMPDIR": str(folder / "tmp")}
-    told |= {name: value for name, value in os.environ.items() if name.startswith("PYTHONPYCACHE")}
+    same = ("PYTHONPYCACHE", "OPENBLAS_")  # the latter choose how products are rounded, which is to be equal there
+    told |= {name: value for name, value in os.environ.items() if name.startswith(same)}
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in told.items())
     _written(folder / "far" / "python", f'#!/bin/sh\n{exports}exec {shlex.quote(sys.executable)} "$@"\n')
     return Far(folder, os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]))
