@@ -222,6 +222,13 @@ def test_help_is_a_page_of_80_columns_and_the_whole_explains_every_option(comman
             assert " ".join(option.help.split()[:3]).partition("`")[0] in told
 
 
+def test_help_is_a_value_behind_an_option_that_takes_one(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for asked in ("--help", "--help-all"):
+        is_refused(call, tmp_path, "m.onnx: cannot read the model", "tune", "m.onnx", "--output-dir", asked)
+        assert call("tune", "m.onnx", "--builds", "x", asked)[0] == 0
+
+
 def test_the_first_page_of_tune_has_what_most_runs_need(call):
     _, out, _ = call("tune", "--help")
     explained = [line for line in out.splitlines() if line.startswith("  -")]
@@ -240,11 +247,21 @@ def test_a_shell_that_asks_is_answered(monkeypatch, call):
     assert call() == (0, "plain,--dry-run\n", "")
 
 
+@pytest.mark.parametrize("command", [("doctor",), ("doctor", "--qualify"), ("check", "m.onnx")])
+def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call, tmp_path):
+    is_refused(call, tmp_path, "unknown engine 'nope'; there are cuda, fake", *command, "--engine", "nope")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "Missing argument 'MODEL'"),
-        (["m", "--nonsense"], "No such option '--nonsense'"),
+        (["m", "--nonsense"], "No such option --nonsense (see"),
+        (["m", "--provider", "X"], "No such option --provider; did you mean --engine? (see"),
+        (["m", "--thread", "1"], "No such option --thread; did you mean --threads?"),
+        (["m", "--time_budgt", "1m"], "No such option --time-budgt; did you mean --time-budget?"),
+        (["m", "--num-threads", "1"], "No such option --num-threads; did you mean --threads?"),
+        (["m", "--engine", "nope"], "unknown engine 'nope'; there are cuda, fake"),
         (["m", "--time-limit", "9999999h"], "'9999999h' is no duration up to a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no finite number"),
         (["m", "--min-sqnr=-1e308"], "up to 1000"),

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, get_args
 
@@ -21,6 +23,12 @@ from qdqtune.options import REQUIRED, SWITCH, Group, Option, Options, options_of
 
 NAME_COLUMNS = 32
 """Columns of an option's name."""
+
+
+ALIKE = 0.75
+"""How alike a flag that does not exist and one that is suggested are spelled (`difflib`). Chosen, not measured."""
+
+MOST_SUGGESTED = 3
 
 
 class Terminal(Options):
@@ -43,7 +51,16 @@ def _parameter(own: Option[Any]) -> click.Parameter:
         return click.Argument([own.name], is_required, nargs=count, metavar=own.metavar, **more)
     more |= {"required": True} if own.default is REQUIRED else {"default": None}  # to click, None is a default
     flags = [f"{own.flag}/{own.negative}"] if own.negative else own.spellings
+    if own.name == "help_all":  # acts at once, as `--help` does
+        more |= {"is_eager": True, "expose_value": False, "callback": _explain}
     return click.Option([*flags, own.name], is_flag=own.is_switch, multiple=own.is_repeated, **more)
+
+
+def _explain(ctx: click.Context, _: click.Parameter, is_asked: bool | None) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        assert isinstance(ctx.command, Command)
+        click.echo(ctx.command.explanation(ctx))
+        ctx.exit()
 
 
 def command_line() -> tuple[str, ...]:
@@ -75,11 +92,13 @@ class Command(click.Command):
         Raises:
             BadOption, OutputError: an option does not take its value, or names a file that must not be written.
         """
-        if "--help-all" in [word.replace("_", "-") for word in args] and not ctx.resilient_parsing:
-            click.echo(self.explanation(ctx))
-            ctx.exit()
         with _flags_in_errors():
-            rest = super().parse_args(ctx, args)
+            try:
+                rest = super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                meant = " or ".join(suggested(error.option_name, self.kind))
+                message = f"No such option {error.option_name}{meant and f'; did you mean {meant}?'}"
+                raise click.NoSuchOption(error.option_name, message, ctx=ctx) from error
             if not ctx.resilient_parsing:
                 options = self.kind(**{name: word for name, word in ctx.params.items() if word not in (None, ())})
                 check_options(options)
@@ -133,6 +152,25 @@ class Command(click.Command):
             options = [own for own in options_of(self.kind).values() if own.group == group]
             if options:
                 yield group, options
+
+
+def suggested(flag: str, kind: type[Options]) -> list[str]:
+    """The flags that are meant by one that does not exist: those whose names have all of its words, or the other way
+    round; else those spelled like it; else the usual ones whose help tells of it, if these are few."""
+    word, options = flag.lstrip("-"), [own for own in options_of(kind).values() if own.group]
+    names = {one.lstrip("-"): one for own in options for one in (own.flag, own.negative) if one}
+    words = _words(word)
+    if named := [one for name, one in names.items() if words <= _words(name) or _words(name) <= words]:
+        return named[:MOST_SUGGESTED]
+    if alike := [name for name in get_close_matches(word, names, MOST_SUGGESTED, ALIKE) if name[0] == word[:1]]:
+        return [names[name] for name in alike]
+    told = re.compile(rf"\b{'[- ]'.join(map(re.escape, word.removesuffix('s').split('-')))}s?\b", re.IGNORECASE)
+    explained = [own.flag for own in options if own.short and told.search(own.help)]
+    return explained if len(explained) < MOST_SUGGESTED else []  # a word that everything is told in
+
+
+def _words(name: str) -> set[str]:
+    return {word.removesuffix("s") for word in name.split("-")}
 
 
 def _label(own: Option[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from qdqtune.engines import EngineSpec, normal
 from qdqtune.engines.execution import TIME_LIMIT, Execution
-from qdqtune.engines.facts import ENGINES, PROVIDERS
+from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import as_json
@@ -43,7 +43,9 @@ TIME_LIMIT_OPTION = SECONDS(
 
 
 def _engine(value: Any) -> str | EngineSpec:
-    return value if isinstance(value, EngineSpec) else check_name(value)
+    if isinstance(value, EngineSpec):
+        return value
+    return facts_of(check_name(value)).name
 
 
 def _threads(value: Any) -> tuple[int, ...] | None:
