@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 from models import INT8, build, conv_net, normal, ranges
+from observers import Log
 from qdqtune.commands.tune import result_table
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.facts import ENGINES
@@ -445,6 +446,21 @@ def test_half_precision_that_is_slower_or_not_timed_ships_for_nobody(tmp_path: P
     assert cost(out(model, "baseline.onnx")) > cost(model)  # its casts cost time here
     assert (result.shipped, bool(result.history)) == ("given", time_budget is None)
     assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ("raise RuntimeError('no pictures')", "failed: RuntimeError: no pictures"),
+    ("return float('nan')", "fails on the float model: the metric of .* is nan"),
+    ("return predict()", "failed: TypeError: .*called with `predict`, which takes"),
+    ("return predict({})", "fails on the float model: .*x"),
+])  # fmt: skip
+def test_a_metric_that_fails_is_told_before_calibration(tmp_path: Path, body: str, words: str) -> None:
+    metric, log = tmp_path / "metric.py", Log()
+    metric.write_text(f"def score(predict):\n    {body}\n")
+    with pytest.raises((BadOption, BaselineFailed), match=words):
+        tune(settings(write(mixed(), tmp_path), evaluate=f"{metric}:score"), log)
+    assert log.stages[-1].startswith("evaluating the float model with")
+    assert not any("calibrating" in stage for stage in log.stages)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,19 @@ def test_a_rewrite_that_pays_is_kept_and_told(tmp_path: Path) -> None:
     assert any("HardSwish" in row.operators for row in explain_run(asked.output_dir).rows)
 
 
+@pytest.mark.parametrize("make", [mixed, swishing])
+def test_a_metric_is_asked_once_for_the_float_model(tmp_path: Path, make: Callable[[], Model]) -> None:
+    """Also if rewrites make another float model of it, and by the same command again."""
+    metric, calls = tmp_path / "metric.py", tmp_path / "calls"
+    metric.write_text(f"def score(predict):\n    open({str(calls)!r}, 'a').write('x')\n    return 1.0\n")
+    asked = run(tmp_path, make(), evaluate=f"{metric}:score", min_sqnr=99.0)  # which no candidate holds
+    for _ in range(2):
+        result = tune(asked)
+        assert result.summary["rewrites"]["names"] == ([] if make is mixed else ["hardswish"])
+        assert result.summary["metric_before"] == 1.0
+        assert calls.read_text() == "x"
+
+
 def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
     whole = tune(run(tmp_path, swishing()))
     state = tmp_path / "out" / "autotuner_state.yaml"

@@ -27,7 +27,7 @@ from qdqtune.errors import (
 )
 from qdqtune.numerics.scores import Score, Scores
 from qdqtune.search.costs.profiles import SchemeResult
-from qdqtune.system.checks import LIST
+from qdqtune.system.checks import LIST, Stamps
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import store as kinds
 from qdqtune.tuning.folder import OutputFolder
@@ -196,6 +196,23 @@ def test_a_file_without_a_candidate_serves_the_corrected_command(path: Path, rec
         store.put(*MORE)
     with pytest.raises(BadState, match="with another model"):
         Store(path, RUN)
+
+
+def test_a_file_without_a_candidate_does_not_serve_another_model(path: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+
+    def opened(content: bytes, **changes: str) -> Store:
+        model.write_bytes(content)
+        return Store(path, RUN | changes, given=Stamps.of([model]))
+
+    with opened(b"one") as store:
+        store.put("ranges", RECORDS["ranges"])
+    with opened(b"one", model="of another precision") as store:
+        assert not store.lines
+    with pytest.raises(BadState, match="with another model"):
+        opened(b"other", model="ffff")
+    with opened(b"the same with its weights elsewhere", model="of another precision", quant_type="fp8"):
+        pass
 
 
 def test_restart_forgets_other_runs_and_damage(path: Path) -> None:

@@ -179,6 +179,11 @@ class Stamps:
         """The files as they are now. A missing file is recorded as missing."""
         return Stamps(tuple((file, stamp(file)) for file in files))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files together."""
+        return sum(stamp[0] for _, stamp in self.seen if stamp is not None)
+
     def check(self) -> None:
         """Refuse files that have changed.
 

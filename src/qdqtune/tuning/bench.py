@@ -401,9 +401,8 @@ class Bench:
 
     def _metric(self, of: str, evaluation: Metric, build: Callable[[], Handle]) -> Score:
         floats = partial(self._worker.load, FLOAT, "baseline")
-        return self._store.memo(
-            f"metric:{evaluation.digest}:{of}", Score, lambda: measure(evaluation, self._runner, build(), floats)
-        )
+        key = metric_key(evaluation, of)
+        return self._store.memo(key, Score, lambda: measure(evaluation, self._runner, build(), floats))
 
     def given_file(self, file: Path, fixed: Sample) -> tuple[Accuracy, Score | None]:
         """How near the outputs of the user's own Q/DQ file are to the float model's, and the user's metric of it, None
@@ -549,6 +548,11 @@ class Bench:
     def scores(self) -> Scores:
         """The scores of classes among the float model's outputs, with the best classes. Raises as `floats`."""
         return scores_of(self.reference, self._conditions.scores)
+
+
+def metric_key(metric: Metric, of: str = FLOAT.digest) -> str:
+    """The key of a metric in the state file: `of` is the digest of a placement, or names a file."""
+    return f"metric:{metric.digest}:{of}"
 
 
 def _key(placement: Placement, against: Placement) -> str:

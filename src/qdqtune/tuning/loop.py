@@ -35,7 +35,7 @@ from qdqtune.tuning.proof import chosen_by_rule, prove, prove_front
 from qdqtune.tuning.result import Result, RunLogWriter, conclude
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
-from qdqtune.tuning.run import Run, open_run, prepared, rule_costs
+from qdqtune.tuning.run import Run, open_run, prepared, rule_costs, try_metric
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.tuning.subgraph_mode import profile
@@ -219,6 +219,7 @@ def tune(settings: Settings, observer: Observer | None = None, begun: float | No
     with prepared(settings, observer, begun) as ready:
         if (note := busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
+        try_metric(ready)
         chosen = with_rewrites(ready) if settings.is_timed else ready
         with open_run(chosen) as run:
             return _searched_and_proven(run, log)

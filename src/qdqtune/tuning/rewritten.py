@@ -23,6 +23,7 @@ from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.placement.insertion import Inserter
 from qdqtune.timing.race import race_candidates, taking_rounds
 from qdqtune.timing.ratios import is_cut_short, ratio
+from qdqtune.tuning.bench import metric_key
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
@@ -69,7 +70,8 @@ def with_rewrites(ready: Ready) -> Ready:
             tried = trying.all(names)
         subject = trying.opened(*tried.names)
     if earlier is not None and earlier.names != tried.names:
-        ready.store.forget()  # candidates were made of another float model
+        # Candidates were made of another float model. The metric is of the one without rewrites.
+        ready.store.forget(but="" if ready.evaluation is None else metric_key(ready.evaluation))
     if earlier != tried:
         ready.store.put("rewrites", tried)
     return replace(ready, found=tried, subject=subject)

@@ -20,7 +20,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes
-from qdqtune.numerics.metrics import Metric, load_evaluation, open_metric, option_of
+from qdqtune.numerics.metrics import Evaluation, Labelled, Metric, load_evaluation, measure, open_metric, option_of
 from qdqtune.numerics.scores import asked_outputs, can_tell, doubt, samples_to_tell
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules
@@ -32,7 +32,7 @@ from qdqtune.system.checks import Stamps
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import FEW_BUILDS, FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks, clear_ratio, least_rounds
-from qdqtune.tuning.bench import Bench, ByRule, Candidates, Conditions, TrialWorker
+from qdqtune.tuning.bench import CANNOT_RUN, Bench, ByRule, Candidates, Conditions, TrialWorker, metric_key
 from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
@@ -396,6 +396,41 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
         )
 
 
+def try_metric(ready: Ready) -> None:
+    """Ask the user's own function about the float model, if no earlier session has: one that fails is told before the
+    work of the run begins. The answer is kept, as a function may take long.
+
+    Raises:
+        BadOption, BaselineFailed: the function fails, or the engine on the float model.
+    """
+    metric, runner = ready.evaluation, ready.runner
+    if not isinstance(metric, Evaluation) or ready.store.has(metric_key(metric)):
+        return
+    ready.observer.stage(f"evaluating the float model with {metric.source}")
+    runner.feed(at_each(ready.subject.mix, ready.settings.thread_counts))
+    file = ready.constants.write(ready.subject.model, "metric")
+    with _asking(metric, ready.execution.ends):
+        with rewording(*CANNOT_RUN):
+            handle = runner.load(file, "metric")
+        try:
+            ready.store.put(metric_key(metric), measure(metric, runner, handle, lambda: handle))
+        finally:
+            runner.unload(handle)
+            file.unlink()
+
+
+@contextmanager
+def _asking(metric: Metric, ends: float | None) -> Iterator[None]:
+    """Turn what the engine refuses while the metric of the float model is computed into an error about that: one of the
+    time budget if that has ended at `ends`."""
+    try:
+        yield
+    except EngineRefused as refused:
+        is_cut = refused.failure.stage == "timeout" and ends is not None and time.monotonic() > ends
+        with rewording(f"{option_of(metric)} fails on the float model", BadOption if is_cut else BaselineFailed):
+            raise
+
+
 @contextmanager
 def open_run(ready: Ready) -> Iterator[Run]:
     """Calibrate the model, and measure it in float.
@@ -523,13 +558,10 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     has_room = budget.room(()) or budget.is_brief(())
     if evaluation is None or not (has_room or settings.from_qdq):  # no candidate follows that may ship
         return limits
-    observer.stage(f"evaluating the float model with {evaluation.source}")
-    try:
+    if isinstance(evaluation, Labelled):
+        observer.stage(f"evaluating the float model with {evaluation.source}")
+    with _asking(evaluation, budget.ends):
         before = bench.metric(Placement())
-    except EngineRefused as refused:
-        is_cut = refused.failure.stage == "timeout" and budget.lacks(0.0)
-        with rewording(f"{option_of(evaluation)} fails on the float model", BadOption if is_cut else BaselineFailed):
-            raise
     if doubtful := doubt(before):
         observer.note(doubtful)
     max_drop = DROP * abs(before.value) if settings.max_drop == "auto" else limits.max_drop

@@ -58,13 +58,14 @@ class Caveat:
 
 class Line(msgspec.Struct):
     """A line of a state file: the JSON of its value, or the failure in its place; `where` it is, for messages. The
-    first line has the fingerprint of the run, and the version instead."""
+    first line has the fingerprint of the run, the bytes of the user's model files, and the version instead."""
 
     key: str
     value: Any = None
     failure: Failure | None = None
     version: int = 0
     fingerprint: dict[str, Any] = {}
+    model_bytes: int = 0
     where: str = ""
 
     def read(self, kind: type[T]) -> T:
@@ -84,11 +85,13 @@ class Line(msgspec.Struct):
 
 @dataclass(eq=False)
 class Journal:
-    """The content of a state file: the run's fingerprint, all other lines by key, and the bytes that they take."""
+    """The content of a state file: the run's fingerprint, all other lines by key, the bytes that they take, and those
+    of the user's model files."""
 
     fingerprint: dict[str, Any]
     lines: dict[str, Line] = field(default_factory=dict)
     size: int = 0
+    model_bytes: int = 0
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """The value of a key; None if there is none.
@@ -108,12 +111,19 @@ class Journal:
         lines = {key: line for key, line in self.lines.items() if key.startswith(start) and line.failure is None}
         return {key.removeprefix(start): line.read(kind) for key, line in lines.items()}
 
+    def may_yield_to(self, other: Journal) -> bool:
+        """Whether a run with another fingerprint may begin in this file: there is no candidate, and the user's model is
+        the same file by its size. Options, such as the precision, change the model of the fingerprint as well."""
+        is_begun = not all(key.startswith(OF_THE_START) for key in self.lines)
+        is_same_model = self.fingerprint.get("model") == other.fingerprint.get("model")
+        return not is_begun and (is_same_model or self.model_bytes == other.model_bytes)
+
 
 class Store(Journal):
     """The state file of one run, locked against other processes. A context manager. Several threads may use it.
 
     The first line is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
-    difference is named. A file without a candidate is emptied for another run: users correct their first commands.
+    difference is named. A file without a candidate is emptied for other options: users correct their first commands.
     """
 
     def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NO_STAMPS) -> None:
@@ -198,12 +208,16 @@ class Store(Journal):
                 self._append({"key": line.key + ending, **row})
             self.lines[line.key] = line
 
-    def forget(self) -> None:
-        """Forget everything that was measured, as another float model is measured from now on."""
+    def forget(self, but: str) -> None:
+        """Forget everything that was measured but the value of one key, as another float model is measured from now
+        on."""
+        kept = self.lines.get(but)
         with writing(self.path):
             self._file.truncate(0)
-        self._append(_head(self.fingerprint))
+        self._append(_head(self))
         self.lines.clear()
+        if kept is not None:
+            self._write(kept, on_disk=True)
 
     def text(self) -> list[str]:
         """The lines of the file, without an incomplete last one."""
@@ -215,16 +229,16 @@ class Store(Journal):
             write_through(self._file, line_of(row))
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
-        """The content of the file. If it is empty, or of another run without a candidate, it begins anew, with the
-        fingerprint as its first line."""
+        """The content of the file. If it is empty, or of another run of the same file without a candidate, it begins
+        anew, with the fingerprint as its first line."""
         self._file.seek(0)
         content = self._file.read()
         journal = _journal(content, self.path)
-        is_begun = journal is not None and not all(key.startswith(OF_THE_START) for key in journal.lines)
-        if journal is None or (journal.fingerprint != fingerprint and not is_begun):
+        fresh = Journal(fingerprint, model_bytes=self._given.nbytes)
+        if journal is None or (journal.fingerprint != fingerprint and journal.may_yield_to(fresh)):
             self._file.truncate(0)
-            self._append(_head(fingerprint))
-            return Journal(fingerprint)
+            self._append(_head(fresh))
+            return fresh
         _refuse_difference(journal.fingerprint, fingerprint, self.path)
         if journal.size < len(content):
             self._file.truncate(journal.size)
@@ -268,8 +282,9 @@ def _foreign(start: bytes, path: Path) -> BadState:
     return BadState(f"{path} is no state file of this version: choose another `output_dir`, or move it away")
 
 
-def _head(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    return {"key": "run", "version": VERSION, "fingerprint": fingerprint}
+def _head(journal: Journal) -> dict[str, Any]:
+    head = {"key": "run", "version": VERSION, "fingerprint": journal.fingerprint}
+    return head | ({"model_bytes": journal.model_bytes} if journal.model_bytes else {})
 
 
 def _journal(content: bytes, path: Path) -> Journal | None:
@@ -283,7 +298,7 @@ def _journal(content: bytes, path: Path) -> Journal | None:
     head, *others = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if head.key != "run" or head.version != VERSION:
         raise _foreign(content, path)
-    return Journal(head.fingerprint, {row.key: row for row in others}, len(content) - len(torn))
+    return Journal(head.fingerprint, {row.key: row for row in others}, len(content) - len(torn), head.model_bytes)
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
