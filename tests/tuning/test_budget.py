@@ -163,6 +163,9 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
     assert few.startswith("`time_budget` has no room to calibrate on all samples: ")
     assert biases.startswith("`time_budget` has no room to correct biases: ")
     assert notes.notes == [few, biases]
+    clock.spend(40.0)
+    assert in_time.calibration_notes() == (few, biases), "it was not cut short"
+    assert notes.notes[4].startswith("`time_budget` ended during calibration, which takes 4 samples in any case")
 
 
 def test_biases_get_their_samples_where_calibration_took_longer_than_its_share(clock: Clock) -> None:

@@ -339,10 +339,16 @@ class SamplesInTime:
         return 0
 
     def calibration_notes(self) -> tuple[str, ...]:
-        """What a calibration with these samples left out, of which the observer is told now."""
+        """What a calibration with these samples left out, of which the observer is told now. It is also told if the
+        time budget is over by now."""
         notes = tuple(filter(None, [self.shortfall("calibrate on all samples"), *dict.fromkeys(self.notes)]))
         for note in notes:
             self.observer.note(note)
+        if self.ends is not None and time.monotonic() > self.ends:
+            self.observer.note(
+                f"`time_budget` ended during calibration, which takes {LEAST_SAMPLES} samples in any case: give more "
+                "time, or fewer samples with `calibration_samples`"
+            )
         return notes
 
     def shortfall(self, what: str) -> str | None:
