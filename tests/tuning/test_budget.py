@@ -213,6 +213,18 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
 
 
+def test_a_candidate_without_time_for_its_proof_is_told_of(
+    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Budget, "provable", lambda *_: 0)
+    result, _ = slow_run(model, workers, 0.01, 1200.0)
+    assert result.shipped == "baseline"
+    (told,) = (note for note in result.notes if "no room to prove" in note)
+    assert re.fullmatch(
+        r"`time_budget` had no room to prove the best candidate \([\d.]+x the speed .*: give more", told
+    )
+
+
 @pytest.mark.parametrize("each", [0.01, 0.2, 3.8])
 def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: Workers, each: float) -> None:
     usual: dict[str, Any] = {"mode": "cut", "builds": 6, "accuracy_samples": 8}

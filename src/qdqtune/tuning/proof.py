@@ -201,8 +201,13 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
         ratio = max((ratios.get(placement, HOPED_RATIO) for placement in placements), default=HOPED_RATIO)
         if not run.budget.provable(1, ratio):
             run = replace(run, budget=run.budget.in_haste, racer=replace(run.racer, builds=FEWEST_BUILDS))
-        placements = placements[: run.budget.provable(len(placements), ratio)]
+        best, placements = placements[:1], placements[: run.budget.provable(len(placements), ratio)]
         races_alone = not is_known and field.given is not None and run.budget.provable(1)
+        if best and not placements and not attempts:
+            speed = "".join(
+                f" ({1 / ratios[one]:.2f}x the speed of float in the search)" for one in best if one in ratios
+            )
+            notes.append(f"`time_budget` had no room to prove the best candidate{speed}: give more")
         if not (placements or races_alone):
             return Raced(tuple(attempts), builds, field, given_to_float, tuple(notes))
         try:
