@@ -55,6 +55,7 @@ class Script:
     rounds_taken: int = 0
     memory = None
     mix: Mix = (Workload({}),)
+    starts_processes = False
 
     def load(self, path: Path, log_name: str = "", *, fresh: bool = False) -> Handle:
         kept = [handle for handle in self.present if handle.path == path]
@@ -479,6 +480,13 @@ def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_v
     assert runner.rounds_taken == 200 + 100, "fewer where time is short"
     assert racer(Script(broken="fast")).tails(files) == ()
     assert not runner.present
+
+
+def test_nothing_is_built_for_percentiles_where_each_turn_starts_a_process(files: list[Path]) -> None:
+    runner = Script(twice_as_fast)
+    runner.starts_processes = True
+    assert racer(runner).tails(files) == ()
+    assert not runner.builds
 
 
 def test_a_winner_is_built_once_and_kept_loaded(opened: Open) -> None:

@@ -495,7 +495,8 @@ def compare_files(
         racer = Racer(runner, plan, seed, views_of(timed, counts), observer, precision_seconds=precision)
         raced = _raced(racer, first, racing)
         running = [first, *(file for file in racing if not isinstance(raced[str(file)], str))]
-        observer.stage("timing single inferences")
+        if not runner.starts_processes:
+            observer.stage("timing single inferences")
         tails = dict(zip(map(str, running), racer.tails(running), strict=False))
     done = []
     for at, count in enumerate(counts):

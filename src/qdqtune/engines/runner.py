@@ -149,6 +149,11 @@ class Runner:
         if self._worker is not None:
             self._ask("feed", self._mix)
 
+    @property
+    def starts_processes(self) -> bool:
+        """Whether each turn of a model starts a process, so that single inferences cannot be timed."""
+        return self._spec.facts.is_launched
+
     # Builds
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle:
@@ -208,7 +213,7 @@ class Runner:
     def start_seconds(self, handle: Handle) -> float:
         """Seconds of a turn in a round on an engine that starts a process for each turn; 0 on other engines, and if the
         model cannot be built again."""
-        if not self._spec.facts.is_launched:
+        if not self.starts_processes:
             return 0.0
         try:
             return self.turns([handle], 0.0)[0].start
@@ -254,7 +259,7 @@ class Runner:
         Where each turn starts a process, there is no warm-up. Round r then runs `samples[r]`, if it exists and has the
         shapes of the only workload, and keeps the outputs of all models but the first for a later call of `outputs`.
         """
-        these = samples[numbers.start : numbers.stop] if self._spec.facts.is_launched else ()
+        these = samples[numbers.start : numbers.stop] if self.starts_processes else ()
         builds = tuple(handle.build for handle in handles)
         each = sum(warmup * turn.seconds + len(numbers) * turn.round_seconds for turn in turns)
         times: Times = self._ask_of(

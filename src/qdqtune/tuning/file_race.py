@@ -164,6 +164,8 @@ class Racer:
         where an inference takes too long, time is over, or the engine fails or starts a process to time a model. The
         `caveat` says whether another attempt may tell them."""
         caveat = caveat or Caveat()
+        if self.runner.starts_processes:
+            return ()
         try:
             with ExitStack() as stack:
                 handles = list[Handle]()
@@ -171,8 +173,6 @@ class Racer:
                     handles.append(self.runner.load(file, f"single_{at}", fresh=True))
                     stack.callback(self.runner.unload, handles[-1])
                 turns = self.runner.turns(handles, 0.0)
-                if any(turn.start for turn in turns):
-                    return ()
                 each = len(files) * sum(turn.seconds for turn in turns)
                 counts = [count for count in (SINGLES, FEWEST_SINGLES) if count * each <= SINGLES_SECONDS]
                 count = next((n for n in counts if not self.lacks(n * each)), 0)
