@@ -163,19 +163,10 @@ AS_PROPOSED = re.compile(r'(, )?"(origin|pattern|crc)": "[^"]*"|, "(predicted|wa
 
 
 def _essence(line: str) -> str:
-    """A line of the state file without that. Of a trial of a front, which is timed with the builds of others unless a
-    search has timed it before, it is the key."""
+    """A line of the state file without that."""
     if line.startswith('{"key": "float:'):
         return '{"key": "float:"}'  # it holds times
-    if not TRIAL.match(line):
-        return line
-    return _trial(line) if '"origin": "front"' in line else AS_PROPOSED.sub("", line)
-
-
-def _trial(line: str) -> str:
-    found = TRIAL.match(line)
-    assert found
-    return f'{{"key": "trial:{found[1]}"'
+    return AS_PROPOSED.sub("", line) if TRIAL.match(line) else line
 
 
 def _timeless(name: str, data: bytes) -> bytes:
@@ -379,7 +370,7 @@ def _differing(ended: Ended, scenario: Scenario, expected: Whole, stage: Stage, 
     state = f"out/{STATE}"
     left = stage.left()
     lines = left.get(state, b"").decode().splitlines()
-    lost = expected.records - {*map(_essence, lines), *(_trial(line) for line in lines if TRIAL.match(line))}
+    lost = expected.records.difference(map(_essence, lines))
     kinds = sorted({line.split('"')[3].partition(":")[0] for line in lost})
     has_noise = any(kind.startswith("noise") for kind in kinds)
     is_by_time = scenario.world.time_budget is not None or scenario.world.mode == "front" or has_noise

@@ -68,6 +68,9 @@ KEPT = {
     "a search that lacked memory has timed what becomes a point of a front": Scenario(
         World("front", asks="scores"), ((Fault("message", "no memory", 103),),), repeats=True
     ),
+    "a front that lacked memory has timed what a search proposes": Scenario(
+        World("front", workers=2, asks="function"), ((Fault("message", "no memory", 86),),)
+    ),
     "no room for temporary folders": Scenario(World("cut", "refusing"), ((Fault("write", "full", 176, 10**9),),)),
 }  # fmt: skip
 """What the simulation has found, with faults where they have failed."""
