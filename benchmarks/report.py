@@ -23,8 +23,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 from qdqtune.explanation.model_map import draw
 from qdqtune.explanation.page import render
-from qdqtune.explanation.report import bars, report_of_run
-from qdqtune.explanation.report_values import Headline, Report
+from qdqtune.explanation.report import Report, bars, report_of_run
+from qdqtune.explanation.result_rows import Headline
 from qdqtune.explanation.units import Explanation
 from qdqtune.graph.model import Model
 

@@ -11,10 +11,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from qdqtune.explanation.model_map import blocks
+from qdqtune.explanation.model_map import Map, MapGroup, MapNode, blocks
 from qdqtune.explanation.page import render
-from qdqtune.explanation.report import report_of_run
-from qdqtune.explanation.report_values import Headline, Map, MapGroup, MapNode, Report
+from qdqtune.explanation.report import Report, report_of_run
+from qdqtune.explanation.result_rows import Headline
 from qdqtune.tuning.loop import tune
 from runs import mixed, settings, write
 from workers import in_process

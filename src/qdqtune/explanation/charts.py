@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.explanation.report_values import Bar, Point, Speed, Strip
+from qdqtune.explanation.report import Point, Strip
+from qdqtune.timing.ratios import Ratio
 from qdqtune.types import EQUAL_DB
 
 OUTSIDE = 0.02
@@ -53,7 +54,7 @@ def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
     return Axis(low - room, high + room)
 
 
-def ends(speed: Speed) -> tuple[float, ...]:
+def ends(speed: Ratio) -> tuple[float, ...]:
     """The median of a speed and the known ends of its interval."""
     return tuple(v for v in (speed.low, speed.median, speed.high) if v is not None)
 
@@ -94,7 +95,3 @@ def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) 
     levels += [] if floor_db is None else [floor_db]
     y = spanning(levels or [0.0, 40.0], 0.15)
     return Scatter(x, Axis(max(y.low, 0.0) if min(levels or [0.0]) >= 0 else y.low, y.high), height)
-
-
-def longest(bars: Sequence[Bar]) -> float:
-    return max(max(bar.float_ms, (bar.tuned_ms or 0.0) + bar.conversion_ms) for bar in bars)

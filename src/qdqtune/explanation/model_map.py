@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from posixpath import commonpath
 
-from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 from qdqtune.explanation.units import IN_ADVANCE, Explanation, total
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
@@ -36,6 +36,58 @@ LEAST_BLOCKS = 4
 
 LEAST_GROUPS = 8
 """Least number of groups in a block where names show no modules."""
+
+
+@dataclass(frozen=True)
+class MapNode:
+    """A node of the model, with the state of its unit, and why (see `units.Explanation`)."""
+
+    name: str
+    op: str
+    state: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class MapGroup:
+    """Nodes, by number, that the engine runs together, with reshapes of their results; or all nodes that it computes
+    in advance, or that compute shapes alone. Times come from profiled inferences; None where the engine
+    gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
+
+    `error_db` is the output SQNR if only the results of this group were rounded; None if it was not measured.
+    """
+
+    nodes: tuple[int, ...]
+    label: str
+    state: str
+    float_ms: float | None
+    tuned_ms: float | None
+    conversion_ms: float
+    error_db: float | None
+
+
+@dataclass(frozen=True)
+class MapBlock:
+    """The groups from `first` up to, not including, `last` under one name; many groups form inner blocks."""
+
+    label: str
+    first: int
+    last: int
+    blocks: tuple[MapBlock, ...] = ()
+
+
+@dataclass(frozen=True)
+class Map:
+    """A model as a map: nodes, groups of them, pairs of groups of which the second reads from the first, and blocks."""
+
+    nodes: tuple[MapNode, ...]
+    groups: tuple[MapGroup, ...]
+    flows: tuple[tuple[int, int], ...]
+    blocks: tuple[MapBlock, ...]
+    tuned: str
+    """The name of what ships, which `tuned_ms` of groups is about; empty if that is the float model."""
+    before: str = "float"
+    """The model that `float_ms` of groups is about: float, or rewritten float."""
 
 
 def blocks(names: Sequence[str], first: int = 0) -> tuple[MapBlock, ...]:

@@ -17,8 +17,7 @@ from markupsafe import Markup
 from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
 from qdqtune.explanation.formatting import duration
-from qdqtune.explanation.report import report_of_run
-from qdqtune.explanation.report_values import Report
+from qdqtune.explanation.report import Report, report_of_run
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import REPORT
 from qdqtune.types import EQUAL_DB

@@ -1,21 +1,22 @@
-"""Makes the report of a finished run, as values of `report_values`: its result, and how it was made."""
+"""Makes the report of a finished run, as values that one template shows: its result, and how it was made.
+
+Times are in ms. A speed is a factor: 2.0 takes half the time.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from qdqtune.errors import BadOption
-from qdqtune.explanation.charts import longest
 from qdqtune.explanation.formatting import became_in_words, built, duration, origin_in_words, tail, title
-from qdqtune.explanation.model_map import alike, draw
-from qdqtune.explanation.report_values import Bar, Came, Candidate, Fact, Map, Point, Report, Speed, Strip
-from qdqtune.explanation.result_rows import is_judged, remarks, result_rows, verdict
+from qdqtune.explanation.model_map import Map, alike, draw
+from qdqtune.explanation.result_rows import Headline, is_judged, remarks, result_rows, verdict
 from qdqtune.explanation.units import explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
@@ -33,6 +34,93 @@ BARS = 24
 
 OWN = "your Q/DQ file"
 """The name of what ships beside the float model, if that is the user's file with its pairs."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A named number or text, with a hint of what it means."""
+
+    name: str
+    value: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The rounds of one comparison as speeds, one for each, and the speed that follows from all rounds."""
+
+    name: str
+    rounds: tuple[float, ...]
+    speed: Ratio
+
+
+Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate of the search. `strip` compares it with the best candidate before it, `speed` is against the float
+    model. "costlier": by rule, where nothing is timed. `ships`: its placement is that of optimized_final.onnx."""
+
+    number: int
+    origin: str
+    outcome: Came
+    told: str
+    strip: Strip | None
+    speed: float | None
+    sqnr_db: float | None
+    tensors: int
+    seconds: float | None
+    ships: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """A placement with its speed and accuracy; `sqnr_db` is None where outputs are equal. `proven`: on fresh builds."""
+
+    name: str
+    speed: Ratio
+    sqnr_db: float | None
+    shipped: bool
+    proven: bool
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of the chart of times: one group, or several that are alike, of which `group` is the number of the first
+    and `node` its first node; `group` is None for the sum of all others. `tuned_ms` is without conversions."""
+
+    name: str
+    node: str
+    group: int | None
+    float_ms: float
+    tuned_ms: float | None
+    conversion_ms: float
+
+    @property
+    def longest(self) -> float:
+        return max(self.float_ms, (self.tuned_ms or 0.0) + self.conversion_ms)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole report, section by section; empty sections are left out."""
+
+    title: str
+    verdict: Headline
+    facts: tuple[Fact, ...] = ()
+    notes: tuple[str, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    bars_lead: str = ""
+    map: Map | None = None
+    points: tuple[Point, ...] = ()
+    floor_db: float | None = None
+    has_accuracy: bool = True
+    proof: tuple[Strip, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    circumstances: tuple[Fact, ...] = ()
+    commands: tuple[Fact, ...] = ()
 
 
 def report_of_run(folder: Path) -> Report:
@@ -67,7 +155,7 @@ def report_of_run(folder: Path) -> Report:
 def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
     """The rounds of a comparison, and the ratio `measured` in them, as speeds."""
     rounds = tuple(a / b for a, b in zip(measurement.a, measurement.b, strict=True))
-    return Strip(name, rounds, Speed.of(measured))
+    return Strip(name, rounds, measured.inverse)
 
 
 def _map(run: FinishedRun) -> Map:
@@ -80,7 +168,7 @@ def _map(run: FinishedRun) -> Map:
 def bars(drawn: Map) -> tuple[Bar, ...]:
     """The groups with the most time, and one bar for all others. Groups that are `alike` share a bar."""
     rows = [(_bar(drawn, numbers), numbers) for numbers in alike(drawn)]
-    rows = sorted((row for row in rows if longest([row[0]])), key=lambda row: -longest([row[0]]))
+    rows = sorted((row for row in rows if row[0].longest), key=lambda row: -row[0].longest)
     rest = [number for _, numbers in rows[BARS:] for number in numbers]
     if not any(group.float_ms for group in drawn.groups):
         return ()
@@ -138,22 +226,22 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
 def _points(run: FinishedRun) -> Iterator[Point]:
     proven = run.summary.get("front", [])
     for row in proven:
-        ends = Speed.of(Ratio(row["ratio"], row["low"], row["high"]))
+        ends = Ratio(row["ratio"], row["low"], row["high"]).inverse
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
     if not run.summary["timed"] or not is_judged(run.summary):
         return
     final = run.summary["ratio"]
     if run.keeps_own_pairs and final is not None:
-        yield Point(OWN, Speed(1 / final), run.summary["output_sqnr_db"], True, False, True)
+        yield Point(OWN, Ratio(1 / final, None, None), run.summary["output_sqnr_db"], True, False, True)
     ratios = ratios_to_float(run.history, run.plan)
     last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
     for placement, trial in last.items():
         is_final = placement == run.placement and not run.keeps_own_pairs
         if is_final and proven:
             continue
-        ends = Speed(1 / ratios[placement])
+        ends = Ratio(1 / ratios[placement], None, None)
         if is_final and final is not None:
-            ends = Speed.of(Ratio(final, run.summary["ratio_low"], run.summary["ratio_high"]))
+            ends = Ratio(final, run.summary["ratio_low"], run.summary["ratio_high"]).inverse
         yield Point(f"candidate {trial.number}", ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 
 

@@ -4,11 +4,11 @@ the shipped model."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qdqtune.explanation.formatting import counted, samples, title
-from qdqtune.explanation.report_values import Headline, Speed
 from qdqtune.numerics.accuracy import closeness, decibels, integers_differ, spread_of
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.folder import FINAL
@@ -18,12 +18,23 @@ from qdqtune.types import Accuracy
 NOT_MEASURED = "not measured"
 
 
+@dataclass(frozen=True)
+class Headline:
+    """The answer in one sentence, what it means, and the speed against the float model that it is about (the
+    inverse of a ratio of times)."""
+
+    headline: str
+    meaning: str
+    good: bool
+    speed: Ratio | None = None
+
+
 def verdict(summary: Mapping[str, Any]) -> Headline:
     """The result in a sentence, and what it means."""
     name, is_timed, ratio_to_float = title(Path(summary["model"])), summary["timed"], summary["ratio"]
     unchecked = ", accuracy not measured" if summary["unchecked"] else ""
     if is_timed and summary["shipped"] == "tuned" and ratio_to_float is not None:
-        measured = Speed.of(Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]))
+        measured = Ratio(ratio_to_float, summary["ratio_low"], summary["ratio_high"]).inverse
         meaning = (
             f"Side by side an inference takes {1 - ratio_to_float:.0%} less time; over all rounds the medians are "
             f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "

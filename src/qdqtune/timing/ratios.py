@@ -138,6 +138,12 @@ class Ratio:
         low, high = (None if end is None else by * end for end in (self.low, self.high))
         return Ratio(by * self.median, low, high)
 
+    @property
+    def inverse(self) -> Ratio:
+        """The ratio of a to b: the speed of b as a factor."""
+        low, high = (None if end is None else 1 / end for end in (self.high, self.low))
+        return Ratio(1 / self.median, low, high)
+
     def __str__(self) -> str:
         low, high = ("?" if end is None else f"{end:.3f}" for end in (self.low, self.high))
         return f"{self.median:.3f} [{low}, {high}]"
