@@ -273,7 +273,7 @@ def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(
 ) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     absent(monkeypatch, CUDA)
-    only("builds, layers, 8 bits, numbers", DYNAMIC, W8)
+    only("layers, 8 bits, numbers", DYNAMIC, W8)
     seen = qualified(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
     assert not broken(seen)
     assert {check for (check, _), (state, _) in seen.items() if state == "not applicable"} == {"numbers"}
@@ -332,7 +332,7 @@ def last(layers: tuple[Layer, ...], **changes: Any) -> tuple[Layer, ...]:
 
 @pytest.mark.parametrize("file", ["float", "quantized"])
 def test_an_engine_that_refuses_a_file(file: str, only: Any, workers: Workers) -> None:
-    only("builds", PLAIN)
+    only("layers", PLAIN)
     workers.refused = lambda b: "no kernel" if b.path.stem == file and b.engine == "fake" else None
     assert the_one(FAKE) == ("not held", f"{file}.onnx is not built: no kernel")
 
@@ -405,7 +405,7 @@ def test_fp8_on_a_gpu_that_has_none(
     capability: str, state: str, only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """trtexec does not tell what its GPU is capable of: nvidia-smi does."""
-    only("builds", FP8)
+    only("layers", FP8)
     monkeypatch.setattr(qualification, "find_gpus", lambda: ((Gpu("A10", "550", capability, "24 GB"),), ""))
     assert the_one(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")}))[0] == state
 
@@ -418,14 +418,14 @@ def test_the_page_the_file_and_the_exit_code(
     call: Any, only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    only("builds", PLAIN, W8)
+    only("layers", PLAIN, W8)
     words = ("doctor", "--qualify", "--engine", "fake")
     code, printed, _ = call(*words)
     told = json.loads((tmp_path / "qualification_fake.json").read_text())
     assert (code, told["holds"], told["engine"]["engine"]) == (0, True, "fake")
     states = {seen["subject"]: seen["state"] for seen in told["checks"]}
     assert states == {PLAIN: "held", W8: "not applicable"}
-    assert re.search(rf"not applicable +builds +{W8} +fake has no kernels", printed)
+    assert re.search(rf"not applicable +layers +{W8} +fake has no kernels", printed)
     only("8 bits", PLAIN)  # for the model of costs a product without a pair behind it runs in float
     code, printed, _ = call(*words, "--json", "-o", "other.json")
     assert code == 4

@@ -268,7 +268,6 @@ class QDQAutotunerBase:
         self.graph: Model = load_proto(self.onnx_model)
         self.regions: list[Region] = []
         self.initialized = False
-        self._begin(Config(), None)
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
         """Begin anew. Schemes of `pattern_cache` are tried first."""
@@ -279,9 +278,6 @@ class QDQAutotunerBase:
             self.graph = load_proto(self.onnx_model, min_opset=OPSET)
         self.graph = with_float_type(self.graph, onnx.TensorProto.DataType.Value(FLOAT_TYPES[config.default_dq_dtype]))
         self.initialized = True
-        self._begin(config, pattern_cache)
-
-    def _begin(self, config: Config, pattern_cache: PatternCache | None) -> None:
         self.config = config
         self.baseline_latency_ms: float | None = None
         self.profiled_patterns: list[PatternSchemes] = []
@@ -394,7 +390,13 @@ class QDQAutotunerBase:
 
     def export_onnx(self, output_path: str | Path | None = None, insert_qdq: bool = True, best: bool = False) -> bytes:
         """The model with the current scheme on top of the best placement; with `best`, with that placement alone."""
-        model = self._tools[0].insert(self._placement(best) if insert_qdq else Placement())
+        inserter, placement = self._tools[0], Placement()
+        current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
+        if insert_qdq and current is not None and index is not None and not best:
+            placement = self._on_top(current.schemes[index])
+        elif insert_qdq:
+            placement = self._standing()[0]
+        model = inserter.insert(placement)
         if output_path is None:
             return model.to_proto().SerializeToString()
         save(model, Path(output_path))
@@ -408,7 +410,7 @@ class QDQAutotunerBase:
 
     def save_state(self, output_path: str | Path) -> None:
         """Write a state file, in one step, and the pattern cache beside it; none over a file of something else."""
-        path = Path(output_path)
+        fingerprint, path = self._fingerprint(), Path(output_path)
         cache = Output(pattern_cache_of(path), "output_path", written_as("record"))
         check_outputs([cache], {})
         best, best_ms = self._standing()
@@ -423,7 +425,7 @@ class QDQAutotunerBase:
             measured={digest: None if ms == inf else ms for digest, ms in self._measured.items()},
             patterns=tuple(done.to_dict() for done in patterns),
         )
-        with Store(path, self._fingerprint()) as store:
+        with Store(path, fingerprint) as store:
             store.put("conversation", record, order="deterministic")
         self.pattern_cache.save(cache.path)
 
@@ -486,12 +488,6 @@ class QDQAutotunerBase:
         if scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:
             return self._best
         return self._on_top(scheme), scheme.latency_ms
-
-    def _placement(self, best: bool) -> Placement:
-        current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
-        if best or current is None or index is None:
-            return self._standing()[0]
-        return self._on_top(current.schemes[index])
 
     def _on_top(self, scheme: InsertionScheme) -> Placement:
         """The best placement with all instances of the pattern at hand as a scheme has them."""

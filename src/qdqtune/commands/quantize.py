@@ -29,11 +29,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.facts import ENGINES, facts_of
-from qdqtune.engines.formats import (
-    numeric_format,
-    portable,
-    weight_formats_like,
-)
+from qdqtune.engines.formats import numeric_format, portable, weight_formats_like
 from qdqtune.engines.options import TIME_LIMIT_OPTION
 from qdqtune.engines.runner import Handle, Runner, checked_output
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, first_of, rewording

@@ -16,15 +16,7 @@ import numpy as np
 
 from qdqtune.calibration.scales import NUMPY_TYPE
 from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.graph.operators import (
-    ASKS_SHAPE,
-    COMPUTE,
-    FUSED_BEHIND,
-    INTEGER_KERNELS,
-    MOVERS,
-    QDQ,
-    SETTINGS_FROM,
-)
+from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, QDQ, SETTINGS_FROM
 from qdqtune.placement.reading import Pair, pairs_of, weight_only_formats
 from qdqtune.types import Array, Layer, NumericFormat
 

@@ -13,13 +13,7 @@ from qdqtune.graph.inference import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
 from qdqtune.graph.simplifying import drop_unused
-from qdqtune.placement.reading import (
-    DynamicProduct,
-    Pair,
-    dequantized,
-    dynamic_products_of,
-    pairs_of,
-)
+from qdqtune.placement.reading import DynamicProduct, Pair, dequantized, dynamic_products_of, pairs_of
 from qdqtune.types import Array
 
 

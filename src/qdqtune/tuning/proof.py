@@ -29,15 +29,7 @@ from qdqtune.tuning import shipping
 from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.run import HOPED_RATIO, Run
-from qdqtune.tuning.shipping import (
-    Attempt,
-    Compared,
-    Finalists,
-    first_faster,
-    is_proven,
-    notes_of,
-    rows_by_threads,
-)
+from qdqtune.tuning.shipping import Attempt, Compared, Finalists, first_faster, is_proven, notes_of, rows_by_threads
 from qdqtune.tuning.store import Shipped, Store, proof_key
 from qdqtune.types import EQUAL_DB, Measurement, Placement, Proposal, Trial, noise_of
 
