@@ -21,7 +21,7 @@ from qdqtune.explanation.formatting import builds, built, title
 from qdqtune.explanation.model_map import MOST_CELLS, Map, MapBlock, MapGroup, MapNode, alike, blocks, draw
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import OWN, Point, Strip, report_of_run
-from qdqtune.explanation.units import Explanation
+from qdqtune.explanation.units import Explanation, tally
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import closeness, closeness_cell, closeness_of
@@ -234,12 +234,12 @@ def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Pat
     floats, ships = pytest.approx(run.float_ms), pytest.approx(run.here["final_ms"])
     assert run.here["final_ms"] is not None
     assert sum(row.float_ms or 0.0 for row in rows) == floats
-    assert sum(tally.float_ms or 0.0 for tally in explained.tallies) == floats
+    assert sum(tally.float_ms or 0.0 for tally in tally(explained.rows)) == floats
     assert sum(group.float_ms or 0.0 for group in drawn.groups) == floats
     assert sum(bar.float_ms for bar in report.bars) == floats
     assert f"{run.float_ms:.4g} ms" in report.bars_lead
     assert sum(row.ms or 0.0 for row in rows) == ships
-    assert sum(tally.ms or 0.0 for tally in explained.tallies) == ships
+    assert sum(tally.ms or 0.0 for tally in tally(explained.rows)) == ships
     if run.placement:
         assert drawn.tuned == (OWN if run.keeps_own_pairs else "tuned")
         assert f"{run.here['final_ms']:.4g} ms" in report.bars_lead
@@ -267,7 +267,7 @@ def test_a_run_says_what_became_of_it_and_why_a_node_runs_as_it_does(
     if name == "no times":
         assert all(row.ms is None and row.source != "estimated" for row in explained.rows)
         assert "no layer times" in explained.table().caption
-        assert explained.tallies[0].ms is None
+        assert tally(explained.rows)[0].ms is None
     if name == "not exact enough":  # what is built first waits for no noise of single tensors
         kinds = [row["kind"] for row in lines(folder / "autotuner_state.yaml")]
         assert kinds.index("trial") < kinds.index("noise")

@@ -115,7 +115,7 @@ def test_nodes_are_explained_and_nothing_is_said_about_speed(done, folder: Path)
              *(candidate.told for candidate in report.candidates))  # fmt: skip
     for word in SPEED:
         assert not any(word in text for text in words), word
-    assert {tally.state for tally in explained.tallies} >= {"8 bits", "16 bits"}
+    assert {row.state for row in explained.rows} >= {"8 bits", "16 bits"}
     assert {row.reason for row in explained.rows} <= {"", "accuracy limit", "no gain beyond noise"}
     assert not report.points
     assert not report.proof

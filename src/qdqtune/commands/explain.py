@@ -35,11 +35,6 @@ class Explained(Shown):
     floats: str = "float"
     ended: str = ""
 
-    @property
-    def tallies(self) -> tuple[Explanation, ...]:
-        """The rows with one state and reason as one, the most time first."""
-        return tally(self.rows)
-
     def in_words(self) -> str:
         return self.headline
 
@@ -59,7 +54,8 @@ class Explained(Shown):
             columns = ("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms")
             return Table(columns, rows, least_widths={"why": 30})
         sums: list[tuple[str, ...]] = [
-            (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0])) for each in self.tallies
+            (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0]))
+            for each in tally(self.rows)
         ]
         both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
         sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))

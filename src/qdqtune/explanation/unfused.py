@@ -73,12 +73,8 @@ def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None =
     pairs in another format are given as a reason.
     """
     graph = _Graph(model, layers, numbers)
-    findings = []
-    for number, layer in enumerate(layers):
-        finding = graph.finding(number)
-        if finding is not None:
-            findings.append(replace(finding, layer=layer.name, time_ms=layer.time_ms))
-    return tuple(findings)
+    findings = ((layer, graph.finding(number)) for number, layer in enumerate(layers))
+    return tuple(replace(each, layer=layer.name, time_ms=layer.time_ms) for layer, each in findings if each is not None)
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:

@@ -171,14 +171,8 @@ class FinishedRun:
 
     @cached_property
     def float_layers(self) -> tuple[Layer, ...]:
-        """The layers of the float build. Profiled inferences take longer than others, so layer times are scaled to add
-        up to `float_ms`."""
-        layers = self._layers("")
-        total = sum(layer.time_ms or 0.0 for layer in layers)
-        if not total or self.float_ms is None:
-            return layers
-        scale = self.float_ms / total
-        return tuple(replace(x, time_ms=None if x.time_ms is None else scale * x.time_ms) for x in layers)
+        """The layers of the float build, in order, with the times of profiled inferences; empty if unknown."""
+        return self._layers("")
 
     @cached_property
     def shipped_layers(self) -> tuple[Layer, ...]:

@@ -103,13 +103,6 @@ class Bits(TypedDict):
     weights_16: int
 
 
-class Percentiles(TypedDict):
-    """Milliseconds within which 90 % and 99 % of single inferences end."""
-
-    p90: Positive
-    p99: Positive
-
-
 class Summary(TypedDict):
     """The content of summary.json.
 
@@ -138,7 +131,7 @@ class Summary(TypedDict):
     ratio_to_given: Positive | None
     by_threads: list[AtThreads]
     workloads: NotRequired[list[OnWorkload]]
-    percentiles_ms: NotRequired[dict[str, Percentiles]]
+    percentiles_ms: NotRequired[dict[str, dict[Literal["p90", "p99"], Positive]]]
     builds: Count
     proof_builds: Count
     trials: Count
