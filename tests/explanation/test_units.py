@@ -206,6 +206,30 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     assert "was 1.25x as fast as float, and what ships 1.00x" in unproven.detail
 
 
+def test_a_unit_that_reads_8_bits_and_writes_floats_is_estimated_from_what_it_takes_so(
+    chain: Model, tmp_path: Path
+) -> None:
+    """A Sigmoid that the float build fuses, so that it seems to take next to nothing in float."""
+
+    def ran(*low: str, **times: float) -> tuple[Layer, ...]:
+        kinds = {name: "quantize" if name.endswith("Linear") else "compute" for name in times}
+        return tuple(
+            Layer(name, (name,), "INT8" if name in low else "FP32", ms, kinds[name])  # type: ignore[arg-type]
+            for name, ms in times.items()
+        )
+
+    ships, both = placed(chain, "a"), placed(chain, "a", "b")
+    run = made_up(tmp_path, (both, (0.805,) * 12), (ships, (0.8,) * 12), model=chain, placement=ships)
+    in_8_bits, as_shipped = ran("a", "b", a=1.0, b=1.0, q_DequantizeLinear=0.02, c=1.2), ran("a", a=1.0, b=1.0, c=1.2)
+    history = [
+        replace(trial, layers=layers) for trial, layers in zip(run.history, (in_8_bits, as_shipped), strict=True)
+    ]
+    vars(run).update(history=tuple(history), shipped_layers=as_shipped, float_layers=ran(a=2.7, b=0.1, c=1.2))
+    vars(run)["summary"] |= {"final_ms": 3.2}
+    row = by_name(explanations(run))["b"]
+    assert (row.state, row.reason, row.more_ms) == ("float", "no gain beyond noise", None)
+
+
 def test_builds_that_differ_elsewhere_as_well_measure_nothing(chain: Model, tmp_path: Path) -> None:
     more = Placement.of(
         placed(chain, "b").edges | set(chain.node("c").into[1:])

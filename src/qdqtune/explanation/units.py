@@ -304,19 +304,15 @@ class _Table:
         return low, refused
 
     @cached_property
-    def _quantized(self) -> dict[Placement, frozenset[int]]:
-        """The units that candidates have in 8 bits, by number."""
-        return {trial.placement: self.parts.decision(trial.placement).quantized for trial in self.run.history}
-
-    @cached_property
-    def _changed(self) -> dict[Placement, frozenset[str]]:
-        """The tensors on which candidates have other pairs or formats than what ships."""
-        ships, changed = self.run.placement, dict[Placement, frozenset[str]]()
+    def _candidates(self) -> list[tuple[Trial, frozenset[int], set[str]]]:
+        """Each candidate, the numbers of its units in 8 bits, and the tensors on which it has other pairs or formats
+        than what ships."""
+        ships, candidates = self.run.placement, []
         for trial in self.run.history:
             formats = {edge for edge, _ in trial.placement.weight_only ^ ships.weight_only}
-            edges = formats | trial.placement.edges ^ ships.edges
-            changed[trial.placement] = frozenset(edge.tensor for edge in edges)
-        return changed
+            changed = {edge.tensor for edge in formats | trial.placement.edges ^ ships.edges}
+            candidates.append((trial, self.parts.decision(trial.placement).quantized, changed))
+        return candidates
 
     def _nearest(self, twins: frozenset[int]) -> tuple[Trial | None, int]:
         """The candidate with some units in 8 bits, all of them if there is one, that differs from what ships on the
@@ -325,14 +321,10 @@ class _Table:
         for unit in (self.parts.units[number] for number in twins):
             beside.update(unit.outputs, (edge.tensor for edge in (*unit.inputs, *unit.weights)))
         ranked = list[tuple[bool, int, Trial]]()
-        for trial in self.run.history:
-            quantized = self._quantized[trial.placement]
+        for trial, quantized, changed in self._candidates:
             if not twins.isdisjoint(quantized):
-                others = len(self._changed[trial.placement] - beside)
-                ranked.append((not twins <= quantized, others + len(twins - quantized), trial))
-        if not ranked:
-            return None, 0
-        _, others, nearest = min(ranked, key=lambda each: each[:2])
+                ranked.append((not twins <= quantized, len(changed - beside) + len(twins - quantized), trial))
+        _, others, nearest = min(ranked, key=lambda each: each[:2], default=(False, 0, None))
         return nearest, others
 
     @cached_property
@@ -348,10 +340,17 @@ class _Table:
     def _estimate(self, units: Iterable[int]) -> tuple[float, bool]:
         """The ms that units in float would add in 8 bits, each by itself; and whether that depends on a guess."""
         assert self._prices is not None
-        usual, raised = (
-            sum(margin(costs, self._decision, self.parts.units[number]) for number in units) for costs in self._prices
-        )
+        usual, raised = (sum(self._more_ms(costs, number) for number in units) for costs in self._prices)
         return usual, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
+
+    def _more_ms(self, costs: Costs, number: int) -> float:
+        unit, ships = self.parts.units[number], self._decision
+        more_ms = margin(costs, ships, unit)
+        if state(unit, self.parts, self.run.placement) == "handing":
+            # Decisions have it in float, but prices tell what it takes as a unit that reads 8 bits and writes floats.
+            handing = replace(ships, quantized=ships.quantized | {number})
+            more_ms += costs.total(ships) - costs.total(handing)
+        return more_ms
 
     def _lost_accuracy(self, twins: frozenset[int]) -> str:
         """A text if rounding some units is predicted to take the outputs below the limit; else empty."""
