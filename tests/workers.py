@@ -139,10 +139,6 @@ class WatchedModel:
         self.workers.spend(runs * took)
         return took
 
-    @property
-    def start_seconds(self) -> float:
-        return cast(Launched, self.built).start_seconds
-
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
         return cast(Launched, self.built).time_and_keep(inputs, runs)
 

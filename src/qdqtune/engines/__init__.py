@@ -85,9 +85,6 @@ class Built(Protocol):
 class Launched(Built, Protocol):
     """A model that starts a process for each call. Its `time` runs the model at least `runs` times, warmed up."""
 
-    start_seconds: float
-    """Seconds that one call of `time` takes, with the start of the process; above 0."""
-
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
         """Like `time`, and keep the outputs for the next `run` on the same inputs."""
 
@@ -159,9 +156,15 @@ def open_engine(spec: EngineSpec) -> Engine:
     facts = spec.facts
     try:
         create: Callable[..., Engine] = importlib.import_module(facts.module).create
-    except ImportError as error:
-        raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded: {one_line(error)}") from error
-    kind = get_type_hints(create)["options"]
+        return create(_options(create, spec))
+    except (ImportError, OSError) as error:
+        remedy = f": {facts.install}" if facts.install else ""
+        raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded ({one_line(error)}){remedy}") from error
+
+
+def _options(create: Callable[..., Engine], spec: EngineSpec) -> Any:
+    """The options of `spec` as `create` takes them."""
+    facts, kind = spec.facts, get_type_hints(create)["options"]
     hints = get_type_hints(kind, include_extras=True)
     for name, value in sorted(spec.options.items()):
         if name not in hints:
@@ -176,7 +179,7 @@ def open_engine(spec: EngineSpec) -> Engine:
     if count > MOST_THREADS:
         raise BadOption(f"`threads` {count} is too many for {os.cpu_count()} cores: give at most {MOST_THREADS}")
     own = {"provider": facts.ep} if facts.ep else {}
-    return create(kind(**{**own, **spec.options}))
+    return kind(**{**own, **spec.options})
 
 
 @contextmanager

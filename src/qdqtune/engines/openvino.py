@@ -19,19 +19,15 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import openvino as ov
 
 from qdqtune.engines import formats, machine, output_to, translated
 from qdqtune.engines.coverage import Claim, cover, never_run, read_model
 from qdqtune.engines.library_settings import OpenVinoOptions, openvino_configuration
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QuantType, Tensors
-
-try:
-    import openvino as ov
-except ImportError as error:
-    raise EngineUnavailable(f"OpenVINO cannot be imported ({error}): pip install 'qdqtune[openvino]'") from error
 
 DEVICE = "CPU"
 WARMUP = 1

@@ -38,6 +38,9 @@ GREETING = b"qdqtune is here: "
 ENDING_SECONDS = 1.0
 """How long a worker whose input has ended may take to end by itself. Chosen, not measured."""
 
+LAUNCH_SECONDS = 2.0
+"""What the start of a process for a turn is expected to take before one was timed. Chosen, not measured."""
+
 PROBES, PROBE_SECONDS = 3, 0.2
 """A model's speed is the best of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""
 
@@ -62,6 +65,7 @@ class Session:
         self._opener = opener
         self._engines: dict[int | None, Engine] = {}
         self._models: dict[int, Model] = {}
+        self._turn_seconds = LAUNCH_SECONDS
 
     def answer(self, name: str, *arguments: Any) -> Any:
         """True and the result of the method `name`, or False and its error. Where it cannot write a file, as on a full
@@ -144,8 +148,7 @@ class Session:
         """The `Turn` of each workload, in which the slowest of these models runs for an equal part of
         `turn_seconds`."""
         if self._is_launched:  # the process chooses how often it runs the model
-            start = max(cast(Launched, self._built(number)).start_seconds for number in numbers)
-            return [Turn.of(0.0, 0.0, start)] * len(self._mix)
+            return [Turn.of(0.0, 0.0, self._turn_seconds)] * len(self._mix)
         slowest = [max(_quickest(self._built(n, w.threads), w.inputs) for n in set(numbers)) for w in self._mix]
         return [Turn.of(seconds, turn_seconds / len(self._mix)) for seconds in slowest]
 
@@ -176,7 +179,9 @@ class Session:
                     for built in together:
                         built.time(workload.inputs, 1)
                 inputs = workload.inputs if kept is None else kept
+                begun = time.perf_counter()
                 calls.append(_turns(together, order, inputs, turn, is_kept=kept is not None))
+                self._turn_seconds = (time.perf_counter() - begun) / (turn.per_round * len(order))
             for own, times in zip(seconds, zip(*calls, strict=True), strict=True):
                 own.append(times)
         return Times(tuple(map(tuple, seconds)), tuple(workload.share for workload in self._mix))

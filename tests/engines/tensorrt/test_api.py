@@ -346,7 +346,7 @@ def test_without_cuda_python(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "tensorrt")
     with pytest.raises(
-        EngineUnavailable, match=r"TensorRT cannot be loaded.*pip install 'qdqtune\[tensorrt\]'"
+        EngineUnavailable, match=r"'tensorrt' cannot be loaded.*pip install 'qdqtune\[tensorrt\]'"
     ) as error:
         open_engine(EngineSpec("tensorrt"))
     assert error.value.exit_code == 5

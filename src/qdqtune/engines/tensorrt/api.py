@@ -21,20 +21,12 @@ from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 def create(options: CachedOptions) -> TensorRt:
     """The engine on the current GPU."""
-    trt = vendor_module("tensorrt", "TensorRT", "pip install 'qdqtune[tensorrt]'")
+    trt: Any = importlib.import_module("tensorrt")
     if not hasattr(trt.IExecutionContext, "execute_async_v3"):
         raise EngineUnavailable(f"TensorRT {trt.__version__} is too old: install 8.6 or later")
     cuda = Cuda()
     load_plugins(trt, options.plugin_libraries)
     return TensorRt("tensorrt", trt, cuda, options, TimingCache(options.timing_cache))
-
-
-def vendor_module(name: str, product: str, remedy: str) -> Any:
-    """The vendor's module."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        raise EngineUnavailable(f"{product} cannot be loaded ({one_line(error)}): {remedy}") from error
 
 
 class TensorRt:

@@ -7,10 +7,11 @@ nothing while it builds, so there is no timing cache.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from qdqtune.engines.tensorrt.api import TensorRt, vendor_module
+from qdqtune.engines.tensorrt.api import TensorRt
 from qdqtune.engines.tensorrt.build import load_plugins
 from qdqtune.engines.tensorrt.execution import Cuda
 from qdqtune.engines.tensorrt.options import TensorRtOptions
@@ -26,7 +27,7 @@ class RtxOptions(TensorRtOptions):
 
 def create(options: RtxOptions) -> TensorRt:
     """The engine on the current GPU; for a `target` other than that GPU an engine that builds and cannot run."""
-    trt = vendor_module("tensorrt_rtx_bindings", "TensorRT-RTX", "pip install 'qdqtune[tensorrt-rtx]'")
+    trt: Any = importlib.import_module("tensorrt_rtx_bindings")
     target = options.target
     known = [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     if target and target not in known:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -177,8 +176,6 @@ class Trtexec:
     launch: Launch = launch_process
     profiles: bool = True
     """Whether the program knows the flags of `PROFILING`; False after it has refused one."""
-    start_seconds: float = 2.0
-    """Seconds that the last timing of a model took; a guess before the first."""
 
     def describe(self) -> dict[str, str]:
         """Version, GPU, driver, and the options that change the latency."""
@@ -276,10 +273,6 @@ class TrtexecModel:
         self._plans: dict[tuple[str, ...], Path] = {}
         self._kept: dict[str, dict[str, Array]] = {}
 
-    @property
-    def start_seconds(self) -> float:
-        return self._engine.start_seconds
-
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
         """The plan for inputs of these sizes. It is built at the first call."""
         shapes = tuple(self._engine.shape_flags({name: sizes[name] for name in _dynamic(self._graph)}))
@@ -313,15 +306,13 @@ class TrtexecModel:
     def time(self, inputs: Tensors, runs: int, *flags: str) -> float:
         """`Built.time`: the median GPU time of at least `runs` inferences and `TIMED_SECONDS`, as a CUDA graph if
         possible."""
-        target, begun = self._file("times.json"), perf_counter()
+        target = self._file("times.json")
         asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
         self._infer(inputs, [*asked, *(QUICK if self._engine.version < BETTER_DEFAULTS else ())])
         try:
-            seconds = median(float(entry["computeMs"]) for entry in json.loads(_read_and_delete(target))) / 1e3
+            return median(float(entry["computeMs"]) for entry in json.loads(_read_and_delete(target))) / 1e3
         except (ValueError, KeyError, TypeError) as error:  # an empty list as well
             raise EngineFailure("trtexec: it has exported no times of inferences") from error
-        self._engine.start_seconds = perf_counter() - begun
-        return seconds
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`. What trtexec exports is kept beside the log as `<log's stem>.graph.json`."""
