@@ -111,8 +111,8 @@ def test_booleans_are_no_integers(engine: str, tmp_path: Path) -> None:
 # Which nodes of a model the layers of an engine cover, by what the layers claim
 def covered(text: str, claims: list[Claim], constants: Mapping[str, Any] | None = None) -> list[set[str]]:
     """The nodes of each layer, and last those of none."""
-    found, rest = cover(Model(text_model(text, constants)), claims)
-    return [*map(set, found), set(rest)]
+    found, folded = cover(Model(text_model(text, constants)), claims)
+    return [*map(set, found), set[str]().union(*(layer.nodes for layer in folded))]
 
 
 def claim(nodes: str = "", reads: str = "", writes: str = "") -> Claim:

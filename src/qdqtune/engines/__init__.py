@@ -43,21 +43,14 @@ class EngineSpec:
 
 
 class Built(Protocol):
-    """A model that is built and loaded, ready to run."""
+    """A model that is built and loaded, ready to run. Where the engine cannot run it on some inputs, or has no report
+    of its layers, the methods raise EngineFailure."""
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """One inference: every graph output by name. Arrays that the model has no input for are ignored.
-
-        Raises:
-            EngineFailure: the engine cannot run the model on these inputs.
-        """
+        """One inference: every graph output by name. Arrays that the model has no input for are ignored."""
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Seconds per inference over `runs` back-to-back inferences. Copying inputs to the device is not timed.
-
-        Raises:
-            EngineFailure: the engine cannot run the model on these inputs.
-        """
+        """Seconds per inference over `runs` back-to-back inferences. Copying inputs to the device is not timed."""
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """The layers that the engine made of the model, in the order in which they run, with times from `runs` profiled
@@ -65,9 +58,6 @@ class Built(Protocol):
 
         `Layer.nodes` are names of nodes of the model file. Each node is in one layer: a fused node in the layer that
         absorbed it, and nodes that were computed in advance in one last layer of kind "folded".
-
-        Raises:
-            EngineFailure: the engine cannot run the model on these inputs, or has no such report.
         """
 
     def save(self, path: Path) -> None:

@@ -17,7 +17,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, needs_gpu
 from qdqtune.engines.execution import Deadline, cancelled_by
 from qdqtune.engines.process import NODE_LOST, Program
-from qdqtune.engines.remote import FarWorker, check_version, greeting
+from qdqtune.engines.remote import ENDING_SECONDS, FarWorker, check_version, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.interpreter import python
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
@@ -27,9 +27,6 @@ NETWORK_SECONDS = 60.0
 
 WAIT_SECONDS = 60.0
 """How long a worker may wait for a free device. Chosen, not measured."""
-
-CLOSING_SECONDS = 2.0
-"""How long an actor may take to remove its files before it is killed. Chosen, not measured."""
 
 LOCAL = "local"
 """The address that starts a cluster on this host for one run."""
@@ -53,7 +50,7 @@ class WorkerActor:
 
     def end(self) -> None:
         """End the worker, and remove all files."""
-        self._program.end(CLOSING_SECONDS)
+        self._program.end(ENDING_SECONDS)
         self._scratch.close()
 
 

@@ -36,8 +36,9 @@ def read_model(path: Path) -> Model:
     return Model(model)
 
 
-def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The nodes of each layer, and the nodes that no layer runs. Each node of the model is in one of these.
+def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[Layer, ...]]:
+    """The nodes of each layer, and a layer of kind "folded" for the nodes that none runs; none if there are no such
+    nodes. Each node of the model is in one of these.
 
     A node that several layers claim belongs to the first. A node that no layer claims joins the layer of its producer
     (unless it is one of `FIRST_IN_FUSION`), or else of its reader; across borders only if there is no other. A constant
@@ -106,7 +107,9 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
     for name in model.index_of:
         if name in layer_of:
             covered[layer_of[name]].append(name)
-    return [tuple(names) for names in covered], tuple(name for name in model.index_of if name not in layer_of)
+    never_run = tuple(name for name in model.index_of if name not in layer_of)
+    folded = (Layer("folded", never_run, "", 0.0, "folded"),) if never_run else ()
+    return [tuple(names) for names in covered], folded
 
 
 def reads(node: Node) -> list[str]:
@@ -117,8 +120,3 @@ def reads(node: Node) -> list[str]:
 def readers(model: Model, tensor: str) -> list[Node]:
     """The nodes that read a tensor, in the order of the graph."""
     return [model.nodes[use.node] for use in model.uses(tensor) if use.node != GRAPH]
-
-
-def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
-    """The layer of kind "folded", for nodes that do not run at inference; none if there are no such nodes."""
-    return (Layer("folded", nodes, "", 0.0, "folded"),) if nodes else ()

@@ -44,85 +44,54 @@ OPTIMIZED = "an optimized ONNX file"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """An engine, an execution provider of ONNX Runtime among them.
+    """An engine, an execution provider of ONNX Runtime among them. The fields from `ep` on are of providers only."""
 
-    name: what `engine` calls it.
-    module: the module whose function `create` takes a dataclass of options (its type is the parameter's annotation)
-        and returns the engine.
-    script: the script of `engines.deployed` that runs a file on it.
-    packages: the Python packages without which it cannot be opened, the vendor's first.
-    install: the command or the build that brings it.
-    numbers, fp8: the formats of int8 and FP8 pairs; None where FP8 has no kernels.
-    weights: weight formats of products, the usual ones first.
-    like: the engine whose placement rules hold for it; "" is itself.
-    merges: the rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a pair
-        stands in front of the nodes.
-    precision: the usual precision of what stays in float.
-    types_since: the first major version that takes types from the graph; earlier ones choose them.
-    loaded_by: the engine that loads a written file to check it: one that loads any model in seconds without options.
-        TensorRT builds for minutes and may need shapes and plug-ins: ONNX's checker ("") checks its files.
-    saves: the format of its own; "" if it has none. A plan runs on one version and one kind of GPU.
-    constants: the suffix of the file that a saved model has beside it.
-    ahead_of_time: options with which it builds for a device that is not present.
-    is_tensorrt: whether it is of NVIDIA's TensorRT family: these build for given input sizes.
-    is_gpu: whether each worker needs a GPU of its own.
-    is_threaded: whether it computes on threads of the CPU, on whose processor its numbers depend.
-    is_launched: whether its models are `Launched`: a process takes longer to start than to time a model.
-    is_modelled: whether its times come from a cost model, on every processor.
-    has_timing_cache: whether builds share times of kernels in a file.
-
-    Of an execution provider:
-
-    ep: what ONNX Runtime calls it; "" for other engines.
-    source: the address of its documents; "" where nobody has looked at what it leaves to others.
-    plugin: the Python module of its plug-in package, whose `get_library_path` names the library; "" if it is built into
-        ONNX Runtime. The engine's option `library` names another library.
-    options: its own options by default.
-    plain: its own options that name no file, library or address in memory: only these are taken from folders that may
-        come from elsewhere.
-    memory: what ONNX Runtime calls the memory of its device; by default that of the CPU.
-    has_fixed_sizes: whether it takes models only whose sizes are all fixed.
-    compiles: whether it runs many nodes as one, so that ONNX Runtime cannot write its graph or time single nodes.
-    simulated_on: processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are
-        those of the device, times mean nothing.
-    simulated_as: options that say which chip the simulator stands for.
-    words: patterns of its log with a group `nodes`, a text with names of nodes in it, and a group `reason`. For each
-        node the first pattern that tells of it counts.
-    """
-
-    name: str
-    module: str = "qdqtune.engines.onnxruntime"
-    script: str = "onnxruntime"
-    packages: tuple[str, ...] = ()
-    install: str = ""
-    numbers: NumericFormat = SYMMETRIC
-    fp8: NumericFormat | None = None
-    weights: tuple[str, ...] = ()
-    like: str = ""
+    name: str  # what `engine` calls it
+    module: str = "qdqtune.engines.onnxruntime"  # its `create` takes a dataclass of options, and returns the engine
+    script: str = "onnxruntime"  # the script of `engines.deployed` that runs a file on it
+    packages: tuple[str, ...] = ()  # the Python packages without which it cannot be opened, the vendor's first
+    install: str = ""  # the command or the build that brings it
+    numbers: NumericFormat = SYMMETRIC  # of int8 pairs
+    fp8: NumericFormat | None = None  # of FP8 pairs; None: it has no kernels
+    weights: tuple[str, ...] = ()  # weight formats of products, the usual ones first
+    like: str = ""  # the engine whose placement rules hold for it; "" is itself
     merges: tuple[str, ...] = ()
-    precision: Literal["fp32", "fp16"] = "fp32"
-    types_since: int = 0
+    """The rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a pair
+    stands in front of the nodes."""
+    precision: Literal["fp32", "fp16"] = "fp32"  # the usual one of what stays in float
+    types_since: int = 0  # the first major version that takes types from the graph; earlier ones choose them
     loaded_by: str = "onnxruntime"
-    saves: str = ""
-    constants: str = ""
-    ahead_of_time: Mapping[str, Any] = field(default_factory=dict)
-    is_tensorrt: bool = False
-    is_gpu: bool = False
-    is_threaded: bool = False
-    is_launched: bool = False
-    is_modelled: bool = False
-    has_timing_cache: bool = False
-    ep: str = ""
-    source: str = ""
+    """The engine that loads a written file to check it: one that loads any model in seconds without options. TensorRT
+    builds for minutes and may need shapes and plug-ins: ONNX's checker ("") checks its files."""
+    saves: str = ""  # the format of its own, if it has one; a plan runs on one version and one kind of GPU
+    constants: str = ""  # the suffix of the file that a saved model has beside it
+    ahead_of_time: Mapping[str, Any] = field(default_factory=dict)  # options to build for a device that is not present
+    is_tensorrt: bool = False  # of NVIDIA's TensorRT family: these build for given input sizes
+    is_gpu: bool = False  # each worker needs a GPU of its own
+    is_threaded: bool = False  # it computes on threads of the CPU, on whose processor its numbers depend
+    is_launched: bool = False  # its models are `Launched`: a process takes longer to start than to time a model
+    is_modelled: bool = False  # its times come from a cost model, on every processor
+    has_timing_cache: bool = False  # builds share times of kernels in a file
+
+    ep: str = ""  # what ONNX Runtime calls the provider; "" for other engines
+    source: str = ""  # the address of its documents; "" where nobody has looked at what it leaves to others
     plugin: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
+    """The module of its plug-in package, whose `get_library_path` names the library; "" if it is built into ONNX
+    Runtime. The engine's option `library` names another library."""
+    options: Mapping[str, str] = field(default_factory=dict)  # its own options by default
     plain: frozenset[str] = frozenset()
-    memory: str = "cpu"
-    has_fixed_sizes: bool = False
-    compiles: bool = False
+    """Its own options that name no file, library or address in memory: only these are taken from folders that may come
+    from elsewhere."""
+    memory: str = "cpu"  # what ONNX Runtime calls the memory of its device
+    has_fixed_sizes: bool = False  # it takes models only whose sizes are all fixed
+    compiles: bool = False  # it runs many nodes as one: ONNX Runtime cannot write its graph or time single nodes
     simulated_on: tuple[str, ...] = ()
-    simulated_as: Mapping[str, str] = field(default_factory=dict)
+    """Processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are those of the
+    device, times mean nothing."""
+    simulated_as: Mapping[str, str] = field(default_factory=dict)  # options that name the simulator's chip
     words: tuple[str, ...] = ()
+    """Patterns of its log with a group `nodes`, a text with names of nodes in it, and a group `reason`. For each node
+    the first pattern that tells of it counts."""
 
     @property
     def is_provider(self) -> bool:

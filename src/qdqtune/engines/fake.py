@@ -35,7 +35,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from qdqtune.engines import formats
-from qdqtune.engines.coverage import Claim, cover, never_run, read_model
+from qdqtune.engines.coverage import Claim, cover, read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
@@ -67,31 +67,20 @@ FAULTS = ("crash", "hang", "nan", "refuse")
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """Options of the fake engine.
+    """Options of the fake engine."""
 
-    seed: seed of the noise. The n-th call of `time` draws the same noise, whatever the clock says.
-    noise: standard deviation of independent noise on each sample, relative.
-    drift: standard deviation of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %).
-    spikes: probability that a sample takes up to three times as long.
-    asymmetric: numbers like those of ONNX Runtime on a CPU (uint8, int32 bias); by default like those of TensorRT.
-    wide: `asymmetric` numbers have 16 bits as well, in which operators take twice as long.
-    build_seconds: how long each build takes, in real time.
-    faults: a pattern of node names for `refuse`, `crash`, `hang` (when built) or `nan` (when run): what happens to a
-        model with a Q/DQ pair on an input of such a node.
-    hide_times: layer reports have no times, like those of engines that cannot time layers.
-    threads: multiply-adds are divided among so many; all else takes as long as on one.
-    """
-
-    seed: int = 0
-    noise: float = 0.0
-    drift: float = 0.0
-    spikes: float = 0.0
-    asymmetric: bool = False
-    wide: bool = False
-    build_seconds: float = 0.0
+    seed: int = 0  # of the noise: the n-th call of `time` draws the same, whatever the clock says
+    noise: float = 0.0  # standard deviation of independent noise on each sample, relative
+    drift: float = 0.0  # of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %)
+    spikes: float = 0.0  # probability that a sample takes up to three times as long
+    asymmetric: bool = False  # numbers like those of ONNX Runtime on a CPU; by default like those of TensorRT
+    wide: bool = False  # `asymmetric` numbers have 16 bits as well, in which operators take twice as long
+    build_seconds: float = 0.0  # how long each build takes, in real time
     faults: Mapping[str, str] | None = None
-    hide_times: bool = False
-    threads: int = 1
+    """A pattern of node names for `refuse`, `crash`, `hang` (when built) or `nan` (when run): what happens to a model
+    with a Q/DQ pair on an input of such a node."""
+    hide_times: bool = False  # layer reports have no times, like those of engines that cannot time layers
+    threads: int = 1  # multiply-adds are divided among so many; all else takes as long as on one
 
     def __post_init__(self) -> None:
         for name in self.faults or {}:
@@ -288,7 +277,7 @@ class CostModel:
             kind: LayerKind = "quantize" if node.op in QDQ else "compute"
             precision = "INT8" if node.outputs[0] in self.integer else "FP32"
             layers.append(Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind))
-        return (*layers, *never_run(folded))
+        return (*layers, *folded)
 
     def _readers(self, tensor: str) -> list[Node | None]:
         """The nodes that read a tensor; None stands for the graph, of which it is an output."""

@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 from onnxruntime import InferenceSession as Session
 
 from qdqtune.engines import devices, formats, output_to, translated
-from qdqtune.engines.coverage import Claim, cover, never_run, read_model, readers
+from qdqtune.engines.coverage import Claim, cover, read_model, readers
 from qdqtune.engines.facts import CPU_PROVIDER, EngineFacts, facts_of_provider
 from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptions, session_settings
 from qdqtune.engines.machine import instruction_sets, processor_name, simulated
@@ -356,7 +356,7 @@ def report(
         reason = f"its files in {profile.parent} are cut short, as with no space left on the disk"
         raise EngineFailure(f"ONNX Runtime: {reason}") from error
     runs = _inferences(events, nodes)[warmup:]
-    covered, rest = cover(model, _claims(model, nodes))
+    covered, folded = cover(model, _claims(model, nodes))
     spent = np.array([trimmed_mean([run[i]["dur"] for run in runs]) for i in range(len(nodes))]) / 1e3
     times = without_overhead(spent, 1e3 * trimmed_mean(plain))
     layers = []
@@ -367,7 +367,7 @@ def report(
         is_away = table.source and ep not in ("", table.ep) and kind != "copy"
         where = elsewhere(name, node.op_type, ep, table, {}) if is_away else ""
         layers.append(Layer(name, names, _precision(node, event), time_ms, kind, elsewhere=where))
-    return (*layers, *never_run(rest))
+    return (*layers, *folded)
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
@@ -530,7 +530,7 @@ def assigned_layers(
     inner = {node.name for node in chain.from_iterable(body.node for body in bodies)}
     parts = [(ep, nodes) for ep, nodes in parts if not all(name in inner for name, _ in nodes)]
     names = [tuple(name.removesuffix(IN_PASSES) for name, _ in nodes) for _, nodes in parts]
-    covered, rest = cover(model, [Claim(each) for each in names])
+    covered, folded = cover(model, [Claim(each) for each in names])
     told, layers = own_words(table, log), list[Layer]()
     for (ep, nodes), own, nodes_here in zip(parts, names, covered, strict=True):
         name, op = own[0], nodes[0][1]
@@ -541,7 +541,7 @@ def assigned_layers(
         label = f"{table.ep} {1 + sum(not layer.elsewhere for layer in layers)}"
         precision = "INT8" if any(op in QDQ for _, op in nodes) else ""
         layers.append(Layer(label, nodes_here, precision, None, "compute"))
-    return (*layers, *never_run(rest))
+    return (*layers, *folded)
 
 
 def elsewhere(node: str, op: str, ep: str, table: EngineFacts, told: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import openvino as ov
 
 from qdqtune.engines import formats, machine, output_to, translated
-from qdqtune.engines.coverage import Claim, cover, never_run, read_model
+from qdqtune.engines.coverage import Claim, cover, read_model
 from qdqtune.engines.library_settings import OpenVinoOptions, openvino_configuration
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.model import Model
@@ -217,7 +217,7 @@ def report(
         if precisions[-1] == "INT8":  # then its weights have 8 bits as well
             constants = constants.union(*(weights.get(node, ()) for node in nodes))
         claims.append(Claim(nodes, frozenset(constants)))
-    covered, rest = cover(model, claims)
+    covered, folded = cover(model, claims)
     layers = []
     for name, nodes, precision in zip(running, covered, precisions, strict=True):
         known = TAG.sub(lambda match: tags[int(match[1])].name, name)
@@ -225,7 +225,7 @@ def report(
         if kind == "quantize":
             precision = _type(infos[name]["outputPrecisions"])
         layers.append(Layer(known, nodes, precision, times.get(name, 0.0), kind))
-    return (*layers, *never_run(rest))
+    return (*layers, *folded)
 
 
 def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:

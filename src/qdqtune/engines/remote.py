@@ -187,6 +187,7 @@ class FarWorker:
 
     def ask(self, message: Any, limit: float) -> tuple[bool, Any]:
         contents: dict[str, Array] = {}
+        result: Any = None
         name, arguments = message
         sent, words = name, arguments
         if name == "open":
@@ -208,9 +209,12 @@ class FarWorker:
         digests = [_digest(values) for values in arrays]
         contents |= zip(digests, arrays, strict=True)
         try:
-            for digest in self._program.ask(("missing", (list(contents),)), limit) if contents else ():
-                self._program.ask(("put", (digest, contents[digest])), limit)
-            good, result = self._program.ask((sent, (request, digests)), limit)
+            _, missing = self._program.ask(("missing", (list(contents),)), limit) if contents else (True, [])
+            asked: list[Any] = [("put", (digest, contents[digest])) for digest in missing]
+            good = True
+            for one in (*asked, (sent, (request, digests))):
+                if good:
+                    good, result = self._program.ask(one, limit)
         except EOFError as error:
             raise EOFError(f"{error} on {self.location}") from error
         if good and name == "build":
@@ -283,7 +287,6 @@ class Contents:
     def __init__(self, folder: Path, most: int = MOST_KEPT) -> None:
         self._folder, self._most = folder, most
         self._sizes: dict[str, int] = {}  # in the order of their last use
-        self._reason = ""
 
     def missing(self, digests: Sequence[str]) -> list[str]:
         """The arrays that the folder lacks. Those that it holds count as used now, so that others are removed first."""
@@ -293,23 +296,14 @@ class Contents:
         return [digest for digest in digests if digest not in self._sizes]
 
     def put(self, digest: str, values: Array) -> None:
-        """Keep bytes. Where there is no room, `path` says so later."""
-        try:
-            (self._folder / digest).write_bytes(values.data)
-            self._sizes[digest] = values.nbytes
-        except OSError as error:
-            self._reason = error.strerror or ""
-            (self._folder / digest).unlink(missing_ok=True)
-
-    def path(self, digest: str) -> Path:
-        """The file of some bytes.
+        """Keep bytes.
 
         Raises:
-            OutputError: there was no room for it.
+            OutputError: there is no room for them.
         """
-        if digest not in self._sizes:
-            raise OutputError(f"cannot write to {self._folder}: {self._reason or 'a file is gone'}; it may be full")
-        return self._folder / digest
+        with writing(f"to {self._folder}", "it may be full"):
+            (self._folder / digest).write_bytes(values.data)
+        self._sizes[digest] = values.nbytes
 
     def forget(self, needed: set[str]) -> None:
         """Remove the oldest that are not needed until those that stay are within the bound."""
@@ -334,11 +328,11 @@ class FarSession(Session):
     def answer(self, name: str, *arguments: Any) -> Any:
         """What `Contents` answer, or what a session answers to arguments in pickle's form whose large arrays have
         digests."""
-        if name in ("missing", "put"):
-            return getattr(self.contents, name)(*arguments)
-        request, digests = arguments
         try:
-            arrays = [np.fromfile(self.contents.path(digest), np.uint8) for digest in digests]
+            if name in ("missing", "put"):
+                return True, getattr(self.contents, name)(*arguments)
+            request, digests = arguments
+            arrays = [np.fromfile(self._folder / digest, np.uint8) for digest in digests]
             reply = super().answer(name, *pickle.loads(request, buffers=arrays))
         except OutputError as error:
             reply = False, error
@@ -383,8 +377,6 @@ class FarSession(Session):
 
     def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:
         """Build a model. Returns what the engine has printed, with the answer."""
-        for digest in constants:
-            self.contents.path(digest)
         path, log = self._folder / f"{number}-{name}", self._folder / "build.log"
         log.unlink(missing_ok=True)
         with writing(path, "it may be full"):

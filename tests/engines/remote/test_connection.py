@@ -213,11 +213,9 @@ def test_of_contents_those_that_no_build_needs_are_bounded(tmp_path: Path) -> No
 def test_a_disk_without_room_loses_the_worker_with_a_reason(tmp_path: Path) -> None:
     model, desk = saved_with_constants(tmp_path), FarSession(tmp_path)
     assert request(desk, "open_on", 0, ".", FAKE) == (True, "")
-    proto, constants = packed(model)
+    _, constants = packed(model)
     with room_for(5):
-        for digest, values in constants.items():
-            desk.contents.put(digest, values)
-    good, error = request(desk, "build_from", 1, "model.onnx", proto, tuple(constants))
+        (good, error), *_ = [desk.answer("put", digest, values) for digest, values in constants.items()]
     assert (good, type(error)) == (False, EngineUnavailable)
     assert re.fullmatch("cannot write to .*: File too large; it may be full", str(error))
 

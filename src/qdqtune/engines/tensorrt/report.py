@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx
 
-from qdqtune.engines.coverage import Claim, cover, never_run, reads
+from qdqtune.engines.coverage import Claim, cover, reads
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
 from qdqtune.graph.loading import name_nodes
 from qdqtune.graph.model import Model
@@ -109,7 +109,7 @@ def read_report(
     entries = _reported_layers(_text_of(graph, "layer information"), constants)
     times = _profile_rows(profile)
     mentions = [_mentions(entry.name, entry.metadata, names) for entry in entries]
-    nodes, folded = mentions, tuple[str, ...]()
+    nodes, folded = mentions, tuple[Layer, ...]()
     if names is not None:
         nodes, folded = assign(names, entries, mentions)
     operators = {} if names is None else {node.name: node.op for node in names.model.nodes}
@@ -119,7 +119,7 @@ def read_report(
         kind = _kind(entry, own, operators)
         layers.append(Layer(entry.name, covered, _precision(entry, kind), ms, kind))
     layers += [Layer(name, (), "", ms, "unknown") for name, ms in unmatched.items()]
-    return (*layers, *never_run(folded))
+    return (*layers, *folded)
 
 
 def layers_of(
@@ -381,8 +381,8 @@ def assign(
     names: NodeNames,
     layers: Sequence[_ReportedLayer],
     mentions: Sequence[Sequence[str]],
-) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The nodes of each layer, and the nodes that were folded. Every node of the model is in one of these.
+) -> tuple[list[tuple[str, ...]], tuple[Layer, ...]]:
+    """The nodes of each layer, and the layer of those that were folded (see `cover`).
 
     A node belongs to the first layer that mentions it in its name, or else in its metadata. Nodes that no layer
     mentions are assigned by `coverage.cover`: TensorRT, too, fuses a DQ with its reader and other nodes with the
