@@ -420,7 +420,8 @@ class Bench:
             Accuracy,
             lambda: accuracy(self.reference, self._outputs_of(file, fixed), self.scores),
         )
-        metric = None
+        if evaluation is None:
+            return exactness, None
         with ExitStack() as stack, suppress(EngineRefused):
 
             def build() -> Handle:
@@ -428,9 +429,8 @@ class Bench:
                 stack.callback(self._runner.unload, handle)
                 return handle
 
-            if evaluation is not None:
-                metric = self._metric("given", evaluation, build)
-        return exactness, metric
+            return exactness, self._metric("given", evaluation, build)
+        return exactness, None
 
     def float_file(self, file: Path, given: Path, fixed: Sample) -> Accuracy:
         """How near the outputs of the float model, as it was written to `file`, are to those of the user's own.

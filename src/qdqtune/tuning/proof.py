@@ -241,33 +241,26 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
 def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
     """Race the files of placements, or of the first ones that fit into memory. Raises EngineRefused if the engine fails
     on one of the files."""
-    needs_baseline = field.given is None or field.has_other_float or field.is_rewritten
-    written = [run.settings.output_dir / BASELINE] if needs_baseline else []
-    files = [*filter(None, [field.given]), *written]
-    given, baseline = 0, len(files) - 1
-    floats = baseline if field.given is None or field.has_other_float else given
-    fitting = run.racer.together(files, [unproven_file(placement, run) for placement in placements])
-    placements = placements[: len(fitting)]
-    finalists = range(len(files), len(files) + len(placements))
-    files += fitting
-    against = {floats}
-    if field.given is not None:
-        against.add(given)
-    if field.is_rewritten:
-        against.add(baseline)
-    comparisons = [(a, finalist) for finalist in finalists for a in sorted(against)]
+    opponents = [] if field.given is None else [field.given]
+    if not opponents or field.has_other_float or field.is_rewritten:
+        opponents.append(run.settings.output_dir / BASELINE)
+    given, baseline = 0, len(opponents) - 1  # the same where there is one opponent
+    floats = baseline if field.has_other_float else given
+    fitting = run.racer.together(opponents, [unproven_file(placement, run) for placement in placements])
+    finalists = range(len(opponents), len(opponents) + len(fitting))
+    comparisons = [(a, finalist) for finalist in finalists for a in range(len(opponents))]
     if given != baseline:
         comparisons.append((given, baseline))
-    race = run.racer.race(files, comparisons, "final")
+    race = run.racer.race([*opponents, *fitting], comparisons, "final")
     attempts = [
         Attempt(
             placement,
             race.compared(floats, finalist),
-            to_given=race.compared(given, finalist) if given in against and given != floats else (),
+            to_given=race.compared(given, finalist) if given != floats else (),
             must_beat_given=field.beats_given,
             to_rewritten=race.compared(baseline, finalist) if field.is_rewritten and baseline != floats else (),
         )
-        for placement, finalist in zip(placements, finalists, strict=True)
+        for placement, finalist in zip(placements, finalists, strict=False)
     ]
     if field.is_rewritten and floats != baseline:
         attempts.append(Attempt(Placement(), race.compared(floats, baseline)))

@@ -34,8 +34,7 @@ VERSION = 5
 """Raised when state files change, and when the files of equal placements do (loading, scales, insertion), so that no
 run mixes two kinds of candidates. A test notices such a change."""
 
-LINE_START = b'{"key": "'
-BEGINNING = LINE_START + b'run", '
+BEGINNING = b'{"key": "run", '
 """The beginning of every state file."""
 
 OF_THE_START = ("ranges", "float:", "repeatability", "metric:")
@@ -149,9 +148,7 @@ class Store(Journal):
             except BlockingIOError as error:
                 raise BadState(f"{path} is in use by another run: choose another `output_dir`") from error
             if restart:
-                start = self._file.read(len(LINE_START))
-                if not LINE_START.startswith(start):
-                    raise _foreign(start, path)
+                may_continue(path)
                 self._file.truncate(0)
             journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
             super().__init__(**vars(journal))
@@ -257,7 +254,7 @@ def may_continue(path: Path) -> bool:
     """
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
-    if not start.startswith(LINE_START[: len(start)]):
+    if not start.startswith(BEGINNING[: len(start)]):
         raise _foreign(start, path)
     return True
 
@@ -289,14 +286,12 @@ def _head(journal: Journal) -> dict[str, Any]:
 
 def _journal(content: bytes, path: Path) -> Journal | None:
     *lines, torn = content.split(b"\n")  # behind the last line break: nothing, or half a line
-    if not lines:
-        if BEGINNING.startswith(torn[: len(BEGINNING)]):
-            return None
-        raise _foreign(torn, path)
-    if not lines[0].startswith(LINE_START):
+    if not content.startswith(BEGINNING[: len(content)]):
         raise _foreign(content, path)
+    if not lines:
+        return None
     head, *others = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-    if head.key != "run" or head.version != VERSION:
+    if head.version != VERSION:
         raise _foreign(content, path)
     return Journal(head.fingerprint, {row.key: row for row in others}, len(content) - len(torn), head.model_bytes)
 
