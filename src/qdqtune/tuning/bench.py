@@ -105,6 +105,10 @@ class Batch:
     deadline: float | None = None
     is_brief: bool = False
 
+    def is_late(self, seconds: float = 0.0) -> bool:
+        """Whether what takes so many seconds would end after the deadline."""
+        return self.deadline is not None and time.monotonic() + seconds > self.deadline
+
 
 @dataclass(frozen=True)
 class Entrant:
@@ -187,14 +191,17 @@ class TrialWorker:
 
     def _raced(self, entrants: Sequence[Entrant], batch: Batch) -> list[Trial]:
         """The trials of candidates that race together. Where the engine fails in the race of several, each races
-        alone: one of them is to blame."""
+        alone, as one of them is to blame; but not after the deadline, if a later session may try again."""
+        trials = list[Trial]()
         try:
             times = self._times(entrants, batch)
         except EngineRefused as refused:
-            if len(entrants) > 1:
-                return [trial for entrant in entrants for trial in self._raced([entrant], batch)]
-            return [replace(entrant.trial, result=refused.failure) for entrant in entrants]
-        trials = []
+            for entrant in entrants:
+                if len(entrants) == 1 or (refused.is_transient and batch.is_late()):
+                    trials.append(replace(entrant.trial, result=refused.failure))
+                else:
+                    trials += self._raced([entrant], batch)
+            return trials
         for place, entrant in enumerate(entrants, 1):
             try:
                 trials.append(self._trial(entrant, times.pair(0, place), batch))
@@ -210,8 +217,7 @@ class TrialWorker:
         take = taking_rounds(self.runner, handles, plan, conditions.seed, samples)
 
         def is_late() -> bool:
-            now = time.monotonic()  # the next look takes about as long as all before
-            return batch.deadline is not None and now + (now - begun) > batch.deadline
+            return batch.is_late(time.monotonic() - begun)  # the next look takes about as long as all before
 
         return race_candidates(take, len(handles), plan, is_late)
 
