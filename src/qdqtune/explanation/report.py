@@ -134,6 +134,7 @@ def report_of_run(folder: Path) -> Report:
     if not (folder / BASELINE).is_file():
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
     drawn, summary = _map(run), msgspec.to_builtins(run.summary)
+    plan = replace(run.plan, looks=run.log.proof)
     return Report(
         title=title(Path(run.summary["model"])),
         verdict=verdict(run.summary),
@@ -145,7 +146,7 @@ def report_of_run(folder: Path) -> Report:
         points=tuple(_points(run)),
         floor_db=run.summary["min_sqnr_db"],
         has_accuracy=is_judged(run.summary),
-        proof=tuple(strip(f"builds {n}", each, ratio(each, run.proof_plan)) for n, each in enumerate(run.proof, 1)),
+        proof=tuple(strip(f"builds {n}", each, ratio(each, plan)) for n, each in enumerate(run.proof, 1)),
         candidates=tuple(candidates(run)),
         circumstances=tuple(circumstances(run)),
         commands=tuple(commands(run)),

@@ -31,21 +31,10 @@ from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import timed_builds, with_float_times
 from qdqtune.search.costs.decisions import margin
 from qdqtune.search.costs.output_noise import DOUBT
-from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.units import (
-    Partition,
-    Unit,
-    formats_in,
-    fusion_groups,
-    inner_edges,
-    partition,
-    split,
-    state,
-    usual_groups,
-)
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Unit, formats_in, partition, split, state, usual_groups
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import is_wide, judge, speed, with_ratios
@@ -146,7 +135,17 @@ def explanations(run: FinishedRun) -> tuple[Explanation, ...]:
 class _Table:
     def __init__(self, run: FinishedRun) -> None:
         self.run = run
-        self.parts = _units(run)
+        shares = formats_in([run.placement, *(trial.placement for trial in run.history)])
+        self._search = CutSearch(run.model, run.able, run.float_layers, plan=run.plan, format_shares=shares)
+        # Units are the kernels of the float build, each split as its kind ran fastest in 8 bits, and where pairs of
+        # what ships stand inside it; or nodes that engines usually fuse, if the layers are unknown.
+        self._costs = self._search.costs(run.history, cuts=run.placement.edges) if run.float_spent else None
+        if self._costs is not None:
+            self.parts = self._costs.partition
+        else:
+            groups = self._search.groups if run.float_layers else usual_groups(run.model, run.able)
+            cut = chain.from_iterable(split(run.model, group, run.placement.edges) for group in groups)
+            self.parts = partition(run.model, run.able, cut, shares)
         self._decision = self.parts.decision(run.placement)
         self._layer_of = {name: layer for layer in run.shipped_layers for name in layer.nodes}
         quantized, reported = self._decision.quantized, self._reported(run.shipped_layers)
@@ -242,9 +241,9 @@ class _Table:
         if measured is not None and (measured.verdict != "undecided" or not is_wide(measured)):
             change, most = measured.median - 1 if measured.verdict != "undecided" else 0.0, NOISE
             detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
-        elif self._prices is not None and latency is not None:
-            more_ms, is_guess = self._estimate(twins)
-            change, most, source = more_ms / latency, self._clear, "estimated"
+        elif self._costs is not None and latency is not None and run.float_ms is not None:
+            share, is_guess = self._estimate(self._costs, twins)
+            change, most, source = share * run.float_ms / latency, self._clear, "estimated"
             is_shown = not is_guess and abs(change) > most
             both = f"{and_others(alike)} {'are' if alike else 'is'}"
             detail = f"in 8 bits {both} estimated to save less than {NOISE:.0%} of the latency"
@@ -253,7 +252,7 @@ class _Table:
         if change is not None and is_shown and latency is not None:
             figure = {"more_ms": change * latency, "alike": alike, "source": source}
         if change is not None and change > 0:
-            price = None if self._prices is None else self._prices[0].prices[unit.number]
+            price = None if self._costs is None else self._costs.prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
             reason = "conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits"
             return {"reason": reason, "detail": "" if figure else "estimated from layer times", **figure}
@@ -328,20 +327,15 @@ class _Table:
         return nearest, others
 
     @cached_property
-    def _prices(self) -> tuple[Costs, Costs] | None:
-        """The prices that all builds show, and with those that none shows raised; None without times of layers."""
-        run = self.run
-        if not run.float_spent or not run.float_ms:
-            return None
-        floats, *others = timed_builds(run.model, run.history, run.plan, run.float_layers, run.float_ms)
-        builds = [floats, *(with_float_times(run.model, build, floats) for build in others)]
-        return learn(self.parts, builds), learn(self.parts, builds, raised=True)
+    def _raised(self) -> Costs:
+        """The prices with those raised that no build shows."""
+        return self._search.costs(self.run.history, raised=True, cuts=self.run.placement.edges)
 
-    def _estimate(self, units: Iterable[int]) -> tuple[float, bool]:
-        """The ms that units in float would add in 8 bits, each by itself; and whether that depends on a guess."""
-        assert self._prices is not None
-        usual, raised = (sum(self._more_ms(costs, number) for number in units) for costs in self._prices)
-        return usual, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
+    def _estimate(self, costs: Costs, units: Iterable[int]) -> tuple[float, bool]:
+        """What units in float would add in 8 bits, each by itself, as a share of the float model's time; and whether
+        that depends on a guess."""
+        usual, raised = (sum(self._more_ms(each, number) for number in units) for each in (costs, self._raised))
+        return usual / self._search.float_ms, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
 
     def _more_ms(self, costs: Costs, number: int) -> float:
         unit, ships = self.parts.units[number], self._decision
@@ -407,17 +401,3 @@ def shipped_origin(run: FinishedRun) -> str:
     if not run.placement:
         return f"the {run.floats} model without pairs"
     return origin_in_words(run.trial.proposal.origin) if run.trial else "an earlier run"
-
-
-def _units(run: FinishedRun) -> Partition:
-    """The kernels of the float build as units, each split as its kind ran fastest in 8 bits, and where pairs of what
-    ships stand inside it; as engines usually fuse nodes if the layers are unknown."""
-    model, able, placed = run.model, run.able, run.placement.edges
-    formats = formats_in([run.placement, *(trial.placement for trial in run.history)])
-    groups = fusion_groups(model, run.float_layers) if run.float_layers else usual_groups(model, able)
-    if run.float_spent:
-        search = CutSearch(model, able, run.float_layers, plan=run.plan)
-        units = search.costs(run.history).partition.units
-        groups = [tuple(model.nodes[number].name for number in unit.nodes) for unit in units]
-    parts = (split(model, group, placed.intersection(inner_edges(model, group, able))) for group in groups)
-    return partition(model, able, chain.from_iterable(parts), formats)

@@ -30,7 +30,7 @@ exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -265,11 +265,14 @@ class CutSearch:
         predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
-    def costs(self, history: Sequence[Trial], *, raised: bool = False) -> Costs:
-        """Prices of units: the fusion groups, split as the builds so far ran them fastest."""
+    def costs(self, history: Sequence[Trial], *, raised: bool = False, cuts: Collection[Edge] = ()) -> Costs:
+        """Prices of units: the fusion groups, split as the builds so far ran them fastest, and at the edges `cuts`."""
         floats, *others = timed_builds(self.model, history, self.plan, self.float_layers, self.float_ms)
         times = [floats, *(with_float_times(self.model, build, floats) for build in others)]
-        parts = partition(self.model, self.possible, self._units(times), self.format_shares)
+        groups: Iterable[Group] = self._units(times)
+        if cuts:
+            groups = chain.from_iterable(split(self.model, group, cuts) for group in groups)
+        parts = partition(self.model, self.possible, groups, self.format_shares)
         return learn(parts, times, raised=raised)
 
     @cached_property

@@ -76,11 +76,6 @@ class FinishedRun:
         """The numbers of rounds after which candidates were judged, with the error of a comparison."""
         return self.log.plan
 
-    @property
-    def proof_plan(self) -> Plan:
-        """As `plan`, for the proof."""
-        return replace(self.plan, looks=self.log.proof)
-
     @cached_property
     def history(self) -> tuple[Trial, ...]:
         """The trials in the order of the search, with their judgements from run.json."""
