@@ -121,6 +121,7 @@ GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constan
         (b"", "not an ONNX file"),
         (b"no model at all, just some words", "not an ONNX file"),
         (GOOD.SerializeToString()[:-7], "not an ONNX file, or damaged|invalid graph"),
+        (b"\x08\x63" + GOOD.SerializeToString()[2:], r"ONNX version \(IR 99\) is later .*: pip install -U onnx, or"),
         (GOOD.SerializeToString().replace(b"Add", b"\xff\xfe\xfd"), "model.onnx: "),
     ],
 )

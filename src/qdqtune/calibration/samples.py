@@ -243,7 +243,18 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
     batch = (spec.shape[0] or 1) if spec.shape else 1
     if array.ndim and array.shape[0] % batch == 0 and spec.fits((batch, *array.shape[1:])):
         return array.reshape(array.shape[0] // batch, batch, *array.shape[1:])
-    raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
+    raise _misshapen(array.shape, spec, origin)
+
+
+def _misshapen(shape: tuple[int, ...], spec: InputSpec, origin: str) -> BadData:
+    hint, inner = "", shape[-3:]
+    if len(inner) == 3 and len(spec.shape) == 4:
+        a, b, c = inner
+        for moved, axes in (((c, a, b), "-1, -3"), ((b, c, a), "-3, -1")):
+            if spec.fits((spec.shape[0], *moved)):
+                hint = f": numpy.moveaxis(array, {axes}) puts the channels where it wants them"
+                break
+    return BadData(f"{origin}: array '{spec.name}' has shape {shape}, the model wants {spec}{hint}")
 
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:
@@ -251,7 +262,7 @@ def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], ori
     for spec in specs:
         shape = sample[spec.name].shape
         if not spec.fits(shape):
-            raise BadData(f"{origin}: array '{spec.name}' has shape {shape}, the model wants {spec}")
+            raise _misshapen(shape, spec, origin)
     return sample
 
 
@@ -271,7 +282,10 @@ def _checked(
         array = checked[spec.name]
         what = f"{origin}: array '{spec.name}'"
         if array.dtype != spec.dtype:
-            raise BadData(f"{what} is {array.dtype}, the model wants {spec.dtype}: convert it first")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise BadData(f"{what} holds NaN or infinite values")
+            is_plain = array.dtype.kind == spec.dtype.kind or {array.dtype.kind, spec.dtype.kind} == {"i", "u"}
+            how = f"with array.astype('{spec.dtype}')" if is_plain else "as your application does"
+            raise BadData(f"{what} is {array.dtype}, the model wants {spec.dtype}: convert it {how}")
+        if array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
+            place = ", ".join(map(str, np.unravel_index(finite.argmin(), array.shape)))
+            raise BadData(f"{what} holds NaN or infinite values, the first at [{place}]: leave out such samples")
     return checked

@@ -81,7 +81,9 @@ def _run(command: click.Command, name: str, given: Sequence[str], interrupted: E
     except click.ClickException as error:
         asked = getattr(error, "ctx", None)
         hint = f" (see {asked.command_path} --help)" if asked is not None else ""
-        return _failed(error.format_message().rstrip(".") + hint, 2)
+        # Click suggests options that are spelled a little like it: `command.suggested` does it better.
+        message = error.message if isinstance(error, click.NoSuchOption) else error.format_message()
+        return _failed(message.rstrip(".") + hint, 2)
     except QdqtuneError as error:
         return _failed(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 
 def flags() -> dict[str, str]:
-    """Flags by field name: of the command at hand; else of `tune` or `quantize`, which other commands advise."""
+    """Flags by field name, and the names in help of what has a place instead: of the command at hand; else of `tune` or
+    `quantize`, which other commands advise."""
     from qdqtune.commands.quantize import QuantizeOptions  # slow to import, and most lines name no option
     from qdqtune.commands.tune import TuneOptions
-    from qdqtune.options import flags_of
+    from qdqtune.options import flags_of, options_of
 
     context = click.get_current_context(silent=True)
     own = getattr(context and context.command, "kind", TuneOptions)
-    return flags_of(QuantizeOptions) | flags_of(TuneOptions) | flags_of(own)
+    places = {name: one.metavar.rstrip(".") for name, one in options_of(own).items() if not one.group}
+    return flags_of(QuantizeOptions) | flags_of(TuneOptions) | flags_of(own) | places
 
 
 def with_flags(text: str) -> str:

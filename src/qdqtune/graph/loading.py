@@ -209,6 +209,11 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 
 def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
+    if proto.ir_version > onnx.IR_VERSION:
+        raise BadModel(
+            f"its ONNX version (IR {proto.ir_version}) is later than the onnx package here knows ({onnx.IR_VERSION}): "
+            "pip install -U onnx, or export it with a lower opset"
+        )
     whole = with_large_inputs(proto, large)
     for info in (*whole.graph.input, *whole.graph.output):
         if info.type.HasField("tensor_type"):
