@@ -28,6 +28,7 @@ from qdqtune.errors import BadOption, ConstraintUnmet, InputError, rewording
 from qdqtune.explanation import unfused
 from qdqtune.explanation.formatting import counted, placed
 from qdqtune.explanation.unfused import Finding, allow, is_low
+from qdqtune.explanation.units import total
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
@@ -188,8 +189,8 @@ class Checked(Shown):
         if not self.profile.layers:
             return f"{self.model}: no pairs, nothing to check"
         failing = [finding for finding in self.findings if finding.fails]
-        total, spent = time_of(self.running), time_of(failing)
-        share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
+        running, spent = time_of(self.running), time_of(failing)
+        share = f", {spent:.3f} of {running:.3f} ms" if running and spent is not None else ""
         on_weights = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in self.running)
         also = f", {on_weights} on weights in fewer bits" if on_weights else ""
         count = f"{self.profile.in_8_bits} of {len(self.running)} layers in 8 bits{also}"
@@ -249,9 +250,7 @@ class Checked(Shown):
 
 
 def time_of(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
-    """The time of layers or findings in ms; None if the engine gives none."""
-    times = [each.time_ms for each in timed if each.time_ms is not None]
-    return sum(times) if times else None
+    return total(each.time_ms for each in timed)
 
 
 def check(options: CheckOptions, observer: Observer | None = None) -> Checked:

@@ -40,7 +40,7 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.search import best_of, products_left_in_float, ratios_to_float
-from qdqtune.search.costs.attribution import BuildTimes, group_ms, timed_builds, with_float_times
+from qdqtune.search.costs.attribution import BuildTimes, attribute, group_ms, with_float_times
 from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, everything, flip, margins
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.prices import Costs, learn
@@ -267,8 +267,14 @@ class CutSearch:
 
     def costs(self, history: Sequence[Trial], *, raised: bool = False, cuts: Collection[Edge] = ()) -> Costs:
         """Prices of units: the fusion groups, split as the builds so far ran them fastest, and at the edges `cuts`."""
-        floats, *others = timed_builds(self.model, history, self.plan, self.float_layers, self.float_ms)
-        times = [floats, *(with_float_times(self.model, build, floats) for build in others)]
+        ratios = ratios_to_float(history, self.plan)
+        floats = attribute(self.model, Placement(), self.float_layers, self.float_ms)
+        times = [floats]
+        for trial in history:
+            if trial.layers and trial.placement in ratios:
+                ms = ratios[trial.placement] * self.float_ms
+                build = attribute(self.model, trial.placement, trial.layers, ms)
+                times.append(with_float_times(self.model, build, floats))
         groups: Iterable[Group] = self._units(times)
         if cuts:
             groups = chain.from_iterable(split(self.model, group, cuts) for group in groups)

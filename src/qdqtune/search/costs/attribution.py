@@ -13,9 +13,7 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float, work
-from qdqtune.search import ratios_to_float
-from qdqtune.timing.ratios import Plan
-from qdqtune.types import Layer, Placement, Trial
+from qdqtune.types import Layer, Placement
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
 """Names of the Q and DQ nodes that insertion adds, by the tensor that they convert."""
@@ -37,17 +35,6 @@ class BuildTimes:
     def paired(self) -> frozenset[str]:
         """The tensors that carry pairs."""
         return frozenset(e.tensor for e in self.placement.edges)
-
-
-def timed_builds(
-    model: Model, history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer], float_ms: float
-) -> list[BuildTimes]:
-    """The times of the float build and of every candidate with a layer report and a ratio, in order."""
-    ratios, builds = ratios_to_float(history, plan), [attribute(model, Placement(), float_layers, float_ms)]
-    for trial in history:
-        if trial.layers and trial.placement in ratios:
-            builds.append(attribute(model, trial.placement, trial.layers, ratios[trial.placement] * float_ms))
-    return builds
 
 
 def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> BuildTimes:
