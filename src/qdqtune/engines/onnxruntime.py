@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module, metadata
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -357,12 +357,17 @@ def report(
         raise EngineFailure(f"ONNX Runtime: {reason}") from error
     runs = _inferences(events, nodes)[warmup:]
     covered, folded = cover(model, _claims(model, nodes))
-    spent = np.array([trimmed_mean([run[i]["dur"] for run in runs]) for i in range(len(nodes))]) / 1e3
-    times = without_overhead(spent, 1e3 * trimmed_mean(plain))
+    total, every = 1e3 * trimmed_mean(plain), range(len(nodes))
+    whole = np.array([trimmed_mean([run[i][0]["dur"] for run in runs]) for i in every]) / 1e3
+    spent = np.array([trimmed_mean([sum(run[i][1]) for run in runs]) for i in every]) / 1e3
+    between = np.maximum(0.0, whole - spent)  # two kernels of a body: to start the next, and overhead
+    spent += between * np.clip((total - spent.sum()) / max(between.sum(), 1e-9), 0.0, 1.0)
+    kernels = np.array([[len(run[i][1]) for run in runs] for i in every]).mean(1)
+    times = without_overhead(spent, total, kernels)
     layers = []
     for i, (node, names, time_ms) in enumerate(zip(nodes, covered, times.tolist(), strict=True)):
         name = node.name or " + ".join(names) or node.output[0]
-        event, kind = runs[-1][i]["args"], _kind(node, names)
+        event, kind = runs[-1][i][0]["args"], _kind(node, names)
         ep = event.get("provider", "")
         is_away = table.source and ep not in ("", table.ep) and kind != "copy"
         where = elsewhere(name, node.op_type, ep, table, {}) if is_away else ""
@@ -376,37 +381,45 @@ def trimmed_mean(times: Sequence[float]) -> float:
     return float(np.mean(np.sort(times)[cut : len(times) - cut]))
 
 
-def without_overhead(times: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
-    """Layer times minus an equal overhead for each, so that they add up to `total`. At most the share `MOST_OVERHEAD`
-    of a time is subtracted. If times add up to less than `total`, nothing is.
+def without_overhead(
+    times: npt.NDArray[np.float64], total: float, kernels: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Layer times minus an equal overhead for each of the `kernels` of a layer, so that they add up to `total`. At most
+    the share `MOST_OVERHEAD` of a time is subtracted. If times add up to less than `total`, nothing is.
     """
     most = MOST_OVERHEAD * times
     excess = float(times.sum()) - total
-    low, high = 0.0, float(most.max(initial=0.0))
+    low, high = 0.0, float((most / kernels).max(initial=0.0))
     if excess <= 0.0 or high == 0.0:
         return times
     for _ in range(OVERHEAD_STEPS):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(middle, most).sum() < excess else (low, middle)
-    return times - np.minimum(high, most)
+        low, high = (middle, high) if np.minimum(middle * kernels, most).sum() < excess else (low, middle)
+    return times - np.minimum(high * kernels, most)
 
 
-def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> list[list[Event]]:
-    """The kernel events of each inference, one for each node: the graph is written in the order in which it runs.
+def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> list[list[tuple[Event, list[float]]]]:
+    """The events of each inference, one for each node, with the microseconds of its kernels: the graph is written in
+    the order in which it runs.
 
-    Kernels in the body of an If or Loop are left out, since its own event includes them.
+    An If or Loop has the kernels in its body. Its own event lasts longer than these, mostly since between two kernels
+    the profiler writes down the first.
     """
     if not nodes:  # all of the model was constant
         return []
     kernels = [e for e in profile if e["cat"] == "Node" and e["name"].endswith(SUFFIX)]
-    ran: list[Event] = []
+    kernels.sort(key=lambda e: (e["ts"], -e["dur"]))
+    ran: list[tuple[Event, list[float]]] = []
     end = -1
-    for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
+    for event, after in zip_longest(kernels, kernels[1:]):
         node = nodes[len(ran) % len(nodes)]
         is_next = event["args"]["op_name"] == node.op_type and event["name"].startswith(node.name)
-        if event["ts"] >= end and is_next:
-            ran.append(event)
-            end = event["ts"] + event["dur"]
+        is_inside = event["ts"] < end
+        if not is_inside and is_next:
+            ran.append((event, []))
+            is_inside, end = True, event["ts"] + event["dur"]
+        if is_inside and (after is None or after["ts"] >= event["ts"] + event["dur"]):
+            ran[-1][1].append(event["dur"])
     if not ran or len(ran) % len(nodes):
         raise EngineFailure("ONNX Runtime: its profile does not show every node of the optimized graph")
     return [ran[i : i + len(nodes)] for i in range(0, len(ran), len(nodes))]

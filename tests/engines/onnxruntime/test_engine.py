@@ -177,6 +177,20 @@ def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path:
         report(tmp_path, [])
 
 
+def test_a_node_with_a_body_takes_the_time_of_the_kernels_in_it(tmp_path: Path) -> None:
+    """The profiler writes a line after each kernel, in the time of the node around it."""
+    chain = (("neg", "Neg", 10), ("relu", "Relu", 80), ("exp", "Exp", 10), ("abs", "Abs", 10))
+    body = (("conv", "Conv", 5, 20), ("if", "If", 35, 30), ("inner", "Neg", 45, 6))  # the last in the one before
+    events = []
+    for run in range(3):
+        events += [event(name, op, 1000 * run + 100 * i, dur) for i, (name, op, dur) in enumerate(chain)]
+        events += [event(name, op, 1000 * run + 100 + ts, dur) for name, op, ts, dur in body]
+    assert [x.time_ms for x in report(tmp_path, events, plain_ms=0.056)] == pytest.approx([0.01, 0.026, 0.01, 0.01])
+    assert [x.time_ms for x in report(tmp_path, events, plain_ms=0.083)] == pytest.approx([0.01, 0.053, 0.01, 0.01])
+    times = [x.time_ms for x in report(tmp_path, events, plain_ms=0.051)]
+    assert times == pytest.approx([0.009, 0.024, 0.009, 0.009]), "an overhead for each of five kernels"
+
+
 @pytest.mark.parametrize("name", ["m.onnx", "profile.json"])
 def test_files_that_a_full_disk_has_cut_short_are_a_failure(tmp_path: Path, name: str) -> None:
     onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
