@@ -90,8 +90,8 @@ def test_no_driver(tmp_path, monkeypatch):
 # Engines
 
 
-def test_engines_that_work(tmp_path, workers):
-    fake, onnxruntime = (engine_state(name, tmp_path) for name in ("fake", "onnxruntime"))
+def test_engines_that_work(workers):
+    fake, onnxruntime = (engine_state(name) for name in ("fake", "onnxruntime"))
     assert (fake.status, fake.version, fake.device, fake.reason) == ("usable", "1", "cost model", "")
     assert onnxruntime.status == "usable"
     assert onnxruntime.version
@@ -111,7 +111,7 @@ def test_a_library_that_is_missing_lacks_another_or_kills_its_process(
     (tmp_path / "tensorrt.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(ENGINES, "tensorrt", replace(ENGINES["tensorrt"], packages=(needed,)))
-    found = engine_state("tensorrt", tmp_path)
+    found = engine_state("tensorrt")
     assert (found.status, found.remedy) == ("missing", remedy)
     assert reason in found.reason
 
@@ -127,19 +127,17 @@ class Ahead:
         return {"version": "1.7", "device": "none"}
 
 
-def test_an_engine_that_only_builds(tmp_path, monkeypatch, workers):
+def test_an_engine_that_only_builds(monkeypatch, workers):
     """The package of TensorRT-RTX alone will do for it, which is all that its extra installs: no CUDA."""
     workers.opener = Ahead
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "tensorrt_rtx_bindings" or None)
-    assert engine_state("tensorrt-rtx", tmp_path) == EngineState(
-        "tensorrt-rtx", "builds only", "1.7", "none", "there is no GPU"
-    )
+    assert engine_state("tensorrt-rtx") == EngineState("tensorrt-rtx", "builds only", "1.7", "none", "there is no GPU")
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
-    assert engine_state("tensorrt", tmp_path) == EngineState("tensorrt", "missing", reason="there is no GPU")
+    assert engine_state("tensorrt") == EngineState("tensorrt", "missing", reason="there is no GPU")
 
 
 def test_every_engine_is_examined(monkeypatch):
-    monkeypatch.setattr(doctor, "engine_state", lambda name, _: EngineState(name, "missing"))
+    monkeypatch.setattr(doctor, "engine_state", lambda name: EngineState(name, "missing"))
     found = examine()
     assert [e.name for e in (*found.engines, *found.providers)] == list(ENGINES)
 
@@ -162,20 +160,20 @@ def test_another_machine_is_asked_by_the_same_command_and_what_it_prints_is_the_
     assert asked == ["qdqtune doctor --json"]
 
 
-def test_a_provider_is_examined_where_it_can_exist(tmp_path, monkeypatch):
+def test_a_provider_is_examined_where_it_can_exist(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert engine_state("qnn", tmp_path).reason == "not installed"
+    assert engine_state("qnn").reason == "not installed"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     told = {"version": "1.31", "plugin": "2.7", "device": "an NPU"}
-    monkeypatch.setattr(doctor, "_described", lambda spec, folder: told)
+    monkeypatch.setattr(doctor, "_described", lambda spec: told)
     monkeypatch.setattr(doctor, "simulated", lambda name: "a simulator")
-    assert engine_state("qnn", tmp_path) == EngineState("qnn", "simulated", "2.7", "an NPU")
+    assert engine_state("qnn") == EngineState("qnn", "simulated", "2.7", "an NPU")
 
-    def refused(spec, folder):
+    def refused(spec):
         raise EngineUnavailable("no device")
 
     monkeypatch.setattr(doctor, "_described", refused)
-    assert engine_state("cuda", tmp_path).reason == "no device"
+    assert engine_state("cuda").reason == "no device"
 
 
 # The command

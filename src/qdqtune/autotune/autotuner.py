@@ -53,7 +53,7 @@ from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import BadModel, BadState, BaselineFailed, EngineRefused, EngineUnavailable
 from qdqtune.graph.float16 import HALF, OPSET
 from qdqtune.graph.inference import with_float_type
-from qdqtune.graph.loading import load, load_proto, read
+from qdqtune.graph.loading import load, load_proto, read, with_opset
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.placement import start_placements
@@ -80,8 +80,7 @@ log = logging.getLogger("qdqtune.autotune")
 
 def default_engine() -> tuple[str, str]:
     """The engine where none is named, and why: TensorRT where it can be used, else ONNX Runtime."""
-    with temporary_folder() as folder:
-        state = engine_state("tensorrt", folder)
+    state = engine_state("tensorrt")
     if state.status == "usable":
         return "tensorrt", f"TensorRT {state.version} on {state.device}"
     return "onnxruntime", f"TensorRT cannot be used here: {': '.join(filter(None, (state.reason, state.remedy)))}"
@@ -274,8 +273,8 @@ class QDQAutotunerBase:
         config = config or Config()
         config.check()
         is_half = any(info.dtype in HALF for info in self.graph.tensors.values())
-        if self.graph.opset < OPSET and (is_half or config.default_quant_type == "fp8"):
-            self.graph = load_proto(self.onnx_model, min_opset=OPSET)
+        if is_half or config.default_quant_type == "fp8":
+            self.graph = with_opset(self.graph, OPSET)
         self.graph = with_float_type(self.graph, onnx.TensorProto.DataType.Value(FLOAT_TYPES[config.default_dq_dtype]))
         self.initialized = True
         self.config = config

@@ -23,7 +23,7 @@ from qdqtune.calibration.options import SamplesLike
 from qdqtune.cli import progress
 from qdqtune.cli.tune import TuneArguments
 from qdqtune.commands.inputs import on_disk
-from qdqtune.commands.tune import search_plan, tune
+from qdqtune.commands.tune import tune
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.engines.tensorrt.report import read_report
@@ -134,11 +134,10 @@ class AutotuneOptions(TuneArguments):
     )
     warmup_runs: int = WARMUP
 
-    def plan(self, *, has_few: bool) -> Plan:
+    def plan(self, *, has_few: bool, last: int | None = None) -> Plan:
         """See `TuneOptions`."""
-        most = None if self.timing_runs is None else rounds_for(self.timing_runs)
-        plan = search_plan(EFFORTS[self.effort].looks, most, has_few=has_few)
-        return replace(plan, warmup=self.warmup_runs)
+        last = None if self.timing_runs is None else rounds_for(self.timing_runs)
+        return replace(super().plan(has_few=has_few, last=last), warmup=self.warmup_runs)
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """See `TuneOptions`."""

@@ -119,8 +119,7 @@ def _profile(options: LayersOptions, graph: Model) -> Layers:
     """Read the report that `graph_json` names, or have the engine run the model. Where times mean nothing, layers have
     none."""
     path = options.model
-    carriers = {node.inputs[0] for node in graph.nodes if node.op == DQ} & graph.tensors.keys()
-    is_fp8 = any(graph.tensors[carrier].dtype == TensorProto.FLOAT8E4M3FN for carrier in carriers)
+    is_fp8 = any(info.dtype == TensorProto.FLOAT8E4M3FN for info in graph.tensors.values())
     quant_type: QuantType = "fp8" if is_fp8 else "int8"
     if options.graph_json is not None:
         reported = read_report(options.graph_json, options.profile_json, read(path))

@@ -25,7 +25,7 @@ from qdqtune.commands.inputs import MODEL, ModelOption, execution_of, prepared_f
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadModel, BadOption, ConstraintUnmet, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, kept_in, load_for
@@ -41,7 +41,6 @@ from qdqtune.options import MaybeFile, number
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
-from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Placement, Sample, noise_of, sqnr_of
 
@@ -502,8 +501,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         notes.append(f"{many}, the first: {unmatched[0]}")
     limit = noise_of(FLOOR_DB if options.min_sqnr is None else options.min_sqnr)
     with (
-        temporary_folder() as folder,
-        Runner(spec, execution=execution, log_dir=folder) as runner,
+        temporary_runner(spec, execution) as runner,
         switched_pairs(plain, quantized, pairs, judging, execution) as switched,
     ):
         observer.stage(f"running {file.name} on {spec.name}")
@@ -542,10 +540,11 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
             others = [pair for pair in pairs if pair.tensor not in without]
             left = 0.0
             if others:
-                with ConstantFile(folder / "rest.bin") as constants:
-                    constants.save(with_file_pairs(plain, others, quantized), folder / "rest.onnx")
+                rest_file = runner.log_dir / "rest.onnx"
+                with ConstantFile(rest_file.with_suffix(".bin")) as constants:
+                    constants.save(with_file_pairs(plain, others, quantized), rest_file)
                 try:
-                    left = noise(switched.reference, _outputs(runner, folder / "rest.onnx", switched))
+                    left = noise(switched.reference, _outputs(runner, rest_file, switched))
                 except EngineRefused:
                     left = UNKNOWN_NOISE
         if left > max(limit, WORSE * defined):

@@ -28,12 +28,11 @@ from qdqtune.engines.machine import (
 )
 from qdqtune.engines.options import ON, EngineOptions
 from qdqtune.engines.remote import Destination
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.explanation.formatting import counted
 from qdqtune.options import OUTPUT, SWITCH, MaybeFile
 from qdqtune.system.checks import Output, record
-from qdqtune.system.writing import temporary_folder
 
 OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
@@ -140,10 +139,8 @@ class EnginesState(Shown):
 def examine() -> EnginesState:
     """Open every engine in a process of its own, and read the hardware. Failures are part of the result."""
     gpus, note = find_gpus()
-    with temporary_folder() as folder:
-        engines = tuple(engine_state(name, folder) for name in ENGINES if name not in PROVIDERS)
-        providers = tuple(engine_state(name, folder) for name in PROVIDERS)
-    return EnginesState(engines, this_processor(), gpus, note, providers)
+    engines = tuple(engine_state(name) for name in ENGINES if name not in PROVIDERS)
+    return EnginesState(engines, this_processor(), gpus, note, tuple(map(engine_state, PROVIDERS)))
 
 
 def doctor_elsewhere(on: str, *flags: str) -> int:
@@ -161,27 +158,27 @@ def doctor_elsewhere(on: str, *flags: str) -> int:
     return code
 
 
-def engine_state(name: str, log_dir: Path) -> EngineState:
+def engine_state(name: str) -> EngineState:
     """Open one engine or execution provider without options; if that fails and the engine can, for a device that is not
     present."""
     facts = facts_of(name)
     if not all(map(importlib.util.find_spec, facts.packages)):
         return EngineState(name, "missing", reason="not installed", remedy=facts.install)
     try:
-        described = _described(EngineSpec(name), log_dir)
+        described = _described(EngineSpec(name))
         version = described.get("plugin", described["version"])
         return EngineState(name, "simulated" if simulated(name) else "usable", version, described["device"])
     except QdqtuneError as error:
         reason = one_line(error)
     if facts.ahead_of_time:
         with contextlib.suppress(QdqtuneError):
-            described = _described(EngineSpec(name, facts.ahead_of_time), log_dir)
+            described = _described(EngineSpec(name, facts.ahead_of_time))
             return EngineState(name, "builds only", described["version"], described["device"], reason)
     return EngineState(name, "missing", reason=reason)
 
 
-def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
-    with Runner(spec, execution=Execution(OPENING_SECONDS), log_dir=log_dir) as runner:
+def _described(spec: EngineSpec) -> dict[str, str]:
+    with temporary_runner(spec, Execution(OPENING_SECONDS)) as runner:
         return runner.describe()
 
 

@@ -29,7 +29,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.engines.tensorrt.options import Span, with_spans
 from qdqtune.errors import (
     BadOption,
@@ -437,7 +437,7 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
         folder = stack.enter_context(temporary_folder())
         spec = with_timing_cache(spec, folder)
         sized = with_spans(spec, {OPEN: Span(*SIZES)}) if spec.facts.is_tensorrt else spec
-        runner = stack.enter_context(Runner(sized, execution=execution, log_dir=folder / "logs"))
+        runner = stack.enter_context(temporary_runner(sized, execution))
         described = runner.describe()
         exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
         listed = gpus[0].compute_capability if gpus and spec.facts.is_tensorrt else ""

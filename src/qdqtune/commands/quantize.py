@@ -31,7 +31,7 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.facts import ENGINES, facts_of
 from qdqtune.engines.formats import numeric_format, portable, weight_formats_like
 from qdqtune.engines.options import TIME_LIMIT_OPTION
-from qdqtune.engines.runner import Handle, Runner, checked_output
+from qdqtune.engines.runner import Handle, Runner, checked_output, temporary_runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, first_of, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, load_for
@@ -212,12 +212,6 @@ _WILDCARDS = partial(WORDS, group="Model", metavar="WILDCARD")
 
 class QuantizeOptions(MetricOptions, FixOption, SourceOptions):
     quant_type: QuantType = choice(QuantType, "Numbers of the pairs.", "Model", "numbers of the pairs", default="int8")
-    per_channel: bool | None = SWITCH(
-        "A scale for each output channel of an int8 weight.",
-        "Model",
-        default=None,
-        default_in_words="as the engine wants it",
-    )
     portable: bool = PORTABLE
     weight_only: str | None = TEXT(
         "Quantize weights of products alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
@@ -432,8 +426,6 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     path, numbers = options.model, numeric_format(options.engine, options.quant_type)
     if options.portable:
         numbers = portable(options.engine, numbers)
-    if options.per_channel is not None:
-        numbers = replace(numbers, per_channel=options.per_channel)
     # A cache names tensors that rewrites of the engine's own kind would take away.
     rewrites = allowed(options.rewrites, () if options.calibration_cache else facts_of(options.engine).merges)
     fixed, is_run = options.fix_inputs, options.is_run
@@ -510,8 +502,6 @@ def alone_among(model: Model, placement: Placement, whole: Placement) -> list[st
 def _check_options(options: QuantizeOptions) -> None:
     """Refuse options that exclude each other or lack data, and weight formats without a kernel in the engine."""
     check_metric(options.evaluate, options)
-    if options.per_channel and options.quant_type == "fp8":
-        raise BadOption("`per_channel` is for int8: FP8 weights have one scale")
     if options.report and options.time_budget is not None:
         raise BadOption("`report` runs the model up to 400 times, however long that takes: leave `time_budget` out")
     if options.weight_only is None:
@@ -542,11 +532,12 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
     model = load(options.model, fix_inputs=options.fix_inputs)
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
     spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
-    with temporary_folder() as folder, Runner(spec, log_dir=folder, execution=prepared.execution) as runner:
-        save(model, folder / "float.onnx")
+    with temporary_runner(spec, prepared.execution) as runner:
+        file = runner.log_dir / "float.onnx"
+        save(model, file)
         measured = None
         with rewording("ONNX Runtime cannot run the model"):
-            before, after = runner.load(folder / "float.onnx"), runner.load(written)
+            before, after = runner.load(file), runner.load(written)
             until = part_of(prepared.execution.ends, COMPARING_SHARE)
             in_time = SamplesInTime(prepared.judging, until, 2 if metric is None else 4, observer)
             expected, returned = runner.outputs(before, in_time()), runner.outputs(after, in_time())

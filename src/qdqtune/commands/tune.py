@@ -51,15 +51,6 @@ NO_IMPROVEMENT = 3
 """The exit code where nothing faster was found."""
 
 
-def search_plan(looks: tuple[int, ...], last: int | None = None, *, has_few: bool = False) -> Plan:
-    """The plan of a candidate's comparison: `looks` of the effort, or `FEW_LOOKS`; the last look at `last` rounds."""
-    if not has_few:
-        return Plan(looks_until(last or looks[-1], looks))
-    looks = looks_until(last or FEW_LOOKS[-1], FEW_LOOKS)
-    first = least_rounds(FEW_LOOKS_ERROR, len(looks))
-    return Plan(tuple(sorted({max(first, n) for n in looks})), FEW_LOOKS_ERROR)
-
-
 class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, RangeOptions):
     takes_several_threads: ClassVar[bool] = True
 
@@ -77,9 +68,14 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
     workloads: WorkloadsOption = WORKLOADS
     report: bool = SWITCH("Write report.html, which shows the result in a browser.", "Output", default=True)
 
-    def plan(self, *, has_few: bool) -> Plan:
-        """How candidates are compared; with `has_few` looks where rounds take much of the time."""
-        return search_plan(EFFORTS[self.effort].looks, has_few=has_few)
+    def plan(self, *, has_few: bool, last: int | None = None) -> Plan:
+        """How candidates are compared: at the looks of the effort, or at `FEW_LOOKS`, the last at `last` rounds."""
+        looks = FEW_LOOKS if has_few else EFFORTS[self.effort].looks
+        looks = looks_until(last or looks[-1], looks)
+        if not has_few:
+            return Plan(looks)
+        first = least_rounds(FEW_LOOKS_ERROR, len(looks))
+        return Plan(tuple(sorted({max(first, n) for n in looks})), FEW_LOOKS_ERROR)
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """The settings of the search. `command` is the command line; `more` are fields of `Settings` that take
