@@ -18,7 +18,7 @@ from models import UINT8, attention, build, conv_net, feeds, joined, normal, ran
 from qdqtune.commands.debug import (
     LOUDEST,
     SENSITIVE,
-    UNKNOWN_NOISE,
+    UNBOUNDED_NOISE,
     Damage,
     DebugOptions,
     debug,
@@ -370,8 +370,8 @@ OUTPUTS = {"y": np.array([3.0, 4.0]), "class": np.array([1, 2, 3, 4])}
         ({"class": np.array([1, 2, 3, 0])}, 0.25),
         ({"y": np.array([3.0, 4.5]), "class": np.array([0, 0, 3, 0])}, 0.75),
         ({"y": np.array([3e9, 0.0])}, LOUDEST),
-        ({"y": np.array([np.nan, 4.0])}, UNKNOWN_NOISE),
-        ({"y": np.array([3.0, 4.0, 5.0])}, UNKNOWN_NOISE),
+        ({"y": np.array([np.nan, 4.0])}, UNBOUNDED_NOISE),
+        ({"y": np.array([3.0, 4.0, 5.0])}, UNBOUNDED_NOISE),
     ],
 )
 def test_the_worst_output_counts(changed: dict[str, Array], expected: float) -> None:
@@ -385,7 +385,7 @@ def test_a_sample_without_a_signal_makes_none_of_the_error() -> None:
     assert (exact, wrong) == pytest.approx((0.0, 1.0))
     assert silent < 1e-6
     broken = errors_by_sample(reference[1:], [{"y": np.full(4, np.nan, np.float32)}] * 2)
-    assert broken == [UNKNOWN_NOISE * 4, UNKNOWN_NOISE * 16]
+    assert broken == [UNBOUNDED_NOISE * 4, UNBOUNDED_NOISE * 16]
     names = [{"y": np.array(["a", "b"])}]
     assert errors_by_sample(names, [{"y": np.array(["a", "c"])}]) == [0.5]
     integers = [{"y": np.array([1, 2])}]
@@ -415,7 +415,7 @@ def test_the_reason_follows_from_the_two_ranges(changes: dict[str, Any], reason:
 
 @pytest.mark.parametrize("inferences", [400, 7], ids=["one by one", "in blocks"])
 def test_the_worst_stand_first(inferences: int, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.commands.debug.MOST_INFERENCES", inferences)
+    monkeypatch.setattr("qdqtune.commands.debug.INFERENCES", inferences)
     numbers = {"fine": np.float32(0.01), "coarse": np.float32(3), "z": np.int8(0)}
     scales = ["coarse" if i == 5 else "fine" for i in range(8)]
     nodes = "".join(f"[n{i}] t{i + 1} = Neg(t{i}) " for i in range(8))

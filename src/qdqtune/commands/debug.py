@@ -36,7 +36,7 @@ from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import ANOTHER_SIZE, FLOOR_DB, accuracy, is_finite, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.numerics.simulation import Block, check_stripped, halved
+from qdqtune.numerics.simulation import INFERENCES, SAMPLES, UNBOUNDED_NOISE, Block, check_stripped, halved
 from qdqtune.options import MaybeFile, number
 from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
 from qdqtune.placement.stripping import strip_pairs
@@ -51,15 +51,6 @@ WORST = 10
 
 TENTH_DB = 10.0
 """A tensor makes a tenth of the error or more if its SQNR is at most `TENTH_DB` above that of the whole model."""
-
-MOST_INFERENCES = 400
-"""Up to so many tensors are measured one by one, on as many samples as that leaves; more are halved in blocks."""
-
-MOST_SAMPLES = 4
-"""Most samples that tensors are measured on: those with the largest error."""
-
-UNKNOWN_NOISE = 1e3
-"""The noise that stands for outputs which are NaN or infinite, have other shapes, or are missing."""
 
 LOUDEST = 999.0
 """The largest noise of finite outputs."""
@@ -136,10 +127,10 @@ def noise(reference: Outputs, outputs: Outputs) -> float:
     For integer outputs, such as class numbers, the share of values that differ, if that is larger.
     """
     if not is_finite(outputs):
-        return UNKNOWN_NOISE
+        return UNBOUNDED_NOISE
     shapes = ((r[name].shape, o[name].shape) for r, o in zip(reference, outputs, strict=True) for name in r)
     if any(a != b for a, b in shapes):
-        return UNKNOWN_NOISE
+        return UNBOUNDED_NOISE
     judged = accuracy(reference, outputs, NO_SCORES)
     of_slice = noise_of(judged.slice_db) if judged.slice_is_lost and judged.slice_db is not None else 0.0
     wrong = min(max(judged.noise, of_slice), LOUDEST)
@@ -188,7 +179,7 @@ class SwitchedPairs:
     def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
         """Keep only the samples that make most of the error in these outputs, if the noise on them is above `limit`.
         The noise of the outputs on the samples that are kept."""
-        reference, most = self.reference, max(1, min(MOST_SAMPLES, MOST_INFERENCES // len(self.tensors)))
+        reference, most = self.reference, max(1, min(SAMPLES, INFERENCES // len(self.tensors)))
         errors = errors_by_sample(reference, outputs)
         worst = sorted(sorted(range(len(errors)), key=lambda i: -errors[i])[:most])
         kept = [reference[i] for i in worst]
@@ -206,10 +197,10 @@ class SwitchedPairs:
             return self.noise(self.tensors[start:stop])
 
         count = len(self.tensors)
-        if count <= MOST_INFERENCES:
+        if count <= INFERENCES:
             alone = [of_block((i, i + 1)) for i in range(count)]
         else:
-            alone = halved(count, of_block, MOST_INFERENCES)
+            alone = halved(count, of_block, INFERENCES)
         order = sorted(range(count), key=lambda i: -alone[i])
         return {self.tensors[i]: alone[i] for i in order}
 
@@ -452,7 +443,7 @@ class Diagnosis(Shown):
 
 def level(noise: float) -> str:
     """A noise as an SQNR in words."""
-    if noise >= UNKNOWN_NOISE:
+    if noise >= UNBOUNDED_NOISE:
         return "NaN or no outputs"
     return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
 
@@ -508,7 +499,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
         with rewording(f"{spec.name} does not run {file.name}"):
             outputs = _outputs(runner, file, switched)
         loss = noise(switched.reference, outputs)
-        if loss < UNKNOWN_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
+        if loss < UNBOUNDED_NOISE and (part := loss_of_slice(accuracy(switched.reference, outputs, NO_SCORES))):
             notes.append(part)
         done = Diagnosis(
             pairs=len(pairs),
@@ -546,7 +537,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
                 try:
                     left = noise(switched.reference, _outputs(runner, rest_file, switched))
                 except EngineRefused:
-                    left = UNKNOWN_NOISE
+                    left = UNBOUNDED_NOISE
         if left > max(limit, WORSE * defined):
             levels = " where these have ".join(level(value) for value in (left, defined))
             notes.append(f"{spec.name} computes other values than the pairs define: {levels}")

@@ -200,7 +200,7 @@ class _Table:
         if state == "float":
             if ran and all(layer.kind == "folded" for layer in ran):
                 return replace(row, state=IN_ADVANCE, detail="the engine computes it once, when it is built")
-            return self._in_float(unit, row)
+            return replace(row, **self._in_float(unit))
         chosen = "part of the placement that proved fastest"
         if run.keeps_own_pairs:
             chosen = "part of your own Q/DQ file, which ships as it is"
@@ -212,27 +212,25 @@ class _Table:
             chosen = f"its weights alone are {weight_format.name}: {chosen}"
         return replace(row, state=state, detail=chosen)
 
-    def _in_float(self, unit: Unit, row: Explanation) -> Explanation:
-        run = self.run
+    def _in_float(self, unit: Unit) -> dict[str, Any]:
+        """The reason of a unit in float with what shows it, as fields of `Explanation`."""
         without = self._without_kernel(unit)
         if without:
-            return replace(row, reason="no kernel for this operator", detail=without)
-        if not run.possible.issuperset(unit.inputs + unit.weights):
-            detail = "it is none of the nodes that you have listed"
-            return replace(row, reason="excluded by your options", detail=detail)
-        if not run.summary["timed"]:
+            return {"reason": "no kernel for this operator", "detail": without}
+        if not self.run.possible.issuperset(unit.inputs + unit.weights):
+            return {"reason": "excluded by your options", "detail": "it is none of the nodes that you have listed"}
+        if not self.run.summary["timed"]:
             detail = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
-            return replace(row, reason="accuracy limit", detail=detail)
+            return {"reason": "accuracy limit", "detail": detail}
         if unit.number not in self._twins[unit.kind]:
             detail = "with pairs on a part of what it reads and writes the engine still ran it in float"
-            return replace(row, reason="no kernel for this operator", detail=detail)
+            return {"reason": "no kernel for this operator", "detail": detail}
         if unit.kind not in self._judged:
             self._judged[unit.kind] = self._judgement(unit)
-        return replace(row, **self._judged[unit.kind])
+        return self._judged[unit.kind]
 
     def _judgement(self, unit: Unit) -> dict[str, Any]:
-        """The reason of a unit and its twins with what shows it, as fields of `Explanation`: by the facts 2 to 5 of the
-        module's list."""
+        """As `_in_float`, for a unit and its twins: by the facts 2 to 5 of the module's list."""
         run, latency, twins = self.run, self.run.shipped_ms, self._twins[unit.kind]
         alike = len(twins) - 1
         trial, others = self._nearest(twins)

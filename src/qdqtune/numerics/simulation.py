@@ -204,7 +204,7 @@ Block = tuple[int, int]
 NONE: Block = (0, 0)
 
 UNBOUNDED_NOISE = 1e3
-"""Relative noise of a block whose outputs are not finite."""
+"""The relative noise that stands for outputs which are not finite, have other shapes, or are missing."""
 
 
 def sensitivities(
