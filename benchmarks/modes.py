@@ -1,4 +1,4 @@
-"""Every mode of `tune` on every model, and what the usual quantizers make of it: one table.
+"""Every mode of `tune` on every model: one table. `minute.py` compares `tune` with the usual quantizers.
 
 Each model is tuned by each mode, each run with its own budget of builds; then all finished files meet in interleaved
 rounds on two fresh builds of each: the float model against every other file, and the first mode against the others.
@@ -12,40 +12,31 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
 import zoo
 from cores import pinned, shares
-from quantizers import write_nncf, write_static
 
-from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.options import Mode
 from qdqtune.tuning.settings import EFFORTS, Settings
-from qdqtune.types import NumericFormat, Sample
+from qdqtune.types import Sample
 
 Facts = dict[str, Any]
-
-PEERS: Mapping[str, Callable[[Model, Samples, NumericFormat, Path], None]] = {
-    "static": write_static,
-    "nncf": write_nncf,
-}
-"""How each quantizer writes its file."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +46,13 @@ class Task:
     keep: Path
     engine: EngineSpec
     modes: tuple[Mode, ...]
-    peers: tuple[str, ...]
     limit: float | None
     samples: int
     rounds: int
 
 
 def run(entry: zoo.Entry, task: Task) -> Facts:
-    """Tune and quantize one model in every way, then pair the files; 'failed' says why that gave nothing."""
+    """Tune one model by every mode, then pair the files; 'failed' says why that gave nothing."""
     logging.getLogger().setLevel(logging.ERROR)  # quantize_static's advice
     folder = task.keep / f"{task.engine.name}_{entry.name}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,9 +63,7 @@ def run(entry: zoo.Entry, task: Task) -> Facts:
         save(model, plain)
         columns: dict[str, Facts] = {mode: tuned(entry, task, mode, folder / mode) for mode in task.modes}
         with Runner(task.engine, execution=Execution(300), log_dir=folder / "logs") as runner:
-            numbers = runner.numeric_format("int8")
-            columns |= {peer: quantized(peer, model, samples, numbers, folder) for peer in task.peers}
-            files = {name: Path(facts["file"]) for name, facts in columns.items() if "failed" not in facts}
+            files = {name: Path(facts["file"]) for name, facts in columns.items()}
             seen = samples.first(4)
             for name, row in paired(plain, files, runner, seen, task.rounds):
                 columns[name] |= _facts(row)
@@ -99,16 +87,6 @@ def tuned(entry: zoo.Entry, task: Task, mode: Mode, folder: Path) -> Facts:
     facts = json.loads(summary.read_text()) if summary.exists() else tune(settings).summary
     names = ("builds", "proof_builds", "seconds", "ratio", "pairs", "shipped")
     return {name: facts[name] for name in names} | {"file": str(folder / "optimized_final.onnx")}
-
-
-def quantized(peer: str, model: Model, samples: Samples, numbers: NumericFormat, folder: Path) -> Facts:
-    """What a quantizer of the same model, samples and number format writes."""
-    file, started = folder / f"{peer}.onnx", monotonic()
-    try:
-        PEERS[peer](model, samples, numbers, file)
-    except Exception as error:  # noqa: BLE001  what it refuses is part of the answer
-        return {"failed": f"{type(error).__name__}: {error}"[:200]}
-    return {"file": str(file), "seconds": monotonic() - started}
 
 
 def paired(
@@ -150,17 +128,10 @@ def against_best(facts: Facts) -> Ratio | None:
     return max(ratios, key=lambda r: r.median, default=None)
 
 
-def against_usual(facts: Facts) -> float:
-    """The first mode's ratio to the better of float and quantize_static."""
-    own = next(iter(facts["columns"].values()))["found"][0]
-    return float(max(own, facts["others"].get("static", {}).get("found", [0.0])[0]))
-
-
 def main() -> None:
     arguments = zoo.parser(__doc__, ())
     arguments.add_argument("--keep", type=Path, required=True, help="folder of the runs")
     arguments.add_argument("--modes", nargs="+", default=["cut", "region"], help="modes of tune, the first in question")
-    arguments.add_argument("--peers", nargs="*", default=["static"], choices=sorted(PEERS), help="quantizers")
     arguments.add_argument("--engine", default="onnxruntime", help="engine (%(default)s)")
     arguments.add_argument("--threads", type=int, default=1, help="its threads (%(default)s)")
     arguments.add_argument("--time-budget", type=float, help="seconds of search per model and mode")
@@ -170,14 +141,14 @@ def main() -> None:
     arguments.add_argument("--json", type=Path, help="write all figures to this file")
     given = arguments.parse_args()
     task = Task(given.keep.absolute(), EngineSpec(given.engine, {"threads": given.threads}), tuple(given.modes),
-                tuple(given.peers), given.time_budget, given.samples, given.rounds)  # fmt: skip
+                given.time_budget, given.samples, given.rounds)  # fmt: skip
     zoo.print_machine()
     results = sorted(finished(given, task), key=lambda facts: str(facts["name"]))
-    columns = [*task.modes, *task.peers]
+    columns = list(task.modes)
     good = [facts for facts in results if "failed" not in facts]
     zoo.print_table(["model", "float ms", *columns, f"{task.modes[0]}/best"], [cells(f, columns) for f in good])
     if good:
-        print_means(good, columns, task.modes[0])
+        print_means(good, columns)
 
 
 def finished(given: argparse.Namespace, task: Task) -> Iterable[Facts]:
@@ -186,14 +157,14 @@ def finished(given: argparse.Namespace, task: Task) -> Iterable[Facts]:
     with pinned(shares(given.jobs)) as pool:
         for done in as_completed([pool.submit(run, e, task) for e in zoo.find(given.models, given.names)]):
             facts = done.result()
-            print(facts.get("failed") or "  ".join(cells(facts, [*task.modes, *task.peers])), flush=True)
+            print(facts.get("failed") or "  ".join(cells(facts, task.modes)), flush=True)
             results.append(facts)
             if given.json:
                 given.json.write_text(json.dumps(results, indent=1))
             yield facts
 
 
-def print_means(good: Sequence[Facts], columns: Sequence[str], mode: str) -> None:
+def print_means(good: Sequence[Facts], columns: Sequence[str]) -> None:
     def mean(values: Sequence[float]) -> float:
         return float(np.exp(np.mean(np.log(values))))
 
@@ -205,7 +176,6 @@ def print_means(good: Sequence[Facts], columns: Sequence[str], mode: str) -> Non
         latency = mean([ours["found"][0] / theirs["found"][0] for ours, theirs in pairs])
         share, built = (mean([ours[k] / theirs[k] for ours, theirs in pairs]) for k in ("seconds", "builds"))
         print(f"{name}/region, geometric means: latency {latency:.3f}, wall time {share:.3f}, builds {built:.3f}")
-    print(f"{mode} / better of float and quantize_static, geometric mean: {mean([against_usual(f) for f in good]):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """The usual quantizers' own answers: ONNX Runtime's quantize_static, and NNCF's default post-training quantization; and
-the outputs of a file."""
+the outputs of a file.
+
+    python benchmarks/quantizers.py static MODEL SAMPLES TARGET
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,8 +15,11 @@ import onnx
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
+from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineRefused
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.types import Array, NumericFormat, Sample
@@ -88,3 +95,29 @@ def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[
         return runner.outputs_of(file, samples)
     except EngineRefused as refused:
         raise SystemExit(f"{file} does not run: {refused}") from refused
+
+
+PEERS: Mapping[str, Callable[[Model, Samples, NumericFormat, Path], None]] = {
+    "static": write_static,
+    "nncf": write_nncf,
+}
+"""How each quantizer writes its file."""
+
+ENGINES: Mapping[str, str] = {"static": "onnxruntime", "nncf": "openvino"}
+"""The engine whose numbers each of them uses."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=sorted(PEERS))
+    parser.add_argument("model", type=Path)
+    parser.add_argument("samples", help="as `--calibration-data`")
+    parser.add_argument("target", type=Path)
+    given = parser.parse_args()
+    model = load(given.model)
+    samples = open_samples(given.samples, model)
+    PEERS[given.peer](model, samples, numeric_format(ENGINES[given.peer], "int8"), given.target)
+
+
+if __name__ == "__main__":
+    main()
