@@ -77,7 +77,7 @@ class Told(Silent):
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         is_lost = isinstance(trial.result, Failure) and trial.result.is_transient
         if not is_lost:
-            self.trials.append(job_of(trial.placement.digest, trial.against.digest))
+            self.trials.append(job_of(trial))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning import file_race
-from qdqtune.tuning.bench import Bench, Candidates, Conditions, TrialWorker, profiled_runs
+from qdqtune.tuning.bench import UNTIMED, Bench, Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.file_race import Racer, Tail
 from qdqtune.tuning.store import Caveat, Store, job_of
@@ -167,7 +167,7 @@ def test_a_trial_with_fewer_rounds_than_a_first_look_is_measured_again(opened: O
 def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:
     setup = opened()
     one, other = setup.placements[:2]
-    assert len({job_of(p.digest, a.digest) for p in (one, other) for a in (FLOAT, one)}) == 4
+    assert len({job_of(Trial(0, Proposal("", p), a, UNTIMED)) for p in (one, other) for a in (FLOAT, one)}) == 4
     setup.measure(1, one)
     _, was_known = setup.measure(2, one, other)
     assert not was_known

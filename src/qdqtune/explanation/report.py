@@ -270,7 +270,7 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
             speed=None if shown is None or trial.placement not in ratios else 1 / ratios[trial.placement],
             sqnr_db=trial.sqnr_db,
             tensors=count_pairs(trial.placement),
-            seconds=seconds.get(job_of(trial.placement.digest, trial.against.digest)),
+            seconds=seconds.get(job_of(trial)),
             ships=trial is run.trial,
         )
 

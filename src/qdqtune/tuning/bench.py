@@ -331,15 +331,10 @@ class Bench:
             BaselineFailed: the engine cannot run the float model.
             EngineFailure: the engine refuses the other placement, which it has built before.
         """
-        done: dict[int, Trial] = {}
-        untimed: list[Trial] = []
-        for place, proposal in enumerate(proposals, number):
-            known = self._known(place, proposal, against)
-            if known is not None:
-                done[place] = known
-            else:
-                untimed.append(Trial(place, proposal, against, UNTIMED))
+        asked = [Trial(place, proposal, against, UNTIMED) for place, proposal in enumerate(proposals, number)]
+        done = {trial.number: known for trial in asked if (known := self._known(trial)) is not None}
         recalled = set(done)
+        untimed = [trial for trial in asked if trial.number not in recalled]
         with closing(self._answers(untimed, is_brief=is_brief)) as results:
             # The user's metric runs on the first device after each trial: measure the whole batch before.
             is_gathered = len(self._pool) > 1 and self._conditions.evaluation is not None
@@ -364,21 +359,19 @@ class Bench:
                     failed = failure(trial)
                     is_lost = failed is not None and failed.is_transient
                     stored = replace(trial, number=0)
-                    self._store.put(
-                        _key(trial.placement, trial.against), stored, on_disk=not is_lost, order="deterministic"
-                    )
+                    self._store.put(_key(trial), stored, on_disk=not is_lost, order="deterministic")
                 yield from trials
 
-    def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
-        trial = self._store.get(_key(proposal.placement, against), Trial)
-        if trial is None or (proposal.wants_layers and trial.layers is None and failure(trial) is None):
+    def _known(self, asked: Trial) -> Trial | None:
+        trial = self._store.get(_key(asked), Trial)
+        if trial is None or (asked.proposal.wants_layers and trial.layers is None and failure(trial) is None):
             return None  # or it was measured by a search that did not ask for layers
         judged = trial.accuracy or Accuracy()
         if judged.at_most_db is not None and not self._conditions.limits.is_surely_missed(judged):
             return None  # or its outputs were not compared any further, as they missed a limit that was higher
         if isinstance(trial.result, Measurement) and is_cut_short(trial.result, self._conditions.plan):
             return None  # or by one that had less time, or whose plan was content with fewer rounds
-        return replace(trial, number=number, proposal=proposal)
+        return replace(trial, number=asked.number, proposal=asked.proposal)
 
     def keep_only(self, placement: Placement) -> None:
         for worker in self._pool:
@@ -561,5 +554,5 @@ def metric_key(metric: Metric, of: str = FLOAT.digest) -> str:
     return f"metric:{metric.digest}:{of}"
 
 
-def _key(placement: Placement, against: Placement) -> str:
-    return f"trial:{job_of(placement.digest, against.digest)}"
+def _key(trial: Trial) -> str:
+    return f"trial:{job_of(trial)}"

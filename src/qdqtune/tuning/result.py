@@ -307,7 +307,7 @@ class RunLogWriter(Silent):
             proof=settings.proof,
             trials=tuple(
                 LoggedTrial(
-                    of=job_of(trial.placement.digest, trial.against.digest),
+                    of=job_of(trial),
                     accepted=trial.accepted,
                     holds=trial.holds,
                     metric=trial.metric,

@@ -28,7 +28,7 @@ from qdqtune.numerics.scores import NO_SCORES, Scores
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
 from qdqtune.timing.ratios import Ratio
-from qdqtune.types import Placement
+from qdqtune.types import Placement, Trial
 
 VERSION = 5
 """Raised when state files change, and when the files of equal placements do (loading, scales, insertion), so that no
@@ -368,10 +368,10 @@ class RangesRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     hurried: tuple[str, ...] = ()
 
 
-def job_of(placement: str, against: str) -> str:
+def job_of(trial: Trial) -> str:
     """What a trial's key ends with: 16 hex digits made of the digests of the candidate's placement and of the
     placement `against` which it was timed. So it does not depend on the order of trials."""
-    return hashlib.sha256(f"{placement}:{against}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{trial.placement.digest}:{trial.against.digest}".encode()).hexdigest()[:16]
 
 
 def proof_key(placement: Placement) -> str:
