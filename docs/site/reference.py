@@ -324,7 +324,8 @@ def type_in_words(hint: Any, inner: dict[str, type] | None = None) -> str:
     if origin in (list, tuple, Sequence) or hint in (list, tuple):
         return f"array of {', '.join(dict.fromkeys(told))}" if told else "array"
     if isinstance(origin, type) and given:
-        return f"object of {told[-1]} by name" if len(told) == 2 else origin.__name__
+        key = told[0] if get_origin(given[0]) is Literal else "name"
+        return f"object of {told[-1]} by {key}" if len(told) == 2 else origin.__name__
     return _plain(hint, inner)
 
 
