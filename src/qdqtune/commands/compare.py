@@ -98,10 +98,6 @@ class GateOptions(Options):
         metavar="SHARE",
     )
 
-    @property
-    def needs_samples(self) -> bool:
-        return self.min_sqnr is not None or self.min_agreement is not None
-
     def of_speed(self, file: str, ratio: Ratio | None) -> Iterator[Gated]:
         """What the speedup of a file holds; nothing without that limit."""
         if (least := self.fail_below) is None:
@@ -308,7 +304,8 @@ def compare(
             raise BadOption(f"{told}: `fix_inputs` names those that were made constant")
     asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
     prepared = prepared_for(models[0], spec, options, execution, files, fixed=options.fix_inputs, shapes=shapes)
-    if options.needs_samples and not prepared.has_real_samples:
+    on_outputs = options.min_sqnr, options.min_agreement
+    if on_outputs != (None, None) and not prepared.has_real_samples:
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
     threads = options.threads or ()
     counts = counts_of(spec, threads or None, machine=machine)

@@ -448,7 +448,8 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
         for requirement in contract or CONTRACT:
             for subject in requirement.subjects:
                 observer.stage(f"{requirement.name}: {subject}")
-                started, state = monotonic(), get_args(State)[0]
+                started = monotonic()
+                state: State = "held"
                 try:
                     if requirement.runs and described["device"] == "none":
                         raise NotApplicableError("the engine only builds here: its device is not present")

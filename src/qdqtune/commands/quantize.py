@@ -340,15 +340,11 @@ class Quantized(Shown):
         rows = [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
         return Table(("rule", "edges", ""), rows)
 
-    def damage_table(self) -> Table:
-        """The tensors whose rounding alone changes the outputs most, and the nodes that read them in 8 bits."""
-        rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), d.reason) for d in self.damages]
-        return Table(("rounded alone", "read by", "output SQNR", "why"), rows)
-
     def parts(self) -> Iterator[str | Table]:
         if self.options.report:
             yield self.table()
-            yield self.damage_table()
+            rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), d.reason) for d in self.damages]
+            yield Table(("rounded alone", "read by", "output SQNR", "why"), rows)
         if self.options.weight_only is None:
             numbers = f"{self.options.quant_type.upper()} as {self.options.engine} wants it"
             yield f"{self.output}: {placed(self.placed.placement)} ({numbers})"
