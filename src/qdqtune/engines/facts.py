@@ -37,6 +37,9 @@ MOVED_ACROSS = frozenset({
 SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 """Numbers that every provider computes with, if only after it has made floats of them."""
 
+ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True)
+"""Numbers whose activations have zero points, with which a pair can replace a Relu."""
+
 SYMMETRIC_FP8 = NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
 
 OPTIMIZED = "an optimized ONNX file"
@@ -122,14 +125,7 @@ ONNXRUNTIME = EngineFacts(
     name="onnxruntime",
     packages=("onnxruntime",),
     install="pip install onnxruntime",
-    numbers=NumericFormat(
-        QType.UINT8,
-        QType.INT8,
-        symmetric=False,
-        bias="int32",
-        drop_clamps=True,
-        shared_scale_ops=ONNXRUNTIME_SHARED,
-    ),
+    numbers=replace(ASYMMETRIC, shared_scale_ops=ONNXRUNTIME_SHARED),
     weights=("w4b32a", "w4b32", "w4b128", "w4b128a", "w8", "w8b32", "w8b128", "d8"),
     merges=("gelu",),
     saves=OPTIMIZED,
@@ -244,12 +240,8 @@ QNN = EngineFacts(
     packages=("onnxruntime_qnn",),
     install="pip install 'qdqtune[qnn]'",
     source=f"{DOCUMENTS}/QNN-ExecutionProvider.html",
-    numbers=NumericFormat(
-        QType.UINT8,
-        QType.INT8,
-        symmetric=False,
-        bias="int32",
-        drop_clamps=True,
+    numbers=replace(
+        ASYMMETRIC,
         wide=QType.UINT16,
         wide_scales=(FixedScale("Sigmoid", 2**-16, 0), FixedScale("Tanh", 2**-15, 2**15), FixedScale("Log", 4 / 65535)),
     ),

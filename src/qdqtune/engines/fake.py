@@ -36,6 +36,7 @@ from onnx.reference.op_run import OpRun
 
 from qdqtune.engines import formats
 from qdqtune.engines.coverage import Claim, cover, read_model
+from qdqtune.engines.facts import ASYMMETRIC
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
@@ -108,15 +109,8 @@ class Fake:
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """That of TensorRT; for int8 with the option `asymmetric`, that of ONNX Runtime on a CPU."""
         if quant_type == "int8" and self._options.asymmetric:
-            return NumericFormat(
-                QType.UINT8,
-                QType.INT8,
-                symmetric=False,
-                bias="int32",
-                drop_clamps=True,
-                shared_scale_ops=MOVE_DATA,
-                wide=QType.UINT16 if self._options.wide else None,
-            )
+            wide = QType.UINT16 if self._options.wide else None
+            return replace(ASYMMETRIC, shared_scale_ops=MOVE_DATA, wide=wide)
         return formats.numeric_format("fake", quant_type)
 
     def build(self, model: Path, log: Path) -> FakeModel:

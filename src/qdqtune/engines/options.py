@@ -150,9 +150,11 @@ ON = TEXT(
 )
 
 
-def on_device(on: str | None, execution: Execution) -> tuple[Execution, MachineFacts | None]:
-    """`execution` with the machine that the option `on` names as its device, and what is known of that; unchanged and
-    None if it names none.
+def on_device(
+    on: str | None, execution: Execution, known: MachineFacts | None = None
+) -> tuple[Execution, MachineFacts | None]:
+    """`execution` with the machine that the option `on` names as its device, and what is `known` of that, which is
+    asked there otherwise; unchanged and None if it names none.
 
     Raises:
         EngineUnavailable: there is no way to it, or no qdqtune of this version.
@@ -160,7 +162,7 @@ def on_device(on: str | None, execution: Execution) -> tuple[Execution, MachineF
     if on is None:
         return execution, None
     destination = Destination.parsed(on).shared()
-    return replace(execution, device=destination.start), destination.facts()
+    return replace(execution, device=destination.start), known or destination.facts()
 
 
 class WorkerOptions(Options):

@@ -51,8 +51,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         untimed = simulated(settings.engine.name, settings.machine)
         raise BadOption(f"{untimed}, so no time can be estimated: `builds` and `time_budget` bound a run")
     observer = observer or Silent()
-    execution = Execution(settings.time_limit)
-    execution, _ = on_device(settings.on, execution)
+    execution, _ = on_device(settings.on, Execution(settings.time_limit), settings.machine)
     function = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
     with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")

@@ -346,7 +346,7 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
     with ExitStack() as stack:
         if settings.on is not None:
             observer.stage(f"connecting to {settings.on}")
-        execution, _ = on_device(settings.on, execution)
+        execution, _ = on_device(settings.on, execution, settings.machine)
         output = stack.enter_context(OutputFolder(settings))
         with writing(f"to {output.path}"):
             folder = stack.enter_context(Scratch(output.path))

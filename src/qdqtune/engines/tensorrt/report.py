@@ -138,17 +138,17 @@ def layers_of(
 
 def layers_from_log(message: str) -> str:
     """The builder's message `Layers:` (one line of text a layer) as the JSON that the engine inspector writes."""
-    lines = message.split("\n\nI/O Tensors:")[0].split("\n")[1:]
-    return json.dumps({"Layers": [_listed_layer(line) for line in lines if line.startswith("Name: ")]})
-
-
-def _listed_layer(line: str) -> dict[str, Any]:
-    name, *rest = LAYER_FIELD.split(line.removeprefix("Name: "))
-    fields: dict[str, Any] = {"Name": name, **dict(zip(rest[::2], rest[1::2], strict=True))}
-    for part in ("Inputs", "Constants", "Outputs"):
-        listed = LISTED_TENSOR.findall(fields.get(part, ""))
-        fields[part] = [{"Name": tensor, "Datatype": datatype} for tensor, datatype in listed]
-    return fields
+    layers = []
+    for line in message.split("\n\nI/O Tensors:")[0].split("\n")[1:]:
+        if not line.startswith("Name: "):
+            continue
+        name, *rest = LAYER_FIELD.split(line.removeprefix("Name: "))
+        fields: dict[str, Any] = {"Name": name, **dict(zip(rest[::2], rest[1::2], strict=True))}
+        for part in ("Inputs", "Constants", "Outputs"):
+            listed = LISTED_TENSOR.findall(fields.get(part, ""))
+            fields[part] = [{"Name": tensor, "Datatype": datatype} for tensor, datatype in listed]
+        layers.append(fields)
+    return json.dumps({"Layers": layers})
 
 
 def _text_of(source: Path | str, what: str) -> str:

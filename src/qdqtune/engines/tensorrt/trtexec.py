@@ -307,8 +307,9 @@ class TrtexecModel:
         """`Built.time`: the median GPU time of at least `runs` inferences and `TIMED_SECONDS`, as a CUDA graph if
         possible."""
         target = self._file("times.json")
-        asked = [*self._duration_flags(runs, TIMED_SECONDS), f"--exportTimes={target}", *flags]
-        self._infer(inputs, [*asked, *(QUICK if self._engine.version < BETTER_DEFAULTS else ())])
+        least = [f"--iterations={runs}", f"--avgRuns={max(runs, PRINTED_AFTER)}", f"--duration={TIMED_SECONDS:g}"]
+        quick = QUICK if self._engine.version < BETTER_DEFAULTS else ()
+        self._infer(inputs, [*least, f"--exportTimes={target}", *flags, *quick])
         try:
             return median(float(entry["computeMs"]) for entry in json.loads(_read_and_delete(target))) / 1e3
         except (ValueError, KeyError, TypeError) as error:  # an empty list as well
@@ -318,7 +319,9 @@ class TrtexecModel:
         """`Built.layers`. What trtexec exports is kept beside the log as `<log's stem>.graph.json`."""
         graph, profile = self._file("graph.json"), self._file("profile.json")
         flags = [
-            *self._duration_flags(runs),
+            f"--iterations={runs}",
+            f"--avgRuns={runs}",
+            "--duration=0",  # its own default is 3 seconds
             "--profilingVerbosity=detailed",
             f"--exportLayerInfo={graph}",
             f"--exportProfile={profile}",
@@ -342,14 +345,6 @@ class TrtexecModel:
 
     def _file(self, name: str) -> Path:
         return Path(self._folder.name, name)
-
-    def _duration_flags(self, runs: int, seconds: float = 0.0) -> list[str]:
-        """Flags for at least so many inferences and seconds; trtexec's own default is 3 seconds."""
-        return [
-            f"--iterations={runs}",
-            f"--avgRuns={max(runs, PRINTED_AFTER) if seconds else runs}",
-            f"--duration={seconds:g}",
-        ]
 
     def _infer(self, inputs: Tensors, flags: Sequence[str]) -> None:
         arrays = _arrays(self._graph, inputs)
