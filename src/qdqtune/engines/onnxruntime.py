@@ -45,9 +45,6 @@ from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QuantType, Ten
 LOG_VERBOSE, LOG_WARNING, LOG_ERROR = 0, 2, 3
 """Levels of ONNX Runtime's log."""
 
-WARMUP = 1
-"""Profiled inferences that do not count: the first one allocates."""
-
 LOADED_ONCE = 2**28
 """Bytes from which a model is not loaded a second time to be profiled. Inferences of such a model are so long that what
 the profiler adds to them is negligible. Chosen, not measured."""
@@ -262,8 +259,7 @@ class OnnxRuntimeModel:
                     session = self._session = make(beside, **profiled)
                 else:
                     session = make({**beside, CONSTANTS_FILE: NOWHERE}, **written, **profiled)
-                for _ in range(WARMUP):
-                    session.run(self._outputs, feed)
+                session.run(self._outputs, feed)
                 for first in range(0, runs, BLOCK):
                     block = min(BLOCK, runs - first)
                     if not is_large:
@@ -272,7 +268,7 @@ class OnnxRuntimeModel:
                         session.run(self._outputs, feed)
                 profile = Path(session.end_profiling())
             files = folder / "optimized.onnx", profile
-            return report(model, *files, WARMUP, plain, self._engine.table)
+            return report(model, *files, plain, self._engine.table)
 
     def _partitions(self, model: Model, table: EngineFacts) -> tuple[Layer, ...]:
         """The layers of a provider that runs many nodes as one, without times: a second session tells which they are,
@@ -333,18 +329,13 @@ of a microsecond, the unit of the profile."""
 
 
 def report(
-    model: Model,
-    optimized: Path,
-    profile: Path,
-    warmup: int,
-    plain: Sequence[float],
-    table: EngineFacts,
+    model: Model, optimized: Path, profile: Path, plain: Sequence[float], table: EngineFacts
 ) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
-    The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences without the profiler,
-    run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile. `table` is
-    that of the execution provider.
+    The first inference in the profile, which allocates, does not count. `plain` are seconds of inferences without the
+    profiler, run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile.
+    `table` is that of the execution provider.
 
     Raises:
         EngineFailure: the profile is not that of the optimized graph, or a file is cut short.
@@ -355,7 +346,7 @@ def report(
     except (DecodeError, ValueError) as error:  # ONNX Runtime does not say that a write has failed
         reason = f"its files in {profile.parent} are cut short, as with no space left on the disk"
         raise EngineFailure(f"ONNX Runtime: {reason}") from error
-    runs = _inferences(events, nodes)[warmup:]
+    runs = _inferences(events, nodes)[1:]
     covered, folded = cover(model, _claims(model, nodes))
     total, every = 1e3 * trimmed_mean(plain), range(len(nodes))
     whole = np.array([trimmed_mean([run[i][0]["dur"] for run in runs]) for i in every]) / 1e3

@@ -30,8 +30,6 @@ from qdqtune.graph.operators import QDQ
 from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QuantType, Tensors
 
 DEVICE = "CPU"
-WARMUP = 1
-"""Profiled inferences that do not count: the first one allocates."""
 
 refusals_in_words = partial(
     translated,
@@ -109,11 +107,11 @@ class OpenVinoModel:
             request = compiled.create_infer_request()
             _feed(request, inputs)
             profiles = []
-            for _ in range(WARMUP + runs):
+            for _ in range(1 + runs):
                 request.infer(share_outputs=True)
                 profiles.append(request.get_profiling_info())
             executed = compiled.get_runtime_model().get_ordered_ops()
-        return report(source, tags, executed, profiles[WARMUP:])
+        return report(source, tags, executed, profiles[1:])  # the first one allocates
 
     def save(self, path: Path) -> None:
         """Write an OpenVINO IR, and compile it: NAME.xml holds the graph, NAME.bin beside it the constants."""

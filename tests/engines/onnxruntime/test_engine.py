@@ -160,7 +160,7 @@ def report(tmp_path: Path, events: list[dict[str, Any]], plain_ms: float = 1.0) 
     onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
     (tmp_path / "profile.json").write_text(json.dumps(events))
     model, files = Model(text_model(CHAIN)), (tmp_path / "m.onnx", tmp_path / "profile.json")
-    return onnxruntime_layers.report(model, *files, 1, [plain_ms / 1e3], CPU)
+    return onnxruntime_layers.report(model, *files, [plain_ms / 1e3], CPU)
 
 
 def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path: Path) -> None:
@@ -198,9 +198,7 @@ def test_files_that_a_full_disk_has_cut_short_are_a_failure(tmp_path: Path, name
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:-1])
     with pytest.raises(EngineFailure, match="cut short, as with no space left on the disk"):
-        onnxruntime_layers.report(
-            text_model(CHAIN).graph, tmp_path / "m.onnx", tmp_path / "profile.json", 1, [0.001], CPU
-        )
+        onnxruntime_layers.report(text_model(CHAIN).graph, tmp_path / "m.onnx", tmp_path / "profile.json", [0.001], CPU)
 
 
 def test_overhead_of_the_profile_is_subtracted(tmp_path: Path) -> None:
