@@ -353,7 +353,7 @@ def report(
     spent = np.array([trimmed_mean([sum(run[i][1]) for run in runs]) for i in every]) / 1e3
     between = np.maximum(0.0, whole - spent)  # two kernels of a body: to start the next, and overhead
     spent += between * np.clip((total - spent.sum()) / max(between.sum(), 1e-9), 0.0, 1.0)
-    kernels = np.array([[len(run[i][1]) for run in runs] for i in every]).mean(1)
+    kernels = np.array([np.mean([len(run[i][1]) for run in runs]) for i in every])
     times = without_overhead(spent, total, kernels)
     layers = []
     for i, (node, names, time_ms) in enumerate(zip(nodes, covered, times.tolist(), strict=True)):
