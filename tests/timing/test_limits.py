@@ -129,10 +129,9 @@ def summary(model: Path) -> dict:
 def test_a_metric_of_the_float_model_that_the_time_budget_cuts_is_no_failure_of_the_engine(
     is_over: bool, kind: type[Exception], model: Path, metric: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.tuning.bench.measure", lambda *_: or_raise(Failure("timeout", "took too long")))
-    monkeypatch.setattr(Budget, "lacks", lambda *_: is_over)
+    monkeypatch.setattr("qdqtune.tuning.run.measure", lambda *_: or_raise(Failure("timeout", "took too long")))
     with pytest.raises(kind, match="fails on the float model: took too long"):
-        tune(evaluated(model))
+        tune(evaluated(model, time_budget=1e-3 if is_over else None))
 
 
 @pytest.mark.parametrize("mode", ["region", "cut"])
