@@ -84,12 +84,11 @@ class Line(msgspec.Struct):
 
 @dataclass(eq=False)
 class Journal:
-    """The content of a state file: the run's fingerprint, all other lines by key, the bytes that they take, and those
-    of the user's model files."""
+    """The content of a state file: the run's fingerprint, all other lines by key, and the bytes of the user's model
+    files."""
 
     fingerprint: dict[str, Any]
     lines: dict[str, Line] = field(default_factory=dict)
-    size: int = 0
     model_bytes: int = 0
 
     def get(self, key: str, kind: type[T]) -> T | None:
@@ -237,8 +236,8 @@ class Store(Journal):
             self._append(_head(fresh))
             return fresh
         _refuse_difference(journal.fingerprint, fingerprint, self.path)
-        if journal.size < len(content):
-            self._file.truncate(journal.size)
+        if (whole := content.rfind(b"\n") + 1) < len(content):
+            self._file.truncate(whole)
         return journal
 
 
@@ -285,7 +284,7 @@ def _head(journal: Journal) -> dict[str, Any]:
 
 
 def _journal(content: bytes, path: Path) -> Journal | None:
-    *lines, torn = content.split(b"\n")  # behind the last line break: nothing, or half a line
+    *lines, _ = content.split(b"\n")  # behind the last line break: nothing, or half a line
     if not content.startswith(BEGINNING[: len(content)]):
         raise _foreign(content, path)
     if not lines:
@@ -293,7 +292,7 @@ def _journal(content: bytes, path: Path) -> Journal | None:
     head, *others = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if head.version != VERSION:
         raise _foreign(content, path)
-    return Journal(head.fingerprint, {row.key: row for row in others}, len(content) - len(torn), head.model_bytes)
+    return Journal(head.fingerprint, {row.key: row for row in others}, head.model_bytes)
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
