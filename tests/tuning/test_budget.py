@@ -213,6 +213,23 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
 
 
+def test_a_session_with_less_time_leaves_what_an_earlier_one_has_proven(model: Path, workers: Workers) -> None:
+    first, _ = slow_run(model, workers, 0.2, 200.0)
+    assert first.shipped == "tuned"
+    out = model.parent / "out"
+    files = {
+        path: path.read_bytes()
+        for path in out.iterdir()
+        if path.suffix in (".onnx", ".json") or path.stem == "placement"
+    }
+    second, _ = slow_run(model, workers, 3.8, 60.0)
+    assert second.notes[-1] == "what ships is what an earlier session with more time has proven"
+    assert (second.shipped, second.placement, second.ratio) == ("tuned", first.placement, first.ratio)
+    assert {path: path.read_bytes() for path in files} == files
+    strict, _ = slow_run(model, workers, 3.8, 60.0, min_sqnr=150.0)
+    assert strict.shipped == "baseline", "a limit that the earlier result does not hold"
+
+
 def test_a_candidate_without_time_for_its_proof_is_told_of(
     model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import this_machine
-from qdqtune.errors import EngineRefused
+from qdqtune.errors import BadOption, BadState, EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.scores import equal_share
@@ -27,6 +27,7 @@ from qdqtune.timing.ratios import VERY_WIDE, Plan, Ratio, is_wide, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
 from qdqtune.tuning.file_race import FEWEST_SINGLES, Tail
+from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
@@ -121,6 +122,36 @@ def conclude(
         summary=summary,
         history=tuple(history),
         notes=notes,
+    )
+
+
+def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
+    """The result that an earlier session has left in the output folder, if time has ended this one before it proved
+    anything as fast; else None. Its file is written anew, everything else stands as it is."""
+    settings, folder = run.settings, run.settings.output_dir
+    is_judged = not settings.withholds_pairs and not (settings.has_metric and run.limits.before is None)
+    if shortfall is None or settings.front or not is_judged or not (folder / SUMMARY).is_file():
+        return None
+    try:
+        earlier = read_run(folder)
+        summary, trial, notes, history = earlier.summary, earlier.trial, earlier.log.notes, earlier.history
+    except (BadOption, BadState):  # somebody has changed or removed its files
+        return None
+    ratio, is_own = summary["ratio"], summary["shipped"] == "tuned" and "front" not in summary
+    if not is_own or trial is None or ratio is None or ratio >= (proof.time_to_float or 1.0):
+        return None
+    trial = replace(trial, holds=run.limits.on_outputs(trial.accuracy))
+    if not run.limits.with_metric(trial, run.bench.metric).holds:
+        return None
+    run.candidates.write_whole(trial.placement, folder / FINAL)
+    told = "what ships is what an earlier session with more time has proven"
+    return Result(
+        shipped="tuned",
+        placement=trial.placement,
+        ratio=Ratio(ratio, summary["ratio_low"], summary["ratio_high"]),
+        summary=plain(summary),
+        history=history,
+        notes=tuple(dict.fromkeys([*notes, shortfall, told])),
     )
 
 
