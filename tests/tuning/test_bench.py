@@ -56,6 +56,7 @@ class Script:
     memory = None
     mix: Mix = (Workload({}),)
     starts_processes = False
+    start_seconds = 0.0
 
     def load(self, path: Path, log_name: str = "", *, fresh: bool = False) -> Handle:
         kept = [handle for handle in self.present if handle.path == path]
@@ -76,9 +77,6 @@ class Script:
         error = self.spoiled if len(self.builds) > 1 else 0.0
         or_raise(error)
         return [{"y": np.array([1.0, -1.0]) + error} for _ in samples]
-
-    def start_seconds(self, handle: Handle) -> float:
-        return 0.0
 
     def turns(self, handles: Sequence[Handle], _: float) -> list[Turn]:
         assert set(handles) <= self.present

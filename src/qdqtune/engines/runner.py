@@ -210,15 +210,10 @@ class Runner:
         finally:
             self.unload(handle)
 
-    def start_seconds(self, handle: Handle) -> float:
-        """Seconds of a turn in a round on an engine that starts a process for each turn; 0 on other engines, and if the
-        model cannot be built again."""
-        if not self.starts_processes:
-            return 0.0
-        try:
-            return self.turns([handle], 0.0)[0].start
-        except EngineRefused:
-            return 0.0
+    @property
+    def start_seconds(self) -> float:
+        """Seconds of a turn in a round on an engine that starts a process for each turn; 0 on other engines."""
+        return float(self._ask("probe", (), 0.0)[0].start) if self.starts_processes else 0.0
 
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` for the inputs of `feed`, with the times of the average call."""

@@ -169,7 +169,7 @@ class TrialWorker:
                 build = self.load(trial.placement, f"trial_{trial.number:03}")
                 if by_rule is not None:
                     trials[trial.number] = self._ruled(trial, build, batch, by_rule)
-                elif self.runner.start_seconds(build):
+                elif self.runner.starts_processes:
                     entrants.append(Entrant(trial, build, None))
                 else:
                     entrants.append(Entrant(trial, build, self._outputs(build)))
@@ -520,7 +520,7 @@ class Bench:
             mix = self._runner.mix
             untimed = 1.5 if len(mix) > builds_for(mix) else 1.0
             seconds, turn = sum(w.share * each for w, each in zip(mix, calls, strict=True)), untimed * sum(calls)
-            build, start = handle.build_seconds, self._runner.start_seconds(handle)
+            build, start = handle.build_seconds, self._runner.start_seconds
         return FloatRecord(
             seconds=seconds,
             turn_seconds=turn,

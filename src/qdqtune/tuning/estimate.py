@@ -64,7 +64,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         with rewording("the engine cannot run the float model", BaselineFailed):
             handle = runner.load(settings.model, "estimate")
             rounds = runner.timed(handle, 2, settings.plan.turn_seconds)
-        launch = runner.start_seconds(handle)
+        launch = runner.start_seconds
         evaluating = 0.0
         if function is not None:
             observer.stage(f"evaluating the float model with {function.source}")
