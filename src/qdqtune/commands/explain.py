@@ -60,7 +60,7 @@ class Explained(Shown):
         both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
         sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))
         is_timed = all(row.ms is not None for row in self.rows)
-        caption = "" if is_timed else "no ms: the builds of this run have no layer times, so that no node has a time"
+        caption = "" if is_timed else "no times: this run measured no layers"
         titles = ("nodes", "runs in", "ms", f"{self.floats}, ms", "why not in 8 bits", "such as")
         return Table(titles, sums, caption)
 

@@ -241,7 +241,7 @@ class Budget:
         if not trials:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
-            needed = f"{self.brief_and_proof:.0f} s beside reading the model and calibration"
+            needed = f"{self.brief_and_proof:.0f} s after reading the model and calibration"
             return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
         left, spent = self.room(trials, pace, reserve), 1 + len(trials)
         if len(trials) < self.builds and not left:

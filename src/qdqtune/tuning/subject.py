@@ -353,7 +353,7 @@ class SamplesInTime:
 
     def shortfall(self, what: str) -> str | None:
         """What to tell the user where there is no time to do `what`; None if no sample was left out."""
-        return None if self.most == inf else f"`time_budget` has no room to {what}: it takes {self.most:.0f}"
+        return None if self.most == inf else f"`time_budget` has no room to {what}: only {self.most:.0f} are used"
 
 
 def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
