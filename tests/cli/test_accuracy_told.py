@@ -105,7 +105,7 @@ def test_of_integers_alone_the_agreement_is_told_and_no_ratio(tmp_path: Path, ca
     assert "integers as in float" in tuned
     for told in (quantized, compared, tuned):
         assert "dB" not in told.replace("SQNR, dB", "")
-        assert "no output is taken for scores of classes: y holds no floats" in told
+        assert "no scores of classes recognised in y: --scores names them" in told
 
 
 def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_path: Path, call: Call) -> None:
@@ -126,7 +126,7 @@ def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_pat
     assert told(compare, output)["others"][0]["accuracy"]["top1"] is not None
     assert told(tune, output)["scores"][0]["output"] == output
     assert told(again, output)["accuracy"]["top1"] is not None
-    assert "no output is taken for scores of classes: --scores is none" in call(*quantize, "--scores", "none")[1]
+    assert "best classes are not compared: --scores is none" in call(*quantize, "--scores", "none")[1]
     is_refused(call, tmp_path, "", *again, "--scores", f"{output}:7")
     is_refused(call, tmp_path, "", *tune, "--scores", "none")  # another run: what judged its candidates has changed
     for command in (quantize, compare, tune):

@@ -277,6 +277,34 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
     assert "simulator" in errors(call(*base, "--fail-below", 1))[1]
 
 
+@pytest.mark.parametrize(
+    ("body", "limit", "told"),
+    [
+        (
+            "float[1,4] y) { y = Relu(x) }", "agreement",
+            "--min-agreement cannot be checked: no output holds integers, and no scores of classes recognised in y: "
+            "--scores names them",
+        ),
+        (
+            "int64[1,1] y) { y = ArgMax <axis=1> (x) }", "sqnr",
+            "--min-sqnr is about float outputs, and the model has none: use --min-agreement or --evaluate",
+        ),
+    ],
+)  # fmt: skip
+def test_a_limit_about_outputs_that_are_not_there_is_refused_and_an_error_in_junit(
+    body: str, limit: str, told: str, call: Call, tmp_path: Path
+) -> None:
+    model, xml = write(build(f"net (float[1,4] x) => ({body}", {}), tmp_path), tmp_path / "gate.xml"
+    data = ("--engine", "fake", "--calibration-data", model.with_suffix(".npz"), f"--min-{limit}", 0.9)
+    code, out, err = call("compare", model, model, *data, "--junit", xml)
+    assert (code, out) == (2, "")
+    assert errors((code, out, err))[1] == told
+    assert "timing" not in err
+    (case,) = ElementTree.parse(xml).iter("testcase")
+    assert (case[0].tag, case[0].get("message")) == ("error", told)
+    assert errors(call("tune", model, *data, "-o", tmp_path / "out")) == (2, told)
+
+
 def test_a_metric_or_threads_that_cannot_be_are_refused(call: Call, tuned: Path, tmp_path: Path) -> None:
     (tmp_path / "metric.py").write_text("def nan(predict):\n    return float('nan')\n")
     code, message = errors(call("compare", tuned, tuned, "--engine", "fake", "--evaluate", f"{tmp_path}/metric.py:nan"))

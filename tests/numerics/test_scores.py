@@ -100,11 +100,29 @@ def test_what_is_found_is_told_and_why_nothing_is() -> None:
     assert found.told == "taken for scores of classes: c (10 along axis 1)"
     assert found.as_json() == [{"output": "c", "axis": 1, "classes": 10}]
     outputs = [{"map": m, "n": np.array([1]), "v": v} for m, v in zip(normal(1, 19, 8, 8), normal(1, 64), strict=True)]
-    assert scores_of(outputs).told == (
-        "no output is taken for scores of classes: map may hold scores of pixels, which `scores` names; n holds no "
-        "floats; v prefers no class clearly"
-    )
-    assert not scores_of([{"c": c} for c in clear((1, 10), 1)], ["none"]).axis
+    assert scores_of(outputs).told == "no scores of classes recognised in map, n, v: `scores` names them"
+    none = scores_of([{"c": c} for c in clear((1, 10), 1)], ["none"])
+    assert (none.axis, none.told) == ({}, "best classes are not compared: `scores` is none")
+
+
+@pytest.mark.parametrize(
+    ("shape", "asked"), [((9,), "y"), ((4, 1), "y"), ((1, 1, 8, 8), "y"), ((2, 9, 1), "y"), ((1, 256), "y:binary")]
+)
+@pytest.mark.parametrize("middle", [0.0, 0.5])
+def test_values_that_say_yes_or_no_are_compared_by_the_side_they_are_on(
+    shape: tuple[int, ...], asked: str, middle: float
+) -> None:
+    logits = normal(*shape)
+    values = [1 / (1 + np.exp(-x)) if middle else x for x in logits]
+    scores = scores_of([{"y": y} for y in values], [asked])
+    assert scores.told == f"taken for scores of classes: y (yes above {middle:g})"
+    assert scores.as_json() == [{"output": "y", "axis": None, "classes": 2}]
+    changed = [y.copy() for y in values]
+    for y in changed:
+        y.flat[0] = 2 * middle - y.flat[0]
+    found = accuracy([{"y": y} for y in values], [{"y": y} for y in changed], scores)
+    size = values[0].size
+    assert (found.top1, found.choices) == (pytest.approx(1 - 1 / size), SAMPLES * size)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +148,7 @@ def test_the_user_names_outputs_and_axes(asked: list[str], axis: dict[str, int])
         ("map:4", r"float32\[1, 3, 8, 8\] has no scores of classes along axis 4"),
         ("map:0", "along axis 0"),
         ("ids", r"int64\[1, 4\] has no scores"),
+        ("ids:binary", r"int64\[1, 4\] has no scores"),
     ],
 )
 def test_names_that_fit_nothing_are_refused(asked: str, why: str) -> None:
@@ -167,7 +186,7 @@ def test_independent_choices_are_those_of_independent_positions() -> None:
 def test_many_outputs_take_one_short_line_and_a_sample_may_have_no_rows() -> None:
     caches = [{f"cache{n}": x for n in range(9)} for x in normal(1, 2, 6, 4)]
     told = scores_of(caches).told
-    assert told.endswith("cache5 may hold scores of pixels, which `scores` names; ...")
+    assert told.endswith("cache4, cache5, ...: `scores` names them")
     rows = [{"y": y} for y in [*clear((5, 10), 1), np.zeros((0, 10), np.float32)]]
     found = accuracy(rows, rows)
     assert (found.top1, found.choices, found.independent) == (1.0, 5 * SAMPLES, None)

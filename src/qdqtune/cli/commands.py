@@ -23,7 +23,7 @@ from qdqtune.commands.qualification import qualify
 from qdqtune.commands.quantize import ApplyOptions, QuantizeOptions, apply, quantize
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.verify import VerifyOptions, verify
-from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.errors import BadOption, EngineFailure, InputError
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import OF_RUN, OUTPUT, REQUIRED, SWITCH, File, MaybeFile, Option, each, options_of
 from qdqtune.system.checks import Output, check_outputs, in_list, record, written_as
@@ -106,7 +106,7 @@ def compare_command(options: CompareArguments) -> int:
     files = options.files
     try:
         done = progress.run(partial(compare, files), options, options)
-    except EngineFailure as error:  # the engine does not run the first file
+    except (EngineFailure, InputError) as error:  # the engine does not run the first file, or a limit is about nothing
         _write_gate(options, "nothing could be compared", None, [Gated(str(files[0]), RUNS, "failed", str(error))])
         raise
     _write_gate(options, done.in_words(), done.table(), done.gated, done.notes)

@@ -330,6 +330,7 @@ def compare(
             seed=options.seed,
             observer=observer,
             asked=options.scores,
+            limits=Limits(options.min_sqnr, min_agreement=options.min_agreement),
             reference_from=cpu,
             metric=metric,
         )
@@ -453,6 +454,7 @@ def compare_files(
     seed: int = 0,
     observer: Observer | None = None,
     asked: Sequence[str] = (),
+    limits: Limits | None = None,
     reference_from: Runner | None = None,
     metric: Metric | None = None,
 ) -> list[Row]:
@@ -462,7 +464,7 @@ def compare_files(
     `metric`. With `reference_from` outputs and metric of the first file come from there, and nothing is timed.
 
     Raises:
-        BadOption: an output that is asked for holds no scores.
+        BadOption: an output that is asked for holds no scores, or none tells whether one of the `limits` holds.
         EngineFailure: the engine cannot build or run the first file.
     """
     observer, first = observer or Silent(), files[0]
@@ -472,6 +474,8 @@ def compare_files(
     with rewording(f"{first} gives nothing to compare with"):
         reference, before = _ran(reference_from or runner, first, judging, metric, first)
     scores = scores_of(reference, asked) if has_real_samples else None
+    if scores is not None and limits is not None:
+        limits.check({array.dtype.kind for array in reference[0].values()}, scores)
     rows = []
     digest = content_digest(files_of(first))
     for file in files[1:]:

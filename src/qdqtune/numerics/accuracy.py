@@ -171,7 +171,7 @@ def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float
     shares = list[tuple[float, int, float]]()
     for name, axis in scores.axis.items():
         best = scores.best[name]
-        told = [sample[name].argmax(axis) for sample in outputs]
+        told = [scores.chosen(name, sample[name]) for sample in outputs]
         equal = [(a == b).ravel() for a, b in zip(best, told, strict=True) if a.shape == b.shape]
         same = np.concatenate(equal) if equal else np.ones(0, bool)
         if same.size:

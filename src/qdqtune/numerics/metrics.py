@@ -326,8 +326,9 @@ class ScoreOption(Options):
 
     scores: Names = NAMES(
         "Outputs that hold scores of classes, tokens or pixels, whose best class is compared with the float model's: "
-        "NAME or NAME:AXIS, by commas, where AXIS is that of the classes (1 of four, the last of three); or none. Of "
-        "raw scores of pixels the values do not tell.",
+        "NAME or NAME:AXIS, by commas, where AXIS is that of the classes (1 of four, the last of three), or `binary` "
+        "where each value says yes (above 0, of probabilities 0.5) or no; or none. Of raw scores of pixels the values "
+        "do not tell.",
         "Accuracy",
         default_in_words="what the float model's values show",
         metavar="NAME[:AXIS]",

@@ -9,14 +9,15 @@ What an output holds is found from the values that the float model gives:
 
 In both the float model itself has to prefer one class clearly. Embeddings, coordinates, weights of mixtures and models
 without training do not, and which of their values is the largest means nothing. Logits of pixels look like any features
-of pixels: these, and whatever the values do not show, the user names.
+of pixels: these, and whatever the values do not show, the user names. An output of which each value by itself says yes
+or no, as of a voice detector, is named as well.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, sqrt
 from statistics import NormalDist
 from typing import Any
@@ -50,26 +51,38 @@ ROWS = 4096
 NONE = "none"
 """Asks for no scores at all."""
 
+BINARY = "binary"
+"""What stands for the axis of the classes where each value by itself says yes or no."""
+
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The outputs that hold scores of classes: by name, the `axis` of the classes, how many `classes` there are, and
-    the `best` class at each position of each sample of the float model, an integer array without that axis. Without
-    any, `why_not` tells why.
+    the `best` class at each position of each sample of the float model, an integer array without that axis. Where each
+    value says yes or no, the axis is None, and yes is what lies `above` a value. Without any, `why_not` tells why.
     """
 
-    axis: Mapping[str, int]
+    axis: Mapping[str, int | None]
     classes: Mapping[str, int]
     best: Mapping[str, Sequence[Array]]
     why_not: str = ""
+    above: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def told(self) -> str:
         """One line for users: which outputs are taken for scores of how many classes, or why none is."""
         if not self.axis:
-            return f"no output is taken for scores of classes{self.why_not and f': {self.why_not}'}"
-        listed = [f"{name} ({self.classes[name]} along axis {axis})" for name, axis in self.axis.items()]
+            return self.why_not
+        listed = [
+            f"{name} ({self.classes[name]} along axis {axis})" for name, axis in self.axis.items() if axis is not None
+        ]
+        listed += [f"{name} (yes above {middle:g})" for name, middle in self.above.items()]
         return f"taken for scores of classes: {first_of(listed)}"
+
+    def chosen(self, name: str, values: Array) -> Array:
+        """The best class at each position of an output of a sample."""
+        axis = self.axis[name]
+        return values > self.above[name] if axis is None else values.argmax(axis)
 
     def as_json(self) -> list[dict[str, Any]]:
         """A row for each output: its name, the axis of the classes and their number."""
@@ -80,73 +93,83 @@ class Scores:
         return replace(self, best={name: best[:count] for name, best in self.best.items()})
 
 
-NO_SCORES = Scores({}, {}, {}, why_not="none was looked for")
+NO_SCORES = Scores({}, {}, {}, why_not="best classes were not looked for")
 """For outputs of which best classes are not asked."""
 
 
 def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ()) -> Scores:
     """The scores among the outputs of the float model, of which there is one set for each sample. `asked` are outputs
-    that the user names, each as NAME or NAME:AXIS, or `NONE`; where none is named, they are found by their values."""
-    first, found, why = outputs[0], dict[str, int](), list[str]()
-    if not asked:
-        for name in first:
-            axis = _axis_or_why_not([sample[name] for sample in outputs])
-            if isinstance(axis, str):
-                why.append(f"{name} {axis}")
-            else:
-                found[name] = axis
-    elif list(asked) != [NONE]:
+    that the user names, each as NAME, NAME:AXIS or NAME:binary, or `NONE`; where none is named, they are found by their
+    values."""
+    first = outputs[0]
+    if list(asked) == [NONE]:
+        return Scores({}, {}, {}, "best classes are not compared: `scores` is none")
+    if asked:
         found = {name: _axis_of(name, axis, outputs) for name, axis in asked_outputs(asked, list(first)).items()}
-    best = {name: [sample[name].argmax(axis).astype(np.int32) for sample in outputs] for name, axis in found.items()}
-    classes = {name: first[name].shape[axis] for name, axis in found.items()}
-    return Scores(found, classes, best, "" if found else first_of(why, "; ") or "`scores` is none")
+    else:
+        seen = ((name, _seen_axis([sample[name] for sample in outputs])) for name in first)
+        found = {name: axis for name, axis in seen if axis is not None}
+    if not found:
+        return Scores({}, {}, {}, f"no scores of classes recognised in {first_of(list(first))}: `scores` names them")
+    above = {name: _middle([sample[name] for sample in outputs]) for name, axis in found.items() if axis is None}
+    classes = {name: 2 if axis is None else first[name].shape[axis] for name, axis in found.items()}
+    scores = Scores(found, classes, {}, above=above)
+    best = {name: [scores.chosen(name, sample[name]).astype(np.int32) for sample in outputs] for name in found}
+    return replace(scores, best=best)
 
 
-def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, int | None]:
-    """By name, the outputs that a user names as NAME or NAME:AXIS, with the axis; None where no axis is told."""
-    found = dict[str, int | None]()
+def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, str | None]:
+    """By name, the outputs that a user names as NAME, NAME:AXIS or NAME:binary, with what stands behind the name; None
+    where nothing does."""
+    found = dict[str, str | None]()
     for text in () if list(asked) == [NONE] else asked:
         name, _, axis = (text, "", None) if text in outputs else text.rpartition(":")
-        if name not in outputs or not (axis is None or re.fullmatch(r"-?\d{1,2}", axis)):
+        if name not in outputs or not (axis is None or re.fullmatch(rf"-?\d{{1,2}}|{BINARY}", axis)):
             raise BadOption(f"`scores` {text} names no output: there are {', '.join(outputs)}")
-        found[name] = None if axis is None else int(axis)
+        found[name] = axis
     return found
 
 
-def _axis_of(name: str, axis: int | None, outputs: Sequence[Mapping[str, Array]]) -> int:
-    """The axis of the classes in an output that a user names: where none is told, the one that the values show, or else
-    the one behind the rows; the last one of three axes, as tokens have them."""
+def _axis_of(name: str, told: str | None, outputs: Sequence[Mapping[str, Array]]) -> int | None:
+    """The axis of the classes in an output that a user names; None where each value says yes or no. Where no axis is
+    told, it is the one that the values show, or else the one behind the rows, the last one of three axes, as tokens
+    have them; and values say yes or no where there is no such axis, or one class along it."""
     first = outputs[0][name]
     rank = first.ndim
-    if axis is None:
-        shown = _axis_or_why_not([sample[name] for sample in outputs])
-        usual = rank - 1 if rank == 3 else 1
-        axis = usual if isinstance(shown, str) else shown
-    if first.dtype.kind != "f" or not -rank <= axis < rank or first.shape[axis] == 1 or not first.size:
+    if told is None:
+        seen = _seen_axis([sample[name] for sample in outputs])
+        axis = seen if seen is not None else rank - 1 if rank == 3 else 1
+        is_binary = rank < 2 or first.shape[axis] == 1
+    else:
+        is_binary = told == BINARY
+        axis = 0 if is_binary else int(told)
+    if first.dtype.kind != "f" or not first.size:
+        raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes")
+    if is_binary:
+        return None
+    if not -rank <= axis < rank or first.shape[axis] == 1:
         raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes along axis {axis}")
     return axis % rank
 
 
-def _axis_or_why_not(outputs: Sequence[Array]) -> int | str:
-    """The axis of an output's classes, from its values for each sample; or why it does not look like scores, in words
-    that follow its name."""
+def _middle(outputs: Sequence[Array]) -> float:
+    """What lies between no and yes: 0.5 of probabilities, 0 of logits."""
+    return 0.5 if all(((array >= 0) & (array <= 1)).all() for array in outputs) else 0.0
+
+
+def _seen_axis(outputs: Sequence[Array]) -> int | None:
+    """The axis of an output's classes, from its values for each sample; None if it does not look like scores."""
     first = outputs[0]
-    if first.dtype.kind != "f":
-        return "holds no floats"
-    if first.ndim < 2 or not first.size:
-        return f"has the shape {list(first.shape)}"
+    if first.dtype.kind != "f" or first.ndim < 2 or not first.size:
+        return None
     axes = [axis for axis in dict.fromkeys((1, first.ndim - 1)) if first.shape[axis] > 1]
     for axis in axes:
         shares = [rows for array in outputs if (rows := _probabilities(_rows(array, axis))) is not None]
         if len(shares) == len(outputs):
             is_clear = np.median(np.concatenate([_gaps(rows) for rows in shares])) >= CLEAR_SHARE
-            return axis if is_clear else "sums to 1 and prefers no class clearly"
+            return axis if is_clear else None
     shaped = [axis for axis in axes if _may_be_logits(first, axis)]
-    if shaped:
-        return next((axis for axis in shaped if _is_clear(outputs, axis)), "prefers no class clearly")
-    if first.ndim == 4 and min(first.shape[1:]) > 1:
-        return "may hold scores of pixels, which `scores` names"
-    return "has neither the sums of probabilities nor the shape of logits"
+    return next((axis for axis in shaped if _is_clear(outputs, axis)), None)
 
 
 def equal_share(accuracy: Accuracy | None) -> float | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal
 
-from qdqtune.errors import EngineRefused, Failure
+from qdqtune.errors import BadOption, EngineRefused, Failure
 from qdqtune.numerics.accuracy import loss_of_slice
-from qdqtune.numerics.scores import Score, agrees, can_tell, loss_high
+from qdqtune.numerics.scores import Score, Scores, agrees, can_tell, loss_high
 from qdqtune.timing.ratios import Plan, Verdict, judge, with_ratios
 from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
 
@@ -40,6 +40,19 @@ class Limits:
     def max_noise(self) -> float | None:
         """The most noise power relative to the signal that the SQNR allows: 10^(-dB/10)."""
         return None if self.min_sqnr is None else noise_of(self.min_sqnr)
+
+    def check(self, kinds: Collection[str], scores: Scores) -> None:
+        """Refuse limits about outputs that a model does not have; `kinds` are those of its outputs (NumPy's
+        `dtype.kind`).
+
+        Raises:
+            BadOption: no output tells whether a limit holds.
+        """
+        if self.min_sqnr is not None and "f" not in kinds:
+            other = "use `min_agreement` or `evaluate`"
+            raise BadOption(f"`min_sqnr` is about float outputs, and the model has none: {other}")
+        if self.min_agreement is not None and set(kinds) == {"f"} and not scores.axis:
+            raise BadOption(f"`min_agreement` cannot be checked: no output holds integers, and {scores.told}")
 
     def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
         """Whether outputs hold the limits on them. A candidate that failed has no accuracy (None), and passes."""

@@ -547,12 +547,12 @@ def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
 def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget: Budget, observer: Observer) -> Limits:
     """The limits on accuracy, with the metric of the float model. Raises BadOption if a limit cannot be held, or is
     about outputs that the model does not have."""
-    if isinstance(settings.min_sqnr, float) and "f" not in bench.floats.kinds:
-        other = "use `min_agreement` or `evaluate`"
-        raise BadOption(f"`min_sqnr` is about float outputs, and the model has none: {other}")
+    floor, equal = (
+        limit if isinstance(limit, float) else None for limit in (settings.min_sqnr, settings.min_agreement)
+    )
+    asked = Limits(floor, min_agreement=equal if settings.has_samples else None)  # random outputs show no scores
+    asked.check(bench.floats.kinds, bench.floats.scores)
     limits = _about(bench, settings.limits)
-    if isinstance(settings.min_agreement, float) and settings.has_samples and limits.min_agreement is None:
-        observer.note(f"no output holds integers, and {bench.floats.scores.told}. `min_agreement` has no effect")
     if not budget.is_late and settings.is_timed:  # a simulator computes the same again, and floats slowly
         _check_repeatability(limits, bench)
     has_room = budget.room(()) or budget.is_brief(())
