@@ -59,6 +59,15 @@ def test_compare_prints_a_table(call, tuned):
     ]
 
 
+@pytest.mark.usefixtures("workers")
+def test_outputs_are_compared_on_the_samples_that_tune_holds_out_or_on_all(tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path, count=41)
+    data = {"calibration_data": model.with_suffix(".npz"), "engine": "fake", "calibration_samples": None}
+    few, every = (compare(model, model, **data, all_samples=whole) for whole in (False, True))
+    assert "output SQNR over 8 held-out samples, as in tune; `all_samples` takes all\n" in few.table().caption
+    assert "output SQNR over 41 samples\n" in every.table().caption
+
+
 def test_compare_tells_each_number_of_threads(call, tuned):
     final = tuned.parent / "out" / "optimized_final.onnx"
     at = ("--engine", "fake", "--engine-option", "threads=1", "--threads", "1,4")

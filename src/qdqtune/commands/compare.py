@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
 from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions
+from qdqtune.calibration.prepare import MOST_JUDGED
 from qdqtune.calibration.workloads import WORKLOADS, WorkloadsOption
 from qdqtune.commands.inputs import MetricOptions, built_for, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, plain
@@ -51,7 +52,7 @@ from qdqtune.numerics.scores import (
     samples_to_tell,
     scores_of,
 )
-from qdqtune.options import COUNT, VALUES, Options, ValuesByInput, number
+from qdqtune.options import COUNT, SWITCH, VALUES, Options, ValuesByInput, number
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
@@ -157,7 +158,12 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
         "Model",
         flags="--fix-input",
     )
-    timing_runs: int = COUNT("Rounds per pair of builds.", "Search", default=DEFAULT_ROUNDS, least=12)
+    all_samples: bool = SWITCH(
+        "Compare outputs on all samples: for samples that calibrated none of the files, as a test set of their own. "
+        "Without it, on those that tune holds out of calibration, if there are enough.",
+        "Data",
+    )
+    timing_runs: int = COUNT("Rounds per pair of builds, 12 or more.", "Search", default=DEFAULT_ROUNDS, least=12)
     warmup_runs: int = WARMUP
 
     @property
@@ -235,7 +241,9 @@ class Comparison(Shown):
         columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB", "agreement", title)
         judged = self.judged if any(row.accuracy is not None for row in self.rows) else 0
         caption = [f"first: {self.first}"]
-        caption += [f"output SQNR over {samples(judged, self.is_held_out)}"] if judged else []
+        if judged:
+            how = ", as in tune; `all_samples` takes all" if self.is_held_out else ""
+            caption.append(f"output SQNR over {samples(judged, self.is_held_out)}{how}")
         worst = {row.file: slice_cell(row.accuracy) for row in self.rows}
         caption += [f"worst slice of {file}: {text}" for file, text in worst.items() if text]
         caption += [] if self.scores is None else [self.scores.told]
@@ -303,7 +311,9 @@ def compare(
             told = f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)})"
             raise BadOption(f"{told}: `fix_inputs` names those that were made constant")
     asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
-    prepared = prepared_for(models[0], spec, options, execution, files, fixed=options.fix_inputs, shapes=shapes)
+    fixed_names, most = options.fix_inputs, 0 if options.all_samples else MOST_JUDGED
+    prepared = prepared_for(models[0], spec, options, execution, files, fixed=fixed_names, most=most, shapes=shapes)
+    judging = tuple(prepared.samples) if options.all_samples else prepared.judging
     on_outputs = options.min_sqnr, options.min_agreement
     if on_outputs != (None, None) and not prepared.has_real_samples:
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
@@ -322,7 +332,7 @@ def compare(
         rows = compare_files(
             files,
             runner,
-            [{**sample, **fixed} for sample in prepared.judging],
+            [{**sample, **fixed} for sample in judging],
             options.plan,
             has_real_samples=prepared.has_real_samples,
             mix=tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix),
@@ -348,7 +358,7 @@ def compare(
         notes.append(busy_note)
     if untimed:
         notes.append(f"{untimed}: outputs are against {files[0]} on ONNX Runtime's CPU")
-    judged = len(prepared.judging) if prepared.has_real_samples else 0
+    judged = len(judging) if prepared.has_real_samples else 0
     return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out, options)
 
 
