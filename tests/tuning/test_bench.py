@@ -1,5 +1,6 @@
 """Candidates, bench and proof against an engine whose every build and round is scripted."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -248,6 +249,19 @@ def test_candidates_race_together_and_leave_once_they_are_decided(opened: Open) 
     assert setup.runner.rounds_taken == 12, "one look at all of them"
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, faster.digest}
     assert slower.digest not in {p.stem for p in setup.candidates.folder.glob("*.onnx")}
+
+
+def test_candidates_that_are_not_built_at_the_deadline_are_left_out(opened: Open) -> None:
+    setup = opened()
+    assert setup.bench.floats
+    setup.bench.deadline = time.monotonic()
+    proposals = [Proposal("test", placement, wants_layers=True) for placement in setup.placements[:3]]
+    (trial,) = (trial for trial, _ in setup.bench.measured(1, proposals, FLOAT))
+    assert (trial.number, trial.placement, trial.layers) == (1, setup.placements[0], None)
+    assert len(setup.store.values("trial:", Trial)) == 1
+    setup.bench.deadline = None
+    proposals = [replace(proposal, wants_layers=False) for proposal in proposals]
+    assert [trial.number for trial, _ in setup.bench.measured(1, proposals, FLOAT)] == [1, 2, 3]
 
 
 def test_where_a_race_fails_each_candidate_races_alone(opened: Open) -> None:

@@ -296,6 +296,8 @@ def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_o
     assert ample.reserve(0.85) == pytest.approx(4 * ample.proof_seconds(1, 0.85) - usual)
     assert ample.reserve(0.5) == pytest.approx(ample.proof_seconds(1, 0.5) - usual)
     assert ample.reserve(0.5) < 0
+    assert ample.reserve(0.5, stale=3) == ample.reserve(0.5)
+    assert ample.reserve(0.5, stale=4) == pytest.approx(2 * ample.proof_seconds(1, 0.5) - usual), "a further block"
     assert budget(None, 0.5).reserve(0.8) == 0
     assert ample.reserve(1.0) == pytest.approx(replace(ample, copies=1).proof_seconds(1) - usual)  # nothing to prove
     assert budget(3600, 0.001, has_other_float=True).reserve(1.0) == 0, "a rewritten float model is proven alone"
@@ -344,7 +346,7 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
     assert {1.0: 10, 0.8: 5, 0.4: 9}[ratio] <= len(history) <= 16
     assert shortfall is not None
     assert not any(was_brief)
-    assert bench.deadline == limit.deadline - limit.reserve(ratio)
+    assert bench.deadline == limit.deadline - limit.reserve(ratio, stale=len(history) - 1)
     proof = limit.in_haste.proof_seconds(1) if ratio == 1 else limit.proof_seconds(1, ratio)
     assert clock.now < limit.ends - proof + 2.0
 

@@ -154,17 +154,19 @@ class TrialWorker:
 
     def trials(self, untimed: Sequence[Trial], batch: Batch) -> list[Trial]:
         """Measure candidates that are compared with the same placement, all in the same rounds. `untimed` are their
-        trials without results.
+        trials without results; the last ones are left out if the deadline comes before they are built.
 
         Raises:
             EngineFailure: the engine refuses the other placement, which it has built before.
         """
         trials = dict[int, Trial]()
         entrants = list[Entrant]()
-        by_rule = self._conditions.by_rule
+        by_rule, begun = self._conditions.by_rule, time.monotonic()
         if by_rule is None:
             self._opponent(untimed[0].against)
-        for trial in untimed:
+        for count, trial in enumerate(untimed):
+            if count and batch.is_late((time.monotonic() - begun) / count * 2):  # its build, and rounds of all of them
+                break
             try:
                 build = self.load(trial.placement, f"trial_{trial.number:03}")
                 if by_rule is not None:
@@ -182,7 +184,7 @@ class TrialWorker:
             is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
             if is_slower or not self._conditions.limits.is_exact_enough(trial.accuracy):  # it cannot be accepted
                 self.drop(trial.placement)
-        return [trials[trial.number] for trial in untimed]
+        return [trials[trial.number] for trial in untimed if trial.number in trials]
 
     def _outputs(self, build: Handle) -> list[dict[str, Array]]:
         outputs = self.runner.outputs(build, self._conditions.samples)
@@ -224,7 +226,7 @@ class TrialWorker:
     def _trial(self, entrant: Entrant, result: Measurement, batch: Batch) -> Trial:
         outputs = self._outputs(entrant.build) if entrant.outputs is None else entrant.outputs
         layers: tuple[Layer, ...] | None = None
-        if entrant.trial.proposal.wants_layers and not batch.is_brief:
+        if entrant.trial.proposal.wants_layers and not (batch.is_brief or batch.is_late()):
             try:
                 layers = self.runner.layers(entrant.build, profiled_runs(float(np.median(result.b))))
             except EngineRefused as refused:
@@ -322,7 +324,7 @@ class Bench:
     ) -> Generator[tuple[Trial, bool]]:
         """Race candidates against another placement, on all devices side by side, as many in a race as fit into memory
         beside each other. Gives the trials in the order of the proposals, numbered from `number`, each with whether its
-        result was in the store.
+        result was in the store; the last ones are left out if the deadline comes before they are built.
         `is_brief`: there is time for a few rounds only.
 
         Results are stored at once. Closing the iterator ends the measurements that are running.
@@ -341,7 +343,9 @@ class Bench:
             fresh = iter(list(results)) if is_gathered else results
             for place in range(number, number + len(proposals)):
                 while place not in done:
-                    trial = next(fresh)
+                    trial = next(fresh, None)
+                    if trial is None:
+                        return
                     done[trial.number] = trial
                 yield done.pop(place), place in recalled
 

@@ -287,7 +287,8 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
         if measured_count:
             pace = (time.monotonic() - begun) / measured_count
         history = known
-        reserve = budget.reserve(ratios_to_float(history, plan)[best_of(history)])
+        stale = next((n for n, trial in enumerate(reversed(history)) if trial.accepted), 0)
+        reserve = budget.reserve(ratios_to_float(history, plan)[best_of(history)], stale)
         if budget.deadline is not None:
             run.bench.deadline = budget.deadline - reserve
         run.bench.keep_only(best_of(history))

@@ -78,6 +78,10 @@ FURTHER_SHARE = 0.25
 """The share of a time budget that is kept for further blocks of builds in the proof, where the best candidate may need
 them. Chosen, not measured."""
 
+STALE = 4
+"""After so many candidates in a row that are no better than the best, a further block of its proof is worth more than
+further candidates. Chosen, not measured."""
+
 HOPED_RATIO = 0.8
 """The share of float's time that a finalist is expected to take before one is known. Chosen, not measured."""
 
@@ -170,9 +174,11 @@ class Budget:
         looks = block_looks(self.copies)
         return next((n for n in looks if ratio < clear_ratio(n * self.copies, len(looks), Plan.error)), looks[-1])
 
-    def reserve(self, ratio: float) -> float:
+    def reserve(self, ratio: float, stale: int = 0) -> float:
         """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
-        share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds. Below 0 for a large
+        share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds; and so may a large one
+        where builds differ much, for which time is left once `stale` candidates in a row, `STALE` or more, were no
+        better. Below 0 for a large
         gain, and without one: what is found late is proven in haste. Never below 0 for a front, whose other points may
         gain less, nor without a candidate where a rewritten float model may ship, which is proven like one."""
         if self.ends is None:
@@ -180,8 +186,10 @@ class Budget:
         if ratio >= 1:
             is_alone = self.points == self.opponents == 1
             return min(0.0, self.in_haste.proof_seconds(1) - self.proof_seconds(1)) if is_alone else 0.0
-        each, needed = self.proof_seconds(self.points, ratio), self.blocks(ratio)
-        able = [n for n in block_looks(self.copies) if n <= needed and (n == 1 or (n - 1) * each <= self.further)]
+        each, needed, looks = self.proof_seconds(self.points, ratio), self.blocks(ratio), block_looks(self.copies)
+        if stale >= STALE:
+            needed = next((n for n in looks if n > needed), needed)
+        able = [n for n in looks if n <= needed and (n == 1 or (n - 1) * each <= self.further)]
         longer = max(able) * each - self.proof_seconds(self.points)
         return longer if self.points == 1 else max(0.0, longer)
 
@@ -490,7 +498,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             views_of(subject.mix, settings.thread_counts),
             observer,
             store,
-            budget.lacks,
+            lambda seconds: budget.lacks(seconds - budget.grace),
             settings.precision_seconds,
             budget.copies,
         )
