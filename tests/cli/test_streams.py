@@ -20,6 +20,8 @@ from rich.text import Text
 
 from conftest import Call
 from qdqtune.cli import output, progress, streams
+from qdqtune.cli.output import show
+from qdqtune.commands.shown import Table
 from qdqtune.errors import Failure
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.observer import State
@@ -265,3 +267,12 @@ def test_steps_of_a_long_stage_are_told_now_and_then(monkeypatch, capsys):
         "calibrating: 10 of 80, about 1 min 10 s left",
         "calibrating: 20 of 80, about 1 min 0 s left",
     ]
+
+
+def test_long_cells_are_broken_between_words_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/".join(["folder"] * 12)
+    show(Table(("nodes", "file"), [(", ".join(f"/layer{n}/Conv" for n in range(30)), f"{path}, 4 threads")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) < 60 + len(path) + 30
+    assert f" {path}, 4 threads" in lines[3]
+    assert [word.rstrip(",") for line in lines[3:] for word in line.split() if "Conv" in word][-1] == "/layer29/Conv"

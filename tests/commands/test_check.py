@@ -26,6 +26,7 @@ from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import EngineFailure
+from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.system.checks import HEAD, LIST
@@ -84,6 +85,18 @@ def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoil
     assert (found["passes"], found["measured"]) == (False, False)
     assert found["time_ms"] == pytest.approx(sum(f["time_ms"] for f in found["findings"]))
     assert found["findings"][0].items() >= {"kind": "standalone pair", "cause": "conv", "fails": True}.items()
+
+
+def test_samples_may_hold_an_input_that_was_made_constant(call: Call, tmp_path: Path) -> None:
+    net = build(
+        "n (float[2,8] x, float[1] s) => (float[2,8] y) { a = MatMul(x, w) y = Mul(a, s) }", {"w": normal(8, 8)}
+    )
+    whole, fixed = write(net, tmp_path), tmp_path / "fixed.onnx"
+    save(load(whole, fix_inputs={"s": 3}), fixed)
+    data = ("--layers", "--engine", "fake", "--calibration-data", whole.with_suffix(".npz"))
+    for file in (whole, fixed):
+        assert call("check", file, *data, "--fix-input", "s=3")[0] == 0
+    assert "has an array 's' that is no input" in errors(call("check", fixed, *data))[1]
 
 
 def test_a_float_model_has_no_pairs_and_runs_nothing(call, float_file, workers):

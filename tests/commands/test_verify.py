@@ -124,10 +124,10 @@ def test_what_cannot_be_told_has_a_code_of_its_own(call: Call, target: Path, wor
     code, out, _ = call("verify", target, "--engine-option", "noise=2.0", "--timing-runs", 12)
     assert code == 3
     assert out.splitlines()[-1].startswith("cannot tell: ")
-    (target / "baseline.onnx").unlink()
+    shutil.copy(target / "optimized_final.onnx", target / "baseline.onnx")
     code, out, _ = call("verify", target)
     assert code == 3
-    assert "baseline.onnx is not there, or is not the file of the proof: copy it" in out
+    assert "baseline.onnx is not the file of the proof: copy it" in out
 
 
 def test_another_file_is_not_what_was_proven(call: Call, target: Path, workers: Workers) -> None:
@@ -135,10 +135,15 @@ def test_another_file_is_not_what_was_proven(call: Call, target: Path, workers: 
     code, out, _ = call("verify", target)
     assert (code, workers.started) == (4, 0)
     assert "optimized_final.onnx is not the file that was proven" in out
-    (target / "optimized_final.onnx").unlink()
-    code, out, _ = call("verify", target)
-    assert (code, workers.started) == (3, 0)
-    assert "optimized_final.onnx is not there: copy it" in out
+
+
+def test_a_file_that_is_missing_is_named(call: Call, target: Path, workers: Workers) -> None:
+    final, baseline = target / "optimized_final.onnx", target / "baseline.onnx"
+    baseline.unlink()
+    assert errors(call("verify", target)) == (2, f"{baseline} is missing: copy it from the folder of the run")
+    final.unlink()
+    assert errors(call("verify", target)) == (2, f"{final} is missing: copy it from the folder of the run")
+    assert workers.started == 0
 
 
 def test_float_that_ships_holds_without_a_measurement(call: Call, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import single_model
+from qdqtune.tuning.summary import read_summary
 
 SKILL = Path(__file__).parent.parent / "skill" / "SKILL.md"
 """How an agent uses qdqtune, in the form that agents read."""
@@ -308,6 +309,7 @@ def report_command(options: ReportOptions) -> None:
     else:
         from qdqtune.explanation.page import write_report  # slow to import: other commands do without it
 
+        read_summary(options.directory)  # refuses what is no folder of a run in better words than the checks below
         is_page, is_listed = written_as("page"), in_list(options.directory)
         report = Output(options.directory / REPORT, "the report", lambda file: is_page(file) or is_listed(file))
         check_outputs([report], {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,9 @@ SHORT = 7
 WIDE = 10_000
 """Columns where there is no terminal, so that no table is cut."""
 
+LONG_CELL = 60
+"""There cells of several words are broken into lines of about so many characters."""
+
 
 def present(done: Shown, *, as_machine: bool) -> int:
     """Print the result of a command, as JSON or for people. Gives the exit code."""
@@ -100,8 +104,8 @@ def print_parts(parts: Iterable[str | Table]) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table on standard output, without empty columns. Where that is no terminal, every cell is whole and on
-    one line. On a narrow terminal the widest columns are folded: nothing is cut, and short words stay whole."""
+    """Print a table on standard output, without empty columns. Where that is no terminal, long cells are broken between
+    words. On a narrow terminal the widest columns are folded: nothing is cut, and short words stay whole."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -115,14 +119,21 @@ def show(table: Table) -> None:
         numbers = sum(cell[0] in "0123456789+-" for cell in cells)
         justify: JustifyMethod = "right" if 2 * numbers > len(cells) else "left"
         drawn.add_column(Text(column), justify=justify, overflow="fold", min_width=least or None)
-    for row in table.rows:  # names may hold anything
-        drawn.add_row(*(Text(escaped(cell)) for cell in row))
     here = console()
     if not here.is_terminal:
         here = console(width=WIDE)
+    for row in table.rows:
+        told = [escaped(cell) for cell in row]  # names may hold anything
+        drawn.add_row(*(Text(cell if here.is_terminal else _broken(cell)) for cell in told))
     here.print(drawn)
     if table.caption:  # in the table it would be broken to the width of that
         here.print(with_flags(table.caption))
+
+
+def _broken(cell: str) -> str:
+    """The text in lines of `LONG_CELL`; with a long word, as a path, a short one stays beside it."""
+    width = max(LONG_CELL, max(map(len, cell.split()), default=0) + LONG_CELL // 4)
+    return textwrap.fill(cell, width, break_long_words=False, break_on_hyphens=False)
 
 
 def print_lines(lines: Iterable[str]) -> None:

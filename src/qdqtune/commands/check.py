@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
+from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.options import DataOptions
-from qdqtune.commands.inputs import ModelOption, execution_of, prepared_for
+from qdqtune.commands.inputs import FIXED, ModelOption, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.engines.facts import SYMMETRIC, facts_of
 from qdqtune.engines.fallback import Fallback, fallback
@@ -33,7 +34,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.options import COUNT, FILE, WORDS, MaybeFile, Names
+from qdqtune.options import COUNT, FILE, WORDS, MaybeFile, Names, ValuesByInput
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
 from qdqtune.placement.stripping import strip_pairs
@@ -50,6 +51,7 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
     graph_json: MaybeFile = FILE("Read what trtexec --exportLayerInfo wrote of MODEL, and run nothing.", "Engine")
     profile_json: MaybeFile = FILE("The times to it: what trtexec --exportProfile wrote.", "Engine")
     on: str | None = ON
+    fix_inputs: ValuesByInput = FIXED
 
     def __post_init__(self) -> None:
         if self.profile_json is not None and self.graph_json is None:
@@ -125,7 +127,10 @@ def _profile(options: LayersOptions, graph: Model) -> Layers:
         reported = read_report(options.graph_json, options.profile_json, read(path))
         return Layers("tensorrt", reported, numbers=numeric_format("tensorrt", quant_type))
     spec, execution = options.spec(options.input_shapes), execution_of(options)
-    (sample,) = prepared_for(graph, spec, options, execution, [path], most=0).samples.first(1)
+    fixed = fixed_inputs(path, options.fix_inputs)
+    open_inputs = load(path, fix_inputs={name: options.fix_inputs[name] for name in fixed}) if fixed else graph
+    prepared = prepared_for(open_inputs, spec, options, execution, [path], fixed=options.fix_inputs, most=0)
+    sample = {**prepared.samples.first(1)[0], **fixed}
     spec = built_for_sample(spec, graph, sample)
     there, machine = on_device(options.on, execution)
     with temporary_runner(spec, there) as runner:

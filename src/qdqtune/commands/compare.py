@@ -18,7 +18,7 @@ from qdqtune.calibration.observe import Outputs
 from qdqtune.calibration.options import DataOptions
 from qdqtune.calibration.prepare import MOST_JUDGED
 from qdqtune.calibration.workloads import WORKLOADS, WorkloadsOption
-from qdqtune.commands.inputs import MetricOptions, built_for, execution_of, prepared_for
+from qdqtune.commands.inputs import FIXED, MetricOptions, built_for, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, plain
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usual_threads
@@ -52,7 +52,7 @@ from qdqtune.numerics.scores import (
     samples_to_tell,
     scores_of,
 )
-from qdqtune.options import COUNT, SWITCH, VALUES, Options, ValuesByInput, number
+from qdqtune.options import COUNT, SWITCH, Options, ValuesByInput, number
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
@@ -153,11 +153,7 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     """How files are compared, and what they have to hold."""
 
     workloads: WorkloadsOption = WORKLOADS
-    fix_inputs: ValuesByInput = VALUES(
-        "An input that tune made constant: files that still have it get this value. Repeatable.",
-        "Model",
-        flags="--fix-input",
-    )
+    fix_inputs: ValuesByInput = FIXED
     all_samples: bool = SWITCH(
         "Compare outputs on all samples: for samples that calibrated none of the files, as a test set of their own. "
         "Without it, on those that tune holds out of calibration, if there are enough.",

@@ -35,7 +35,7 @@ from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
 from qdqtune.numerics.metrics import LabelOptions, Predict
-from qdqtune.options import REQUIRED, SOURCE, File, Option, Options, options_of
+from qdqtune.options import REQUIRED, SOURCE, VALUES, File, Option, Options, options_of
 from qdqtune.system.checks import Output, check_outputs
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.finished import data_beside
@@ -110,6 +110,14 @@ class ModelOption(Options, kw_only=False):
     """The model of a command: a path, in a program any `ModelLike` until `on_disk` has written it."""
 
     model: File = MODEL("The ONNX file, or a folder that holds one.", default=REQUIRED, metavar="MODEL")
+
+
+FIXED = VALUES(
+    "An input that tune made constant: files that still have it get this value. Repeatable.",
+    "Model",
+    flags="--fix-input",
+)
+"""Of commands that read files which tune may have written."""
 
 
 def execution_of(options: Options, begun: float | None = None) -> Execution:

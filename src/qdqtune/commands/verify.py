@@ -15,7 +15,7 @@ from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import ON, THREADS, TIME_LIMIT_OPTION, Threads, on_device
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.errors import ConstraintUnmet
+from qdqtune.errors import BadOption, ConstraintUnmet
 from qdqtune.graph.loading import files_of
 from qdqtune.options import OF_RUN, REQUIRED, VALUES, Duration, File, Option, options_of
 from qdqtune.system.checks import content_digest
@@ -90,11 +90,12 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         EngineFailure: it cannot run the float model.
     """
     folder, settings, execution = options.folder, read_settings(options.folder), execution_of(options)
+    for name in (settings.model, *[settings.baseline] * (settings.shipped == "tuned")):
+        if not (folder / name).exists():
+            raise BadOption(f"{folder / name} is missing: copy it from the folder of the run")
     changed = changed_files(folder, settings)
     if settings.model in changed:
-        if not (final := folder / settings.model).exists():
-            return Verified(folder, "cannot tell", f"{final} is not there: copy it from the folder of the run", {})
-        return Verified(folder, "does not hold", f"{final} is not the file that was proven", {})
+        return Verified(folder, "does not hold", f"{folder / settings.model} is not the file that was proven", {})
     # The number of threads is that of another machine, and no file or program that a folder names is used.
     spec, left = plain(settings.spec)
     kept = {name: value for name, value in spec.options.items() if name != "threads" or not spec.facts.is_threaded}
@@ -119,7 +120,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if settings.shipped != "tuned":
         return found("holds", f"{settings.told}; there is no speedup to check")
     if changed:
-        other = f"{folder / changed[0]} is not there, or is not the file of the proof"
+        other = f"{folder / changed[0]} is not the file of the proof"
         return found("cannot tell", f"{other}: copy it from the folder of the run, to compare with")
     cores = usable_cores() if machine is None else machine.cores
     counts: tuple[int | None, ...] = (None,)

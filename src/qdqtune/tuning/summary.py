@@ -208,7 +208,8 @@ def read_summary(folder: Path) -> Summary:
     summary = read_json(folder / SUMMARY, Summary)
     if summary is None:
         if not folder.is_dir():
-            raise BadOption(f"there is no folder {folder}: name the output folder of a finished qdqtune tune")
+            state = "is no folder" if folder.exists() else "does not exist"
+            raise BadOption(f"{folder} {state}: name the output folder of a finished qdqtune tune")
         raise BadOption(f"{folder} holds no finished run: let qdqtune tune write to it, and come to its end")
     return summary
 
