@@ -20,8 +20,7 @@ from rich.text import Text
 
 from conftest import Call
 from qdqtune.cli import output, progress, streams
-from qdqtune.cli.output import show
-from qdqtune.commands.shown import Table
+from qdqtune.commands import shown
 from qdqtune.errors import Failure
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.observer import State
@@ -271,7 +270,9 @@ def test_steps_of_a_long_stage_are_told_now_and_then(monkeypatch, capsys):
 
 def test_long_cells_are_broken_between_words_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/".join(["folder"] * 12)
-    show(Table(("nodes", "file"), [(", ".join(f"/layer{n}/Conv" for n in range(30)), f"{path}, 4 threads")]))
+    output.show(
+        shown.Table(("nodes", "file"), [(", ".join(f"/layer{n}/Conv" for n in range(30)), f"{path}, 4 threads")])
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) < 60 + len(path) + 30
     assert f" {path}, 4 threads" in lines[3]
