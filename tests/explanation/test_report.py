@@ -266,7 +266,7 @@ def test_a_run_says_what_became_of_it_and_why_a_node_runs_as_it_does(
         assert words in rows[node].detail
     if name == "no times":
         assert all(row.ms is None and row.source != "estimated" for row in explained.rows)
-        assert "no layer times" in explained.table().caption
+        assert "measured no layers" in explained.table().caption
         assert tally(explained.rows)[0].ms is None
     if name == "not exact enough":  # what is built first waits for no noise of single tensors
         kinds = [row["kind"] for row in lines(folder / "autotuner_state.yaml")]
