@@ -56,6 +56,7 @@ def test_figures_are_numbers_with_small_print_and_names_are_text(finished: Path)
     summary |= {"ratio_to_given": 0.25, "output_accuracy": judged, "output_sqnr_db": 24.1}
     (finished / "summary.json").write_text(json.dumps(summary))
     report = report_of_run(finished)
+    assert "search" in report.notes[0], "why it ended"
     told = {fact.name: (fact.value, fact.hint) for fact in report.facts}
     assert told["p90, p99 of single inferences"][0].endswith(" ms")
     assert told["latency, 4 threads"] == ("1.000 ms", "float: 2.000 ms")

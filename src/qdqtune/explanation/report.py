@@ -139,7 +139,7 @@ def report_of_run(folder: Path) -> Report:
         title=title(Path(run.summary["model"])),
         verdict=verdict(run.summary),
         facts=tuple(_facts(run, summary)),
-        notes=(*(note for note in run.log.notes if note != run.log.ended), *remarks(summary)),
+        notes=tuple(dict.fromkeys(filter(None, (run.log.ended, *run.log.notes, *remarks(summary))))),
         bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
@@ -220,8 +220,6 @@ def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
     if left is not None:
         yield Fact("nodes that run elsewhere", f"{len(left.left)} of {left.nodes}")
     yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
-    if run.log.ended:
-        yield Fact("end of the search", run.log.ended)
 
 
 def _points(run: FinishedRun) -> Iterator[Point]:

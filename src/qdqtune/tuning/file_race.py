@@ -36,6 +36,9 @@ SINGLES, FEWEST_SINGLES, SINGLES_SECONDS = 200, 100, 20.0
 """Single inferences of each file whose percentiles are told, the fewest for which they are, and the most seconds that
 those of all files may take. Chosen, not measured."""
 
+BELOW = 0.999
+"""A p90 below this share of the median contradicts it. The rest is rounding."""
+
 MOST_TRIES = 3
 """How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
 
@@ -54,6 +57,11 @@ class Tail:
         weights = np.cumsum(np.broadcast_to(shares, seconds.shape).ravel()[order])
         places = np.searchsorted(weights, [0.9 * weights[-1], 0.99 * weights[-1]])
         return cls(*(1e3 * seconds.ravel()[order[places]]).tolist())
+
+    def fits(self, median_ms: float) -> bool:
+        """Whether single inferences and the rounds with this median met the same machine: it may have been busier in
+        the rounds, which came before."""
+        return self.p90 >= BELOW * median_ms
 
     @property
     def in_words(self) -> str:

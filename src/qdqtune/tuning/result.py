@@ -94,8 +94,9 @@ def conclude(
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [settings.engine.facts.unwatched]))
-    if tails := _tails(proof, run):
-        summary["percentiles_ms"] = tails
+    tails = _tails(proof, run)
+    if tails and (len(subject.mix) > 1 or all(tail.fits(summary[f"{file}_ms"]) for file, tail in tails.items())):
+        summary["percentiles_ms"] = {file: asdict(tail) for file, tail in tails.items()}
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
     if settings.engine.facts.is_provider:
@@ -253,7 +254,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     return summary | run.limits.summary(history, settings.plan, metric, is_tuned=is_tuned)
 
 
-def _tails(proof: Proof, run: Run) -> dict[str, Any]:
+def _tails(proof: Proof, run: Run) -> dict[str, Tail]:
     """The percentiles of single inferences of the float model and the tuned one, measured once; empty where another
     file ships, at several numbers of threads, and where they were not measured."""
     settings, floats, caveat = run.settings, run.bench.floats, Caveat()
@@ -273,7 +274,7 @@ def _tails(proof: Proof, run: Run) -> dict[str, Any]:
 
     key = f"tails:{proof.placement.digest}"
     tails = run.store.memo(key, tuple[tuple[Tail, ...], ...], measured, caveat)
-    return {name: asdict(tail) for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
+    return {name: tail for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
