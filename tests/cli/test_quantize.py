@@ -52,7 +52,7 @@ def test_the_report_shows_rules_and_the_ten_worst_tensors_and_ends_with_options_
     code, out, _ = call(*given)
     assert code == 0
     assert all(rule.name in out for rule in rules_of("openvino", "int8"))
-    table = out.split("why")[1].split("output SQNR")[0]
+    table = out.split("why")[1].split("measured on")[0]
     assert len([line for line in table.splitlines() if " dB" in line]) == 10
     (line,) = (line for line in out.splitlines() if line.startswith("to keep in float"))
     options = shlex.split(line.partition(": ")[2])

@@ -20,9 +20,12 @@ from qdqtune.commands.debug import (
     SENSITIVE,
     UNBOUNDED_NOISE,
     Damage,
+    Damages,
     DebugOptions,
+    damages,
     debug,
     errors_by_sample,
+    level,
     noise,
     switched_pairs,
     to_exclude,
@@ -447,6 +450,17 @@ def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:
         (10.2, 2, ("n1", "n2")),
         (10.2, 1, ()),
         (1.0, 4, ()),
-        (None, 4, ()),
+        (None, 4, ("n1", "n2", "n3")),
     ):
-        assert to_exclude(found, sqnr_db, lambda nodes, most=most: len(nodes) <= most) == expected  # type: ignore[misc]
+        report = Damages(tuple(found), 0.0 if sqnr_db is None else noise_of(sqnr_db), 3)
+        assert to_exclude(report, lambda nodes, most=most: len(nodes) <= most) == expected  # type: ignore[misc]
+
+
+def test_a_report_tells_on_which_samples_its_levels_hold_and_what_all_pairs_leave_there(conv: Files) -> None:
+    plain, quantized = load(conv.float), load(conv.quantized)
+    found = damages(plain, quantized, feeds(plain, 60))
+    assert found.samples < 60
+    assert found.in_words() == (
+        f"measured on the {found.samples} samples with the largest errors, "
+        f"where all pairs together give {level(found.together)}"
+    )

@@ -50,7 +50,7 @@ WORST = 10
 """Most tensors that a report lists, and that are suspected of a fault."""
 
 TENTH_DB = 10.0
-"""A tensor makes a tenth of the error or more if its SQNR is at most `TENTH_DB` above that of the whole model."""
+"""A tensor makes a tenth of the error or more if its SQNR is at most `TENTH_DB` above that of all pairs together."""
 
 LOUDEST = 999.0
 """The largest noise of finite outputs."""
@@ -219,10 +219,28 @@ def switched_pairs(
         yield SwitchedPairs(pairs, samples, run)
 
 
+@dataclass(frozen=True)
+class Damages:
+    """The `WORST` tensors of a quantized model, the largest damage first, and the noise that all pairs make `together`,
+    on so many `samples`: those with most of the error. Biases are not in it."""
+
+    worst: tuple[Damage, ...]
+    together: float
+    samples: int
+
+    def in_words(self) -> str:
+        where = counted(self.samples, "sample")
+        return f"measured on the {where} with the largest errors, where all pairs together give {level(self.together)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """On how many samples, and the SQNR of all pairs together there."""
+        return {"samples": self.samples, "output_sqnr_db": sqnr_of(self.together)}
+
+
 def damages(
     float_model: Model, quantized: Model, samples: Sequence[Sample], execution: Execution = EXECUTION
-) -> list[Damage]:
-    """The `WORST` tensors of a quantized model, the largest damage first; biases apart.
+) -> Damages:
+    """What the pairs of single tensors do to the outputs.
 
     Raises:
         EngineFailure: ONNX Runtime cannot run the float model with switches.
@@ -230,9 +248,10 @@ def damages(
     float_model = with_opset(float_model, quantized.opset)
     pairs = [pair for pair in file_pairs(float_model, quantized)[0] if pair.kind != "bias"]
     with switched_pairs(float_model, quantized, pairs, samples, execution) as switched:
-        switched.narrow(switched.outputs(switched.tensors))
+        together = switched.narrow(switched.outputs(switched.tensors))
         worst = dict(list(switched.ranking().items())[:WORST])
-        return described(float_model, pairs, worst, switched.samples, execution)
+        rows = described(float_model, pairs, worst, switched.samples, execution)
+        return Damages(tuple(rows), together, len(switched.samples))
 
 
 def described(
@@ -263,16 +282,14 @@ def described(
     return damaged
 
 
-def to_exclude(
-    found: Sequence[Damage], output_db: float | None, leaves_some: Callable[[tuple[str, ...]], bool]
-) -> tuple[str, ...]:
-    """The nodes of the tensors that make a tenth or more of the error of a model with `output_db`, the worst first.
+def to_exclude(found: Damages, leaves_some: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+    """The nodes of the tensors that make a tenth or more of the error of all together, the worst first.
 
     `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as something does.
     """
     chosen: tuple[str, ...] = ()
-    for damage in found:
-        if output_db is None or damage.output_db is None or damage.output_db > output_db + TENTH_DB:
+    for damage in found.worst:
+        if not damage.noise or damage.noise < found.together * noise_of(TENTH_DB):
             continue
         more = tuple(dict.fromkeys((*chosen, *damage.nodes)))
         if not leaves_some(more):

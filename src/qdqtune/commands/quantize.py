@@ -22,7 +22,7 @@ from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, Ran
 from qdqtune.calibration.prepare import LEAST_JUDGED, Data, Prepared, hidden_work, prepare
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Calibration, Ranges
-from qdqtune.commands.debug import Damage, damages, exclusion, to_exclude
+from qdqtune.commands.debug import Damages, damages, exclusion, to_exclude
 from qdqtune.commands.inputs import MetricOptions, ModelOption, execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import EngineSpec
@@ -306,7 +306,7 @@ class Quantized(Shown):
     judged: int = 0
     is_held_out: bool = False
     measured: tuple[Score, Score] | None = None
-    damages: tuple[Damage, ...] = ()
+    damages: Damages | None = None
     loudest: tuple[str, ...] = ()
     """Nodes that the report proposes to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
@@ -343,8 +343,10 @@ class Quantized(Shown):
     def parts(self) -> Iterator[str | Table]:
         if self.options.report:
             yield self.table()
-            rows = [(d.tensor, ", ".join(d.nodes), decibels(d.output_db), d.reason) for d in self.damages]
-            yield Table(("rounded alone", "read by", "output SQNR", "why"), rows)
+        if self.damages is not None:
+            worst = self.damages.worst
+            rows = [(each.tensor, ", ".join(each.nodes), decibels(each.output_db), each.reason) for each in worst]
+            yield Table(("rounded alone", "read by", "output SQNR", "why"), rows, self.damages.in_words())
         if self.options.weight_only is None:
             numbers = f"{self.options.quant_type.upper()} as {self.options.engine} wants it"
             yield f"{self.output}: {placed(self.placed.placement)} ({numbers})"
@@ -365,8 +367,9 @@ class Quantized(Shown):
             if self.is_finite:
                 yield self.scores.told
         if self.loudest:
-            yield f"to keep in float what makes a tenth of the error or more: {exclusion(self.loudest)}"
-        elif self.damages and self.sqnr_db is not None:
+            told = exclusion(self.loudest)
+            yield f"to keep in float what makes a tenth of the error or more, which may cost the gain: {told}"
+        elif self.damages is not None and self.sqnr_db is not None:
             yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
         if self.measured is not None:
             yield metric_in_words(*self.measured)
@@ -391,7 +394,8 @@ class Quantized(Shown):
             "held_out": self.is_held_out,
             "calibration_cut_short": list(self.hurried),
             "metric": None if self.measured is None else metric_json(*self.measured),
-            "pairs": [damage.to_dict() for damage in self.damages],
+            "pairs": [] if self.damages is None else [damage.to_dict() for damage in self.damages.worst],
+            "examined": None if self.damages is None else self.damages.to_dict(),
             "nodes_to_exclude": self.loudest,
             "notes": list(self.notes),
             **({} if self.matched is None else {"cache": self.matched.as_json()}),
@@ -464,8 +468,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         observer.stage("measuring what rounding each tensor does to the outputs")
         try:
             report = damages(ready.graph, quantized, prepared.judging, execution)
-            loudest = to_exclude(report, done.sqnr_db, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
-            done = replace(done, damages=tuple(report), loudest=loudest)
+            loudest = to_exclude(report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
+            done = replace(done, damages=report, loudest=loudest)
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
     notes = (*ready.notes, *done.notes)
