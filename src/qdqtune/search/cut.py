@@ -117,7 +117,7 @@ class CutSearch:
             return self._without_limits.propose(history)
         first = self._first_batch(history)
         if self.is_hurried and "static" in self.seeds:  # pairs as a usual quantizer places them price nearly all units
-            first = tuple(p for p in first if p.origin not in ONLY_PRICES)
+            first = tuple(p for p in first if p.origin not in ONLY_PRICES and not self._is_slow_format(p.placement))
         if untried := _untried(first, history):
             return untried
         tried = {t.placement for t in history} | {Placement()}
@@ -150,10 +150,14 @@ class CutSearch:
         come first, in case the time ends; weight formats come last where they are expected to gain less than pairs
         usually do."""
         bits = self._weight_placements(history)
-        rest = {name: p for name, p in bits.items() if expected_share(self.format_shares, p) >= USUAL_SHARE}
+        rest = {name: p for name, p in bits.items() if self._is_slow_format(p)}
         parts = partition(self.model, self.possible, self.groups)
         first = {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
         return tuple(_named(first | {FUSED_UNITS: parts.placement(everything(parts))} | rest))
+
+    def _is_slow_format(self, placement: Placement) -> bool:
+        """Whether a placement without pairs is expected to gain less than pairs usually do."""
+        return not placement.edges and expected_share(self.format_shares, placement) >= USUAL_SHARE
 
     def _weight_placements(self, history: Sequence[Trial]) -> dict[str, Placement]:
         """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the mixture
