@@ -243,6 +243,8 @@ def test_a_line_says_how_fast_and_why_not(
     speed = "" if ratio is None else f"{ratio.speedup}, "
     line = progress.line(trial, outcome, state)
     assert line.startswith(f"   3   3/11 builds  best {1 / best_ratio:.2f}x  static: {speed}{words}")
+    first = progress.line(trial, outcome, state, is_new=True)
+    assert f"  static (pairs where quantize_static of ONNX Runtime places them): {speed}{words}" in first
 
 
 @pytest.mark.parametrize(("best", "words"), [(PAIR, "cheaper by rule than the float model"), (OTHER, "not taken: not")])

@@ -144,7 +144,7 @@ def test_tune_prints_a_table_and_tells_its_progress_in_plain_lines(call, model, 
     )
     lines = err.splitlines()
     assert lines[0] == "reading model.onnx"
-    assert any(re.fullmatch(r" +1 +\d+/7 builds  best [\d.]+x  [\w ]+: .*", line) for line in lines)
+    assert any(re.fullmatch(r" +1 +\d+/7 builds  best [\d.]+x  [\w ]+ \(.*\): .*", line) for line in lines)
     assert any(line.startswith("note: no --calibration-data") for line in lines)
     assert lines[-1] == f"{tmp_path / 'out' / 'report.html'} shows how it went"
     assert "\x1b" not in out + err

@@ -330,7 +330,7 @@ def test_a_metric_or_threads_that_cannot_be_are_refused(call: Call, tuned: Path,
     assert code == 2
     assert message.startswith(f"--evaluate {tmp_path}/metric.py:nan fails on {tuned}: the metric of ")
     code, message = errors(call("compare", tuned, tuned, "--threads", 1000))
-    assert (code, message[:26]) == (2, "1000 threads: this process")
+    assert (code, message[:20]) == (2, "--threads 1000: only")
 
 
 def test_inferences_a_second_are_those_of_their_own_file() -> None:

@@ -85,7 +85,7 @@ def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], t
     compute = next(t.placement for t in tuned[1].history if t.proposal.origin == "compute")
     write_placement(folder / "placement.yaml", PlacementFile(compute, "int8", "fake", {}), "model.onnx")
     explained = explain_run(folder)
-    assert "the rule 'compute'" in explained.headline
+    assert "pairs at the inputs of convolutions and products" in explained.headline
     assert {row.state for row in explained.rows} == {"float"}  # the engine fuses no pair without one on the result
     assert by_name(explained.rows)["softmax"].reason == "no kernel for this operator"
 

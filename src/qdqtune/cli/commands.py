@@ -86,7 +86,7 @@ class CompareArguments(Terminal, CompareOptions):
         "Model files.", default=REQUIRED, convert=each(single_model), is_repeated=True, metavar="FILES..."
     )
     junit: MaybeFile = OUTPUT(
-        "Write what became of each limit as JUnit XML as well.", "Output", "limits as JUnit XML", writes=record
+        "Write the outcome of each limit as JUnit XML as well.", "Output", "limits as JUnit XML", writes=record
     )
     markdown: MaybeFile = OUTPUT(
         "Write the table and the limits as Markdown as well.", "Output", "the same as a comment", writes=record

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from qdqtune.cli.command import Terminal
 from qdqtune.cli.output import console, say_notes, with_flags
-from qdqtune.explanation.formatting import became_in_words, counted, duration
+from qdqtune.explanation.formatting import ORIGINS, became_in_words, counted, duration
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.search.costs.rule_costs import left_nodes
 from qdqtune.search.regions.patterns import Pattern
@@ -57,6 +57,7 @@ class Progress:
         self._stage, self._steps = "starting", ""
         self._started = self._begun = self._said = time.monotonic()
         self._ends: float | None = None
+        self._explained = set[str]()
         self._live: Live | None = None
         if is_moving:
             self._spinner = Spinner("dots")
@@ -101,7 +102,9 @@ class Progress:
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         self._steps = f"{state.builds} of {state.limit} builds"
         self._ends = None if state.seconds_left is None else time.monotonic() + state.seconds_left
-        self._say(line(trial, outcome, state))
+        origin = trial.proposal.origin
+        self._say(line(trial, outcome, state, is_new=origin not in self._explained))
+        self._explained.add(origin)
 
     def _left(self) -> str:
         return "" if self._ends is None else f"about {duration(max(0.0, self._ends - time.monotonic()))} left"
@@ -117,8 +120,9 @@ class Progress:
         return row
 
 
-def line(trial: Trial, outcome: str, state: State) -> str:
-    """A candidate: what was spent, the speed of the best, what it is, its speed or costs, and what becomes of it."""
+def line(trial: Trial, outcome: str, state: State, *, is_new: bool = False) -> str:
+    """A candidate: what was spent, the speed of the best, what it is, its speed or costs, and what becomes of it. What
+    it is called is explained where that `is_new`."""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
     best = f"  best {speed(state.best_ratio)}" if state.timed else ""
     proposal, figures = trial.proposal, list[str]()
@@ -132,4 +136,6 @@ def line(trial: Trial, outcome: str, state: State) -> str:
     became = became_in_words(trial, outcome, is_best=state.best == trial.placement, missed=state.missed)
     where = f" in pattern {proposal.pattern[:8]}" if proposal.pattern else ""
     source = ", from the state file" if state.replayed else ""
-    return f"{counts}{best}  {proposal.origin}{where}: {', '.join([*figures, became])}{source}"
+    meaning = ORIGINS.get(proposal.origin) if is_new else None
+    named = f"{proposal.origin} ({meaning})" if meaning else proposal.origin
+    return f"{counts}{best}  {named}{where}: {', '.join([*figures, became])}{source}"

@@ -61,6 +61,7 @@ refusals_in_words = partial(
     "ONNX Runtime",
     re.compile(
         r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?((\w+ : )?/\S+:\d+ .*?\) (?=[A-Z]))?"
+        r"(\w+ : Non-zero status code returned while running (?=\w+ node))?"
     ),
 )
 """`translated`, without the beginning of messages: it often names a temporary file and a place in ONNX Runtime's

@@ -8,7 +8,6 @@ from typing import Any
 
 from qdqtune.errors import Failure
 from qdqtune.placement.reading import count_pairs
-from qdqtune.placement.start_placements import START_PLACEMENTS
 from qdqtune.types import CostsByRule, Placement, Trial
 
 
@@ -84,12 +83,17 @@ ORIGINS: Mapping[str, str] = {
     "16 bits": "everything in 16 bits",
     "cut by rule": "the cheapest by rule at a price on noise",
     "narrowed": "the best before it with a part in fewer bits",
+    "compute": "pairs at the inputs of convolutions and products",
+    "residual": "pairs at the inputs of convolutions and products, and of skip connections",
+    "islands": "pairs at the inputs of convolutions and products, and between them where values stay integers",
+    "static": "pairs where quantize_static of ONNX Runtime places them",
+    "everything": "pairs wherever they can stand, except inside of what the engine fuses",
 }
 """Origins of candidates, in words."""
 
 
 def origin_in_words(origin: str) -> str:
-    return ORIGINS.get(origin, f"the rule {origin!r}" if origin in START_PLACEMENTS else f"the candidate {origin!r}")
+    return ORIGINS.get(origin, f"the candidate {origin!r}")
 
 
 def became_in_words(trial: Trial, came: str, *, is_best: bool, missed: str | None) -> str:

@@ -48,8 +48,8 @@ def counts_of(
         raise BadOption(f"{max(asked)} threads: {machine.where} has {machine.cores} cores for us")
     if machine is None and is_real and is_here and max(asked) > (cores := usable_cores()):
         raise BadOption(
-            f"{max(asked)} threads: this process may use {cores} core{'s' * (cores > 1)} (what the machine has, "
-            "or taskset or a container leaves): what holds at more threads has to be tried where there are as many"
+            f"`threads` {max(asked)}: only {cores} core{'s' * (cores > 1)} can be used here; give at most {cores}, or "
+            "tune where there are more"
         )
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 

@@ -107,7 +107,9 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     )
     raced = race_finished(queue, field, history, run)
     attempts, field, builds = raced.attempts, raced.field, raced.builds
-    told = [note for attempt in attempts for note in notes_of(attempt, settings.model.name, run.subject.changes)]
+    told = [
+        note for attempt in attempts for note in notes_of(attempt, history, settings.model.name, run.subject.changes)
+    ]
     notes = list(dict.fromkeys([*raced.notes, *told]))
     if given is not None and given.accuracy is not None and not pairs_hold:
         notes.append(f"{settings.model.name} does not hold the limits on accuracy: {run.limits.why_refused(given)}")

@@ -169,7 +169,7 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
             ratio = ratios_to_float(history, settings.plan).get(trial.placement)
             slower = f" ({1 / ratio:.2f}x the speed of float)" if ratio else ""
             doubts.append(
-                f"the engine ran all {left} products with pairs of the candidate {trial.proposal.origin} in float"
+                f"the engine ran all {left} products with pairs of candidate {trial.number} in float"
                 f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
             )
             break
@@ -305,7 +305,7 @@ def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:
     trial, ratio = min(seeming, key=lambda pair: pair[1].median, default=(None, None))
     if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
         return None
-    return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
+    return f"the best candidate, number {trial.number}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
 
 
 # ---------------------------------------------------------------- run.json

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
@@ -249,8 +250,11 @@ class Budget:
         if not trials:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
-            needed = f"{self.brief_and_proof:.0f} s after reading the model and calibration"
-            return f"`time_budget` had no room for a candidate: one and its proof take some {needed}; give more"
+            takes, left = self.brief_and_proof, (self.ends or 0.0) - time.monotonic()
+            more = max(1, ceil(takes - self.grace - left))
+            needed = f"{takes:.0f} s after reading the model and calibration"
+            told = f"`time_budget` had no room for a candidate: one and its proof take some {needed}"
+            return f"{told}; give {more} s more at least"
         left, spent = self.room(trials, pace, reserve), 1 + len(trials)
         if len(trials) < self.builds and not left:
             told = f"`time_budget` has ended the search after {spent} of {1 + self.builds} builds"

@@ -256,25 +256,26 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
-def notes_of(attempt: Attempt, model: str, changes: str) -> Iterator[str]:
+def notes_of(attempt: Attempt, history: Sequence[Trial], model: str, changes: str) -> Iterator[str]:
     """Why a file did not ship. `model` names the user's file, `changes` is what was done to that without pairs, see
     `Subject.changes`."""
-    edges = f"a candidate of {len(attempt.placement)} edges" if attempt.placement else f"the float model {changes}"
+    number = next((trial.number for trial in history if trial.placement == attempt.placement), None)
+    tried = f"the float model {changes}" if not attempt.placement else f"candidate {number}" if number else "the result"
     first, last = first_faster(attempt.to_float), worst_of(attempt.to_float)
     match attempt.verdict:
         case "pairs do not pay":
             speedup = first_faster(attempt.to_rewritten).ratio.speedup
-            yield f"{edges} did not prove more than its rewrites: {speedup} the speed without its pairs"
+            yield f"{tried} did not prove more than its rewrites: {speedup} the speed without its pairs"
         case "slower elsewhere":
             here = f"{first.ratio.speedup} the speed of float{at_threads(first.threads)}"
-            yield f"{edges} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last.threads)}"
+            yield f"{tried} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last.threads)}"
         case "not faster than given":
             slowest = worst_of(attempt.to_given)
-            yield f"{edges} did not prove faster than {model}: {unproven(slowest.ratio, model)}"
+            yield f"{tried} did not prove faster than {model}: {unproven(slowest.ratio, model)}"
         case "misses the limits":
-            yield f"{edges} proved faster, and was not taken: {attempt.missed}"
+            yield f"{tried} proved faster, and was not taken: {attempt.missed}"
         case "not faster":
-            yield f"{edges} did not prove faster on fresh builds: {unproven(first.ratio)}"
+            yield f"{tried} did not prove faster on fresh builds: {unproven(first.ratio)}"
 
 
 def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial], plan: Plan) -> str | None:

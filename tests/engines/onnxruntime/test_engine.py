@@ -21,7 +21,7 @@ from layer_reports import (
     random_array,
     text_model,
 )
-from models import feeds, ranges
+from models import build, feeds, normal, ranges
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines import onnxruntime as onnxruntime_layers
 from qdqtune.engines.facts import CPU_PROVIDER, ENGINES, ONNXRUNTIME_SHARED, PROVIDERS
@@ -83,6 +83,14 @@ def test_a_later_onnx_is_refused_without_source_places(tmp_path: Path, ir_versio
     (tmp_path / "new.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(EngineFailure, match=f"^ONNX Runtime: {words}"):
         open_engine(EngineSpec("onnxruntime")).build(tmp_path / "new.onnx", tmp_path / "log")
+
+
+def test_what_fails_while_it_runs_begins_with_the_node(tmp_path: Path) -> None:
+    model = build("n (int64[1] x) => (float[1,4] y) { [look] y = Gather(w, x) }", {"w": normal(8, 4)})
+    save(model, tmp_path / "m.onnx")
+    built = open_engine(EngineSpec("onnxruntime")).build(tmp_path / "m.onnx", tmp_path / "log")
+    with pytest.raises(EngineFailure, match=r"^ONNX Runtime: Gather node\. Name:'look' .*range \[-8,7\]"):
+        built.run({"x": np.array([9])})
 
 
 def test_onnxruntime_saves_a_model_that_computes_the_same(tmp_path: Path) -> None:
