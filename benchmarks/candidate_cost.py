@@ -31,9 +31,9 @@ from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load, nbytes
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.saving import ConstantFile, nbytes
+from qdqtune.graph.saving import ConstantFile
 from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, weight_role

@@ -25,7 +25,8 @@ from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import BUDGET_FACTOR, LARGE_MODEL, MemoryBudget, scarce_memory
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, Failure, OutputError
-from qdqtune.graph.saving import nbytes, save
+from qdqtune.graph.loading import nbytes
+from qdqtune.graph.saving import save
 from qdqtune.types import Measurement, NumericFormat, QType
 from refusals import refusal
 from trtexec_stand_in import stand_in

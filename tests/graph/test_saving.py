@@ -10,8 +10,9 @@ from onnx import TensorProto, parser
 
 from models import Array, build, normal, outputs
 from qdqtune.errors import OutputError
+from qdqtune.graph.loading import nbytes
 from qdqtune.graph.model import Constant, Model
-from qdqtune.graph.saving import ConstantFile, nbytes, save
+from qdqtune.graph.saving import ConstantFile, save
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
 g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, float[1] b = {2}> {

@@ -36,11 +36,11 @@ from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, fi
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.inference import with_input_shapes
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import load, nbytes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
-from qdqtune.graph.saving import CONSTANTS, ConstantFile, model_outputs, nbytes, save
+from qdqtune.graph.saving import CONSTANTS, ConstantFile, model_outputs, save
 from qdqtune.numerics.accuracy import (
     accuracy,
     closeness,

@@ -36,10 +36,10 @@ from qdqtune.engines.facts import CPU_PROVIDER, EngineFacts, facts_of_provider
 from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptions, session_settings
 from qdqtune.engines.machine import instruction_sets, processor_name, simulated
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
-from qdqtune.graph.loading import data_files
+from qdqtune.graph.loading import data_files, nbytes
 from qdqtune.graph.model import Model, Node, graphs
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ
-from qdqtune.graph.saving import ONE_FILE_LIMIT, nbytes
+from qdqtune.graph.saving import ONE_FILE_LIMIT
 from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QuantType, Tensors
 
 LOG_VERBOSE, LOG_WARNING, LOG_ERROR = 0, 2, 3

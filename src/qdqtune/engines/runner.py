@@ -28,8 +28,7 @@ from qdqtune.errors import (
     rewording,
     writing,
 )
-from qdqtune.graph.loading import load
-from qdqtune.graph.saving import nbytes
+from qdqtune.graph.loading import load, nbytes
 from qdqtune.system.writing import append, atomic_write, temporary_folder
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from copy import deepcopy
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -22,9 +23,10 @@ from onnx import ModelProto, TensorProto, inliner, numpy_helper, version_convert
 from qdqtune.errors import BadModel, check_file
 from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_external
 from qdqtune.graph.inference import INFERENCE_ERRORS, infer, with_large_inputs, without_large_inputs
-from qdqtune.graph.model import DEFAULT, Constant, Model, bodies, captured, graphs
+from qdqtune.graph.model import DEFAULT, Constant, Model, bodies, captured, graphs, size_of
 from qdqtune.graph.simplifying import UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
+from qdqtune.system.checks import Stamp, stamp
 
 TYPES = frozenset(TensorProto.DataType.values())
 
@@ -170,11 +172,25 @@ def files_of(path: Path) -> list[Path]:
 
 def data_files(path: Path) -> list[str]:
     """The files of a model's external data, as the model names them."""
+    return list(_outside(path, stamp(path))[0])
+
+
+def nbytes(model: Path) -> int:
+    """Size of a model file with its external data."""
+    return model.stat().st_size + _outside(model, stamp(model))[1]
+
+
+@lru_cache(maxsize=64)
+def _outside(path: Path, _: Stamp | None) -> tuple[tuple[str, ...], int]:
+    """The names and the bytes of what a model file has outside of it, read once for each content of the file: that
+    takes seconds where the weights are inside."""
     proto = read(path)
     tensors = chain(proto.graph.initializer, inner_tensors(proto))
     named = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    outside = (t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL)
+    size = sum(size_of(t.data_type, t.dims) for t in outside)
     # Loading the model refuses names that no file can have.
-    return sorted(name for name in named if isinstance(name, str) and "\0" not in name)
+    return tuple(sorted(name for name in named if isinstance(name, str) and "\0" not in name)), size
 
 
 def node_names(graph: onnx.GraphProto) -> list[str]:

@@ -12,8 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqtune.errors import writing
-from qdqtune.graph.loading import read
-from qdqtune.graph.model import Constant, Model, size_of
+from qdqtune.graph.model import Constant, Model
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 
@@ -33,12 +32,6 @@ def save(model: Model, path: Path) -> None:
         else:
             with ConstantFile(data_of(fresh)) as constants:
                 constants.save(model, fresh)
-
-
-def nbytes(model: Path) -> int:
-    """Size of a model file with its external data."""
-    outside = (t for t in read(model).graph.initializer if t.data_location == TensorProto.EXTERNAL)
-    return model.stat().st_size + sum(size_of(t.data_type, t.dims) for t in outside)
 
 
 def data_of(path: Path) -> Path:

@@ -15,8 +15,7 @@ import numpy as np
 from qdqtune.engines import builds_for
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineRefused, Failure
-from qdqtune.graph.loading import files_of
-from qdqtune.graph.saving import nbytes
+from qdqtune.graph.loading import files_of, nbytes
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.race import Block, Comparisons, decided_files, is_imprecise, race, taking_rounds, wants_more_builds
 from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks

@@ -19,8 +19,8 @@ from qdqtune.engines.options import on_device
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
-from qdqtune.graph.loading import files_of
-from qdqtune.graph.saving import CONSTANTS, ConstantFile, nbytes
+from qdqtune.graph.loading import files_of, nbytes
+from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.numerics.metrics import Evaluation, Labelled, Metric, load_evaluation, measure, open_metric, option_of
 from qdqtune.numerics.scores import asked_outputs, can_tell, doubt, samples_to_tell
 from qdqtune.numerics.simulation import Simulation
