@@ -192,32 +192,48 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     assert (failed.reason, failed.more_ms) == ("its build failed", None)
     assert failed.detail.endswith("failed: no memory")
     assert row((both, Failure("build", "no memory"))).reason == "not tried"
-    together = row((both, FASTER))
+    together = row((both, SLOWER))
     assert together.reason == "not tried"
-    assert "which changes 2 other tensors, was 1.25x as fast as float, and what ships 1.00x" in together.detail
+    assert "which changes 2 other tensors, was 0.83x as fast as float, and what ships 1.00x" in together.detail
     run = made_up(tmp_path, (alone, FASTER), model=chain, limits=Limits(min_sqnr=40.0))
     vars(run)["history"] = (replace(run.history[0], holds=False),)
     missed = by_name(explanations(run))["b"]
     assert (missed.reason, missed.source) == ("accuracy limit", "measured")
     assert missed.more_ms == pytest.approx(-0.8)
     assert row().detail == "no candidate has it in 8 bits"
-    unproven = row((alone, FASTER))
-    assert (unproven.reason, unproven.more_ms) == ("no gain beyond noise", None)
-    assert "was 1.25x as fast as float, and what ships 1.00x" in unproven.detail
+    for trial in ((alone, FASTER), (both, FASTER)):
+        unproven = row(trial)
+        assert (unproven.reason, unproven.more_ms) == ("not proven", None)
+        assert "the candidate with it was 1.25x as fast as float in the search, but too noisy" in unproven.detail
+    too_coarse = made_up(tmp_path, (both, FASTER), (alone, SAME), model=chain, limits=Limits(min_sqnr=40.0))
+    vars(too_coarse)["history"] = tuple(replace(trial, holds=False) for trial in too_coarse.history)
+    rows = by_name(explanations(too_coarse))
+    assert (rows["a"].reason, rows["b"].reason) == ("accuracy limit", "no gain beyond noise")
+    assert "1.25x as fast as float in the search, but the output SQNR of all samples is 30.0 dB" in rows["a"].detail
+
+
+def ran(*low: str, **times: float) -> tuple[Layer, ...]:
+    kinds = {name: "quantize" if name.endswith("Linear") else "compute" for name in times}
+    return tuple(
+        Layer(name, (name,), "INT8" if name in low else "FP32", ms, kinds[name])  # type: ignore[arg-type]
+        for name, ms in times.items()
+    )
+
+
+def test_where_no_build_with_a_unit_in_8_bits_was_as_fast_as_float_the_best_of_them_is_told(
+    chain: Model, tmp_path: Path
+) -> None:
+    run = made_up(tmp_path, (placed(chain, "a", "b"), SLOWER), model=chain, float_layers=ran(a=1.0, b=1.0, c=1.0))
+    vars(run)["history"] = (replace(run.history[0], layers=ran("a", "b", a=1.3, b=1.3, c=1.0)),)
+    row = by_name(explanations(run))["a"]
+    assert (row.reason, row.more_ms) == ("slower in 8 bits", None)
+    assert row.detail == "with 1 other node 0.83x as fast as float when tried"
 
 
 def test_a_unit_that_reads_8_bits_and_writes_floats_is_estimated_from_what_it_takes_so(
     chain: Model, tmp_path: Path
 ) -> None:
     """A Sigmoid that the float build fuses, so that it seems to take next to nothing in float."""
-
-    def ran(*low: str, **times: float) -> tuple[Layer, ...]:
-        kinds = {name: "quantize" if name.endswith("Linear") else "compute" for name in times}
-        return tuple(
-            Layer(name, (name,), "INT8" if name in low else "FP32", ms, kinds[name])  # type: ignore[arg-type]
-            for name, ms in times.items()
-        )
-
     ships, both = placed(chain, "a"), placed(chain, "a", "b")
     run = made_up(tmp_path, (both, (0.805,) * 12), (ships, (0.8,) * 12), model=chain, placement=ships)
     in_8_bits, as_shipped = ran("a", "b", a=1.0, b=1.0, q_DequantizeLinear=0.02, c=1.2), ran("a", a=1.0, b=1.0, c=1.2)

@@ -10,7 +10,9 @@ is:
 3. the prices that the layer times of all builds give (`search.costs.prices`): the difference is "estimated". Prices
    that no build shows are guessed low, so that what is slower even then is slower, but no figure is given;
 4. the limits on accuracy, where 8 bits would be faster, or the times are unknown;
-5. what became of the candidate that had it in 8 bits with the fewest other changes.
+5. a candidate that was faster than what ships, and missed a limit or did not prove itself: estimates of one unit alone
+   do not tell what many save together;
+6. what became of the candidate that had it in 8 bits with the fewest other changes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.decisions import margin
 from qdqtune.search.costs.output_noise import DOUBT
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.units import Unit, formats_in, partition, split, state, usual_groups
+from qdqtune.search.costs.units import Decision, Unit, formats_in, partition, split, state, usual_groups
 from qdqtune.search.cut import CutSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import is_wide, judge, speed, with_ratios
@@ -48,6 +50,7 @@ Reason = Literal[
     "slower in 8 bits",
     "conversions cost more than it saves",
     "no gain beyond noise",
+    "not proven",
     "accuracy limit",
     "its build failed",
     "not tried",
@@ -157,7 +160,7 @@ class _Table:
         for unit in self.parts.units:
             if unit.inputs and self._states[unit.number] == "float" and unit.number not in quantized:
                 self._twins[unit.kind] |= {unit.number}
-        self._judged = dict[str, dict[str, Any]]()
+        self._judged = dict[tuple[str, int], dict[str, Any]]()
         ratios = [each for _, each in with_ratios(run.history, run.plan)]
         widths = [log(each.high / each.low) / 2 for each in ratios if each.low is not None and each.high is not None]
         self._clear = max(CLEAR, median(widths or [0.0]))
@@ -225,17 +228,19 @@ class _Table:
         if unit.number not in self._twins[unit.kind]:
             detail = "with pairs on a part of what it reads and writes the engine still ran it in float"
             return {"reason": "no kernel for this operator", "detail": detail}
-        if unit.kind not in self._judged:
-            self._judged[unit.kind] = self._judgement(unit)
-        return self._judged[unit.kind]
+        missed = self._missed_chance(unit)
+        key = unit.kind, 0 if missed is None else missed.number
+        if key not in self._judged:
+            self._judged[key] = self._judgement(unit, missed)
+        return self._judged[key]
 
-    def _judgement(self, unit: Unit) -> dict[str, Any]:
-        """As `_in_float`, for a unit and its twins: by the facts 2 to 5 of the module's list."""
+    def _judgement(self, unit: Unit, missed: Trial | None) -> dict[str, Any]:
+        """As `_in_float`, for a unit and its twins: by the facts 2 to 6 of the module's list."""
         run, latency, twins = self.run, self.run.shipped_ms, self._twins[unit.kind]
         alike = len(twins) - 1
         trial, others = self._nearest(twins)
         measured = None if trial is None or others or trial.against != run.placement else judge(trial, run.plan)
-        change, is_shown, source, figure = None, True, "measured", dict[str, Any]()
+        change, is_shown, source, figure, detail = None, True, "measured", dict[str, Any](), ""
         if measured is not None and (measured.verdict != "undecided" or not is_wide(measured)):
             change, most = measured.median - 1 if measured.verdict != "undecided" else 0.0, NOISE
             detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
@@ -243,23 +248,29 @@ class _Table:
             share, is_guess = self._estimate(self._costs, twins)
             change, most, source = share * run.float_ms / latency, self._clear, "estimated"
             is_shown = not is_guess and abs(change) > most
-            both = f"{and_others(alike)} {'are' if alike else 'is'}"
-            detail = f"in 8 bits {both} estimated to save less than {NOISE:.0%} of the latency"
-        if change is not None and -NOISE <= change <= most:
-            return {"reason": "no gain beyond noise", "detail": detail}
+            detail = f"to save less than {NOISE:.0%} of the latency"
+            if change > NOISE:
+                detail = f"to make the model {'at least ' * is_guess}{change:.0%} slower, within the noise of this run"
+            detail = f"in 8 bits {and_others(alike)} {'are' if alike else 'is'} estimated {detail}"
         if change is not None and is_shown and latency is not None:
             figure = {"more_ms": change * latency, "alike": alike, "source": source}
+        if change is None or change < -NOISE:
+            lost = self._lost_accuracy(twins)
+            if lost:
+                return {"reason": "accuracy limit", "detail": lost, **figure}
+        if missed is not None and (source == "estimated" or change is None or change < -NOISE):
+            reason, detail = self._why_missed(missed)
+            is_gain = reason == "accuracy limit" and change is not None and change < -NOISE
+            return {"reason": reason, "detail": detail, **(figure if is_gain else {})}
+        together = self._together(unit) if source == "estimated" else ""
+        if change is not None and -NOISE <= change <= (0.0 if together else most):
+            return {"reason": "no gain beyond noise", "detail": "; ".join(filter(None, (detail, together)))}
         if change is not None and change > 0:
             price = None if self._costs is None else self._costs.prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
             reason = "conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits"
-            return {"reason": reason, "detail": "" if figure else "estimated from layer times", **figure}
-        lost = self._lost_accuracy(twins)
-        if lost:
-            return {"reason": "accuracy limit", "detail": lost, **figure}
+            return {"reason": reason, "detail": together or ("" if figure else "estimated from layer times"), **figure}
         reason, detail = self._outcome(trial, others)
-        if reason == "no gain beyond noise":  # faster in the search, which the proof did not confirm
-            figure = {}
         return {"reason": reason, "detail": detail, **figure}
 
     # ---- facts
@@ -323,6 +334,55 @@ class _Table:
                 ranked.append((not twins <= quantized, len(changed - beside) + len(twins - quantized), trial))
         _, others, nearest = min(ranked, key=lambda each: each[:2], default=(False, 0, None))
         return nearest, others
+
+    @cached_property
+    def _faster(self) -> list[tuple[Trial, Decision]]:
+        """The candidates that were faster than what ships, in the search: first those that hold the limits, which did
+        not prove themselves, then the most exact one."""
+        run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
+        if run.placement not in ratios:
+            return []
+        most = (1 - NOISE) * ratios[run.placement]
+        faster = []
+        for trial, _, _ in self._candidates:
+            measured = judge(trial, run.plan)
+            is_clear = trial.accepted or (measured is not None and measured.verdict == "faster")
+            if is_clear and trial.placement != run.placement and ratios.get(trial.placement, most) < most:
+                faster.append((trial, self.parts.decision(trial.placement)))
+        return sorted(faster, key=lambda each: (each[0].holds is False, -each[0].exactness))
+
+    def _missed_chance(self, unit: Unit) -> Trial | None:
+        """The first of `_faster` with a unit in 8 bits; beside pairs that ship, only if float is not estimated to be
+        faster for it there."""
+        for trial, decision in self._faster:
+            loses = self.run.placement and self._costs is not None and margin(self._costs, decision, unit) < 0
+            if unit.number in decision.quantized and not loses:
+                return trial
+        return None
+
+    def _why_missed(self, trial: Trial) -> tuple[Reason, str]:
+        """Why a candidate that was faster than what ships does not ship."""
+        ratios = ratios_to_float(self.run.history, self.run.plan)
+        ships = f", and what ships {speed(ratios[self.run.placement])}" if self.run.placement else ""
+        was = f"the candidate with it was {speed(ratios[trial.placement])} as fast as float in the search{ships}"
+        refused = self.run.limits.why_refused(trial)
+        if refused is not None:
+            return "accuracy limit", f"{was}, but {refused}"
+        return "not proven", f"{was}, but too noisy to prove it on fresh builds: a quieter machine would decide"
+
+    def _together(self, unit: Unit) -> str:
+        """A text if float ships, and all candidates with a unit in 8 bits were slower by more than noise, one of them
+        beyond doubt; else empty."""
+        run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
+        tried = [(trial, low) for trial, low, _ in self._candidates if unit.number in low and trial.placement in ratios]
+        verdicts = {ratio.verdict for _, ratio in with_ratios([trial for trial, _ in tried], run.plan)}
+        if run.placement or "slower" not in verdicts:
+            return ""
+        best, low = min(tried, key=lambda each: ratios[each[0].placement])
+        if ratios[best.placement] <= 1 + self._clear:
+            return ""
+        others = sum(len(self.parts.units[number].nodes) for number in low) - len(unit.nodes)
+        return f"with {counted(others, 'other node')} {speed(ratios[best.placement])} as fast as float when tried"
 
     @cached_property
     def _raised(self) -> Costs:
