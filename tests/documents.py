@@ -17,15 +17,18 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import yaml
 
 from decoders import exported
+from models import build, normal
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
+from qdqtune.graph.saving import save
 from qdqtune.tuning.settings import FRONT_LEAST
 from qdqtune.types import Tensors
 from workers import in_process
@@ -53,6 +56,19 @@ OPTIONAL = {"openvino": "openvino", "tensorrt-rtx": "tensorrt_rtx_bindings"}
 """Engines that a test may use, and the package without which it cannot."""
 EXPORTER = "torch"
 """What code of documents may import besides; without it such code is not run, since `prepare` has made its model."""
+
+
+VAD = """vad (float[N,576] input, float[2,N,128] state, int64 sr) => (float[N,1] output, float[2,N,128] stateN) {
+    wide = MatMul(input, up)
+    deep = MatMul(wide, on)
+    narrow = MatMul(deep, down)
+    hertz = Cast <to = 1> (sr)
+    speed = Div(hertz, rate)
+    sum = Mul(narrow, speed)
+    output = Sigmoid(sum)
+    stateN = Tanh(state)
+}"""
+"""A detector of voices by its inputs and outputs."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,7 @@ def prepare(folder: Path) -> None:
     """Put the example's scripts into a folder, with what documents take for granted: a model, and what was made of it.
     The script that makes the model gives it fewer channels, smaller images, and fewer samples.
 
-    `model.onnx` and `samples.npz`; `decoder.onnx`; `retrained.onnx`, the same network with other weights;
+    `model.onnx` and `samples.npz`; `decoder.onnx`; `vad.onnx`; `retrained.onnx`, the same network with other weights;
     `qdqtune_output`, a tuning run; `quantized.onnx`, the model with pairs around its convolutions and nowhere else;
     `calib.cache`, scales of all its activations.
     """
@@ -222,6 +238,8 @@ def prepare(folder: Path) -> None:
     onnx.save(proto, folder / "retrained.onnx")
     scales = [f"{name}: 3d000000" for name in ("image", *(node.output[0] for node in proto.graph.node))]
     onnx.save(exported(), folder / "decoder.onnx")
+    weights = {"up": normal(576, 1024), "on": normal(1024, 512), "down": normal(512, 1), "rate": np.float32(16000)}
+    save(build(VAD, weights), folder / "vad.onnx")
     (folder / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *scales]))
 
 

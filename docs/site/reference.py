@@ -73,7 +73,8 @@ ENGINE_OPTIONS = {
 FILES = {
     FINAL: "The model to deploy; your model in float if nothing faster was found.",
     BASELINE: "Your model in float, written the same way.",
-    f"{DEPLOY}/": "`run.py` runs the result without qdqtune by `settings.json`, which `qdqtune verify` reads.",
+    f"{DEPLOY}/": "`run.py` runs the result, which has to stay beside `deploy/`, without qdqtune, by `settings.json`, "
+    "which `qdqtune verify` reads.",
     PLACEMENT: "Every edge that carries a pair, by the names of the ONNX file.",
     REPORT: "A page with the verdict, layer times, a map of the model, and reasons.",
     RUN: "What was asked, on which machine, and what became of each candidate.",

@@ -144,7 +144,7 @@ class Summary(TypedDict):
     accuracy_samples: Count
     accuracy_held_out: bool
     calibration_cut_short: NotRequired[list[str]]
-    scores: NotRequired[list[dict[str, str | int]]]
+    scores: NotRequired[list[dict[str, str | int | None]]]
     scores_told: NotRequired[str]
     seed: int
     versions: dict[str, str]
