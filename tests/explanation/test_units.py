@@ -101,7 +101,7 @@ def test_what_computes_shapes_or_reads_no_floats_has_no_kernel(tmp_path: Path) -
     for name in {"shape", "twice", "range"} & rows.keys():
         assert rows[name].reason == "no kernel for this operator"
         assert rows[name].more_ms is None
-    assert "on its input s0: it is not known to be a float tensor" in rows["twice"].detail
+    assert "on its input 's0': it holds integers" in rows["twice"].detail
 
 
 def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
@@ -117,6 +117,7 @@ def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
     trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
     able = possible_edges(model, ranges(model))
     summary: Any = {"shipped": "tuned", "rewrites": {}, "by_threads": (), "engine": {}, "baseline_ms": 4.0}
+    summary |= {"constraint_met": None}
     run = FinishedRun(tmp_path, summary | {"final_ms": 2.5, "timed": True}, *[None] * 2)  # type: ignore[arg-type]
     vars(run).update(model=model, able=able, possible=able, placement=shipped, float_layers=floats, history=(trial,))
     vars(run).update(log=SimpleNamespace(plan=Plan()), limits=Limits(), noise=None, shipped_layers=layers)
@@ -144,7 +145,7 @@ def made_up(folder: Path, *trials: tuple[Placement, Any], model: Model, **facts:
         result = times if isinstance(times, Failure) else Measurement((1.0 + number / 1e12,) * len(times), times)
         history.append(Trial(number, Proposal("cut", placement), Placement(), result, Accuracy(30.0), holds=True))
     summary: Any = {"shipped": "baseline", "rewrites": {}, "by_threads": (), "engine": {}, "timed": True, "edges": 0}
-    summary |= {"baseline_ms": 4.0, "final_ms": 4.0}
+    summary |= {"baseline_ms": 4.0, "final_ms": 4.0, "constraint_met": None}
     run = FinishedRun(folder, summary, *[None] * 2)  # type: ignore[arg-type]
     usual = {"possible": able, "placement": Placement(), "float_layers": (), "shipped_layers": (), "noise": None}
     vars(run).update(usual | {"model": model, "able": able, "history": tuple(history), "limits": Limits()} | facts)
@@ -209,6 +210,12 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     vars(too_coarse)["history"] = tuple(replace(trial, holds=False) for trial in too_coarse.history)
     rows = by_name(explanations(too_coarse))
     assert (rows["a"].reason, rows["b"].reason) == ("accuracy limit", "no gain beyond noise")
+    may_be = row((both, FASTER[:3]))
+    assert may_be.reason == "not tried"
+    unmet = made_up(tmp_path, (both, FASTER[:3]), model=chain)
+    vars(unmet).update(history=(replace(unmet.history[0], holds=False),), limits=Limits(min_sqnr=40.0))
+    vars(unmet)["summary"] |= {"constraint_met": False}
+    assert by_name(explanations(unmet))["b"].reason == "accuracy limit"
     assert "1.25x as fast as float in the search, but the output SQNR of all samples is 30.0 dB" in rows["a"].detail
 
 
@@ -244,6 +251,27 @@ def test_a_unit_that_reads_8_bits_and_writes_floats_is_estimated_from_what_it_ta
     vars(run)["summary"] |= {"final_ms": 3.2}
     row = by_name(explanations(run))["b"]
     assert (row.state, row.reason, row.more_ms) == ("float", "no gain beyond noise", None)
+
+
+def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_told_as_rough(
+    chain: Model, tmp_path: Path
+) -> None:
+    together = (Layer("a", ("a", "b"), "FP32", 3.5, "compute"), Layer("c", ("c",), "FP32", 0.5, "compute"))
+    ships, as_shipped = placed(chain, "a"), ran("a", a=1.5, b=1.2, c=0.5)
+    run = made_up(tmp_path, (ships, (0.8,) * 12), model=chain, placement=ships, shipped_layers=as_shipped)
+    vars(run).update(float_layers=together)
+    vars(run)["summary"] |= {"final_ms": 3.2}
+    rows = by_name(explanations(run))
+    assert "in the float model it is a part of one kernel with a, and its time there a guess" in rows["b"].detail
+    assert "slower" not in rows["a"].detail
+    assert units.disturbance(run) == ""
+    vars(run).update(float_layers=ran(a=0.5, b=1.5, c=2.0))
+    vars(run).pop("float_spent")
+    assert "those beside no pair take 2 ms in float, and 0.5 ms in what ships" in units.disturbance(run)
+    slower = by_name(explanations(run))["a"].detail
+    assert "slower itself, by its layer's time: its neighbours gain more than it loses" in slower
+    vars(run).update(shipped_layers=ran("a", a=1.5, b=1.2, c=1.5))
+    assert "by the profile they add up to 4.2 ms, and 3.2 ms were measured" in units.disturbance(run)
 
 
 def test_builds_that_differ_elsewhere_as_well_measure_nothing(chain: Model, tmp_path: Path) -> None:

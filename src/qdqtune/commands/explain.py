@@ -12,7 +12,8 @@ from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import tail
 from qdqtune.explanation.result_rows import verdict
-from qdqtune.explanation.units import Explanation, explanations, shipped_origin, tally, total
+from qdqtune.explanation.unfused import is_float
+from qdqtune.explanation.units import Explanation, disturbance, explanations, shipped_origin, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, Options
 from qdqtune.tuning.finished import read_run
 
@@ -26,7 +27,7 @@ class ExplainOptions(Options):
 class Explained(Shown):
     """A finished run, explained: what shipped in a sentence, why the search `ended`, and a row for every unit.
     `is_part`: `rows` are only the units of the nodes that were asked for. `floats` names the float model of their
-    times."""
+    times; `caution` says how far these can be trusted."""
 
     folder: Path
     headline: str
@@ -34,6 +35,7 @@ class Explained(Shown):
     is_part: bool = False
     floats: str = "float"
     ended: str = ""
+    caution: str = ""
 
     def in_words(self) -> str:
         return self.headline
@@ -45,14 +47,14 @@ class Explained(Shown):
                 (
                     ", ".join(row.nodes),
                     ", ".join(row.operators),
-                    f"{row.state}{row.precision and f', {row.precision}'}",
+                    _runs_in(row),
                     row.why,
                     *_times(row),
                 )
                 for row in self.rows
             ]
             columns = ("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms")
-            return Table(columns, rows, least_widths={"why": 30})
+            return Table(columns, rows, self.caution, least_widths={"why": 30})
         sums: list[tuple[str, ...]] = [
             (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0]))
             for each in tally(self.rows)
@@ -60,7 +62,7 @@ class Explained(Shown):
         both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
         sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))
         is_timed = all(row.ms is not None for row in self.rows)
-        caption = "" if is_timed else "no times: this run measured no layers"
+        caption = self.caution if is_timed else "no times: this run measured no layers"
         titles = ("nodes", "runs in", "ms", f"{self.floats}, ms", "why not in 8 bits", "such as")
         return Table(titles, sums, caption)
 
@@ -73,7 +75,8 @@ class Explained(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         units = [asdict(row) for row in self.rows]
-        return {"folder": str(self.folder), "headline": self.headline, "ended": self.ended, "units": units}
+        told = {"headline": self.headline, "ended": self.ended, "caution": self.caution}
+        return {"folder": str(self.folder), **told, "units": units}
 
 
 def explain_run(folder: Path, pattern: str | None = None) -> Explained:
@@ -93,7 +96,7 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
     rows = explanations(run)
     if pattern is not None:
         rows = _matching(rows, pattern)
-    return Explained(folder, headline, rows, pattern is not None, run.floats, run.log.ended)
+    return Explained(folder, headline, rows, pattern is not None, run.floats, run.log.ended, disturbance(run))
 
 
 def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation, ...]:
@@ -105,6 +108,12 @@ def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation,
         hint = f"; near are {', '.join(near)}" if near else ""
         raise BadOption(f"no node of the model is named {pattern!r}{hint} (wildcards: '/layer1/*')")
     return tuple(row for row in rows if not matches.isdisjoint(row.nodes))
+
+
+def _runs_in(row: Explanation) -> str:
+    if row.state == "8 bits" and is_float(row.precision):
+        return "part of an 8-bit kernel"
+    return f"{row.state}{row.precision and f', {row.precision}'}"
 
 
 def _times(row: Explanation) -> tuple[str, str]:

@@ -67,7 +67,7 @@ def tail(name: str) -> str:
 ORIGINS: Mapping[str, str] = {
     "cut": "the placement that layer times predict to be fastest",
     "front": "a placement that trades speed for accuracy",
-    "polish": "the best placement with near-ties decided the other way",
+    "polish": "a variant of the best placement before it",
     "fused units": "pairs wherever they can stand, around what the engine fuses",
     "weights in 4 bits": "weights of products in 4 bits, and no pairs",
     "weights in 8 bits": "weights of products in 8 bits, and no pairs",

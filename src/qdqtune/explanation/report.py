@@ -17,7 +17,7 @@ from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import became_in_words, built, duration, origin_in_words, tail, title
 from qdqtune.explanation.model_map import Map, alike, draw
 from qdqtune.explanation.result_rows import Headline, is_judged, remarks, result_rows, verdict
-from qdqtune.explanation.units import explanations
+from qdqtune.explanation.units import disturbance, explanations
 from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
@@ -201,6 +201,8 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     threads = run.summary["engine"].get("threads")
     at = f" at {threads} thread{'s' * (threads != '1')}" if threads else ""
     text += f"{at}. The engine's profile says how this is divided among the groups."
+    if rough := disturbance(run):
+        text += f" {rough[0].upper()}{rough[1:]}."
     spent = sum(group.conversion_ms for group in drawn.groups)
     what = OWN if run.keeps_own_pairs else "the tuned model"
     return f"{text} Conversions between 8 bits and float take {spent:.3g} ms of {what}." if drawn.tuned else text

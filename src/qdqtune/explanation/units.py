@@ -193,6 +193,7 @@ class _Table:
             float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
             conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
         )
+        slower = self._slower_here(row, unit)
         elsewhere = [layer.elsewhere for layer in ran if layer.elsewhere]
         if elsewhere:
             detail = f"it runs {elsewhere[0]}"
@@ -203,12 +204,15 @@ class _Table:
         if state == "float":
             if ran and all(layer.kind == "folded" for layer in ran):
                 return replace(row, state=IN_ADVANCE, detail="the engine computes it once, when it is built")
-            return replace(row, **self._in_float(unit))
+            fields = self._in_float(unit)
+            return replace(row, **fields | {"detail": "; ".join(filter(None, (fields["detail"], slower)))})
         chosen = "part of the placement that proved fastest"
         if run.keeps_own_pairs:
             chosen = "part of your own Q/DQ file, which ships as it is"
         elif not run.summary["timed"]:
             chosen = f"8 bits cost the least by rule, and the outputs hold {self._limit}"
+        elif slower:
+            chosen += f"; {slower}"
         if state != "8 bits":
             weight_format = WeightFormat.named(state)
             state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
@@ -289,7 +293,7 @@ class _Table:
                 for slot, tensor in enumerate(node.inputs):
                     if tensor not in inside:
                         why = refusal(model, tensor, node.index, slot) or "the range of its values is unknown"
-                        return f"no pair can stand on its input {tensor}: {why}"
+                        return f"no pair can stand on its input {tensor!r}: {why}"
             return "it reads no tensor but constants"
         low, refused = self._ran
         if unit.kind in refused - low:
@@ -338,18 +342,34 @@ class _Table:
     @cached_property
     def _faster(self) -> list[tuple[Trial, Decision]]:
         """The candidates that were faster than what ships, in the search: first those that hold the limits, which did
-        not prove themselves, then the most exact one."""
+        not prove themselves, then the most exact one. Those count that may be faster where none was, see `is_unmet`."""
         run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
         if run.placement not in ratios:
             return []
+        enough = ("faster", "undecided") if run.summary["constraint_met"] is False else ("faster",)
         most = (1 - NOISE) * ratios[run.placement]
         faster = []
         for trial, _, _ in self._candidates:
             measured = judge(trial, run.plan)
-            is_clear = trial.accepted or (measured is not None and measured.verdict == "faster")
+            is_clear = trial.accepted or (measured is not None and measured.verdict in enough)
             if is_clear and trial.placement != run.placement and ratios.get(trial.placement, most) < most:
                 faster.append((trial, self.parts.decision(trial.placement)))
         return sorted(faster, key=lambda each: (each[0].holds is False, -each[0].exactness))
+
+    def _slower_here(self, row: Explanation, unit: Unit) -> str:
+        """Why a unit takes clearly more in what ships than in the float model; empty if it does not, or by itself."""
+        if not row.ms or not row.float_ms or log(row.ms / row.float_ms) <= self._clear:
+            return ""
+        if row.state == "8 bits" and row.ms - row.float_ms > NOISE * (self.run.shipped_ms or 0.0):
+            is_needed = self._costs is None or margin(self._costs, self._decision, unit) > 0
+            gain = "its neighbours gain more than it loses" if is_needed else "the model may be faster with it in float"
+            return f"slower itself, by its layer's time: {gain}"
+        here = {name for own in row.nodes if own in self._layer_of for name in self._layer_of[own].nodes}
+        for layer in self.run.float_layers:
+            apart = [name for name in layer.nodes if name not in here]
+            if apart and not set(layer.nodes).isdisjoint(row.nodes):
+                return f"in the float model it is a part of one kernel with {apart[0]}, and its time there a guess"
+        return ""
 
     def _missed_chance(self, unit: Unit) -> Trial | None:
         """The first of `_faster` with a unit in 8 bits; beside pairs that ship, only if float is not estimated to be
@@ -450,6 +470,22 @@ class _Table:
         if others:
             return "not tried", f"not by itself: {origin}, which changes {counted(others, 'other tensor')}, {became}"
         return reason, f"{origin} has it in 8 bits, and {became}"
+
+
+def disturbance(run: FinishedRun) -> str:
+    """A text if times of layers contradict the measured latency, or those of the float model; else empty."""
+    took, ms, floats = total(layer.time_ms for layer in run.shipped_layers), run.shipped_ms, run.float_ms
+    if not took or not ms or not floats:
+        return ""
+    paired = {edge.tensor for edge in (*run.placement.edges, *run.placement.weight_formats)}
+    same = [n.name for n in run.model.nodes if paired.isdisjoint((*n.inputs, *n.outputs))]
+    before, after = (sum(sum(spent[name]) for name in same) for spent in (run.float_spent, run.spent))
+    told = ""
+    if abs(log(took / ms)) > CLEAR:
+        told = f"by the profile they add up to {took:.3g} ms, and {ms:.3g} ms were measured, to which they are scaled"
+    elif abs(after - before) > CLEAR * floats:
+        told = f"those beside no pair take {before:.3g} ms in float, and {after:.3g} ms in what ships"
+    return told and f"times of single nodes are rough, since other work or the profile disturbed them: {told}"
 
 
 def shipped_origin(run: FinishedRun) -> str:

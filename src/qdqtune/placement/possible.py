@@ -41,7 +41,7 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     if tensor in model.overridable:
         return "callers may override it, and its range with it"
     if not is_float(model, tensor):
-        return "it is not known to be a float tensor"
+        return "it holds integers or truth values" if tensor in model.tensors else "its type is unknown"
     if slot < 0:
         return "a body reads it under its name"
     if node == GRAPH:
