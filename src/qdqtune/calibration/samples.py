@@ -275,7 +275,7 @@ def _checked(
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
         held = f"holds {first_of([*map(repr, arrays)])}" if arrays else "is empty"
-        hint = f"; it {held}" if missing else ""
+        hint = f"; it {held}" if missing else "; `fix_inputs` names one that was made constant"
         raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{hint}")
     checked = {spec.name: np.asarray(arrays[spec.name]) for spec in specs}
     for spec in specs:
