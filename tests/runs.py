@@ -57,6 +57,17 @@ def hopeless() -> Model:
     return build(HOPELESS, {"w0": normal(8, 8), "w1": normal(8, 8, seed=1)})
 
 
+def swishing(width: int = 128) -> Model:
+    """Two products with a HardSwish of four nodes between them, which a rewrite makes one."""
+    text = f"""net (float[8,8,{width}] x) => (float[8,8,8] y) {{
+        [first] a = MatMul(x, w0) [plus] p = Add(a, three) [clip] q = Clip(p, zero, six) [times] r = Mul(a, q)
+        [sixth] b = Div(r, six) [second] c = MatMul(b, w1) [relu] d = Relu(c) [head] y = MatMul(d, w2)
+    }}"""
+    numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
+    weights = {"w0": normal(width, width, scale=0.1), "w1": normal(width, width, scale=0.1), "w2": normal(width, 8)}
+    return build(text, weights | numbers)
+
+
 def write(model: Model, folder: Path, name: str = "model", count: int = 3) -> Path:
     """The model as a file, with samples beside it."""
     path = folder / f"{name}.onnx"

@@ -34,7 +34,7 @@ from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Accuracy
-from runs import hopeless, mixed, settings, write
+from runs import hopeless, mixed, settings, swishing, write
 from runs import rows as lines
 from workers import in_process
 
@@ -123,17 +123,6 @@ def test_points_of_a_front_have_intervals(model: Path, call: Call) -> None:
 
 
 # What `explain` and the page of a run tell of its nodes adds up to what was measured, in many runs
-def swishing(width: int = 128) -> Model:
-    """Two products with a HardSwish of four nodes between them, which a rewrite makes one."""
-    text = f"""net (float[8,8,{width}] x) => (float[8,8,8] y) {{
-        [first] a = MatMul(x, w0) [plus] p = Add(a, three) [clip] q = Clip(p, zero, six) [times] r = Mul(a, q)
-        [sixth] b = Div(r, six) [second] c = MatMul(b, w1) [relu] d = Relu(c) [head] y = MatMul(d, w2)
-    }}"""
-    numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
-    weights = {"w0": normal(width, width, scale=0.1), "w1": normal(width, width, scale=0.1), "w2": normal(width, 8)}
-    return build(text, weights | numbers)
-
-
 def reshaped() -> Model:
     """Products behind a Reshape whose sizes a Shape tells, as exporters write them."""
     text = """net (float[8,64] x) => (float[8,64] y) {

@@ -5,11 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 
-from models import build, normal
 from qdqtune.commands.explain import explain_run
 from qdqtune.commands.tune import result_table
 from qdqtune.commands.verify import VerifyOptions, verify
@@ -25,22 +23,10 @@ from qdqtune.tuning import rewritten
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from runs import mixed, rows, settings, without_seconds, write
+from runs import mixed, rows, settings, swishing, without_seconds, write
 from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
-
-SWISH = "[plus] p = Add(a, three) [clip] q = Clip(p, zero, six) [times] r = Mul(a, q) [sixth] b = Div(r, six)"
-
-
-def swishing(width: int = 128) -> Model:
-    """Two products with a HardSwish of four nodes between them."""
-    text = f"""net (float[8,8,{width}] x) => (float[8,8,8] y) {{
-        [first] a = MatMul(x, w0) {SWISH} [second] c = MatMul(b, w1) [relu] d = Relu(c) [head] y = MatMul(d, w2)
-    }}"""
-    numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
-    weights = {"w0": normal(width, width, scale=0.1), "w1": normal(width, width, scale=0.1), "w2": normal(width, 8)}
-    return build(text, weights | numbers)
 
 
 def run(folder: Path, model: Model, **changes: Any) -> Settings:

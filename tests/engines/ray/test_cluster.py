@@ -166,7 +166,7 @@ def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: P
     poison(here)
     out, said = tmp_path / "out", tmp_path / "said"
     words = f"tune {write(mixed(), tmp_path)} -o {out} --ray local --workers 1 --engine fake --mode region --builds 60"
-    quick = ["--calibration-method", "minmax", "--no-bias-correction", "--engine-option", "build_seconds=2", "-q"]
+    quick = ["--calibration-method", "minmax", "--no-bias-correction", "--engine-option", "build_seconds=0.7", "-q"]
     soon = {f"RAY_{name}": str(value) for name, value in BUSY.items() if name.startswith("health")}
     told = environment() | soon | {"TMPDIR": str(tmp_path)}
     with said.open("wb") as errors:
