@@ -71,6 +71,15 @@ def test_limits_of_the_run_hold_here_too_where_samples_are_given(call: Call, tar
     assert "name the output folder of a finished qdqtune tune" in errors(call("verify", target.parent))[1]
 
 
+def test_best_classes_are_compared_in_the_outputs_that_the_run_was_told(call: Call, target: Path, tuned: Path) -> None:
+    changed(target, lambda content: content.update(scores=["y:-1"]))
+    changed(target, lambda content: content["proven"].update(min_agreement=0.5))
+    code, out, _ = call("verify", target, "--calibration-data", tuned.with_suffix(".npz"), "--json")
+    assert code == 0
+    (gated,) = (one for one in json.loads(out)["gate"] if one["limit"] == "agreement of at least 0.5")
+    assert gated["outcome"] == "holds"
+
+
 MANY_THREADS = {"spec": {"name": "onnxruntime", "options": {"threads": 4096}}}
 
 

@@ -143,6 +143,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     shapes = {name: shape for name, (_, shape) in settings.inputs.items()}
     asked = {name: getattr(options, name) for name in options_of(MeasureOptions)}
     asked["fix_inputs"] = {**settings.fix_inputs, **options.fix_inputs}
+    asked["scores"] = options.scores or settings.scores
     if counts != (None,):
         asked["threads"] = counts
         spec = EngineSpec(spec.name, {**spec.options, "threads": counts[0]})

@@ -57,10 +57,11 @@ class Proven:
 
 class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     """deploy/settings.json. Files are named from the folder of the run: `model` is what ships, `baseline` the float
-    model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine of
-    the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type and
-    shape of each. `fix_inputs` are as in placement.yaml. `given` is the user's file with the digest of its content, if
-    it was the float model of the proof, and `baseline` has rewrites or another precision."""
+    model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine
+    of the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type
+    and shape of each. `fix_inputs` are as in placement.yaml, `scores` the outputs that the user named. `given` is the
+    user's file with the digest of its content, if it was the float model of the proof, and `baseline` has rewrites or
+    another precision."""
 
     format: int = FORMAT
     told: str
@@ -74,6 +75,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     library: dict[str, Any]
     inputs: dict[str, tuple[str, tuple[int, ...]]]
     fix_inputs: dict[str, float | int | str] = {}
+    scores: tuple[str, ...] = ()
     given: tuple[str, str] | None = None
 
 
@@ -130,6 +132,7 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         library=library_settings(spec, engine, sizes),
         inputs=inputs,
         fix_inputs=dict(run.settings.fix_inputs),
+        scores=tuple(run.settings.scores),
         given=given,
     )
     write_json(folder / DEPLOY_SETTINGS, plain(settings))
