@@ -50,6 +50,7 @@ Reason = Literal[
     "slower in 8 bits",
     "conversions cost more than it saves",
     "no gain beyond noise",
+    "slower together",
     "not proven",
     "accuracy limit",
     "its build failed",
@@ -266,14 +267,14 @@ class _Table:
             reason, detail = self._why_missed(missed)
             is_gain = reason == "accuracy limit" and change is not None and change < -NOISE
             return {"reason": reason, "detail": detail, **(figure if is_gain else {})}
-        together = self._together(unit) if source == "estimated" else ""
-        if change is not None and -NOISE <= change <= (0.0 if together else most):
-            return {"reason": "no gain beyond noise", "detail": "; ".join(filter(None, (detail, together)))}
+        if change is not None and -NOISE <= change <= most:
+            together = self._together(unit) if source == "estimated" else ""
+            return {"reason": "slower together" if together else "no gain beyond noise", "detail": together or detail}
         if change is not None and change > 0:
             price = None if self._costs is None else self._costs.prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
             reason = "conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits"
-            return {"reason": reason, "detail": together or ("" if figure else "estimated from layer times"), **figure}
+            return {"reason": reason, "detail": "" if figure else "estimated from layer times", **figure}
         reason, detail = self._outcome(trial, others)
         return {"reason": reason, "detail": detail, **figure}
 
@@ -339,23 +340,6 @@ class _Table:
         _, others, nearest = min(ranked, key=lambda each: each[:2], default=(False, 0, None))
         return nearest, others
 
-    @cached_property
-    def _faster(self) -> list[tuple[Trial, Decision]]:
-        """The candidates that were faster than what ships, in the search: first those that hold the limits, which did
-        not prove themselves, then the most exact one. Those count that may be faster where none was, see `is_unmet`."""
-        run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
-        if run.placement not in ratios:
-            return []
-        enough = ("faster", "undecided") if run.summary["constraint_met"] is False else ("faster",)
-        most = (1 - NOISE) * ratios[run.placement]
-        faster = []
-        for trial, _, _ in self._candidates:
-            measured = judge(trial, run.plan)
-            is_clear = trial.accepted or (measured is not None and measured.verdict in enough)
-            if is_clear and trial.placement != run.placement and ratios.get(trial.placement, most) < most:
-                faster.append((trial, self.parts.decision(trial.placement)))
-        return sorted(faster, key=lambda each: (each[0].holds is False, -each[0].exactness))
-
     def _slower_here(self, row: Explanation, unit: Unit) -> str:
         """Why a unit takes clearly more in what ships than in the float model; empty if it does not, or by itself."""
         if not row.ms or not row.float_ms or log(row.ms / row.float_ms) <= self._clear:
@@ -371,6 +355,22 @@ class _Table:
                 return f"in the float model it is a part of one kernel with {apart[0]}, and its time there a guess"
         return ""
 
+    @cached_property
+    def _ratios(self) -> dict[Placement, float]:
+        return ratios_to_float(self.run.history, self.run.plan)
+
+    @cached_property
+    def _faster(self) -> list[tuple[Trial, Decision]]:
+        """The candidates that were faster than what ships, in the search: first those that hold the limits, which did
+        not prove themselves, then the most exact one. Those count that may be faster where none was, see `is_unmet`."""
+        enough = ("faster", "undecided") if self.run.summary["constraint_met"] is False else ("faster",)
+        most = (1 - NOISE) * self._ratios.get(self.run.placement, 0.0)
+        faster = []
+        for trial, measured in with_ratios(self.run.history, self.run.plan):
+            if measured.verdict in enough and self._ratios.get(trial.placement, most) < most:
+                faster.append((trial, self.parts.decision(trial.placement)))
+        return sorted(faster, key=lambda each: (each[0].holds is False, -each[0].exactness))
+
     def _missed_chance(self, unit: Unit) -> Trial | None:
         """The first of `_faster` with a unit in 8 bits; beside pairs that ship, only if float is not estimated to be
         faster for it there."""
@@ -382,27 +382,24 @@ class _Table:
 
     def _why_missed(self, trial: Trial) -> tuple[Reason, str]:
         """Why a candidate that was faster than what ships does not ship."""
-        ratios = ratios_to_float(self.run.history, self.run.plan)
-        ships = f", and what ships {speed(ratios[self.run.placement])}" if self.run.placement else ""
-        was = f"the candidate with it was {speed(ratios[trial.placement])} as fast as float in the search{ships}"
+        ships = f", and what ships {speed(self._ratios[self.run.placement])}" if self.run.placement else ""
+        was = f"the candidate with it was {speed(self._ratios[trial.placement])} as fast as float in the search{ships}"
         refused = self.run.limits.why_refused(trial)
         if refused is not None:
             return "accuracy limit", f"{was}, but {refused}"
-        return "not proven", f"{was}, but too noisy to prove it on fresh builds: a quieter machine would decide"
+        return "not proven", f"{was}, but fresh builds did not prove it: a quieter machine, or more time, may decide"
 
     def _together(self, unit: Unit) -> str:
         """A text if float ships, and all candidates with a unit in 8 bits were slower by more than noise, one of them
         beyond doubt; else empty."""
-        run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
-        tried = [(trial, low) for trial, low, _ in self._candidates if unit.number in low and trial.placement in ratios]
-        verdicts = {ratio.verdict for _, ratio in with_ratios([trial for trial, _ in tried], run.plan)}
-        if run.placement or "slower" not in verdicts:
+        tried = {trial.number: low for trial, low, _ in self._candidates if unit.number in low}
+        judged = [each for each in with_ratios(self.run.history, self.run.plan) if each[0].number in tried]
+        if self.run.placement or "slower" not in [measured.verdict for _, measured in judged]:
             return ""
-        best, low = min(tried, key=lambda each: ratios[each[0].placement])
-        if ratios[best.placement] <= 1 + self._clear:
-            return ""
-        others = sum(len(self.parts.units[number].nodes) for number in low) - len(unit.nodes)
-        return f"with {counted(others, 'other node')} {speed(ratios[best.placement])} as fast as float when tried"
+        ratio, number = min((self._ratios[trial.placement], trial.number) for trial, _ in judged)
+        others = sum(len(self.parts.units[each].nodes) for each in tried[number]) - len(unit.nodes)
+        was = f"with {counted(others, 'other node')} in 8 bits the model was {speed(ratio)} as fast as float when tried"
+        return was if ratio > 1 + self._clear else ""
 
     @cached_property
     def _raised(self) -> Costs:
@@ -456,7 +453,7 @@ class _Table:
         """What became of the candidate that is nearest to a unit in 8 bits, which differs on `others` as well."""
         if trial is None:
             return "not tried", "no candidate has it in 8 bits"
-        run, ratios = self.run, ratios_to_float(self.run.history, self.run.plan)
+        run, ratios = self.run, self._ratios
         origin, missed = origin_in_words(trial.proposal.origin), run.limits.why_refused(trial)
         reason: Reason = "no gain beyond noise"
         became = f"was {outcome(trial, run.plan)}"
