@@ -1,8 +1,11 @@
-"""What tests of several commands share: the commands by name, a short search, and what an error prints."""
+"""What tests of several commands share: the commands by name, running one, a short search, and what an error prints."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.cli.command import Command
 from runs import contents
@@ -11,6 +14,16 @@ COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.
 QUICK = ("--engine", "fake", "--builds", "7")
 UNCHECKED = ("--min-sqnr", "none")
 """Pairs ship without samples."""
+
+
+def exit_code(*arguments: object) -> int:
+    """Run a command line in this process. The command `autotune` is `python -m qdqtune.autotune`."""
+    words = [str(a) for a in arguments]
+    program = autotune.main if words[:1] == ["autotune"] else main.main
+    with pytest.raises(SystemExit) as end:
+        program(words[1:] if program is autotune.main else words)
+    assert isinstance(end.value.code, int)
+    return end.value.code
 
 
 def errors(found: tuple[int, str, str]) -> tuple[int, str]:

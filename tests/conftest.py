@@ -21,11 +21,9 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from command_lines import QUICK
+from command_lines import QUICK, exit_code
 from engine_contract import conv_model
 from models import build
-from qdqtune.autotune import __main__ as autotune
-from qdqtune.cli import main
 from qdqtune.engines import devices
 from qdqtune.engines.runner import Runner
 from runs import mixed, write
@@ -131,26 +129,15 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and in `out` beside it what a tuning run on the fake engine has written."""
     path = write(mixed(), tmp_path_factory.mktemp("tuned"))
     arguments = ["tune", str(path), *QUICK, "--calibration-data", str(path.with_suffix(".npz"))]
-    with in_process(), pytest.raises(SystemExit) as end:
-        main.main([*arguments, "-o", str(path.parent / "out")])
-    assert end.value.code == 0
+    with in_process():
+        assert exit_code(*arguments, "-o", path.parent / "out") == 0
     return path
 
 
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str], workers: Workers) -> Call:
-    """Run a command line in this process: exit code, standard output, standard error. The command `autotune` is
-    `python -m qdqtune.autotune`."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        words = [str(a) for a in arguments]
-        program = autotune.main if words[:1] == ["autotune"] else main.main
-        with pytest.raises(SystemExit) as end:
-            program(words[1:] if program is autotune.main else words)
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capfd.readouterr()
-
-    return run
+    """Run a command line in this process: exit code, standard output, standard error."""
+    return lambda *arguments: (exit_code(*arguments), *capfd.readouterr())
 
 
 @pytest.fixture

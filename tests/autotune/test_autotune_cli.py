@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import qdqtune
+from conftest import Call
 from models import INT8, build, normal, ranges
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.autotune import region_inspect
@@ -27,23 +28,13 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from runs import cost, environment, hopeless, mixed, write
-from workers import Workers
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers) -> Run:
+def run(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     """Run the command on the fake engine: exit code, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object, engine: Sequence[str] = ("--engine", "fake")) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            autotune.main([*map(str, arguments), *engine])
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capfd.readouterr()
-
-    return run
+    return lambda *arguments, engine=("--engine", "fake"): call("autotune", *arguments, *engine)
 
 
 @pytest.fixture
@@ -54,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_a_run_writes_the_files_that_users_know(run: Run, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_writes_the_files_that_users_know(run: Call, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     code, output, errors = run("--onnx_path", model, "--mode", "quick", "-v")
     assert code == 0
     assert "candidate 1 in all regions: " in caplog.text  # a placement by rules or the cut, for the whole model
@@ -77,7 +68,7 @@ def test_a_run_writes_the_files_that_users_know(run: Run, model: Path, caplog: p
     assert re.search(r"^Results: [\d.]+ ms -> [\d.]+ ms \([\d.]+x speedup\)$", output, re.MULTILINE)
 
 
-def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:
+def test_no_improvement_is_no_error(run: Call, tmp_path: Path) -> None:
     path = write(hopeless(), tmp_path)
     code, output, _ = run("--model", path, "--output", "out")
     assert code == 0
@@ -86,7 +77,7 @@ def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dashed", [False, True])
-def test_every_flag(run: Run, asked: list[dict[str, Any]], model: Path, dashed: bool) -> None:
+def test_every_flag(run: Call, asked: list[dict[str, Any]], model: Path, dashed: bool) -> None:
     flags = (
         "--onnx_path", model, "--output_dir", "results", "--mode=extensive", "--schemes_per_region", 30,
         "--pattern_cache", "cache.yaml", "--qdq_baseline", "quantized.onnx", "--state_file", "state.yaml",
@@ -109,7 +100,7 @@ def test_every_flag(run: Run, asked: list[dict[str, Any]], model: Path, dashed: 
     }.items()  # fmt: skip
 
 
-def test_short_flags_those_of_subgraph_mode_and_defaults(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+def test_short_flags_those_of_subgraph_mode_and_defaults(run: Call, asked: list[dict[str, Any]], model: Path) -> None:
     run("-m", model, "-o", "out", "-s", 7, "-v", "--calibration_data", "x.npz", "--threads=2")
     subgraph = ("--mode", "subgraph", "--mode", "quick", "--graph-json", "g.json")
     run("--model", model, "--output", "out", "--timing-runs", 20, *subgraph)
@@ -123,7 +114,7 @@ def test_short_flags_those_of_subgraph_mode_and_defaults(run: Run, asked: list[d
     assert (default["quant_type"], default["default_dq_dtype"]) == ("int8", "float32")
 
 
-def test_what_the_engine_cannot_take_is_said(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+def test_what_the_engine_cannot_take_is_said(run: Call, asked: list[dict[str, Any]], model: Path) -> None:
     flags = "--fp16 --optShapes=x:8x8x64 --minShapes=x:1x8x64"
     _, _, errors = run("-m", model, "--trtexec_args", flags, "--plugins", "a.so")
     (given,) = asked
@@ -146,13 +137,13 @@ def test_what_the_engine_cannot_take_is_said(run: Run, asked: list[dict[str, Any
         (("-m", "model.onnx", "--mode=subgraph", "--pattern_cache", "c.yaml"), "--pattern-cache is for --mode region"),
     ],
 )
-def test_bad_input_is_one_line(run: Run, model: Path, arguments: Sequence[str], words: str) -> None:
+def test_bad_input_is_one_line(run: Call, model: Path, arguments: Sequence[str], words: str) -> None:
     code, _, errors = run(*arguments)
     assert code == 2
     assert words in errors.splitlines()[-1]
 
 
-def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Run, model: Path) -> None:
+def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Call, model: Path) -> None:
     Path("names.txt").write_text("# the second product\nsecond*\n")
     assert autotune.get_node_filter_list("names.txt") == ["second*"]
     assert autotune.get_node_filter_list(None) is None
@@ -168,7 +159,7 @@ def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Run, mode
     assert re.search(r"^ +[1-5] .* imported: ", errors, re.MULTILINE)
 
 
-def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
+def test_a_pattern_cache_warms_the_next_run(run: Call, model: Path) -> None:
     run("-m", model, "-o", "run1", "--mode", "quick")
     cache = "run1/autotuner_state_pattern_cache.yaml"
     _, _, errors = run("-m", model, "-o", "run2", "--mode", "quick", "--pattern_cache", cache, "-v")
@@ -198,7 +189,7 @@ def test_regions_can_be_looked_at(
 
 
 def test_patterns_that_are_shown_are_those_that_a_run_tunes(
-    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run: Call, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
         [conv] c = Conv(x, w)
@@ -239,14 +230,14 @@ def test_as_programs(model: Path, tmp_path: Path, program: str, words: str) -> N
 
 
 def test_only_tensorrt_cares_what_lies_where_its_timing_cache_goes(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autotune, "TIMING_CACHE", str(tmp_path / "trtexec_timing.cache"))
     (tmp_path / "trtexec_timing.cache").write_text("notes of somebody else")
     assert run("-m", model, "--dry-run")[0] == 0
 
 
-def test_tensorrt_has_a_timing_cache_where_modelopt_has_it(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+def test_tensorrt_has_a_timing_cache_where_modelopt_has_it(run: Call, asked: list[dict[str, Any]], model: Path) -> None:
     run("-m", model, "--use-trtexec", engine=())
     run("-m", model, "--use-trtexec", "--timing-cache", "own.cache", engine=())
     assert [given["engine_options"]["timing_cache"] for given in asked] == [autotune.TIMING_CACHE, "own.cache"]
@@ -261,7 +252,7 @@ def test_tensorrt_has_a_timing_cache_where_modelopt_has_it(run: Run, asked: list
     ],
 )
 def test_a_dry_run_checks_the_files_that_it_is_given(
-    run: Run, model: Path, name: str, content: str, words: str
+    run: Call, model: Path, name: str, content: str, words: str
 ) -> None:
     Path("given.yaml").write_text(content)
     code, _, errors = run("-m", model, f"--{name}", "given.yaml", "--dry-run")

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conftest import Call
 from loaded_modules import CUDA, absent
-from qdqtune.cli import main
 from qdqtune.commands import doctor, qualification
 from qdqtune.commands.doctor import (
     DoctorOptions,
@@ -146,17 +146,15 @@ def test_every_engine_is_examined(monkeypatch):
     ("there", "code", "error"), [("exit 5", 5, ""), ("exit 255", 5, "qdqtune doctor on board fails with exit code 255")]
 )
 def test_another_machine_is_asked_by_the_same_command_and_what_it_prints_is_the_result(
-    there: str, code: int, error: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    there: str, code: int, error: str, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(doctor.Destination, "facts", lambda _: None)
     monkeypatch.setattr(
         doctor.Destination, "command", lambda _, words: asked.append(words) or ["sh", "-c", f"echo told; {there}"]
     )
-    with pytest.raises(SystemExit) as end:
-        main.main(["doctor", "--on", "board:/bin/python", "--json"])
-    out, err = capfd.readouterr()
-    assert (end.value.code, out, error in err) == (code, "told\n", True)
+    found, out, err = call("doctor", "--on", "board:/bin/python", "--json")
+    assert (found, out, error in err) == (code, "told\n", True)
     assert asked == ["qdqtune doctor --json"]
 
 
@@ -182,21 +180,15 @@ def test_a_provider_is_examined_where_it_can_exist(monkeypatch):
 CPU = Processor("Some CPU", 4, ("avx2",), "no VNNI")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: EnginesState, *arguments: str):
-    monkeypatch.setattr("qdqtune.cli.commands.examine", lambda: found)
-    with pytest.raises(SystemExit) as end:
-        main.main(["doctor", *arguments])
-    return end.value.code, capsys.readouterr().out
-
-
-def test_the_table(monkeypatch, capsys):
+def test_the_table(monkeypatch, call):
     engines = (
         EngineState("fake", "usable", "1", "cost model"),
         EngineState("onnxruntime", "usable", "1.31", "Some CPU"),
         EngineState("openvino", "missing", reason="no module", remedy="pip install 'qdqtune[openvino]'"),
     )
     gpus, providers = (Gpu("L4", "550", "8.9", "23034 MiB"),), (EngineState("qnn", "missing"),)
-    code, printed = run(monkeypatch, capsys, EnginesState(engines, CPU, gpus, "", providers))
+    monkeypatch.setattr("qdqtune.cli.commands.examine", lambda: EnginesState(engines, CPU, gpus, "", providers))
+    code, printed, _ = call("doctor")
     assert code == 0
     assert re.search("^ qnn +missing *$", printed, re.MULTILINE)
     assert "openvino: no module: pip install 'qdqtune[openvino]'\n" in printed
@@ -209,9 +201,10 @@ def test_the_table(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("status", "code"), [("usable", 0), ("builds only", 0), ("missing", 5)])
-def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypatch, capsys):
+def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypatch, call):
     engines = (EngineState("fake", "usable", "1", "cost model"), EngineState("onnxruntime", status, reason="why"))
-    found, printed = run(monkeypatch, capsys, EnginesState(engines, CPU, (), "no driver"), "--json")
+    monkeypatch.setattr("qdqtune.cli.commands.examine", lambda: EnginesState(engines, CPU, (), "no driver"))
+    found, printed, _ = call("doctor", "--json")
     assert found == code
     told = json.loads(printed)
     assert [e["status"] for e in told["engines"]] == ["usable", status]

@@ -25,9 +25,8 @@ import yaml
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from command_lines import exit_code
 from models import ATTENTION, build, conv_net, normal
-from qdqtune.autotune import __main__ as autotune
-from qdqtune.cli import main
 from qdqtune.graph.saving import save
 from qdqtune.system.checks import LIST
 from qdqtune.tuning.store import line_of
@@ -87,12 +86,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _call(command: str, **places: object) -> int:
     """Run a command line in this process: its exit code."""
-    words = [word.format(**places) for word in shlex.split(command)]
-    program = autotune.main if words[:1] == ["autotune"] else main.main
-    with pytest.raises(SystemExit) as end:
-        program(words[1:] if program is autotune.main else words)
-    assert isinstance(end.value.code, int)
-    return end.value.code
+    return exit_code(*(word.format(**places) for word in shlex.split(command)))
 
 
 def raw(rng: random.Random, content: bytes) -> bytes:

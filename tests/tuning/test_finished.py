@@ -72,16 +72,14 @@ def test_a_finished_run_measures_nothing_again(model: Path, workers: Workers, mo
     assert timeless_result(again) == timeless_result(first)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("optimized_final.onnx", "gone"), ("placement.yaml", "changed"), ("deploy/run.py", "gone")]
-)
-def test_changed_or_missing_results_are_written_again(model: Path, name: str, how: str) -> None:
+def test_changed_or_missing_results_are_written_again(model: Path) -> None:
     run(model)
-    path = model.parent / "out" / name
-    before, text = left(model), path.read_bytes()
-    path.unlink() if how == "gone" else path.write_bytes(text.replace(b"a", b"b"))
-    run(model)
-    assert untimed(left(model)) == untimed(before)
+    before = untimed(left(model))
+    for name, how in (("optimized_final.onnx", "gone"), ("placement.yaml", "changed"), ("deploy/run.py", "gone")):
+        path = model.parent / "out" / name
+        path.unlink() if how == "gone" else path.write_bytes(path.read_bytes().replace(b"a", b"b"))
+        run(model)
+        assert untimed(left(model)) == before
 
 
 def test_a_version_that_makes_other_candidates_ships_nothing_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from workers import Workers
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: Workers) -> None:
+def test_points_are_proven_files_that_no_other_beats_until_a_run_without_a_front(model: Path, workers: Workers) -> None:
     result = tune(settings(model, mode="cut", front=True, builds=25))
     rows = result.summary["front"]
     assert len(rows) >= 2
@@ -35,6 +35,9 @@ def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: W
     singles = 2  # of the float model and of what ships
     assert built == result.summary["builds"] + result.summary["proof_builds"] + singles
     assert result.summary["builds"] <= 25
+    (folder / "front" / "mine.onnx").write_text("of the user")
+    tune(settings(model, mode="cut", builds=25))
+    assert [path.name for path in (folder / "front").iterdir()] == ["mine.onnx"], "a run without a front leaves none"
 
 
 def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
@@ -55,11 +58,3 @@ def test_what_cannot_be_is_one_line(model: Path) -> None:
         settings(model, mode="region", front=True, builds=30)
     with pytest.raises(BadOption, match="weighs speed against accuracy, which takes samples"):
         tune(settings(model, mode="cut", front=True, builds=25, calibration_data=None))
-
-
-def test_a_run_without_a_front_leaves_none_of_an_earlier_one(model: Path) -> None:
-    folder = model.parent / "out" / "front"
-    assert tune(settings(model, mode="cut", front=True, builds=25)).summary["front"]
-    (folder / "mine.onnx").write_text("of the user")
-    tune(settings(model, mode="cut", builds=25))
-    assert [path.name for path in folder.iterdir()] == ["mine.onnx"]

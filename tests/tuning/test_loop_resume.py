@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.cli import main
+from command_lines import exit_code
 from qdqtune.tuning.loop import tune
 from runs import environment, mixed, rows, settings, timeless, write
 from workers import in_process
@@ -57,9 +57,8 @@ def untimed(folder: Path) -> dict[str, bytes]:
 def unbroken(folder: Path) -> tuple[Path, dict[str, bytes]]:
     """The model, and the files of a run that nobody disturbed."""
     model = write(mixed(), folder)
-    with in_process(), pytest.raises(SystemExit) as end:
-        main.main(command(model, folder / "unbroken"))
-    assert end.value.code == 0
+    with in_process():
+        assert exit_code(*command(model, folder / "unbroken")) == 0
     return model, contents(folder / "unbroken")
 
 
