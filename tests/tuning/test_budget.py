@@ -94,11 +94,16 @@ def test_a_time_budget_bounds_noise_and_other_modes(model, clock, workers, budge
     assert result.history or budget == 60.0
 
 
+def asked(model: Path, **changes: Any) -> QuantizeOptions:
+    """What `quantize` is asked for, with a minute for it."""
+    data: dict[str, Any] = {"calibration_data": str(model.with_suffix(".npz")), "time_budget": 60.0}
+    return QuantizeOptions(model=model, output=model.with_name("q.onnx"), **data | changes)
+
+
 @pytest.mark.parametrize(("each", "is_short"), [(0.01, False), (0.3, False), (1.5, True)])
 def test_quantize_ends_in_time(model: Path, clock: Clock, workers: Workers, each: float, is_short: bool) -> None:
     workers.drift = workers.untimed = each
-    given: dict[str, Any] = {"calibration_data": str(model.with_suffix(".npz")), "output": model.with_name("q.onnx")}
-    done = quantize(QuantizeOptions(model=model, metric="cosine", time_budget=60.0, **given), begun=clock.now)
+    done = quantize(asked(model, metric="cosine"), begun=clock.now)
     assert clock.now - 1000.0 <= 1.1 * 60.0
     assert bool(done.hurried) == bool(done.to_dict()["calibration_cut_short"]) == is_short
     told = "".join(part for part in done.parts() if isinstance(part, str))
@@ -116,25 +121,23 @@ def test_a_metric_that_takes_longer_than_quantize_may_is_left_out(
         raise EngineRefused(Failure("timeout", "`time_budget` has ended"))
 
     monkeypatch.setattr("qdqtune.commands.quantize.measure", late)
-    given: dict[str, Any] = {"calibration_data": str(model.with_suffix(".npz")), "output": model.with_name("q.onnx")}
-    done = quantize(QuantizeOptions(model=model, metric="cosine", time_budget=60.0, **given), begun=clock.now)
+    done = quantize(asked(model, metric="cosine"), begun=clock.now)
     assert done.measured is None
     assert any(note.endswith(" was not computed: `time_budget` has ended") for note in done.notes)
     with pytest.raises(EngineFailure):
-        quantize(QuantizeOptions(model=model, metric="cosine", **given))
+        quantize(asked(model, metric="cosine", time_budget=None))
 
 
 def test_quantize_looks_for_what_half_precision_holds_in_time(model: Path, clock: Clock, workers: Workers) -> None:
     workers.drift = workers.untimed = 0.8
-    given: dict[str, Any] = {"calibration_data": str(model.with_suffix(".npz")), "output": model.with_name("q.onnx")}
-    done = quantize(QuantizeOptions(model=model, engine="tensorrt", time_budget=60.0, **given), begun=clock.now)
+    done = quantize(asked(model, engine="tensorrt"), begun=clock.now)
     assert clock.now - 1000.0 <= 1.1 * 60.0
     assert any("what half precision holds: only " in note for note in done.notes)
 
 
 def test_quantize_that_cannot_end_in_time_says_so(model: Path, clock: Clock, workers: Workers) -> None:
     workers.drift = workers.untimed = 10.0
-    done = quantize(QuantizeOptions(model=model, output=model.with_name("q.onnx"), time_budget=20.0), begun=clock.now)
+    done = quantize(asked(model, calibration_data=None, time_budget=20.0), begun=clock.now)
     assert re.match(r"this took \d+ s longer than `time_budget`", done.notes[-1])
 
 

@@ -20,7 +20,7 @@ def model(tmp_path: Path) -> Path:
     return written(tmp_path, decoder(), CALLS)
 
 
-def test_the_mean_over_calls_decides_and_each_workload_is_reported(model: Path, workers: Workers) -> None:
+def test_the_mean_over_calls_decides_and_each_workload_is_reported_by_compare_as_well(model: Path, call: Any) -> None:
     result = tune(settings(model, WEIGHTS))
     final = model.parent / "out" / "optimized_final.onnx"
     assert result.ratio is not None
@@ -33,6 +33,16 @@ def test_the_mean_over_calls_decides_and_each_workload_is_reported(model: Path, 
     assert rows["decode"]["ratio"] != pytest.approx(rows["prefill"]["ratio"])
     assert result.summary["accuracy_samples"] == 2
     assert [d.dim_param for d in onnx.load(final).graph.input[0].type.tensor_type.shape.dim] == ["B", "S"]
+    mix = [part for name in CALLS for part in ("--workload", f"{model.with_name(name)}.npz:{WEIGHTS[name]}")]
+    compared = ("compare", model, final, "--engine", "fake", *mix, "--timing-runs", "12")
+    code, out, err = call(*compared, "--json")
+    assert (code, "random" in err) == (0, False)
+    (other,) = json.loads(out)["others"]
+    assert other["ratio"]["median"] == pytest.approx(mean(final) / mean(model))
+    assert [part["ratio"]["median"] for part in other["workloads"]] == pytest.approx(
+        [cost(final, arrays) / cost(model, arrays) for arrays in CALLS.values()]
+    )
+    assert "decode, 80% of the calls" in call(*compared)[1]
 
 
 @pytest.mark.usefixtures("workers")
@@ -88,21 +98,6 @@ def test_the_command_shows_each_workload_and_what_is_wrong_with_one(model: Path,
     for text in ("decode.npz:0", "decode.npz:-1", "decode.npz:often", ":0.5", "decode.npz:inf"):
         code, _, err = call(*asked, "--workload", text)
         assert (code, "has no weight above zero" in err, len(err.splitlines())) == (2, True, 1)
-
-
-def test_compare_reports_each_workload(model: Path, call: Any) -> None:
-    tune(settings(model, WEIGHTS))
-    final = model.parent / "out" / "optimized_final.onnx"
-    mix = [part for name in CALLS for part in ("--workload", f"{model.with_name(name)}.npz:{WEIGHTS[name]}")]
-    code, out, err = call("compare", model, final, "--engine", "fake", *mix, "--json", "--timing-runs", "12")
-    assert (code, "random" in err) == (0, False)
-    (row,) = json.loads(out)["others"]
-    assert row["ratio"]["median"] == pytest.approx(mean(final) / mean(model))
-    assert [part["ratio"]["median"] for part in row["workloads"]] == pytest.approx(
-        [cost(final, arrays) / cost(model, arrays) for arrays in CALLS.values()]
-    )
-    code, out, _ = call("compare", model, final, "--engine", "fake", *mix, "--timing-runs", "12")
-    assert "decode, 80% of the calls" in out
 
 
 @pytest.mark.usefixtures("workers")
