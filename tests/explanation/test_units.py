@@ -232,7 +232,9 @@ def test_where_no_build_with_a_unit_in_8_bits_was_as_fast_as_float_the_best_of_t
 ) -> None:
     run = made_up(tmp_path, (placed(chain, "a", "b"), SLOWER), model=chain, float_layers=ran(a=1.0, b=1.0, c=1.0))
     vars(run)["history"] = (replace(run.history[0], layers=ran("a", "b", a=1.05, b=1.55, c=1.0)),)
-    row = by_name(explanations(run))["a"]
+    row, slower = (by_name(explanations(run))[name] for name in ("a", "b"))
+    assert (slower.reason, slower.more_ms) == ("slower in 8 bits", None)
+    assert slower.detail == "in 8 bits it is estimated to make the model at least 18% slower"
     assert (row.reason, row.more_ms) == ("slower together", None)
     assert row.detail == "with 1 other node in 8 bits the model was 0.83x as fast as float when tried"
 

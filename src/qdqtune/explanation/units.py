@@ -255,7 +255,8 @@ class _Table:
             is_shown = not is_guess and abs(change) > most
             detail = f"to save less than {NOISE:.0%} of the latency"
             if change > NOISE:
-                detail = f"to make the model {'at least ' * is_guess}{change:.0%} slower, within the noise of this run"
+                hidden = ", within the noise of this run" if change <= most else ""
+                detail = f"to make the model {'at least ' * is_guess}{change:.0%} slower{hidden}"
             detail = f"in 8 bits {and_others(alike)} {'are' if alike else 'is'} estimated {detail}"
         if change is not None and is_shown and latency is not None:
             figure = {"more_ms": change * latency, "alike": alike, "source": source}
@@ -274,7 +275,7 @@ class _Table:
             price = None if self._costs is None else self._costs.prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
             reason = "conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits"
-            return {"reason": reason, "detail": "" if figure else "estimated from layer times", **figure}
+            return {"reason": reason, "detail": "" if figure else detail, **figure}
         reason, detail = self._outcome(trial, others)
         return {"reason": reason, "detail": detail, **figure}
 
