@@ -177,7 +177,8 @@ def data_files(path: Path) -> list[str]:
 
 def nbytes(model: Path) -> int:
     """Size of a model file with its external data."""
-    return model.stat().st_size + _outside(model, stamp(model))[1]
+    outside = _outside(model, stamp(model))[1]  # first, as it says what is wrong with a file that cannot be read
+    return model.stat().st_size + outside
 
 
 @lru_cache(maxsize=64)
