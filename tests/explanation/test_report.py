@@ -109,19 +109,6 @@ def test_tune_leaves_a_report_unless_told_not_to(model: Path, call: Call) -> Non
     assert call("report", model.parent)[0] == 2
 
 
-def test_points_of_a_front_have_intervals(model: Path, call: Call) -> None:
-    out = model.parent / "out"
-    tune(settings(model, mode="cut", front=True, builds=25))
-    assert call("report", out)[0] == 0
-    report = report_of_run(out)
-    proven = [point for point in report.points if point.proven]
-    assert len(proven) >= 2
-    made = [row.told for row in report.candidates if "front" in row.told and row.outcome == "faster"]
-    assert set(made) <= {"faster than the float model, made for the front"}
-    assert all(point.speed.low is not None and point.speed.low > 1 for point in proven)
-    assert [point.shipped for point in proven].count(True) == 1
-
-
 # What `explain` and the page of a run tell of its nodes adds up to what was measured, in many runs
 def reshaped() -> Model:
     """Products behind a Reshape whose sizes a Shape tells, as exporters write them."""
@@ -236,6 +223,18 @@ def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Pat
         assert sum((group.tuned_ms or 0.0) + group.conversion_ms for group in drawn.groups) == ships
         assert sum((bar.tuned_ms or 0.0) + bar.conversion_ms for bar in report.bars) == ships
     assert all(bar.longest >= max(bar.float_ms, bar.tuned_ms or 0.0) for bar in report.bars)
+
+
+@pytest.mark.parametrize("folder", [pytest.param("front", marks=pytest.mark.xdist_group("front"))], indirect=True)
+def test_points_of_a_front_have_intervals(folder: Path, call: Call) -> None:
+    assert call("report", folder)[0] == 0
+    report = report_of_run(folder)
+    proven = [point for point in report.points if point.proven]
+    assert len(proven) >= 2
+    made = [row.told for row in report.candidates if "front" in row.told and row.outcome == "faster"]
+    assert set(made) <= {"faster than the float model, made for the front"}
+    assert all(point.speed.low is not None and point.speed.low > 1 for point in proven)
+    assert [point.shipped for point in proven].count(True) == 1
 
 
 def test_a_run_says_what_became_of_it_and_why_a_node_runs_as_it_does(
