@@ -347,6 +347,12 @@ def scale_of(model: Model, tensor: str, node: str) -> tuple[Any, Any]:
     return constant(model, dq.inputs[1]), constant(model, dq.inputs[2])
 
 
+def scales_of(path: Path) -> Arrays:
+    """The scale of each activation with a pair, of a file."""
+    model = load(path)
+    return {n.inputs[0]: model.constants[n.inputs[1]].array() for n in model.nodes if n.op == "QuantizeLinear"}
+
+
 def loaded_from(file: Path, proto: onnx.ModelProto, **options: Any) -> Model:
     """The model that is read from a file with `proto`."""
     file.write_bytes(proto.SerializeToString())

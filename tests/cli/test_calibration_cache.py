@@ -5,12 +5,11 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from command_lines import is_refused
 from conftest import Call
-from models import conv_net
+from models import conv_net, scales_of
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
@@ -32,12 +31,6 @@ def written(folder: Path, scales: dict[str, float], *more: str) -> Path:
 def net(tmp_path: Path) -> Path:
     save(conv_net(), tmp_path / "model.onnx")
     return tmp_path / "model.onnx"
-
-
-def scales_of(path: Path) -> dict[str, npt.NDArray[np.generic]]:
-    """Scales of the activations by tensor."""
-    model = load(path)
-    return {n.inputs[0]: model.constants[n.inputs[1]].array() for n in model.nodes if n.op == "QuantizeLinear"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from models import attention, build, conv_net, feeds, joined, normal, run
+from models import attention, build, conv_net, feeds, joined, normal, run, scales_of
 from observers import Log
 from qdqtune.calibration.scales import Calibration
 from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
@@ -46,12 +46,6 @@ def test_a_part_of_an_output_that_is_lost_is_warned_of(tmp_path: Path) -> None:
     assert any(note.startswith("y[:, :, 4:12] lost its values: ") for note in done.notes)
 
 
-def scales(path: Path) -> dict[str, float]:
-    """The scale of each activation with a pair."""
-    model = load(path)
-    return {n.inputs[0]: float(model.constants[n.inputs[1]].array()) for n in model.nodes if n.op == "QuantizeLinear"}
-
-
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 def test_a_quantized_network_stays_close_to_the_float_one(engine: str, method: Any, tmp_path: Path) -> None:
@@ -71,13 +65,13 @@ def test_every_fifth_sample_gives_the_reported_sqnr_and_enters_no_scale(tmp_path
     expected = sqnr_db(run(model, unseen), run(load(done.output), unseen))
     assert done.sqnr_db == pytest.approx(expected, abs=1e-3)
     assert done.judged == 8
-    before = scales(path.with_name("q.onnx"))
+    before = scales_of(path.with_name("q.onnx"))
     with np.load(path.with_suffix(".npz")) as data:
         images = data["image"].copy()
     images[4] *= 1000
     np.savez(path.with_suffix(".npz"), image=images)
     quantize(request(path))
-    assert scales(path.with_name("q.onnx")) == before
+    assert scales_of(path.with_name("q.onnx")) == before
 
 
 def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
