@@ -64,6 +64,7 @@ def test_scores_are_found(outputs: list[Array], axis: int) -> None:
         [x.reshape(-1) for x in normal(1, 9)],
         [np.zeros((0, 4), np.float32)],
         [np.arange(8).reshape(2, 4)],
+        [softmax(4 * x[:n, :n], 1) for n, x in enumerate(normal(20, 20), 4)],  # attention: classes do not vary
     ],
 )
 def test_other_outputs_are_no_scores(outputs: list[Array]) -> None:

@@ -20,7 +20,7 @@ from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import EngineFailure, EngineRefused, Failure
+from qdqtune.errors import BadOption, EngineFailure, EngineRefused, Failure
 from qdqtune.numerics.scores import Score
 from qdqtune.search import Strategy
 from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
@@ -253,6 +253,15 @@ def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: W
     begun = clock.now
     tune(settings(model, **usual))
     assert 0.5 < expected.seconds / (clock.now - begun) < 2  # candidates of this model take a third of its time
+
+
+def test_a_dry_run_tells_the_builds_that_fit_into_the_time(model: Path, workers: Workers) -> None:
+    workers.drift, workers.untimed = 0.2 / cost(model), 0.2
+    whole = estimate(settings(model, builds=40, output_dir=model.parent / "dry"))
+    short = estimate(settings(model, builds=40, time_budget=60.0, output_dir=model.parent / "dry"))
+    assert 1 < short.builds < whole.builds
+    with pytest.raises(BadOption, match="names no output"):
+        estimate(settings(model, scores=("other",), output_dir=model.parent / "dry"))
 
 
 def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -> None:

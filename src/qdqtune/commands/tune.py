@@ -160,7 +160,8 @@ class Result(Shown, result.Result):
     def in_words(self) -> str:
         if not self.improved:
             result = verdict(self.summary)
-            return f"{result.headline}. {result.meaning}"
+            ended = next((note for note in self.notes if note.startswith("`time_budget` had no room")), "")
+            return f"{result.headline}. {result.meaning}{ended and f' It ended early: {ended}.'}"
         accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
         near = closeness(accuracy.sqnr_db, equal_share(accuracy))
         near = "exact outputs" if near == "exact" else near

@@ -162,7 +162,8 @@ def _seen_axis(outputs: Sequence[Array]) -> int | None:
     first = outputs[0]
     if first.dtype.kind != "f" or first.ndim < 2 or not first.size:
         return None
-    axes = [axis for axis in dict.fromkeys((1, first.ndim - 1)) if first.shape[axis] > 1]
+    lengths = {axis: {array.shape[axis : axis + 1] for array in outputs} for axis in (1, first.ndim - 1)}
+    axes = [axis for axis, seen in lengths.items() if len(seen) == 1 and first.shape[axis] > 1]  # classes do not vary
     for axis in axes:
         shares = [rows for array in outputs if (rows := _probabilities(_rows(array, axis))) is not None]
         if len(shares) == len(outputs):

@@ -16,6 +16,7 @@ from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
 from qdqtune.numerics.metrics import evaluate, load_evaluation, open_metric
+from qdqtune.numerics.scores import asked_outputs
 from qdqtune.timing.ratios import FEW_BUILDS, USUAL_BUILDS
 from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
@@ -24,7 +25,7 @@ from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import FloatRecord, read_journal
-from qdqtune.tuning.subject import PAIRED, open_subject
+from qdqtune.tuning.subject import CALIBRATION_SHARE, PAIRED, open_subject
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     with OutputFolder(settings), temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
+        asked_outputs(settings.scores, subject.shaped.outputs)
         open_metric(None, settings, subject.prepared)
         if settings.state.exists() and not settings.restart:
             read_journal(settings.state)  # as a run does at this point: it may be damaged
@@ -98,6 +100,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
     seconds = calibrating + 2 * evaluating + rewriting + (1 + trials) * candidate + proof
     if settings.time_budget is not None:
+        before = min(calibrating, CALIBRATION_SHARE * settings.time_budget) + seconds - calibrating - trials * candidate
+        trials = max(0, min(trials, int((settings.time_budget - before) / candidate)))
         seconds = min(seconds, settings.time_budget)
     return Estimate(
         regions=sum(len(pattern.instances) for pattern in subject.tuned),
