@@ -109,7 +109,7 @@ def became_in_words(trial: Trial, came: str, *, is_best: bool, missed: str | Non
     if came == "slower":
         return f"slower than {rival}"
     if came == "faster":
-        others = "made for the front" if trial.proposal.origin == "front" else "but another of its batch was taken"
+        others = "made for the front" if trial.proposal.origin == "front" else "but one beside it was better"
         return f"faster than {rival}: the best so far" if is_best else f"faster than {rival}, {others}"
     if is_best:
         return f"as fast as {rival} within noise, and more exact: the best so far"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from qdqtune.numerics.accuracy import closeness, decibels, integers_differ, spre
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.folder import FINAL
 from qdqtune.tuning.summary import keeps_own_pairs
-from qdqtune.types import Accuracy
+from qdqtune.types import Accuracy, WeightFormat
 
 NOT_MEASURED = "not measured"
 
@@ -67,6 +68,11 @@ def verdict(summary: Mapping[str, Any]) -> Headline:
     return Headline(headline, f"{FINAL} is {kept}: {why}.{untimed}", False)
 
 
+def _weights_in_words(name: str, count: int) -> str:
+    stored = WeightFormat.named(name)
+    return f"{count} in {stored.bits} bits{', activations at run time' if stored.dynamic else ''} ({name})"
+
+
 class Row(NamedTuple):
     """A row: a value of the float model and of what ships, and small print beside the latter."""
 
@@ -98,7 +104,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[Row]:
     if bits and bits["tensors"]:
         rows.append(Row("  of these activations in 16 bits", "", f"{bits['tensors_16']} of {bits['tensors']}"))
     if weights:
-        rows.append(Row("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in weights.items())))
+        rows.append(Row("weights in fewer bits", "0", "; ".join(starmap(_weights_in_words, weights.items()))))
     if tells_accuracy(summary):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):
