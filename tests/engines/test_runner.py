@@ -415,6 +415,21 @@ def test_a_worker_that_ends_while_it_frees_a_build_is_started_again(files: Simpl
     assert [build.path for build in workers.builds] == [files.large] * 5
 
 
+def test_the_worker_frees_what_is_unloaded(files: SimpleNamespace, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Watched(InProcess):
+        def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
+            asked.append(message[0])
+            return super().ask(message, limit)
+
+    with Runner(EngineSpec("fake"), log_dir=tmp_path, start=lambda *_: Watched(Workers())) as runner:
+        handle = runner.load(files.plain)
+        runner.unload(handle)
+        runner.unload(handle)
+    assert asked.count("unload") == 1
+
+
 # Which builds are freed, and which models have a budget
 
 

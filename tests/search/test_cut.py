@@ -79,6 +79,8 @@ def test_a_fixed_point_ends_the_search() -> None:
     assert bench.search().propose(history) == ()
     last = [t for t in history if t.proposal.origin == "cut"][-1]
     assert bench.search().costs(history).ms(last.placement) == pytest.approx(1e3 * bench.seconds(last.placement))
+    assert not [*bench.search().optima(history)], "nothing is predicted to be clearly faster than the best"
+    assert [*bench.search().optima(history[:1])]
 
 
 def test_when_everything_fails_it_ends() -> None:

@@ -378,6 +378,20 @@ def test_builds_that_differ_as_much_as_the_files_are_followed_by_more(files: lis
     assert race.builds == 16 or race.compared(0, 1)[0].ratio.verdict != "undecided"
 
 
+def test_each_block_of_builds_draws_its_own_order_of_rounds(files: list[Path]) -> None:
+    seeds: list[int] = []
+
+    class Seeded(Script):
+        def rounds(self, handles: Sequence[Handle], numbers: range, *, seed: int, **more: Any) -> Times:
+            seeds.append(seed)
+            return super().rounds(handles, numbers, **more)
+
+    uneven = Seeded(lambda file, build: twice_as_fast(file, build) * (0.6 if build % 3 else 1.4))
+    race = racer(uneven).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert sorted(set(seeds)) == [*range(7, 7 + len(race.blocks))]
+    assert len(race.blocks) > 1
+
+
 def test_it_ends_where_time_lacks(files: list[Path]) -> None:
     runner = Script(lambda file, build: twice_as_fast(file, build) * (0.6 if build % 3 else 1.4))
     assert racer(runner, lacks=lambda _: True).race(files, FIRST_AGAINST_SECOND, "proof").builds == 4
