@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,10 +43,11 @@ def pre_process(plain: Path, prepared: Path) -> None:
     It leaves weights that several nodes share behind Identity nodes (1.30), where quantize_static does not see that
     they are weights: they are given to the nodes themselves.
     """
-    try:
-        quant_pre_process(plain, prepared)
-    except Exception:  # noqa: BLE001  # nothing narrower is raised for what it does not know
-        quant_pre_process(plain, prepared, skip_symbolic_shape=True)
+    with chdir(prepared.parent):  # it leaves files in the current folder
+        try:
+            quant_pre_process(plain, prepared)
+        except Exception:  # noqa: BLE001  # nothing narrower is raised for what it does not know
+            quant_pre_process(plain, prepared, skip_symbolic_shape=True)
     model = onnx.load(prepared)
     graph = model.graph
     weights, outputs = {each.name for each in graph.initializer}, {each.name for each in graph.output}
