@@ -13,6 +13,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.observe import observe
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
+from qdqtune.engines.facts import ASYMMETRIC
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, NumericFormat, QType, Sample
 
@@ -131,10 +132,6 @@ def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, 
     above = (q[-1] - q[last]) - 2 * high * (s[-1] - s[last]) + high**2 * (n[-1] - n[last])
     inside = n[last] - n[first] - counts[centres == 0].sum()
     return np.asarray(below + above + inside * np.square(step) / 12)
-
-
-ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
-"""The default format to which mse fits ranges."""
 
 
 def candidate_tensors(model: Model) -> tuple[str, ...]:

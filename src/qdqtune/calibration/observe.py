@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from math import prod
 
@@ -19,7 +19,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadModel, EngineFailure, EngineRefused, first_of
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile
@@ -60,28 +60,22 @@ class Session:
 
     def load(self, model: Model, name: str) -> ModelRun:
         """A function that runs the model, which is built at its first call and stays built until the session ends."""
-        path = self._constants.write(model, name)
-        self._files.callback(path.unlink)
-        build = cache(partial(self._runner.load, path))
-        return lambda samples: self._runner.outputs(build(), samples, self._at_once)
+        return self._files.enter_context(self.loaded(model, name))
 
     @contextmanager
     def loaded(self, model: Model, name: str) -> Iterator[ModelRun]:
         """The same for a model that stays built in the block only."""
         path = self._constants.write(model, name)
-        handle = None
+        with ExitStack() as built:
+            built.callback(path.unlink)
 
-        def run(samples: Iterable[Sample]) -> Outputs:
-            nonlocal handle
-            handle = handle or self._runner.load(path)
-            return self._runner.outputs(handle, samples, self._at_once)
+            @cache
+            def build() -> Handle:
+                handle = self._runner.load(path)
+                built.callback(self._runner.unload, handle)
+                return handle
 
-        try:
-            yield run
-        finally:
-            if handle is not None:
-                self._runner.unload(handle)
-            path.unlink()
+            yield lambda samples: self._runner.outputs(build(), samples, self._at_once)
 
 
 @contextmanager

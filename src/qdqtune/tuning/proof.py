@@ -195,12 +195,11 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
         ratio = max((ratios.get(placement, HOPED_RATIO) for placement in placements), default=HOPED_RATIO)
         if not run.budget.provable(1, ratio):
             run = replace(run, budget=run.budget.in_haste, racer=replace(run.racer, builds=FEWEST_BUILDS))
-        best, placements = placements[:1], placements[: run.budget.provable(len(placements), ratio)]
+        asked, placements = placements, placements[: run.budget.provable(len(placements), ratio)]
         races_alone = not is_known and field.given is not None and run.budget.provable(1)
-        if best and not placements and not attempts:
-            speed = "".join(
-                f" ({1 / ratios[one]:.2f}x the speed of float in the search)" for one in best if one in ratios
-            )
+        if asked and not placements and not attempts:
+            best = ratios.get(asked[0])
+            speed = "" if best is None else f" ({1 / best:.2f}x the speed of float in the search)"
             notes.append(f"`time_budget` had no room to prove the best candidate{speed}: give more")
         if not (placements or races_alone):
             return Raced(tuple(attempts), builds, field, given_to_float, tuple(notes))
@@ -262,7 +261,7 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
             must_beat_given=field.beats_given,
             to_rewritten=race.compared(baseline, finalist) if field.is_rewritten and baseline != floats else (),
         )
-        for placement, finalist in zip(placements, finalists, strict=False)
+        for placement, finalist in zip(placements[: len(fitting)], finalists, strict=True)
     ]
     if field.is_rewritten and floats != baseline:
         attempts.append(Attempt(Placement(), race.compared(floats, baseline)))

@@ -261,16 +261,13 @@ def _tails(proof: Proof, run: Run) -> dict[str, Tail]:
     if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
         return {}
 
-    def lacks(seconds: float) -> bool:
-        return run.budget.lacks(seconds - run.budget.grace)
-
     def measured() -> tuple[tuple[Tail, ...], ...]:
-        if lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
+        if run.racer.lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
             caveat.is_hurried = True
             return ()
         has_other_float = settings.from_qdq or settings.fix_inputs
         before = settings.output_dir / BASELINE if has_other_float else settings.model
-        return replace(run.racer, lacks=lacks).tails([before, settings.output_dir / FINAL], caveat)
+        return run.racer.tails([before, settings.output_dir / FINAL], caveat)
 
     key = f"tails:{proof.placement.digest}"
     tails = run.store.memo(key, tuple[tuple[Tail, ...], ...], measured, caveat)

@@ -179,9 +179,9 @@ class Budget:
         """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
         share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds; and so may a large one
         where builds differ much, for which time is left once `stale` candidates in a row, `STALE` or more, were no
-        better. Below 0 for a large
-        gain, and without one: what is found late is proven in haste. Never below 0 for a front, whose other points may
-        gain less, nor without a candidate where a rewritten float model may ship, which is proven like one."""
+        better. Below 0 for a large gain, and without one: what is found late is proven in haste. Never below 0 for a
+        front, whose other points may gain less, nor without a candidate where a rewritten float model may ship, which
+        is proven like one."""
         if self.ends is None:
             return 0.0
         if ratio >= 1:
