@@ -37,7 +37,7 @@ def test_what_a_provider_leaves_is_told_by_tune_explain_and_the_report(
     monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], source="https://"))
     usual, where = Bench.layers, "on the CPU: no kernel"
 
-    def layers(self: Bench, placement: Placement = FLOAT) -> tuple[Layer, ...]:
+    def layers(self: Bench, placement: Placement = FLOAT, **_: object) -> tuple[Layer, ...]:
         found = usual(self, placement)
         return tuple(replace(x, elsewhere=where) if n < 2 else x for n, x in enumerate(found))
 
@@ -76,9 +76,10 @@ def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: Path, monke
     told = json.loads(out)
     assert [row["nodes"] for row in told["units"]] == [["third"]]
     assert told["units"][0]["more_ms"] > 0
-    code, _, err = call("explain", folder, "th")
-    assert code == 2
-    assert "near are third" in err
+    for pattern, hint in {"th": "third?", "/SKIP*": "skip?", "thrid": "third?", "*x*y*z": "'*' shows all"}.items():
+        code, _, err = call("explain", folder, pattern)
+        assert code == 2
+        assert hint in err
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", call("explain", folder, "s*")[1])

@@ -272,8 +272,8 @@ def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_to
     assert "those beside no pair take 2 ms in float, and 0.5 ms in what ships" in units.disturbance(run)
     slower = by_name(explanations(run))["a"].detail
     assert "slower itself, by its layer's time: its neighbours gain more than it loses" in slower
-    vars(run).update(shipped_layers=ran("a", a=1.5, b=1.2, c=1.5))
-    assert "by the profile they add up to 4.2 ms, and 3.2 ms were measured" in units.disturbance(run)
+    vars(run).update(float_spent={})  # a hurried run may lack the layers of the float model
+    assert units.disturbance(run) == ""
 
 
 def test_builds_that_differ_elsewhere_as_well_measure_nothing(chain: Model, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from qdqtune.numerics.scores import Score
 from qdqtune.search import Strategy
 from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
 from qdqtune.tuning.estimate import estimate
+from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import search, tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import WIDE_FOR_TIME, Result
@@ -202,6 +203,14 @@ def test_a_large_gain_is_proven_in_the_last_of_the_time(tmp_path: Path, clock: C
     assert (result.shipped, clock.now - 1000.0 <= 1.1 * 16.0) == ("tuned", True)
     assert result.summary["proof_builds"] == 2
     assert WIDE_FOR_TIME in result.notes
+
+
+def test_a_search_that_learns_nothing_from_layers_keeps_those_of_float_for_the_report(
+    model: Path, workers: Workers
+) -> None:
+    result, _ = slow_run(model, workers, 0.2, 40.0)
+    assert not any(trial.layers for trial in result.history)
+    assert read_run(model.parent / "out").float_layers
 
 
 def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,11 @@ def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation,
     names = [name for row in rows for name in row.nodes]
     matches = {pattern} & set(names) or {name for name in names if fnmatchcase(name, pattern)}
     if not matches:
-        text = pattern.strip("*/?")
-        near = [name for name in names if text and text in name][:3]
-        hint = f"; near are {', '.join(near)}" if near else ""
-        raise BadOption(f"no node of the model is named {pattern!r}{hint} (wildcards: '/layer1/*')")
+        text, by_lower = pattern.strip("*/?").lower(), {name.lower(): name for name in names}
+        near = [name for lower, name in by_lower.items() if text and text in lower][:3]
+        near = near or [by_lower[lower] for lower in get_close_matches(text, by_lower, cutoff=0.5)]
+        hint = f"did you mean {', '.join(near)}?" if near else "'*' shows all, '/layer1/*' those of a module"
+        raise BadOption(f"no node of the model is named {pattern!r}: {hint}")
     return tuple(row for row in rows if not matches.isdisjoint(row.nodes))
 
 

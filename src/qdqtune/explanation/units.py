@@ -471,19 +471,16 @@ class _Table:
 
 
 def disturbance(run: FinishedRun) -> str:
-    """A text if times of layers contradict the measured latency, or those of the float model; else empty."""
-    took, ms, floats = total(layer.time_ms for layer in run.shipped_layers), run.shipped_ms, run.float_ms
-    if not took or not ms or not floats:
+    """A text if nodes beside no pair seem to take clearly more or less in what ships than in float; else empty."""
+    if not run.spent or not run.float_spent:
         return ""
     paired = {edge.tensor for edge in (*run.placement.edges, *run.placement.weight_formats)}
     same = [n.name for n in run.model.nodes if paired.isdisjoint((*n.inputs, *n.outputs))]
     before, after = (sum(sum(spent[name]) for name in same) for spent in (run.float_spent, run.spent))
-    told = ""
-    if abs(log(took / ms)) > CLEAR:
-        told = f"by the profile they add up to {took:.3g} ms, and {ms:.3g} ms were measured, to which they are scaled"
-    elif abs(after - before) > CLEAR * floats:
-        told = f"those beside no pair take {before:.3g} ms in float, and {after:.3g} ms in what ships"
-    return told and f"times of single nodes are rough, since other work or the profile disturbed them: {told}"
+    if abs(after - before) <= CLEAR * (run.float_ms or 0.0):
+        return ""
+    told = f"those beside no pair take {before:.3g} ms in float, and {after:.3g} ms in what ships"
+    return f"times of single nodes are rough, since other work or the profile disturbed them: {told}"
 
 
 def shipped_origin(run: FinishedRun) -> str:

@@ -225,10 +225,16 @@ def tune(settings: Settings, observer: Observer | None = None, begun: float | No
             return _searched_and_proven(run, log)
 
 
+REPORTED_SHARE = 0.1
+"""Most of the time left for which a hurried search, which learns nothing from layers, asks for those of the float
+model. Chosen, not measured."""
+
+
 def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     settings, budget = run.settings, run.budget
-    if budget.can_learn:
-        run.bench.layers()  # while the float build is loaded; kept in the state file for the report
+    can_learn, left = budget.can_learn, budget.seconds_left or 0.0
+    # While the float build is loaded; kept in the state file for the report, where it takes little of a hurried search.
+    run.bench.layers(lacks=lambda seconds: not can_learn and seconds > REPORTED_SHARE * left)
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
     history, shortfall = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
