@@ -19,7 +19,6 @@ SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 class TestFake(EngineContract):
     spec = EngineSpec("fake")
     saved = None
-    subjects = (*EngineContract.subjects, "times")
     unmet = frozenset({"8 bits"})  # its model of costs fuses no product without a pair behind it
 
 

@@ -27,7 +27,7 @@ from qdqtune.errors import BadOption, EngineFailure, InputError
 from qdqtune.explanation.report import report_of_run
 from qdqtune.options import OF_RUN, OUTPUT, REQUIRED, SWITCH, File, MaybeFile, Option, each, options_of
 from qdqtune.system.checks import Output, check_outputs, in_list, record, written_as
-from qdqtune.system.writing import atomic_write, write_json
+from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import single_model
@@ -244,14 +244,7 @@ def doctor_command(options: DoctorArguments) -> int:
     if options.qualify:
         if options.on is not None:
             raise BadOption("`qualify` checks an engine on this machine: leave `on` out")
-        done = progress.run(qualify, options, options)
-        write_json(options.record, done.to_dict(), "record")
-        code = present(done, as_machine=options.as_machine)
-        if not options.as_machine:
-            print_lines([f"to send with a report: {options.record}"])
-        return code
-    if options.output is not None:
-        raise BadOption("there is a file to write with `qualify` only")
+        return _run(qualify, options, options)
     if options.on is not None:
         return doctor_elsewhere(options.on, *(["--json"] if options.as_machine else []))
     return present(examine(), as_machine=options.as_machine)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from qdqtune.commands.shown import Shown, Table
@@ -31,38 +30,20 @@ from qdqtune.engines.remote import Destination
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
 from qdqtune.explanation.formatting import counted
-from qdqtune.options import OUTPUT, SWITCH, MaybeFile
-from qdqtune.system.checks import Output, record
+from qdqtune.options import SWITCH
 
 OPENING_SECONDS = 120.0
 """How long an engine may take to open. Chosen, not measured."""
 
 
-def _record(path: Path | None, name: str, options: DoctorOptions) -> list[Output]:
-    return record(options.record if options.qualify else path, name)
-
-
 class DoctorOptions(EngineOptions):
     qualify: bool = SWITCH(
-        "Check what qdqtune claims of `engine`, on small graphs of its own: builds, layers, 8 bits, outputs, times, "
-        "failures and searches. Takes some minutes.",
+        "Check what qdqtune claims of `engine`, on small graphs of its own: builds, layers, 8 bits, outputs and "
+        "refusals. With --json, to send with a report.",
         "Engine",
         "check what we claim of the engine",
     )
-    output: MaybeFile = OUTPUT(
-        "With `qualify`: the JSON file of what held, to send with a report.",
-        "Output",
-        "with --qualify: where to write what held",
-        writes=_record,
-        flags="-o --output",
-        default_in_words="qualification_ENGINE.json",
-    )
     on: str | None = ON
-
-    @property
-    def record(self) -> Path:
-        """The file of what `qualify` found to hold."""
-        return self.output or Path(f"qualification_{self.engine}.json")
 
 
 @dataclass(frozen=True)
@@ -140,7 +121,11 @@ def examine() -> EnginesState:
     """Open every engine in a process of its own, and read the hardware. Failures are part of the result."""
     gpus, note = find_gpus()
     engines = tuple(engine_state(name) for name in ENGINES if name not in PROVIDERS)
-    return EnginesState(engines, this_processor(), gpus, note, tuple(map(engine_state, PROVIDERS)))
+    isa = instruction_sets()
+    follows = consequence(platform.machine(), isa, is_slow=lacks_dot_products())
+    told = "; ".join(filter(None, (emulation(), follows)))
+    processor = Processor(processor_name(), devices.usable_cores(), isa, told)
+    return EnginesState(engines, processor, gpus, note, tuple(map(engine_state, PROVIDERS)))
 
 
 def doctor_elsewhere(on: str, *flags: str) -> int:
@@ -180,14 +165,6 @@ def engine_state(name: str) -> EngineState:
 def _described(spec: EngineSpec) -> dict[str, str]:
     with temporary_runner(spec, Execution(OPENING_SECONDS)) as runner:
         return runner.describe()
-
-
-def this_processor() -> Processor:
-    """The CPU of this machine."""
-    isa = instruction_sets()
-    follows = consequence(platform.machine(), isa, is_slow=lacks_dot_products())
-    told = "; ".join(filter(None, (emulation(), follows)))
-    return Processor(processor_name(), devices.usable_cores(), isa, told)
 
 
 def consequence(machine: str, isa: Collection[str], *, is_slow: bool = False) -> str:

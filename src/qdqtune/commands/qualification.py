@@ -11,7 +11,6 @@ from itertools import chain
 from math import inf, prod
 from pathlib import Path
 from re import fullmatch
-from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -19,13 +18,10 @@ import onnx
 from onnx import numpy_helper, parser
 
 from qdqtune.calibration.observe import Session, onnxruntime_session
-from qdqtune.commands.compare import CompareOptions, compare
-from qdqtune.commands.doctor import DoctorOptions, find_gpus, this_processor
+from qdqtune.commands.doctor import DoctorOptions
 from qdqtune.commands.inputs import execution_of, sample_source
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.tune import TuneOptions, tune
-from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import with_timing_cache
@@ -49,7 +45,6 @@ from qdqtune.numerics.accuracy import NOT_FINITE, is_finite, sqnr_db
 from qdqtune.numerics.simulation import with_integer_softmax
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.options import Mode
 from qdqtune.types import EQUAL_DB, Layer, Sample
 from qdqtune.version import __version__
 
@@ -58,8 +53,8 @@ State = Literal["held", "not held", "not applicable"]
 QUICKLY: Mapping[str, Any] = {"calibration_method": "minmax", "bias_correction": False}
 """How ranges are found: their accuracy is not what is checked."""
 
-RUNS, ROUNDS, TUNE_SECONDS = 5, 12, 60.0
-"""Profiled inferences of a file; rounds of a comparison; the time budget of a search. Chosen, not measured."""
+RUNS = 5
+"""Profiled inferences of a file. Chosen, not measured."""
 
 FLOAT_DB, LOST_DB = 40.0, 3.0
 """The least SQNR of float outputs, which TF32 and float16 reach; and how far the SQNR of a quantized model may be below
@@ -75,9 +70,6 @@ SAMPLES, WIDTH, SIDE, HEADS, ROWS = 8, 64, 28, 4, 128
 """Samples of each graph; channels and pixels of images, heads and tokens of attention: enough that 8 bits pay on most
 engines. Chosen, not measured."""
 
-FP8_SINCE = 8.9
-"""The first compute capability of NVIDIA's with FP8."""
-
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
 """Of models as text: with LayerNormalization, and for TensorRT 8.6 as well."""
 
@@ -88,7 +80,7 @@ NO_MODELS = {
 WRONG_INPUTS = {"no input": {}, "an input of other sizes": {"x": np.zeros((1, 1, 2, 2), np.float32)}}
 """Models and inputs that no engine may accept."""
 
-PLAIN, ITSELF, DEEPER = "convolutions", "a file and itself", "a file and one of four times its layers"
+PLAIN = "convolutions"
 
 
 def samples_of(file: Path) -> list[Sample]:
@@ -131,9 +123,9 @@ def _norm(x: str, y: str, width: int) -> str:
     return f"{y} = LayerNormalization <axis: int = -1> ({x}, one_{y}_{width}, bias_{y}_{width})"
 
 
-def convolutions(depth: int = 4) -> onnx.ModelProto:
-    more = "".join(f" r{n} = Relu(c{n - 1}) {_conv(f'r{n}', f'c{n}')}" for n in range(1, depth))
-    return _model((1, 3, SIDE, SIDE), f"{_conv('x', 'c0', 3)} {more} y = Relu(c{depth - 1})")
+def convolutions() -> onnx.ModelProto:
+    more = "".join(f" r{n} = Relu(c{n - 1}) {_conv(f'r{n}', f'c{n}')}" for n in range(1, 4))
+    return _model((1, 3, SIDE, SIDE), f"{_conv('x', 'c0', 3)} {more} y = Relu(c3)")
 
 
 def residual() -> onnx.ModelProto:
@@ -189,23 +181,20 @@ GRAPHS: Mapping[str, tuple[Callable[[], onnx.ModelProto], Mapping[str, str]]] = 
 
 @dataclass(frozen=True)
 class Seen:
-    """Whether a requirement held for one subject, what was seen or why it did not, and the seconds that it took."""
+    """Whether a requirement held for one subject, and what was seen or why it did not."""
 
     check: str
     subject: str
     state: State
     told: str
-    seconds: float
 
 
 @dataclass(frozen=True, repr=False)
 class Qualification(Shown):
-    """What held of the requirements. `engine` is its description, `machine` names the hardware."""
+    """What held of the requirements. `engine` is its description."""
 
     engine: Mapping[str, str]
-    machine: Mapping[str, str]
     checks: tuple[Seen, ...]
-    seconds: float
 
     @property
     def holds(self) -> bool:
@@ -219,7 +208,7 @@ class Qualification(Shown):
         counts = Counter(seen.state for seen in self.checks)
         states = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
         engine = f"{self.engine['engine']} {self.engine['version']} on {self.engine['device']}"
-        return f"{engine}: of {len(self.checks)} checks {states}; {self.seconds:.0f} s"
+        return f"{engine}: of {len(self.checks)} checks {states}"
 
     def table(self) -> Table:
         """What did not hold, or is not applicable, and why."""
@@ -227,7 +216,7 @@ class Qualification(Shown):
         return Table(("state", "check", "of", "why"), rows, least_widths={"why": 30})
 
     def to_dict(self) -> dict[str, Any]:
-        return {"qdqtune": __version__, "holds": self.holds, **asdict(self), "seconds": round(self.seconds, 1)}
+        return {"qdqtune": __version__, "holds": self.holds, **asdict(self)}
 
 
 class NotApplicableError(Exception):
@@ -239,12 +228,10 @@ class Bench:
     """An engine with the files of graphs, which are made when they are first asked for. `simulation` is ONNX Runtime
     without fusion; no request takes longer than `time_limit`."""
 
-    spec: EngineSpec
+    engine: str
     folder: Path
     runner: Runner
     simulation: Session
-    observer: Observer
-    has_fp8: bool
     time_limit: float
 
     def plain(self, graph: str) -> Path:
@@ -261,21 +248,21 @@ class Bench:
 
     def quantized(self, graph: str) -> Path:
         """The file of a graph with pairs by the engine's rules, or with weight formats."""
-        if graph == "fp8" and not self.has_fp8:
-            raise NotApplicableError("GPUs before compute capability 8.9 have no FP8")
         options = GRAPHS[graph][1]
         file = self.plain(graph).with_name("quantized.onnx")
-        if file.exists():
-            return file
-        asked: dict[str, Any] = {"engine": self.spec.name, "time_limit": self.time_limit, **QUICKLY, **options}
+        asked: dict[str, Any] = {"engine": self.engine, "time_limit": self.time_limit, **QUICKLY, **options}
         try:
-            if graph == "fp8":
+            if not file.exists():
+                quantize(QuantizeOptions(self.plain(graph), output=file, calibration_data=self.samples(graph), **asked))
+            if graph == "fp8":  # GPUs before compute capability 8.9 have none
                 self.runner.numeric_format("fp8")
-            quantize(QuantizeOptions(self.plain(graph), output=file, calibration_data=self.samples(graph), **asked))
+                self.runner.load(file)
         except BadOption as error:
             if not options:  # pairs in 8 bits are for every engine
                 raise
             raise NotApplicableError(str(error)) from error
+        except EngineRefused as refused:
+            raise NotApplicableError(f"the device has no FP8: {refused}") from refused
         return file
 
     def loaded(self, file: Path) -> Handle:
@@ -356,7 +343,7 @@ def _agrees_with_simulation(bench: Bench, graph: str) -> str:
     files = bench.plain(graph), bench.quantized(graph)
     samples, levels = samples_of(files[0]), []
     models = list(map(load, files))
-    if bench.spec.name == "onnxruntime":
+    if bench.engine == "onnxruntime":
         models = list(map(with_integer_softmax, models))
     with rewording("a file does not run"):
         exact, expected = (bench.simulation.outputs(model, "simulated", samples) for model in models)
@@ -370,35 +357,6 @@ def _agrees_with_simulation(bench: Bench, graph: str) -> str:
     if levels[0] < FLOAT_DB or levels[2] < min(levels[1], FLOAT_DB) - LOST_DB:
         raise EngineFailure(levels_text)
     return levels_text
-
-
-def _tells_apart(bench: Bench, subject: str) -> str:
-    """Equal files are not told apart, others are."""
-    plain = bench.plain(PLAIN)
-    other = plain.with_name("other.onnx")
-    onnx.save(convolutions() if subject == ITSELF else convolutions(depth=16), other)
-    asked: dict[str, Any] = {"engine": bench.spec, "time_limit": bench.time_limit, "timing_runs": ROUNDS}
-    (row,) = compare([plain, other], CompareOptions(calibration_data=bench.samples(PLAIN), **asked)).rows
-    if row.ratio is None:
-        raise EngineFailure(f"the second file is not timed: {row.reason}")
-    verdict = f"the second file is {row.ratio.verdict}, {row.ratio.speedup}"
-    if row.ratio.verdict != ("undecided" if subject == ITSELF else "slower"):
-        raise EngineFailure(verdict)
-    return verdict
-
-
-def _tunes(bench: Bench, mode: str) -> str:
-    """A search ends, and ships what is proven, or float."""
-    plain, folder = bench.plain(PLAIN), bench.folder / f"tune_{mode}"
-    asked: dict[str, Any] = {"engine": bench.spec, "mode": mode, "effort": "quick", "time_budget": TUNE_SECONDS}
-    asked["time_limit"] = bench.time_limit
-    options = TuneOptions(plain, calibration_data=bench.samples(PLAIN), output_dir=folder, **asked, **QUICKLY)
-    done = tune(options.settings(), bench.observer)
-    if done.improved and (done.ratio is None or done.ratio.verdict != "faster"):
-        raise EngineFailure(f"a file ships that is not proven to be faster: {done.ratio}")
-    with rewording("the engine does not run what ships"):
-        bench.runner.outputs_of(done.file, samples_of(plain)[:1])
-    return done.in_words() if done.ratio is None else f"proven, {done.ratio.speedup}"
 
 
 class Requirement(NamedTuple):
@@ -416,8 +374,6 @@ CONTRACT = (
     Requirement("layers", tuple(GRAPHS), _reports_layers),
     Requirement("8 bits", tuple(GRAPHS), _keeps_8_bits),
     Requirement("numbers", tuple(GRAPHS), _agrees_with_simulation, runs=True),
-    Requirement("times", (ITSELF, DEEPER), _tells_apart, runs=True),
-    Requirement("search", get_args(Mode), _tunes, runs=True),
 )
 """The requirements, in the order in which they are checked."""
 
@@ -428,11 +384,11 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
     Raises:
         EngineUnavailable, BadOption: the engine cannot be opened, or is simulated.
     """
-    begun, execution, spec = monotonic(), execution_of(options), options.spec()
+    execution, spec = execution_of(options), options.spec()
     why = simulated(spec.name)
     if why:
-        raise EngineUnavailable(f"{why}, and most claims are about times: leave `qualify` out, check and compare work")
-    cpu, (gpus, _) = this_processor(), find_gpus()
+        raise EngineUnavailable(f"{why}, and claims are about devices: leave `qualify` out, check and compare work")
+    checks = []
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         spec = with_timing_cache(spec, folder)
@@ -440,15 +396,10 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
         runner = stack.enter_context(temporary_runner(sized, execution))
         described = runner.describe()
         exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
-        listed = gpus[0].compute_capability if gpus and spec.facts.is_tensorrt else ""
-        capability = described.get("compute_capability", listed)  # of the GPU that the engine runs on, if it says so
-        has_fp8 = not fullmatch(r"\d+\.\d+", capability) or float(capability) >= FP8_SINCE
-        bench = Bench(spec, folder, runner, stack.enter_context(exact), observer, has_fp8, execution.seconds)
-        checks = []
+        bench = Bench(spec.name, folder, runner, stack.enter_context(exact), execution.seconds)
         for requirement in contract or CONTRACT:
             for subject in requirement.subjects:
                 observer.stage(f"{requirement.name}: {subject}")
-                started = monotonic()
                 state: State = "held"
                 try:
                     if requirement.runs and described["device"] == "none":
@@ -458,7 +409,5 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
                     state, seen = "not applicable", str(error)
                 except QdqtuneError as error:
                     state, seen = "not held", str(error)
-                checks.append(Seen(requirement.name, subject, state, seen, round(monotonic() - started, 2)))
-    machine = {"cpu": f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.isa)}"}
-    machine["gpu"] = "; ".join(f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in gpus)
-    return Qualification(described, machine, tuple(checks), monotonic() - begun)
+                checks.append(Seen(requirement.name, subject, state, seen))
+    return Qualification(described, tuple(checks))
