@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from command_lines import QUICK, exit_code
 from engine_contract import conv_model
 from models import build
-from qdqtune.engines import devices
+from qdqtune.engines import devices, library_settings
 from qdqtune.engines.runner import Runner
 from runs import mixed, write
 from workers import Workers, in_process
@@ -74,7 +74,9 @@ def unsafe_files() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def denormal_numbers_stay() -> None:
     """An engine that a test opens here would make denormal numbers zero in all tests that follow: it is the first
-    session of a process that decides."""
+    session of a process that decides. OpenVINO asks each model."""
+    configuration = library_settings.openvino_configuration
+    library_settings.openvino_configuration = lambda *how: configuration(*how) | {"CPU_DENORMALS_OPTIMIZATION": False}
     if importlib.util.find_spec("onnxruntime") is not None:
         runtime = importlib.import_module("onnxruntime")
         model = build("net (float[1] x) => (float[1] y) { y = Relu(x) }")

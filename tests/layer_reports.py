@@ -43,8 +43,7 @@ def layers_of(engine: str, model: onnx.ModelProto, inputs: Mapping[str, Any], fo
     """The report, checked: every node once, what is folded last."""
     path = folder / "m.onnx"
     onnx.save(model, path)
-    options = {"denormals_as_zero": False} if engine == "openvino" else {}  # it would be so in all tests that follow
-    layers = open_engine(EngineSpec(engine, options)).build(path, folder / "log").layers(inputs, 2)
+    layers = open_engine(EngineSpec(engine)).build(path, folder / "log").layers(inputs, 2)
     assert sorted(n for x in layers for n in x.nodes) == sorted(n.name for n in read_model(path).nodes)
     assert all(x.kind != "folded" for x in layers[:-1])
     return layers

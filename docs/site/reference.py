@@ -395,6 +395,8 @@ def _engine_value(hint: Any) -> str:
         if get_origin(hint) in (Union, UnionType)
         else hint
     )
+    if get_origin(one) is Literal:
+        return ", ".join(get_args(one))
     names = {bool: "true or false", int: "integer", str: "text", Sequence: "list of text", Mapping: "values by name"}
     return names[get_origin(one) or one]
 

@@ -164,12 +164,17 @@ def test_float_that_ships_holds_without_a_measurement(call: Call, tmp_path: Path
 
 
 def test_no_program_or_library_is_taken_from_a_folder(call: Call, target: Path) -> None:
-    options = {"trtexec": "/bin/false", "library": "evil.so", "plugin_libraries": ["evil.so"], "asymmetric": True}
+    options = {
+        "trtexec": "/bin/false",
+        "provider_options": {"a": "evil.so"},
+        "plugin_libraries": ["evil.so"],
+        "asymmetric": True,
+    }
     changed(target, lambda content: content.update(spec={"name": "fake", "options": options}))
     code, _, err = call("verify", target)
     assert code == 0
     told = " ".join(err.split())
-    assert "note: trtexec, library, plugin_libraries: not taken from " in told
+    assert "note: trtexec, provider_options, plugin_libraries: not taken from " in told
     assert "; --engine-option gives it again" in told
 
 

@@ -19,13 +19,13 @@ from loaded_modules import absent
 from models import build, normal, ranges
 from qdqtune import compare, quantize
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines import EngineSpec, devices, machine, open_engine
+from qdqtune.engines import EngineSpec, devices, open_engine
 from qdqtune.engines.devices import Device, allot, cores_for, divide_cores, leased
 from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.fake import FakeOptions
 from qdqtune.engines.formats import numeric_format, portable, weight_formats
 from qdqtune.engines.library_settings import PLAIN_OPTIONS, OnnxRuntimeOptions, plain
-from qdqtune.engines.machine import architecture, emulated_on, instruction_sets, processor_name
+from qdqtune.engines.machine import instruction_sets, processor_name
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.rtx import RtxOptions
@@ -254,45 +254,9 @@ def test_only_needless_dilations_go() -> None:
 
 
 # What of an engine's options may come from a folder that somebody else has made
-FOREIGN = {
-    "qnn": {
-        "backend_path": "lib.so", "backend_type": "", "op_packages": "a:lib.so:f", "qnn_saver_path": "lib.so",
-        "qnn_ir_backend_path": "lib.so", "profiling_file_path": "a.csv", "dump_json_qnn_graph": "1",
-        "json_qnn_graph_dir": "/tmp", "qnn_context_priority": "high",
-    },
-    "cuda": {
-        "device_id": "../x", "gpu_external_alloc": "4096", "user_compute_stream": "4096",
-        "tunable_op_tuning_enable": "1",
-    },
-}  # fmt: skip
-"""Options of providers that name a file, a library or an address in memory, or that nobody has looked at."""
-
-
-@pytest.mark.parametrize("engine", FOREIGN)
-def test_options_of_providers_that_name_files_stay_where_they_are(engine: str) -> None:
-    for spec in (
-        EngineSpec(engine, {"provider_options": FOREIGN[engine]}),
-        EngineSpec("onnxruntime", {"provider": ENGINES[engine].ep, "provider_options": FOREIGN[engine]}),
-    ):
-        taken, left = plain(spec)
-        assert taken == EngineSpec(engine, {"provider_options": {}})
-        assert left == [f"provider_options {name}" for name in FOREIGN[engine]]
-
-
-@pytest.mark.parametrize("engine", PROVIDERS)
-def test_the_usual_options_of_each_provider_are_plain(engine: str) -> None:
-    table = ENGINES[engine]
-    usual = {**table.options, **table.simulated_as}
-    spec = EngineSpec(engine, {"provider_options": usual})
-    assert plain(spec) == (spec, [])
-
-
-def test_a_provider_that_nobody_knows_gets_no_options() -> None:
-    given = {"provider": "OtherExecutionProvider", "provider_options": {"device_id": "1"}, "library": "lib.so"}
-    taken, left = plain(EngineSpec("onnxruntime", given))
-    assert taken.options == {"provider": "OtherExecutionProvider", "provider_options": {}}
-    assert left == ["library", "provider_options device_id"]
-    assert plain(EngineSpec("qnn", {"provider_options": ["backend_path"]}))[0].options == {"provider_options": {}}
+def test_options_of_providers_stay_where_they_are() -> None:
+    given = {"provider": "QNNExecutionProvider", "provider_options": {"backend_path": "lib.so"}, "threads": 2}
+    assert plain(EngineSpec("onnxruntime", given)) == (EngineSpec("qnn", {"threads": 2}), ["provider_options"])
 
 
 @pytest.mark.parametrize("kind", [FakeOptions, OnnxRuntimeOptions, CachedOptions, RtxOptions, TrtexecOptions])
@@ -300,10 +264,11 @@ def test_what_is_a_text_is_plain_only_if_it_names_no_file(kind: Any) -> None:
     names, hints = {field.name for field in fields(kind)}, get_type_hints(kind)
     texts = {name for name in names if hints[name] in (str, str | None)}
     assert texts & PLAIN_OPTIONS <= {"provider", "target"}
-    assert names - PLAIN_OPTIONS <= {"library", "timing_cache", "plugin_libraries", "trtexec", "trtexec_args"}
+    files = {"provider_options", "timing_cache", "plugin_libraries", "trtexec", "trtexec_args"}
+    assert names - PLAIN_OPTIONS <= files
 
 
-# The processor: what /proc/cpuinfo tells of it, and whether another one emulates it
+# The processor: what /proc/cpuinfo tells of it
 SetProcessor = Callable[[str, str], None]
 
 
@@ -316,42 +281,11 @@ SetProcessor = Callable[[str, str], None]
     ],
 )
 def test_the_processor_is_described_by_cpuinfo(
-    name: str, cpuinfo: str, expected: tuple[str, ...], set_processor: SetProcessor, monkeypatch: pytest.MonkeyPatch
+    name: str, cpuinfo: str, expected: tuple[str, ...], set_processor: SetProcessor
 ) -> None:
     set_processor(name, cpuinfo)
-    monkeypatch.setattr(machine, "emulated_on", lambda: "")
     assert processor_name() == "Quick 3000"
     assert instruction_sets() == expected
-
-
-def program(number: int) -> bytes:
-    """The beginning of an ELF program for a machine."""
-    return b"\x7fELF\2\1" + bytes(12) + number.to_bytes(2, "little")
-
-
-@pytest.mark.parametrize(
-    ("name", "running", "real"),
-    [
-        ("aarch64", program(62), "x86"),  # qemu-aarch64 on x86
-        ("aarch64", program(183), ""),
-        ("x86_64", program(183), "ARM"),  # x86 under box64
-        ("aarch64", program(9999), ""),
-        ("s390x", program(62), ""),
-        ("aarch64", b"#!/bin/sh\n", ""),
-        ("aarch64", None, ""),
-    ],
-)
-def test_an_emulator_is_a_program_of_another_processor(
-    name: str, running: bytes | None, real: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    set_processor: SetProcessor,
-) -> None:  # fmt: skip
-    if running is not None:
-        (tmp_path / "program").write_bytes(running)
-    set_processor(name, "")
-    monkeypatch.setattr(machine, "RUNNING", tmp_path / "program")
-    assert emulated_on() == real
-    monkeypatch.undo()
-    assert emulated_on() != architecture()
 
 
 # Devices: cores and GPUs that workers get, hold and give back

@@ -100,14 +100,6 @@ def test_damaged_and_missing_settings_are_refused(tuned: Path, tmp_path: Path) -
         read_settings(tmp_path)
 
 
-def test_the_settings_take_denormal_numbers_as_zero_as_the_measurements_did() -> None:
-    switched_off: dict[str, str] = {"denormals_as_zero": "no"}
-    found = [library_settings(EngineSpec("onnxruntime"), described, {}) for described in ({}, switched_off)]
-    assert [one["config_entries"] for one in found] == [{"session.set_denormal_as_zero": "1"}, {}]
-    found = [library_settings(EngineSpec("openvino"), described, {}) for described in ({}, switched_off)]
-    assert [one["configuration"]["CPU_DENORMALS_OPTIMIZATION"] for one in found] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("version", "build", "run"),
     [

@@ -19,7 +19,6 @@ from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.machine import (
     DOT_PRODUCTS,
     architecture,
-    emulation,
     instruction_sets,
     lacks_dot_products,
     processor_name,
@@ -123,8 +122,7 @@ def examine() -> EnginesState:
     engines = tuple(engine_state(name) for name in ENGINES if name not in PROVIDERS)
     isa = instruction_sets()
     follows = consequence(platform.machine(), isa, is_slow=lacks_dot_products())
-    told = "; ".join(filter(None, (emulation(), follows)))
-    processor = Processor(processor_name(), devices.usable_cores(), isa, told)
+    processor = Processor(processor_name(), devices.usable_cores(), isa, follows)
     return EnginesState(engines, processor, gpus, note, tuple(map(engine_state, PROVIDERS)))
 
 

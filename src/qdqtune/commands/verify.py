@@ -108,7 +108,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     notes = [f"{name}: proven with {then}, {at} {now}" for name, (then, now) in differences.items()]
-    if missing := [name for name in left if name.split()[0] not in options.engine_options]:
+    if missing := [name for name in left if name not in options.engine_options]:
         whose = f"not taken from {folder}, where it may name a file or library"
         notes.append(f"{', '.join(missing)}: {whose}; `engine_options` gives it again")
     if settings.proven.unchecked and options.calibration_data is None:
@@ -167,7 +167,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     elif not proven.timed:
         why = "nothing was timed, and outputs were not compared"
     elif not timed:
-        why = f"nothing is timed {at}: it is a simulator, or the processor is emulated"
+        why = f"nothing is timed {at}: it is a simulator"
     else:
         own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
         ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))

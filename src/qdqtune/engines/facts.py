@@ -5,7 +5,6 @@ An execution provider of ONNX Runtime is an engine; `provider` NAME of the engin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,9 +15,6 @@ from qdqtune.types import FixedScale, NumericFormat, QType
 DOCUMENTS = "https://onnxruntime.ai/docs/execution-providers"
 
 CPU_PROVIDER = "CPUExecutionProvider"
-
-PLAIN_VALUE = re.compile("[A-Za-z0-9_:,.]+")
-"""Values of plain options: no path leads out of a folder without a slash."""
 
 ONNXRUNTIME_SHARED = frozenset({
     "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "MaxPool", "ReduceMax", "ReduceMin",
@@ -80,11 +76,8 @@ class EngineFacts:
     source: str = ""  # the address of its documents; "" where nobody has looked at what it leaves to others
     plugin: str = ""
     """The module of its plug-in package, whose `get_library_path` names the library; "" if it is built into ONNX
-    Runtime. The engine's option `library` names another library."""
+    Runtime."""
     options: Mapping[str, str] = field(default_factory=dict)  # its own options by default
-    plain: frozenset[str] = frozenset()
-    """Its own options that name no file, library or address in memory: only these are taken from folders that may come
-    from elsewhere."""
     memory: str = "cpu"  # what ONNX Runtime calls the memory of its device
     has_fixed_sizes: bool = False  # it takes models only whose sizes are all fixed
     compiles: bool = False  # it runs many nodes as one: ONNX Runtime cannot write its graph or time single nodes
@@ -227,11 +220,7 @@ CUDA = EngineFacts(
     is_gpu=True,
     memory="cuda",
     precision="fp16",
-    plain=frozenset({
-        "use_tf32", "prefer_nhwc", "cudnn_conv_use_max_workspace", "device_id",
-        "gpu_mem_limit", "sdpa_kernel", "cudnn_conv_algo_search",
-    }),
-)  # fmt: skip
+)
 """CUDA: NVIDIA's GPUs, a kernel for each node. Tried with onnxruntime-gpu 1.31.1 on an H200."""
 
 QNN = EngineFacts(
@@ -248,10 +237,6 @@ QNN = EngineFacts(
     merges=("gelu", "dilations", "division"),
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},
-    plain=frozenset({
-        "backend_type", "soc_model", "htp_arch", "vtcm_mb", "device_id", "enable_htp_fp16_precision",
-        "offload_graph_io_quantization", "htp_graph_finalization_optimization_mode", "htp_performance_mode",
-    }),
     has_fixed_sizes=True,
     compiles=True,
     simulated_on=("x86_64", "AMD64"),

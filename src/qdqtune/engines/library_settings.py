@@ -8,14 +8,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from qdqtune.engines import EngineSpec, deployed, normal
-from qdqtune.engines.facts import CPU_PROVIDER, PLAIN_VALUE
+from qdqtune.engines.facts import CPU_PROVIDER
 from qdqtune.engines.tensorrt.options import builder_flags, libraries_in, sizes_text
-from qdqtune.errors import BadOption
 
 DENORMALS_AS_ZERO = "session.set_denormal_as_zero"
+"""Many CPUs take a hundred times as long for numbers below 1.2e-38, and a pair rounds them to zero, so that a quantized
+model would be faster for this reason alone. It is set for the threads that a session starts; for the thread that makes
+it, only the first session of a process counts."""
 
 BETTER_DEFAULTS = (11,)
 """From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
@@ -28,10 +30,6 @@ QUICK = ("--useCudaGraph", "--useSpinWait", "--noDataTransfers")
 class OnnxRuntimeOptions:
     """Options of ONNX Runtime.
 
-    Many CPUs take a hundred times as long for numbers below 1.2e-38, and a pair rounds them to zero, so that a
-    quantized model would be faster for this reason alone: `denormals_as_zero` takes that away. It is set for the
-    threads that a session starts; for the thread that makes it, only the first session of a process counts.
-
     Without `fuse` each operator runs exactly as the file has it: that shows what pairs do to the values, not to the
     speed. `rewrite` moves pairs, and rounds weights between them.
     """
@@ -40,13 +38,8 @@ class OnnxRuntimeOptions:
     provider: Annotated[str, "execution provider, by ONNX Runtime's name"] = CPU_PROVIDER
     fuse: Annotated[bool, "fuse operators"] = True
     fuse_pairs: Annotated[bool, "fuse Q/DQ pairs with operators"] = True
-    denormals_as_zero: Annotated[bool, "take denormal numbers as zero"] = True
     rewrite: Annotated[bool, "without fuse: let ONNX Runtime rewrite the graph first"] = False
     provider_options: Annotated[Mapping[str, str] | None, "options of the provider, beside its usual ones"] = None
-    library: Annotated[str, "file of the plug-in that brings the provider, in place of its package's"] = ""
-
-
-FLOAT_PRECISIONS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -54,13 +47,7 @@ class OpenVinoOptions:
     """Options of OpenVINO."""
 
     threads: Annotated[int, "CPU threads"] = 1
-    precision: Annotated[str, "of all that carries no Q/DQ pair: f32, f16 or bf16"] = "f32"
-    denormals_as_zero: Annotated[bool, "take denormal numbers as zero"] = True
-
-    def __post_init__(self) -> None:
-        if self.precision not in FLOAT_PRECISIONS:
-            known = ", ".join(FLOAT_PRECISIONS)
-            raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {known}")
+    precision: Annotated[Literal["f32", "f16", "bf16"], "of all that carries no Q/DQ pair"] = "f32"
 
 
 def session_settings(threads: int) -> dict[str, Any]:
@@ -73,16 +60,16 @@ def session_settings(threads: int) -> dict[str, Any]:
     }
 
 
-def openvino_configuration(options: OpenVinoOptions) -> dict[str, Any]:
+def openvino_configuration(threads: int, precision: str) -> dict[str, Any]:
     """The properties that OpenVINO compiles models with."""
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
-        "INFERENCE_NUM_THREADS": options.threads,
-        "INFERENCE_PRECISION_HINT": options.precision,
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
         "ENABLE_CPU_PINNING": False,
-        "CPU_DENORMALS_OPTIMIZATION": options.denormals_as_zero,
+        "CPU_DENORMALS_OPTIMIZATION": True,
     }
 
 
@@ -92,12 +79,9 @@ def library_settings(
     """All that the script of an engine (`script_of`) tells the library, as JSON values. `described` is what the engine
     says of itself, `sizes` are those of dynamic inputs. The fake engine has no library: its files run on ONNX
     Runtime."""
-    options, threads = spec.options, int(spec.options.get("threads", 1))
-    as_zero = described.get("denormals_as_zero") != "no"
-    facts = spec.facts
+    options, facts, threads = spec.options, spec.facts, int(spec.options.get("threads", 1))
     if facts.script == "openvino":
-        chosen = OpenVinoOptions(threads, described.get("precision", "f32"), as_zero)
-        return {"configuration": openvino_configuration(chosen)}
+        return {"configuration": openvino_configuration(threads, described.get("precision", "f32"))}
     if facts.script == "trtexec":
         return _trtexec(spec, described, sizes)
     if facts.script == "tensorrt":
@@ -110,9 +94,8 @@ def library_settings(
         "provider": facts.ep or CPU_PROVIDER,
         "provider_options": {**facts.options, **chip, **(options.get("provider_options") or {})},
         "plugin": facts.plugin,
-        "provider_library": options.get("library") or "",
         **session_settings(threads),
-        "config_entries": {DENORMALS_AS_ZERO: "1"} if as_zero else {},
+        "config_entries": {DENORMALS_AS_ZERO: "1"},
     }
 
 
@@ -139,26 +122,19 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
 
 
 PLAIN_OPTIONS = frozenset({
-    "threads", "provider", "provider_options", "fuse", "fuse_pairs", "rewrite", "denormals_as_zero", "precision",
+    "threads", "provider", "fuse", "fuse_pairs", "rewrite", "precision",
     "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target",
     "seed", "noise", "drift", "spikes", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
 })  # fmt: skip
-"""Options of all engines that name no file and no program; of `provider_options` those of the provider's record."""
+"""Options of all engines that name no file and no program."""
 
 
 def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
     """An engine that a file from elsewhere describes, with those of its options that cannot name files, libraries or
     programs; and the names of the others."""
     spec = normal(spec)
-    known, given = spec.facts.plain, spec.options.get("provider_options")
-    own = given if isinstance(given, Mapping) else {}
-    kept = {name: value for name, value in own.items() if name in known and PLAIN_VALUE.fullmatch(str(value))}
     options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}
-    if "provider_options" in options:
-        options["provider_options"] = kept
-    left = [name for name in spec.options if name not in options]
-    left += [f"provider_options {name}" for name in own if name not in kept]
-    return EngineSpec(spec.name, options), left
+    return EngineSpec(spec.name, options), [name for name in spec.options if name not in options]
 
 
 def script_of(spec: EngineSpec) -> str:

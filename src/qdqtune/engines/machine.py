@@ -20,9 +20,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 """Architectures by the name of a machine, in lower case, as `platform.machine` gives it."""
 
-PROGRAMS: Mapping[int, Architecture] = MappingProxyType({62: "x86", 183: "ARM"})
-"""Architectures by the field `e_machine` of ELF programs."""
-
 INSTRUCTION_SETS: Mapping[Architecture, tuple[str, ...]] = MappingProxyType({
     "x86": ("avx2", "avx512_vnni", "avx_vnni", "amx_int8"),
     "ARM": ("asimddp", "i8mm", "sme"),
@@ -34,40 +31,13 @@ DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 CPUINFO = Path("/proc/cpuinfo")
 
-RUNNING = Path("/proc/thread-self/exe")
-"""The program that the kernel runs. Emulators answer for /proc/self/exe, but not for this name (qemu-user 7.2)."""
-
 
 def architecture(machine: str | None = None) -> Architecture:
     """The architecture of a machine (None: this one), as programs see it; "" if it is none of `ARCHITECTURES`."""
     return ARCHITECTURES.get((machine or platform.machine()).lower(), "")
 
 
-def emulated_on() -> Architecture:
-    """The architecture of the processor that emulates this one, as qemu-user does; "" if none does.
-
-    The kernel runs the emulator then, whose file is a program for another architecture than `platform.machine` names.
-    A whole machine that is emulated is not noticed.
-    """
-    try:
-        with RUNNING.open("rb") as file:
-            start = file.read(20)
-    except OSError:  # not Linux
-        return ""
-    real = PROGRAMS.get(int.from_bytes(start[18:], "little"), "") if start.startswith(b"\x7fELF") else ""
-    return real if architecture() not in ("", real) else ""
-
-
-def emulation() -> str:
-    """What users are told of an emulated processor; "" if it is none."""
-    real = emulated_on()
-    return f"this {architecture()} processor is emulated on {real}, so times mean nothing" if real else ""
-
-
 def processor_name() -> str:
-    real = emulated_on()
-    if real:
-        return f"{platform.machine()}, emulated on {real}"
     return _cpuinfo_field("model name") or platform.processor() or platform.machine()
 
 
@@ -103,14 +73,13 @@ def _cpuinfo_field(*names: str) -> str:
 @dataclass(frozen=True)
 class MachineFacts:
     """A machine: the cores that a process may use, physical ones, its architecture as `platform.machine` names it,
-    whether products of 8 bits overflow there, that it is emulated (in words, "" if not), its system, and how many
-    processes wanted its cores. `where` is how the user names it, for messages; "" is this machine."""
+    whether products of 8 bits overflow there, its system, and how many processes wanted its cores. `where` is how the
+    user names it, for messages; "" is this machine."""
 
     cores: int
     physical_cores: int
     machine: str
     products_saturate: bool
-    emulation: str
     system: str
     load: float | None
     where: str = ""
@@ -122,18 +91,15 @@ def this_machine() -> MachineFacts:
         physical_cores=len(physical_cores()),
         machine=platform.machine(),
         products_saturate=products_saturate(),
-        emulation=emulation(),
         system=platform.platform(),
         load=load(),
     )
 
 
 def simulated(name: str, machine: MachineFacts | None = None) -> str:
-    """Why times of this engine mean nothing on a machine (None: this one), in words: it is a simulator there, or the
-    processor is emulated; "" where they mean something."""
-    facts, there = facts_of(name), machine or this_machine()
-    if there.emulation and not facts.is_modelled:
-        return f"{there.where}: {there.emulation}" if there.where else there.emulation
-    if there.machine not in facts.simulated_on:
+    """Why times of this engine mean nothing on a machine (None: this one), in words: it is a simulator there; "" where
+    they mean something."""
+    there = machine or this_machine()
+    if there.machine not in facts_of(name).simulated_on:
         return ""
     return f"{name} is a simulator on {there.where or 'this machine'}, whose times mean nothing"

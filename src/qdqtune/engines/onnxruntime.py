@@ -80,10 +80,10 @@ RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 
 def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
-    table, library = facts_of_provider(options.provider), options.library
+    table = facts_of_provider(options.provider)
     if CUDA_GRAPHS in (options.provider_options or {}):  # they read inputs where the first inference had them
         raise BadOption(f"`provider_options` {CUDA_GRAPHS} wants inputs in fixed places: leave it out")
-    if not library and not table.plugin:
+    if not table.plugin:
         available = ort.get_available_providers()
         if options.provider not in available:
             how = f": {table.install}" if table.install else ""
@@ -91,12 +91,10 @@ def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
                 f"ONNX Runtime here has no provider {options.provider!r}; it has {', '.join(available)}{how}"
             )
         return OnnxRuntime(options)
-    if not library:
-        if importlib.util.find_spec(table.plugin) is None:
-            raise EngineUnavailable(f"provider {table.ep} is not installed: {table.install}")
-        library = import_module(table.plugin).get_library_path()
+    if importlib.util.find_spec(table.plugin) is None:
+        raise EngineUnavailable(f"provider {table.ep} is not installed: {table.install}")
     try:
-        _register(options.provider, library)
+        _register(options.provider, import_module(table.plugin).get_library_path())
     except Exception as error:  # what ONNX Runtime raises has no common class
         raise EngineUnavailable(f"provider {options.provider} does not load: {one_line(error)}") from error
     found = [device for device in ort.get_ep_devices() if device.ep_name == options.provider]
@@ -141,7 +139,6 @@ class OnnxRuntime:
             "isa": " ".join(instruction_sets()),
             "fuse": "" if options.fuse else unfused,
             "fuse_pairs": "" if options.fuse_pairs else "no",
-            "denormals_as_zero": "" if options.denormals_as_zero else "no",
         }
         return {name: text for name, text in told.items() if text}
 
@@ -171,7 +168,7 @@ class OnnxRuntime:
             "enable_mem_pattern": chosen.fuse,  # planning memory takes a time quadratic in the nodes of the graph
         }
         own = ({} if chosen.fuse_pairs else {KEEP_PAIRS: "1"}) | ({STOP_SPINNING: "1"} if chosen.threads > 1 else {})
-        own |= {DENORMALS_AS_ZERO: "1"} if chosen.denormals_as_zero else {}
+        own[DENORMALS_AS_ZERO] = "1"
         options = ort.SessionOptions()
         for name, value in (attributes | more).items():
             setattr(options, name, value)
@@ -203,11 +200,6 @@ class OnnxRuntimeModel:
         """`Built.time`, with inputs and outputs on the device."""
         with refusals_in_words():
             given = self._known_inputs(inputs)
-            if any(array.dtype.kind in "OSU" for array in given.values()):  # strings, which cannot be bound
-                start = time.perf_counter()
-                for _ in range(runs):
-                    self._session.run(self._outputs, given)
-                return (time.perf_counter() - start) / runs
             binding = self._session.io_binding()
             for name, array in given.items():
                 binding.bind_cpu_input(name, np.asarray(array, order="C"))  # copies to the provider's device, if any

@@ -58,7 +58,6 @@ class OpenVino:
             "precision": self._options.precision,
             "device": machine.processor_name(),
             "isa": " ".join(machine.instruction_sets()),
-            **({} if self._options.denormals_as_zero else {"denormals_as_zero": "no"}),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
@@ -72,7 +71,7 @@ class OpenVino:
 
     def configuration(self, **more: Any) -> dict[str, Any]:
         """The properties that models are compiled with; `more` are added, or replace some."""
-        return openvino_configuration(self._options) | more
+        return openvino_configuration(self._options.threads, self._options.precision) | more
 
 
 class OpenVinoModel:

@@ -1,10 +1,9 @@
-"""Another machine over SSH or adb, and a worker there: model files and large arrays go there by content, each once.
+"""Another machine over SSH, and a worker there: model files and large arrays go there by content, each once.
 
-`Destination` starts a command that begins with `ssh` or `adb`. The system's `ssh` is used, so that names, keys and
-jumps of ~/.ssh/config hold. There `python -m qdqtune.engines.remote` greets with what is known of the machine, and
-answers messages: `missing` asks which of some contents it lacks, `put` brings one, and all others are those of
-`engines.worker`, whose large arrays and constants are named by their content. It ends, and removes its files, when its
-input closes.
+`Destination` starts a command of the system's `ssh`, so that names, keys and jumps of ~/.ssh/config hold. There
+`python -m qdqtune.engines.remote` greets with what is known of the machine, and answers messages: `missing` asks which
+of some contents it lacks, `put` brings one, and all others are those of `engines.worker`, whose large arrays and
+constants are named by their content. It ends, and removes its files, when its input closes.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|
 
 @dataclass(frozen=True)
 class Destination:
-    """What to connect to, as `ssh` takes it or `adb:` with a serial number, if one is given, the Python there, and the
-    socket over which workers share one connection of SSH; without it each has its own."""
+    """What to connect to, as `ssh` takes it, the Python there, and the socket over which workers share one connection;
+    without it each has its own."""
 
     host: str
     python: str = USUAL_PYTHON
@@ -79,16 +78,11 @@ class Destination:
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
-        """Of `[user@]host[:python]`, `ssh://[user@]host[:port][/path/of/python]` or `adb:[serial][:/path/of/python]`.
+        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`.
 
         Raises:
-            BadOption: it is none of them.
+            BadOption: it is neither of them.
         """
-        if text.startswith("adb:"):
-            device = re.fullmatch(r"(adb:[^:/\s]*(?::\d+)?)(?::(/\S+))?", text)
-            if device is None:
-                raise BadOption(f"`on` {text!r} is no device: give adb:SERIAL or adb:SERIAL:/path/of/python")
-            return cls(device[1], device[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
             raise BadOption(
@@ -100,17 +94,12 @@ class Destination:
     def command(self, module: str) -> list[str]:
         """The command that runs a module there. The path of the Python is relative to the home folder there."""
         words = f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"
-        if self.host.startswith("adb:"):
-            serial = self.host.removeprefix("adb:")
-            return ["adb", *(("-s", serial) if serial else ()), "shell", "-T", words]
         sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", f"ControlPath={self.socket}"]
         return [*SSH, *(sharing if self.socket else ()), "--", self.host, words]
 
     def shared(self) -> Destination:
         """The same with one connection for all workers. Its socket lies in a private folder with a short name; where
         that cannot be made, each worker has a connection of its own."""
-        if self.host.startswith("adb:"):
-            return self
         try:
             scratch = Scratch(SOCKETS, TEMPORARY)
         except OSError:
@@ -159,11 +148,11 @@ class Destination:
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
-    """Why no worker has started, and what to do, from the exit code of `ssh` or `adb` and what it has printed."""
+    """Why no worker has started, and what to do, from the exit code of `ssh` and what it has printed."""
     host, python = destination.host, destination.python
     lines = [line for line in printed if not NOISE.search(line)]
     last = one_line(lines[-1] if lines else f"exit code {code}")
-    if code == 255 and not host.startswith("adb:"):
+    if code == 255:
         reason = re.sub(r"^ssh: |[.\s]+$", "", last)
         return f"ssh to {host} fails ({reason}): ssh -o BatchMode=yes {host} has to work, without a password"
     named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"

@@ -27,7 +27,6 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.facts import facts_of
 from qdqtune.engines.formats import portable
-from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable, reading
@@ -149,7 +148,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         InputError: model, data or options cannot be used, or not together.
         EngineUnavailable: the engine times nothing here.
     """
-    check_device(settings.engine, runner, settings.machine)
+    check_device(settings.engine, runner)
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
     is_first = rewrites is None
@@ -435,15 +434,12 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
     return chosen
 
 
-def check_device(spec: EngineSpec, runner: Runner, machine: MachineFacts | None = None) -> None:
-    """Refuse an engine that can build nothing, or builds and times nothing; and another `machine` that is emulated.
+def check_device(spec: EngineSpec, runner: Runner) -> None:
+    """Refuse an engine that can build nothing, or builds and times nothing.
 
     Raises:
-        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have; or that one is
-            emulated.
+        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
     """
-    if machine is not None and machine.emulation and not spec.facts.is_modelled:
-        raise EngineUnavailable(f"{machine.where}: {machine.emulation}, and a search needs times")
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:

@@ -122,16 +122,6 @@ def test_reasons_are_read_from_what_the_other_side_prints(code: int, printed: st
     assert why_not(Destination("pi"), code, printed.splitlines()).startswith(words)
 
 
-def test_a_board_is_reached_by_adb() -> None:
-    command = Destination.parsed("adb:10.0.0.2:5555:/opt/env/bin/python").shared().command("m")
-    assert command == ["adb", "-s", "10.0.0.2:5555", "shell", "-T", "exec /opt/env/bin/python -P -m m"]
-    assert Destination.parsed("adb:").command("m") == ["adb", "shell", "-T", "exec python3 -P -m m"]
-    with pytest.raises(BadOption, match="is no device: give adb:SERIAL or"):
-        Destination.parsed("adb:a:python")
-    reason = why_not(Destination("adb:a"), 255, ["error: closed"])
-    assert reason.startswith("no worker starts with python3 on adb:a (error: closed): it has to be Python 3.11")
-
-
 def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.engines.remote.__version__", "9.9")
     with pytest.raises(EngineUnavailable, match=r"board has qdqtune \S+, and here is 9.9: install one version"):

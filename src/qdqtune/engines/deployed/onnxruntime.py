@@ -22,7 +22,7 @@ options.intra_op_num_threads = library["intra_op_num_threads"]
 for name, value in library["config_entries"].items():
     options.add_session_config_entry(name, value)
 if library["plugin"]:
-    file = library["provider_library"] or import_module(library["plugin"]).get_library_path()
+    file = import_module(library["plugin"]).get_library_path()
     ort.register_execution_provider_library(provider, file)
     devices = [device for device in ort.get_ep_devices() if device.ep_name == provider]
     options.add_provider_for_devices(devices[:1], provider_options)
@@ -33,7 +33,7 @@ else:
 rng, inputs, times = np.random.default_rng(0), {}, []
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own
     values = rng.standard_normal(shape) if "float" in dtype else np.ones(shape)
-    inputs[name] = values.astype(str if dtype == "object" else dtype)
+    inputs[name] = values.astype(dtype)
 for _ in range(runs):
     begun = time.perf_counter()
     session.run(None, inputs)

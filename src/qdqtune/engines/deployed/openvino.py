@@ -16,7 +16,7 @@ request = ov.Core().compile_model(str(model), "CPU", library["configuration"]).c
 rng, inputs, times = np.random.default_rng(0), {}, []
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own
     values = rng.standard_normal(shape) if "float" in dtype else np.ones(shape)
-    inputs[name] = values.astype(str if dtype == "object" else dtype)
+    inputs[name] = values.astype(dtype)
 for _ in range(runs):
     begun = time.perf_counter()
     request.infer(inputs, share_outputs=True)
