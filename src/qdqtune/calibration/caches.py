@@ -1,10 +1,8 @@
-"""Calibration caches of other tools: their ranges by tensor name, and which tensors of a model these are.
+"""Calibration caches of TensorRT: their ranges by tensor name, and which tensors of a model these are.
 
-Files are the text of TensorRT's calibrators (of every algorithm and version; Polygraphy, trtexec and ModelOpt write it
-too), and ONNX Runtime's calibration.json. Formats as in the readers and writers of TensorRT and ONNX Runtime.
-
-Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape after the node
-(see `RESHAPED`). A tensor without an entry stays in float.
+Files are the text of TensorRT's calibrators, of every algorithm and version; Polygraphy, trtexec and ModelOpt write it
+too. Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape after the
+node (see `RESHAPED`). A tensor without an entry stays in float.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.errors import BadData, first_of, parsed_json, reading
+from qdqtune.errors import BadData, first_of, reading
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE, INTEGER_KERNELS, is_float
 
@@ -41,7 +37,7 @@ RESHAPED = COMPUTE | AVERAGE_POOLS | {"BatchNormalization", "GlobalMaxPool", "Ma
 
 @dataclass(frozen=True)
 class CacheRanges:
-    """The ranges that a cache gives a model; `source` names the kind of file.
+    """The ranges that a cache gives a model; `source` is its header.
 
     `tensors` have an entry of their name. `lacking` are tensors without a range that operators with integer kernels
     read, which so stay in float. `unused` are the entries that no tensor takes, or that have no usable scale.
@@ -68,61 +64,26 @@ class CacheRanges:
 
 
 def read_cache(path: Path) -> tuple[str, dict[str, Range | None]]:
-    """The kind of a file, and its ranges by tensor name, in its order; None where an entry is no usable range: not
-    finite, negative, or too small for a scale. A scale s is the range [-127 s, 127 s], which has that scale."""
+    """The header of a file, and its ranges by tensor name, in its order; None where an entry is no usable scale: not
+    finite, negative, or too small. A scale s is the range [-127 s, 127 s], which has that scale."""
     with reading(f"calibration cache {path}", BadData):
-        data = path.read_bytes()
-    try:
-        source, entries = _parsed(data)
-        if not entries:
-            raise ValueError("it names no tensor")
-    except ValueError as error:
-        raise BadData(f"{path} is no calibration cache, or damaged: {error}") from error
-    ranges: dict[str, Range | None] = {}
-    for name, (low, high) in entries.items():
-        is_usable = math.isfinite(low + high) and low <= high and max(abs(low), abs(high)) / CACHE_STEPS >= LEAST_SCALE
-        ranges[name] = Range(low, high) if is_usable else None
-    return source, ranges
-
-
-def _parsed(data: bytes) -> tuple[str, dict[str, tuple[float, float]]]:
-    """The kind of file and its entries, the last of each name. Raises ValueError if it is damaged."""
-    text = data.decode("utf-8-sig", errors="replace")
-    if "\0" in text or "\ufffd" in text:
-        raise ValueError("it is no text (of ONNX Runtime's tables calibration.json is read)")
-    if text.lstrip()[:1] in ("{", "["):
-        return "ONNX Runtime's table", _of_json(text)
+        text = path.read_bytes().decode("utf-8-sig", errors="replace")
     header, *lines = [line.strip() for line in text.split("\n")]
-    if not TENSORRT_HEADER.fullmatch(header):
-        raise ValueError("it begins with neither TensorRT's header TRT-VERSION-ALGORITHM nor a JSON object")
-    entries: dict[str, tuple[float, float]] = {}
+    if not TENSORRT_HEADER.fullmatch(header) or "\0" in text or "\ufffd" in text:
+        raise BadData(f"{path} is no calibration cache of TensorRT, whose first line is TRT-VERSION-ALGORITHM")
+    ranges: dict[str, Range | None] = {}
     for number, line in enumerate(lines, 2):
+        if not line:
+            continue
         name, _, digits = line.rpartition(":")  # the name may have colons, and zeros before the digits may be missing
-        if line and not (name and DIGITS.fullmatch(digits.strip())):
-            raise ValueError(
-                f"line {number} is {line[:60]!r}, not a name with a scale of up to eight hexadecimal digits"
-            )
-        if line:
-            (scale,) = struct.unpack(">f", bytes.fromhex(digits.strip().removeprefix("0x").zfill(8)))
-            entries[name] = -CACHE_STEPS * scale, CACHE_STEPS * scale
-    return header, entries
-
-
-def _of_json(text: str) -> dict[str, tuple[float, float]]:
-    content = parsed_json(text, parse_constant=float)
-    if not isinstance(content, dict):
-        raise ValueError("it is JSON of something else")
-    if content.get("CLS") == "TensorsData" and isinstance(content.get("data"), dict):
-        content = content["data"]
-    entries: dict[str, tuple[float, float]] = {}
-    for name, value in content.items():
-        try:
-            ends = value["lowest"], value["highest"]
-            low, high = (float(np.asarray(end["data"] if isinstance(end, dict) else end).item()) for end in ends)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ValueError(f"it has no lowest and highest value of {name!r:.60}") from error
-        entries[name] = low, high
-    return entries
+        if not name or not DIGITS.fullmatch(digits.strip()):
+            raise BadData(f"{path} is damaged: line {number} is {line[:60]!r}, not a name with a scale")
+        (scale,) = struct.unpack(">f", bytes.fromhex(digits.strip().removeprefix("0x").zfill(8)))
+        is_usable = math.isfinite(scale) and scale >= LEAST_SCALE
+        ranges[name] = Range(-CACHE_STEPS * scale, CACHE_STEPS * scale) if is_usable else None
+    if not ranges:
+        raise BadData(f"{path} is no calibration cache, or cut short: it names no tensor")
+    return header, ranges
 
 
 def ranges_of(path: Path, model: Model) -> CacheRanges:
@@ -152,9 +113,8 @@ def ranges_of(path: Path, model: Model) -> CacheRanges:
     of_model = [n for n, found in entries.items() if n in used or (found and not TENSORRT_NAME.fullmatch(n))]
     if not ranges or (2 * len(used) < len(of_model) and 2 * len(named) < len(tensors)):
         raise BadData(
-            f"{path}: {len(used)} of its {len(of_model)} names are tensors of the model, of whose {len(tensors)} the "
-            f"first is {next(iter(tensors), 'none')!r}: it is of another model, or of another export, where numbers "
-            "name other tensors; calibrate this file anew"
+            f"{path}: {len(used)} of its {len(of_model)} names are tensors of the model: it is of another model, or of "
+            "another export, where numbers name other tensors; calibrate this file anew"
         )
     wanted = set[str]()
     for node in (node for node in model.nodes if not node.domain):

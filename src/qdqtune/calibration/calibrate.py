@@ -23,9 +23,6 @@ THRESHOLD_STEP = 16
 EXACT_ERRORS = 4
 """How many thresholds, those with the least estimated errors, get their exact error. Chosen, not measured."""
 
-SUBNORMAL = 2.0**-120
-"""Bins of at most this width are counted in float64: float32 may not hold the inverse."""
-
 
 class Histogram:
     """Counts of values in 2 x 2048 equal bins around zero, which double in width when a value is outside."""
@@ -51,7 +48,7 @@ class Histogram:
             return
         top = max(-self._low, self._high)
         if self._width == 0.0 and top > 0:
-            self._width = float(2.0 ** np.ceil(np.log2(top / self.BINS)))
+            self._width = float(2.0 ** max(-120.0, np.ceil(np.log2(top / self.BINS))))  # float32 holds the inverse
         while top > self._width * self.BINS:
             merged = self._counts.reshape(-1, 2).sum(axis=1)
             self._counts[:] = 0
@@ -60,8 +57,7 @@ class Histogram:
         if self._width == 0.0:
             self._counts[self.BINS] += flat.size
             return
-        exact = flat if self._width > SUBNORMAL else flat.astype(np.float64)
-        bins = np.floor(exact * exact.dtype.type(1 / self._width))  # a power of two: no rounding
+        bins = np.floor(flat * flat.dtype.type(1 / self._width))  # a power of two: no rounding
         bins += self.BINS
         found = np.bincount(bins.astype(np.intp), minlength=2 * self.BINS + 1)
         found[-2] += found[-1]  # the upper end belongs to the last bin
@@ -135,15 +131,14 @@ def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, 
 
 
 def candidate_tensors(model: Model) -> tuple[str, ...]:
-    """The float activations that nodes or outputs of the main graph read, in graph order."""
-    made = [*model.inputs, *(o for n in model.nodes for o in n.outputs if o)]
-
-    def can_have_a_range(tensor: str) -> bool:
+    """The float activations that nodes or outputs of the main graph read, in graph order; not those without values."""
+    found = []
+    for tensor in (*model.inputs, *(o for n in model.nodes for o in n.outputs if o)):
         info = model.tensors.get(tensor)
         is_filled = info is not None and info.is_float and 0 not in (info.shape or ())
-        return is_filled and any(use.slot >= 0 for use in model.uses(tensor))
-
-    return tuple(filter(can_have_a_range, made))
+        if is_filled and any(use.slot >= 0 for use in model.uses(tensor)):
+            found.append(tensor)
+    return tuple(found)
 
 
 def calibrate(
@@ -166,12 +161,13 @@ def calibrate(
     histograms = {tensor: Histogram(counts=how.method != "minmax") for tensor in tensors}
     for tensor, values in observe(model, tensors, samples, execution=execution):
         histograms[tensor].add(values)
-    ranges: dict[str, Range | None] = {}
+    ranges: dict[str, Range] = {}
     for tensor, histogram in histograms.items():
-        if how.method == "minmax":
-            ranges[tensor] = histogram.whole
-        elif how.method == "percentile":
-            ranges[tensor] = histogram.range(how.percentile)
-        else:
-            ranges[tensor] = histogram.least_error(numbers)
-    return Ranges({tensor: each for tensor, each in ranges.items() if each is not None})
+        found = histogram.whole
+        if how.method == "percentile":
+            found = histogram.range(how.percentile)
+        elif how.method == "mse":
+            found = histogram.least_error(numbers)
+        if found is not None:
+            ranges[tensor] = found
+    return Ranges(ranges)

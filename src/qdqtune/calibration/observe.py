@@ -129,10 +129,9 @@ def observe(
 ) -> Iterator[tuple[str, Array]]:
     """Each of the tensors with its value on each sample, in memory that does not grow with their number.
 
-    Tensors come in batches, in order, and each batch sample by sample. A batch has as many tensors as fit into
-    `BATCH_BYTES` (by the first sample, where shapes are dynamic). Each batch takes a pass over the samples, so these
-    must not be an iterator. float16 and bfloat16 values are converted to float32 if `widen`. For `budget` and errors
-    see `outputs_on`."""
+    Tensors come in batches that fit into `BATCH_BYTES`, in order, and each batch sample by sample. Each takes a pass
+    over the samples, so these must not be an iterator. float16 and bfloat16 values are converted to float32 if `widen`.
+    For `budget` and errors see `outputs_on`."""
     is_fused = len(model.nodes) + len(tensors) <= MOST_OPTIMIZED
     with _one_at_a_time(model, execution, fuse=is_fused, budget=budget) as session:
         for batch in _batches(model, tensors, samples, session):
@@ -207,7 +206,14 @@ def _batches(
     if len(tensors) < 2:
         yield from filter(None, [tuple(tensors)])
         return
-    sizes = _sizes(model, tensors, samples, session)
+    # by static shapes, or else on the first sample, at 4 bytes an element
+    shapes = {tensor: model.tensors[tensor].sizes for tensor in tensors if tensor in model.tensors}
+    sizes = {tensor: 4 * prod(shape) for tensor, shape in shapes.items() if shape is not None}
+    if unknown := [tensor for tensor in tensors if tensor not in sizes]:
+        nodes = [helper.make_node("Size", [t], [f"__size_{i}"], f"__size_{i}") for i, t in enumerate(unknown)]
+        with session.loaded(with_outputs(model, nodes), "sized") as run:
+            (counts,) = _on_each(run, islice(samples, 1))
+        sizes |= {t: 4 * int(counts[node.output[0]]) for t, node in zip(unknown, nodes, strict=True)}
     batch: list[str] = []
     left = BATCH_BYTES
     for tensor in tensors:
@@ -217,15 +223,3 @@ def _batches(
         batch.append(tensor)
         left -= sizes[tensor]
     yield tuple(batch)
-
-
-def _sizes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], session: Session) -> dict[str, int]:
-    """Bytes of each tensor by its static shape, or else on the first sample, at 4 bytes an element."""
-    shapes = {tensor: model.tensors[tensor].sizes for tensor in tensors if tensor in model.tensors}
-    sizes = {tensor: 4 * prod(shape) for tensor, shape in shapes.items() if shape is not None}
-    if unknown := [tensor for tensor in tensors if tensor not in sizes]:
-        nodes = [helper.make_node("Size", [t], [f"__size_{i}"], f"__size_{i}") for i, t in enumerate(unknown)]
-        with session.loaded(with_outputs(model, nodes), "sized") as run:
-            (counts,) = _on_each(run, islice(samples, 1))
-        sizes |= {t: 4 * int(counts[node.output[0]]) for t, node in zip(unknown, nodes, strict=True)}
-    return sizes

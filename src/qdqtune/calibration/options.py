@@ -114,8 +114,8 @@ class CacheOption(Options):
     """The option for a file with scales."""
 
     calibration_cache: MaybeFile = FILE(
-        "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), or "
-        "ONNX Runtime's calibration.json. Tensors that it lacks stay in float.",
+        "Take scales from a calibration cache of TensorRT (calib.cache of trtexec or Polygraphy) in place of data. "
+        "Tensors that it lacks stay in float.",
         "Data",
     )
 

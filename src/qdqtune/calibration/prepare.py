@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 from onnx import TensorProto
 
 from qdqtune.calibration.calibrate import calibrate
@@ -99,14 +98,11 @@ class Prepared:
         pair can reach."""
         notes = []
         if self.judging and self.has_real_samples and not self.workloads:
-            first, *others = self.judging
             wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
-            is_one = all(np.array_equal(array, other[name]) for other in others for name, array in first.items())
-            is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
-            if is_flat or (others and is_one):
+            if wide and all((array == array.flat[0]).all() for array in wide):
                 notes.append(
-                    f"the samples in {self.samples.origin} are all equal, or hold one value throughout: scales and "
-                    "accuracy from them do not hold for real inputs; give typical ones"
+                    f"the samples in {self.samples.origin} hold one value throughout: scales and accuracy from them do "
+                    "not hold for real inputs; give typical ones"
                 )
         if (hidden := hidden_work(self.model, self.real)) is not None:
             notes.append(hidden)
@@ -167,8 +163,11 @@ def prepare(
             fixed=fixed,
             folders=data.folders,
         )
-    count, usual = _affordable(shaped, most, slower), min(USUAL_JUDGED, most)
-    least = min(LEAST_JUDGED, most)
+    each = slower * max(1.0, sum(work(shaped, node) for node in shaped.nodes))
+    written = 4 * sum(elements(shaped, output) for output in shaped.outputs)
+    affordable = max(min(USUAL_JUDGED, JUDGED_WORK / each), min(MORE_WORK / each, JUDGED_BYTES / max(written, 1.0)))
+    least, usual = min(LEAST_JUDGED, most), min(USUAL_JUDGED, most)
+    count = max(least, min(most, int(affordable)))
     calibration = samples
     judging = tuple(samples.others(count)) if most and samples.others is not None else ()
     is_held_out = len(judging) >= max(1, least)
@@ -180,28 +179,14 @@ def prepare(
     return Prepared(model, shaped, samples, calibration, judging, is_held_out, sizes, mix, execution, data, fixed)
 
 
-def _affordable(model: Model, most: int, slower: float) -> int:
-    each = slower * max(1.0, sum(work(model, node) for node in model.nodes))
-    written = 4 * sum(elements(model, output) for output in model.outputs)
-    usual = min(USUAL_JUDGED, JUDGED_WORK / each)
-    affordable = max(usual, min(MORE_WORK / each, JUDGED_BYTES / max(written, 1.0)))
-    return max(min(LEAST_JUDGED, most), min(most, int(affordable)))
-
-
 def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
-    """Why pairs cannot reach compute operators: there are none, the model is quantized, their weights are inputs that
-    callers may override, they compute in float64, or they are in the bodies of If, Loop or Scan. None if pairs reach
-    them."""
+    """Why pairs cannot reach compute operators, in words; None if they do."""
     if operators := integer_operators(model):
         names = ", ".join(operators)
         return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"
     weights = {node.inputs[1] for node in model.nodes if node.op in COMPUTE} & model.overridable
     if weights:
-        return (
-            f"{len(weights)} weights ({min(weights)}, say) are graph inputs as well, which callers may override: they "
-            "stay in float. If nobody overrides them, take them out of graph.input, as "
-            "remove_initializer_from_input.py of ONNX Runtime does"
-        )
+        return f"weights such as {min(weights)} are graph inputs, which callers may override: they stay in float"
     made = [model.tensors.get(node.outputs[0]) for node in model.nodes if node.op in COMPUTE]
     if made and all(info is not None and info.dtype == TensorProto.DOUBLE for info in made):
         return "the model computes in float64, which no pair takes: export it in float32"

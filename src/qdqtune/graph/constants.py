@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -29,25 +29,26 @@ DENSE = "write sparse constants out (export the model again without them)"
 
 
 def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
-    """Take the large initializers with external data in `folder` out of `proto`, and embed the small ones."""
+    """Take the large initializers with external data in `folder` out of `proto`, and embed all other external data."""
     large: dict[str, Constant] = {}
     overridable = {v.name for v in proto.graph.input}
-    external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    for tensor in external:
-        located = _located(tensor, folder)
-        if _is_large(tensor) and tensor.name not in overridable:
+    tensors = [(t, t.name not in overridable) for t in proto.graph.initializer]
+    tensors += [(t, False) for t in inner_tensors(proto)]
+    for tensor, may_stay in tensors:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        place = _place(tensor, folder)
+        if may_stay and _is_large(tensor):
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
-            seen = Stamps.of([located.file])
-            key = content_key(dtype, shape, _bytes(located))
-            read = partial(_values, located, seen, dtype, shape)
+            key = content_key(dtype, shape, _bytes(*place))
+            read = partial(_values, place, Stamps.of([place[0]]), dtype, shape)
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
-            _embed(tensor, folder)
+            tensor.raw_data = _bytes(*place)
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
     if large:  # else spare the copies
         replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
-    for tensor in inner_tensors(proto):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            _embed(tensor, folder)
     return large
 
 
@@ -60,7 +61,10 @@ def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None
     overridable = {v.name for v in graph.input}
     small = []
     for tensor in (*graph.initializer, *lifted):
-        array = _array(tensor)
+        try:
+            array = numpy_helper.to_array(tensor)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadModel(f"the values of constant {tensor.name!r} do not fit its type and shape") from error
         if _is_large(tensor) and tensor.name not in overridable:
             large[tensor.name] = Constant.of(array)
         else:
@@ -73,14 +77,6 @@ def replace(field: MutableSequence[M], messages: Iterable[M]) -> None:
     messages = list(messages)
     del field[:]
     field.extend(messages)
-
-
-def _array(tensor: TensorProto) -> Array:
-    try:
-        array: Array = numpy_helper.to_array(tensor)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadModel(f"the values of constant {tensor.name!r} do not fit its type and shape") from error
-    return array
 
 
 def _is_large(tensor: TensorProto) -> bool:
@@ -124,19 +120,8 @@ def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
             pending.extend(body.node)
 
 
-def _embed(tensor: TensorProto, folder: Path) -> None:
-    tensor.raw_data = _bytes(_located(tensor, folder))
-    tensor.ClearField("data_location")
-    del tensor.external_data[:]
-
-
-class _Located(NamedTuple):
-    file: Path
-    offset: int
-    length: int
-
-
-def _located(tensor: TensorProto, folder: Path) -> _Located:
+def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
+    """The file of a constant's external data, their offset and length there."""
     what = f"external data of constant {tensor.name!r}"
     if tensor.data_type not in SIZED:
         raise BadModel(f"{what}: unknown element type ({tensor.data_type})")
@@ -144,8 +129,7 @@ def _located(tensor: TensorProto, folder: Path) -> _Located:
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
     if not location.parts or location.is_absolute() or ".." in location.parts:
-        again = "save the model again with its weights beside it (onnx.save, save_as_external_data=True)"
-        raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder; {again}")
+        raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder: save the model again")
     try:
         offset, length = int(info.get("offset", 0)), int(info.get("length", size))
     except ValueError as error:
@@ -158,19 +142,18 @@ def _located(tensor: TensorProto, folder: Path) -> _Located:
     if not file.resolve().is_relative_to(folder.resolve()):
         raise BadModel(f"{what}: {location} is a link that leaves the model's folder; move the file there")
     if file.stat().st_size < offset + length:
-        sizes = f"{file.stat().st_size} bytes, not {offset + length}"
-        raise BadModel(f"{what}: {location} is too short ({sizes}): cut short, or of another model; copy it again")
-    return _Located(file, offset, length)
+        raise BadModel(f"{what}: {location} is too short, or of another model: copy it again")
+    return file, offset, length
 
 
-def _values(located: _Located, seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def _values(place: tuple[Path, int, int], seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Read a constant. Its file is not memory-mapped, since the process would crash if the file became shorter."""
-    values = _bytes(located)
+    values = _bytes(*place)
     seen.check()
     return np.frombuffer(values, dtype).reshape(shape)
 
 
-def _bytes(located: _Located) -> bytes:
-    with reading(located.file, BadModel), located.file.open("rb") as source:
-        source.seek(located.offset)
-        return source.read(located.length)
+def _bytes(file: Path, offset: int, length: int) -> bytes:
+    with reading(file, BadModel), file.open("rb") as source:
+        source.seek(offset)
+        return source.read(length)

@@ -116,12 +116,9 @@ def _inferred(
     for tensor, kind in found.items():
         if not kind.HasField("tensor_type"):
             continue
-        known_info, result = infos.get(tensor), TensorInfo.of(onnx.ValueInfoProto(name=tensor, type=kind))
-        if known_info is not None and known_info.shape is not None:
-            other = result.shape if len(result.shape or ()) == len(known_info.shape) else None
-            sizes = zip(known_info.shape, other or known_info.shape, strict=True)
-            result = TensorInfo(known_info.dtype, tuple(b if a is None else a for a, b in sizes))
-        results[tensor] = result
+        result = TensorInfo.of(onnx.ValueInfoProto(name=tensor, type=kind))
+        if tensor not in infos or infos[tensor].shape is None or result.sizes is not None:
+            results[tensor] = result
     return results
 
 
@@ -134,8 +131,7 @@ def _when_read(
         return None
     output, inputs = node.outputs[0], {t: known[t] for t in node.inputs if t}
     info = infos.get(output)
-    sizes = None if info is None else info.sizes
-    if info is None or sizes is None or info.dtype not in SIZED:
+    if info is None or (sizes := info.sizes) is None or info.dtype not in SIZED:
         return None
     proto = model.proto.graph.node[node.index]
 
@@ -189,10 +185,8 @@ def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> M
             least = 1 if i == 0 else 0  # a key-value cache may be empty, a batch not
             known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, least))
             if known != size:
-                (own,) = (v for v in model.proto.graph.input if v.name == name)
-                declared = "x".join(str(d.dim_param or d.dim_value or "?") for d in own.type.tensor_type.shape.dim)
-                other = f", and another input has {dim.dim_param} {known}" if dim.dim_param in symbols else ""
-                raise BadOption(f"input {name!r}: dimension {i} cannot be {size}: the model declares {declared}{other}")
+                other = f" as another input has {dim.dim_param}" if dim.dim_param in symbols else ""
+                raise BadOption(f"input {name!r}: dimension {i} cannot be {size}, it is {known}{other}")
             if dim.dim_param:
                 symbols[dim.dim_param] = size
             dim.dim_value = size

@@ -8,6 +8,7 @@ with graph inputs in place of the large constants.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
@@ -37,10 +38,8 @@ OLDEST_OPSET = 7
 def load(
     path: Path, *, fix_inputs: Mapping[str, float | int | str] = MappingProxyType({}), min_opset: int = 13
 ) -> Model:
-    """Read an ONNX file. The opset of the model is at least 13 and at least `min_opset`.
-
-    Node names become unique, constants become initializers, model-local functions are inlined, Identity and unused
-    nodes are dropped. `fix_inputs` makes graph inputs constant, and replaces each If that they decide by its body."""
+    """Read an ONNX file; its opset becomes at least 13 and at least `min_opset`, its node names unique. `fix_inputs`
+    makes graph inputs constant, and replaces each If that they decide by its body."""
     proto = read(path)
     try:
         return _ready(proto, path.absolute().parent, fix_inputs, min_opset)
@@ -56,7 +55,6 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
 
 
 def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
-    """The model of `proto`, which is changed in place and has its external data in `folder`. Raises BadModel."""
     _check_types(proto.graph)
     if proto.ir_version < 4:  # constants had to be listed as inputs, and nobody could override them
         constants = {t.name for t in proto.graph.initializer}
@@ -68,7 +66,12 @@ def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int
     proto = deepcopy(proto)  # what was taken out takes no memory in the copy
     _sort(proto.graph)
     _check(proto, large)
-    proto = _inlined(proto, large)
+    if proto.functions:
+        try:
+            proto = inliner.inline_local_functions(with_large_inputs(proto, large), convert_version=True)
+        except RuntimeError as error:
+            raise BadModel(f"cannot inline the model's functions: {_message(error)}") from error
+        settle(without_large_inputs(proto, large).graph, large)
     if fix_inputs:
         fix(proto, large, fix_inputs)
     name_nodes(proto.graph)
@@ -145,10 +148,7 @@ def read(path: Path) -> ModelProto:
     """The protobuf in a file, without its external data."""
     try:
         if path.stat().st_size >= 2**31:
-            raise BadModel(
-                f"{path}: not an ONNX file: those have less than 2 GB. A larger model has its weights beside it "
-                "(onnx.save, save_as_external_data=True)"
-            )
+            raise BadModel(f"{path}: not an ONNX file: those have less than 2 GB, and more weights beside them")
         check_file(path)
         proto = onnx.load(path, format="protobuf", load_external_data=False)
     except IsADirectoryError as error:
@@ -163,16 +163,15 @@ def read(path: Path) -> ModelProto:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A model's file and the files of its external data; only the file itself if it cannot be read."""
-    try:
+    """A model's file and the files of its external data."""
+    with suppress(BadModel):  # loading it reports the error
         return [path, *(path.parent / place for place in data_files(path))]
-    except BadModel:  # loading it reports the error
-        return [path]
+    return [path]
 
 
-def data_files(path: Path) -> list[str]:
+def data_files(path: Path) -> tuple[str, ...]:
     """The files of a model's external data, as the model names them."""
-    return list(_outside(path, stamp(path))[0])
+    return _outside(path, stamp(path))[0]
 
 
 def nbytes(model: Path) -> int:
@@ -194,20 +193,13 @@ def _outside(path: Path, _: Stamp | None) -> tuple[tuple[str, ...], int]:
     return tuple(sorted(name for name in named if isinstance(name, str) and "\0" not in name)), size
 
 
-def node_names(graph: onnx.GraphProto) -> list[str]:
-    """The names that `load` gives to the nodes of a file, in order. An unnamed node is named by operator and position;
-    a name that is in use already gets a number."""
-    names = UniqueNames(node.name for node in graph.node)
-    given: dict[str, None] = {}
-    for i, node in enumerate(graph.node):
-        is_free = node.name and node.name not in given
-        given[node.name if is_free else names.fresh(node.name or f"{node.op_type}_{i}")] = None
-    return list(given)
-
-
 def name_nodes(graph: onnx.GraphProto) -> None:
-    for node, name in zip(graph.node, node_names(graph), strict=True):
-        node.name = name
+    """Name unnamed nodes by operator and position; a name that is in use already gets a number."""
+    names, taken = UniqueNames(node.name for node in graph.node), set[str]()
+    for i, node in enumerate(graph.node):
+        if not node.name or node.name in taken:
+            node.name = names.fresh(node.name or f"{node.op_type}_{i}")
+        taken.add(node.name)
 
 
 def _sort(graph: onnx.GraphProto) -> None:
@@ -244,17 +236,6 @@ def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
 def _message(error: Exception) -> str:
     parts = (" ".join(part.split()).rstrip(".") for part in str(error).split("==> Context:"))
     return "; ".join(parts).rpartition("failed: ")[2][:300]
-
-
-def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelProto:
-    if not proto.functions:
-        return proto
-    try:
-        inlined = inliner.inline_local_functions(with_large_inputs(proto, large), convert_version=True)
-    except RuntimeError as error:
-        raise BadModel(f"cannot inline the model's functions: {_message(error)}") from error
-    settle(without_large_inputs(inlined, large).graph, large)
-    return inlined
 
 
 def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target: int) -> ModelProto:
@@ -310,10 +291,8 @@ def check_outputs(proto: onnx.ModelProto) -> None:
     """Refuse outputs that are no tensors: sequences, maps and optional values cannot be compared."""
     for value in proto.graph.output:
         if value.type.WhichOneof("value") not in (None, "tensor_type"):
-            problem = f"is no tensor but of type {kind_of(value)}"
-            raise BadModel(
-                f"output {value.name!r} {problem}; such outputs are not supported (scikit-learn: zipmap=False)"
-            )
+            kind = f"of type {kind_of(value)}"
+            raise BadModel(f"output {value.name!r} is no tensor but {kind}: not supported (scikit-learn: zipmap=False)")
 
 
 def kind_of(value: onnx.ValueInfoProto) -> str:

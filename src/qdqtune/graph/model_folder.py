@@ -6,7 +6,7 @@ A folder holds its graphs itself, or in a subfolder `onnx`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from qdqtune.errors import BadModel, first_of
@@ -17,22 +17,10 @@ CONFIG = "config.json"
 SUBFOLDER = "onnx"
 
 COMPANIONS = (
-    CONFIG,
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-)
+    CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json",
+    "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model",
+)  # fmt: skip
 """What Transformers reads beside the weights of a model."""
 
 VERSION = re.compile(r"(.+)[._](?:qdq|quantized|optimized|fp16|bf16|u?int8|bnb4|q8|q4|q4f16)")
@@ -70,19 +58,16 @@ def without_graph(folder: Path) -> str:
 
 def companions(model: Path) -> list[Path]:
     """The settings and tokenizers beside a model file, for Transformers; empty if it is in no folder of Optimum's."""
-    folders = list(_with_parents([model.parent]))
-    home = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-    return [] if home is None else [file for name in COMPANIONS if (file := home / name).is_file()]
+    config = first_beside([CONFIG], [model.parent])
+    return [] if config is None else [file for name in COMPANIONS if (file := config.parent / name).is_file()]
 
 
 def first_beside(names: Iterable[str], folders: Iterable[Path]) -> Path | None:
     """The first file with one of these names in these folders, or in those above that hold graphs in a subfolder."""
-    places = list(_with_parents(folders))
-    return next((folder / name for folder in places for name in names if (folder / name).is_file()), None)
-
-
-def _with_parents(folders: Iterable[Path]) -> Iterator[Path]:
     for folder in folders:
-        yield folder
-        if folder.absolute().name == SUBFOLDER:
-            yield folder.absolute().parent
+        above = [folder.absolute().parent] if folder.absolute().name == SUBFOLDER else []
+        for place in (folder, *above):
+            for name in names:
+                if (place / name).is_file():
+                    return place / name
+    return None

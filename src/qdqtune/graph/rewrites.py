@@ -58,7 +58,12 @@ def with_merged(model: Model, op: str, matcher: Matcher, opset: int) -> Model:
         info = None if match is None or match.op != op else model.tensors.get(match.source)
         if match is None or info is None or info.dtype != TensorProto.FLOAT or info.shape is None:
             continue
-        own = _between(model, match.source, node)
+        own, pending = set[int](), [node]  # the nodes that compute the result from the source and constants
+        while pending:
+            last = pending.pop()
+            own.add(last.index)
+            read = (t for t in last.inputs if t != match.source and t in model.producers)
+            pending += [model.nodes[model.producers[t]] for t in read]
         inner = [t for index in own - {node.index} for t in model.nodes[index].outputs if t]
         if own.isdisjoint(taken) and all(use.node in own and use.slot >= 0 for t in inner for use in model.uses(t)):
             taken |= own
@@ -83,17 +88,6 @@ def with_merged(model: Model, op: str, matcher: Matcher, opset: int) -> Model:
     return rebuild(model, written, added)
 
 
-def _between(model: Model, source: str, last: Node) -> set[int]:
-    """The indices of the nodes that compute the result of `last` from `source` and constants."""
-    nodes: set[int] = set()
-    pending = [last]
-    while pending:
-        node = pending.pop()
-        nodes.add(node.index)
-        pending += [model.nodes[model.producers[t]] for t in node.inputs if t != source and t in model.producers]
-    return nodes
-
-
 # ---- the formulas
 
 
@@ -101,17 +95,9 @@ FACTORS: Mapping[str, int] = {"Mul": 2, "Div": 1, "Reciprocal": 0}
 """How many inputs of an operator are factors of its result; the others are divisors."""
 
 
-@dataclass(frozen=True)
-class Product:
-    """A number times the tensors `factors`, divided by the tensors `divisors`."""
-
-    number: float
-    factors: tuple[str, ...]
-    divisors: tuple[str, ...]
-
-
-def product(model: Model, tensor: str) -> Product:
-    """The product that a tensor is, through all Mul, Div and Reciprocal nodes in front that nothing else reads."""
+def product(model: Model, tensor: str) -> tuple[float, list[str], list[str]]:
+    """The product that a tensor is, through all Mul, Div and Reciprocal nodes in front that nothing else reads: a
+    number, the tensors that are its factors, and its divisors."""
     factors: list[str] = []
     divisors: list[str] = []
     value, pending = 1.0, [(tensor, True)]
@@ -124,7 +110,7 @@ def product(model: Model, tensor: str) -> Product:
             (factors if is_factor else divisors).append(part)
         else:
             pending += [(t, is_factor == (i < FACTORS[node.op])) for i, t in enumerate(node.inputs)]
-    return Product(value, tuple(factors), tuple(divisors))
+    return value, factors, divisors
 
 
 Gate = tuple[str, float]
@@ -137,9 +123,9 @@ def gelu_gate(model: Model, tensor: str) -> Gate | None:
     erf = maker(model, other)
     if erf is None or erf.op != "Erf" or not _is_close(one, 1.0):
         return None
-    inside = product(model, erf.inputs[0])
-    is_scaled = len(inside.factors) == 1 and not inside.divisors and _is_close(inside.number, math.sqrt(0.5))
-    return (inside.factors[0], 0.5) if is_scaled else None
+    scale, factors, divisors = product(model, erf.inputs[0])
+    is_scaled = len(factors) == 1 and not divisors and _is_close(scale, math.sqrt(0.5))
+    return (factors[0], 0.5) if is_scaled else None
 
 
 def hard_swish_gate(model: Model, tensor: str) -> Gate | None:
@@ -156,11 +142,11 @@ def hard_swish_gate(model: Model, tensor: str) -> Gate | None:
 
 def gated(model: Model, node: Node, op: str, gate: Callable[[Model, str], Gate | None]) -> Match | None:
     """Matches x gate(x) times the number of the gate."""
-    whole = product(model, node.outputs[0])
-    for i, tensor in enumerate(whole.factors):
+    scale, factors, divisors = product(model, node.outputs[0])
+    for i, tensor in enumerate(factors):
         found = gate(model, tensor)
-        others = whole.factors[:i] + whole.factors[i + 1 :]
-        if found is not None and others == found[:1] and not whole.divisors and _is_close(whole.number, found[1]):
+        others = factors[:i] + factors[i + 1 :]
+        if found is not None and others == [found[0]] and not divisors and _is_close(scale, found[1]):
             return Match(op, found[0])
     return None
 
@@ -169,19 +155,23 @@ def normalization(model: Model, node: Node) -> Match | None:
     """Matches t / sqrt(mean t^2 + epsilon) over the last axis, with a scale vector or without, as RMSNormalization; if
     t is x - mean x as LayerNormalization of x, with a bias vector or without."""
     biases = [t for t in node.inputs if t in model.constants] if node.op == "Add" else []
-    whole = product(model, next((t for t in node.inputs if t not in biases), "") if biases else node.outputs[0])
-    scales = [t for t in whole.factors if t in model.constants]
-    numerators = [t for t in whole.factors if t not in model.constants]
-    if whole.number != 1 or len(whole.divisors) != 1 or len(numerators) != 1 or len(scales) > 1:
+    whole = next((t for t in node.inputs if t not in biases), "") if biases else node.outputs[0]
+    factor, factors, divisors = product(model, whole)
+    scales = [t for t in factors if t in model.constants]
+    numerators = [t for t in factors if t not in model.constants]
+    if factor != 1 or len(divisors) != 1 or len(numerators) != 1 or len(scales) > 1:
         return None
-    root, centred = maker(model, whole.divisors[0]), maker(model, numerators[0])
+    (numerator,) = numerators
+    root, centred = maker(model, divisors[0]), maker(model, numerator)
     epsilon, average = _sum(model, root.inputs[0]) if root is not None and root.op == "Sqrt" else (0.0, "")
     square = maker(model, _averaged(model, average))
-    if square is None or not _is_square(model, square, numerators[0]) or not 0 < epsilon < 1:
+    if square is None or not 0 < epsilon < 1:
         return None
-    if centred is None or centred.op != "Sub":
-        op, source = "RMSNormalization", numerators[0]
-    else:
+    is_power = square.op == "Pow" and square.inputs[0] == numerator and number(model, square.inputs[1]) == 2.0
+    if not is_power and (square.op != "Mul" or square.inputs != (numerator, numerator)):
+        return None
+    op, source = "RMSNormalization", numerator
+    if centred is not None and centred.op == "Sub":
         op, source = "LayerNormalization", centred.inputs[0]
         if _averaged(model, centred.inputs[1]) != source:
             return None
@@ -240,12 +230,6 @@ def _averaged(model: Model, tensor: str) -> str:
     return node.inputs[0] if rank and len(axes) == 1 and axes[0] in (-1, rank - 1) else ""
 
 
-def _is_square(model: Model, node: Node, tensor: str) -> bool:
-    if node.op == "Mul":
-        return node.inputs == (tensor, tensor)
-    return node.op == "Pow" and node.inputs[0] == tensor and number(model, node.inputs[1]) == 2.0
-
-
 def _is_close(value: float, wanted: float) -> bool:
     return math.isclose(value, wanted, rel_tol=FORMULA_TOLERANCE)
 
@@ -256,10 +240,7 @@ FOLD = "fold"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A rewrite: its function, which returns the same object if there is nothing to do.
-
-    `makes` is the operator that it creates, if any.
-    """
+    """A function that returns the same object if there is nothing to do, and the operator that it `makes`, if any."""
 
     apply: Callable[[Model], Model]
     makes: str = ""
@@ -270,40 +251,32 @@ def merging(op: str, matcher: Matcher, opset: int) -> Rewrite:
 
 
 def without_reciprocals(model: Model) -> Model:
-    """`model` with a Div of 1 by x for each Reciprocal of x; the same object if there is none.
+    """`model` with a Div of 1 by x for each Reciprocal of x of float32; the same object if there is none.
 
     The 1 is a constant, which gets a pair of its own with a scale that fits it.
     """
-    reciprocals = {node.index for node in model.nodes if node.op == "Reciprocal" and not node.domain}
-    names, ones = UniqueNames(names_in(model.proto.graph)), dict[int, str]()
-    added, nodes = dict[str, Constant](), []
+    one, nodes, is_changed = UniqueNames(names_in(model.proto.graph)).fresh("one"), [], False
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        info = model.tensors.get(node.inputs[0]) if node.index in reciprocals else None
-        if info is None:
+        info = model.tensors.get(node.inputs[0]) if node.op == "Reciprocal" and not node.domain else None
+        if info is not None and info.dtype == TensorProto.FLOAT:
+            is_changed = True
+            nodes.append(helper.make_node("Div", [one, node.inputs[0]], [node.outputs[0]], node.name))
+        else:
             nodes.append(proto)
-            continue
-        if info.dtype not in ones:
-            ones[info.dtype] = names.fresh("one")
-            added[ones[info.dtype]] = Constant.of(np.ones((), onnx.helper.tensor_dtype_to_np_dtype(info.dtype)))
-        inputs = [ones[info.dtype], node.inputs[0]]
-        nodes.append(onnx.helper.make_node("Div", inputs, [node.outputs[0]], node.name))
-    return rebuild(model, nodes, added) if added else model
+    return rebuild(model, nodes, {one: Constant.of(np.ones((), np.float32))}) if is_changed else model
 
 
 def without_needless_dilations(model: Model) -> Model:
     """`model` with a dilation of 1 for each convolution whose kernel is one point, which no dilation changes; the same
     object if there is none."""
-    weights = ((node, model.constants.get(node.inputs[1])) for node in model.nodes if is_dilated(node))
-    needless = {node.index for node, weight in weights if weight is not None and set(weight.shape[2:]) == {1}}
-    nodes: list[onnx.NodeProto] = []
-    for index, proto in enumerate(model.proto.graph.node):
-        nodes.append(proto)
-        if index in needless:
-            nodes[-1] = deepcopy(proto)
-            for attribute in nodes[-1].attribute:
-                if attribute.name == "dilations":
-                    attribute.ints[:] = [1] * len(attribute.ints)
-    return rebuild(model, nodes, {}) if needless else model
+    nodes, is_changed = list(model.proto.graph.node), False
+    for node in filter(is_dilated, model.nodes):
+        weight = model.constants.get(node.inputs[1])
+        if weight is not None and set(weight.shape[2:]) == {1}:
+            is_changed, nodes[node.index] = True, deepcopy(nodes[node.index])
+            (dilations,) = (a for a in nodes[node.index].attribute if a.name == "dilations")
+            dilations.ints[:] = [1] * len(dilations.ints)
+    return rebuild(model, nodes, {}) if is_changed else model
 
 
 REWRITES: Mapping[str, Rewrite] = {
@@ -408,7 +381,7 @@ def folded(model: Model) -> Model:
         if (found := _scale_and_shift(model, node, source, layers[source])) is not None:
             before, (factor, addend) = layers.pop(source), found
             scale, shift = before.scale * factor, before.shift * factor + addend
-            layers[node.outputs[0]] = replace(before, output=node.outputs[0], scale=scale, shift=shift)
+            layers[node.outputs[0]] = _Layer(before.node, node.outputs[0], scale, shift)
             gone.add(node.index)
     changed = {layer.node.index: layer for layer in layers.values() if layer.output != layer.node.outputs[0]}
     if not changed:
@@ -498,9 +471,5 @@ def _along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
 def _times(constant: Constant, factor: Array) -> Constant:
     """A float constant times a float64 `factor` that broadcasts over it, computed when it is read."""
     key = hashlib.sha256(f"{constant.key}{factor.shape}".encode() + factor.tobytes()).hexdigest()[:32]
-
-    def product() -> Array:
-        values = constant.array()
-        return np.asarray((values * factor).astype(values.dtype, copy=False))
-
-    return Constant(key, constant.dtype, constant.shape, product)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(constant.dtype)
+    return Constant(key, constant.dtype, constant.shape, lambda: (constant.array() * factor).astype(dtype))

@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqtune.errors import writing
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import Model
 from qdqtune.system.checks import Output, written_as
 from qdqtune.system.writing import atomic_write
 
@@ -45,8 +45,7 @@ def model_outputs(path: Path, option: str, kind: str = "model") -> list[Output]:
 
 
 class ConstantFile:
-    """A file of constants that small model files in the same folder refer to. Each constant is written once, when a
-    model first needs it."""
+    """A file of constants that small model files in the same folder refer to, each written when first needed."""
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
 
@@ -72,20 +71,17 @@ class ConstantFile:
             for name, constant in model.large.items():
                 tensor = small.graph.initializer.add(name=name, data_type=constant.dtype, dims=constant.shape)
                 tensor.data_location = TensorProto.EXTERNAL
-                offset, length = self._span(constant)
+                if constant.key not in self._spans:
+                    data = constant.data()
+                    offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
+                    self._file.seek(offset)
+                    self._file.write(data)
+                    self._spans[constant.key] = (offset, len(data))
+                offset, length = self._spans[constant.key]
                 for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
                     tensor.external_data.add(key=key, value=str(value))
             path.write_bytes(small.SerializeToString())
             self._file.flush()
-
-    def _span(self, constant: Constant) -> tuple[int, int]:
-        if constant.key not in self._spans:
-            data = constant.data()
-            offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
-            self._file.seek(offset)
-            self._file.write(data)
-            self._spans[constant.key] = (offset, len(data))
-        return self._spans[constant.key]
 
     def write(self, model: Model, name: str) -> Path:
         """Write `model` beside this file as `<name>.onnx`, numbered if that exists."""

@@ -59,8 +59,8 @@ def drop_unused(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) ->
 def fix_inputs(
     proto: onnx.ModelProto, large: MutableMapping[str, Constant], values: Mapping[str, float | int | str]
 ) -> None:
-    """Make graph inputs constant, compute nodes that depend on them only, and replace each If whose condition is then
-    known by the chosen body. Only small results are computed."""
+    """Make graph inputs constant, compute small results of nodes that depend on them only, and replace each If whose
+    condition is then known by the chosen body."""
     graph = proto.graph
     inputs = {v.name: v for v in graph.input}
     for name, value in values.items():

@@ -37,7 +37,7 @@ from qdqtune.graph.float16 import (
 )
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, NORMALIZATIONS, elements
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, check_finite, closeness_of, is_finite
 from qdqtune.types import Accuracy, Array, Sample
 
@@ -164,13 +164,12 @@ def keeping(
     samples: Sequence[Sample],
     execution: Execution = EXECUTION,
 ) -> Half:
-    """`model` in half precision except for the nodes `kept`, and for nodes near them that are cheaper in float32."""
-    whole = {**kept, **dict.fromkeys(cheaper_in_float32(shaped, kept), "casts around it would cost more")}
-    half = Half(converted(model, precision, whole.keys()), precision, whole)
+    """`model` in half precision except for the nodes `kept`."""
+    half = Half(converted(model, precision, kept.keys()), precision, kept)
     if not samples:
         return half
     # ONNX Runtime skips roundings between operators without kernels in half precision, so casts round.
-    low = rounded(shaped, precision, whole)
+    low = rounded(shaped, precision, kept)
     try:
         with running(shaped, execution, fuse=False) as exact, running(low, execution, fuse=False) as halved:
             reference, outputs = exact(samples), halved(samples)
@@ -197,7 +196,8 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
             continue
         if _is_mask(model, tensor, values):
             continue
-        kept |= {model.nodes[i].name: f"{tensor} {reason}" for i in _around(model, tensor) if i != GRAPH}
+        around = {model.producers.get(tensor, GRAPH), *(use.node for use in model.uses(tensor))}
+        kept |= {model.nodes[i].name: f"{tensor} {reason}" for i in sorted(around - {GRAPH})}
     for node in model.nodes:
         reached = _inner_sum(model, node, ranges)
         if reached * HEADROOM > FLOAT16_MAX:
@@ -244,43 +244,6 @@ def _is_large_constant(model: Model, node: Node, tensor: str) -> bool:
     values = values[np.isfinite(values)]
     highest, lowest = float(values.max(initial=0.0)), float(values.min(initial=0.0))
     return highest > FLOAT16_MAX or (lowest < -FLOAT16_MAX and node.op in COMPUTE)
-
-
-def cheaper_in_float32(model: Model, kept: Collection[str]) -> set[str]:
-    """Pointwise nodes and copies that cost less in float32, next to kept nodes, than the casts around them.
-
-    A cast writes each value of a tensor once for all readers of the other type; a node in float32 writes twice the
-    bytes. Nodes move to float32 one by one as long as fewer bytes are written.
-    """
-    full = {n.index for n in model.nodes if n.name in kept or n.index in blocked(model)}
-    free = [n for n in model.nodes if n.op in FUSED_POINTWISE | COPIES and not n.domain]
-    before, moved = set(full), bool(kept)
-    while moved:
-        size = len(full)
-        for node in free:
-            if node.index not in full and _gain(model, node, full) > 0:
-                full.add(node.index)
-        moved = len(full) > size
-    return {model.nodes[i].name for i in full - before}
-
-
-def _gain(model: Model, node: Node, full: set[int]) -> float:
-    """How many fewer values are written if a node moves to float32; `full` are the nodes in float32."""
-
-    def cast_values(tensor: str, full: Collection[int]) -> float:
-        """Values that the cast of a tensor writes; 0 if its producer and readers have one type. Inputs and outputs of
-        the graph are float32."""
-        sides = {node == GRAPH or node in full for node in _around(model, tensor)}
-        return elements(model, tensor) if len(sides) == 2 else 0.0
-
-    around = [t for t in dict.fromkeys((*node.inputs, *node.outputs)) if t not in model.constants]
-    around = [t for t in around if t in model.tensors and model.tensors[t].dtype == TensorProto.FLOAT]
-    now, then = (sum(cast_values(t, side) for t in around) for side in (full, full | {node.index}))
-    return now - then - 0.5 * sum(elements(model, t) for t in node.outputs if t)
-
-
-def _around(model: Model, tensor: str) -> list[int]:
-    return [model.producers.get(tensor, GRAPH), *(use.node for use in model.uses(tensor))]
 
 
 def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Model:

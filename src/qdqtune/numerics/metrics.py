@@ -13,7 +13,6 @@ samples, or else with what the float model says. It is the mean over all rows of
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import sys
 import threading
@@ -47,9 +46,6 @@ METRICS: tuple[Name, ...] = get_args(Name)
 TOP = 5
 """The classes among which top5 looks for the right one."""
 
-IGNORED = -1
-"""Rows with this label of a class do not count."""
-
 
 def answer(metric: Name, output: Array) -> Array | None:
     """What an output says in the terms of a metric, a row for each of its rows; None if it has another form.
@@ -70,8 +66,7 @@ def answer(metric: Name, output: Array) -> Array | None:
 
 
 def row_scores(metric: Name, told: Array | None, right: Array | None) -> list[float] | None:
-    """The score of each row, from answers and labels of a sample; None if these cannot be compared. Rows with the label
-    `IGNORED` are left out."""
+    """The score of each row, from answers and labels of a sample; None if these cannot be compared."""
     if told is None or right is None:
         return None
     if metric == "cosine":
@@ -85,7 +80,7 @@ def row_scores(metric: Name, told: Array | None, right: Array | None) -> list[fl
         right = right[:, 0]  # of five labels, those of the float model, the best
     if right.shape != told.shape[:1]:
         return None
-    return [float((one == label).any()) for one, label in zip(told, right, strict=True) if label != IGNORED]
+    return [float((one == label).any()) for one, label in zip(told, right, strict=True)]
 
 
 def chosen(asked: str, outputs: Mapping[str, Array], right: Array | None, only: str | None = None) -> tuple[Name, str]:
@@ -108,10 +103,7 @@ def check_classes(metric: Name, output: str, array: Array, right: Array) -> None
     """Refuse labels that are no class of the scores in an output."""
     if metric == "cosine" or array.dtype.kind != "f":
         return
-    right = right[right != IGNORED]
     classes = array.shape[1]
-    if not right.size:
-        raise BadOption(f"every label is {IGNORED}, which leaves a sample out: count classes from 0")
     if not (right.min() >= 0 and right.max() < classes):
         wrong = right[(right < 0) | (right >= classes)].flat[0]
         raise BadOption(f"label {wrong} is no class of output {output}, which has {classes}: count classes from 0")
@@ -178,10 +170,6 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
             value = call_in_thread(score, f"`evaluate` {evaluation.source}", evaluation.execution, tasks)
     except BudgetEnded as ended:
         raise EngineRefused(Failure("timeout", str(ended))) from ended
-    except BadOption as error:
-        if isinstance(error.__cause__, TypeError):
-            raise BadOption(f"{error} (it is called with `predict`, which takes {{input name: array}})") from error
-        raise
     finally:
         is_over.set()
     array = np.asarray(value)
@@ -197,41 +185,31 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
 
 FORMS = ".npz, .npy, .csv or .txt"
 
-COLUMNS = (LABELS, "label")
-"""Names of the array of labels in an .npz, and of the column in a .csv."""
-
 
 def read_labels(path: Path) -> Array:
     """The labels in a file, along the first axis: numbers, [labels], or vectors, [labels, size].
 
     A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .csv or .txt
-    has a number a line: in the column `label`, or else in the last one."""
+    has a number at the end of each line; the first line may be a header."""
     if not path.is_file():
         raise BadData(f"labels {path} not found")
     ending = path.suffix.lower()
-    content: Any
-    if ending in (".npz", ".npy"):
-        arrays = read_arrays(path, (InputSpec(LABELS, np.dtype(np.float32), ()),))
-        content = next((arrays[name] for name in COLUMNS if name in arrays), None)
-        if content is None and len(arrays) != 1:
-            raise BadData(f"{path} has no array '{LABELS}'; it holds {', '.join(map(repr, arrays))}")
-        content = next(iter(arrays.values())) if content is None else content
-    elif ending in (".csv", ".txt"):
-        try:
-            content = _of_lines(path.read_text(encoding="utf-8-sig"), path)
-        except (OSError, ValueError, csv.Error) as error:
-            raise BadData(f"cannot read labels {path}: {one_line(error)}") from error
-    else:
-        raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
     try:
-        labels = np.asarray(content)
-        labels = np.asarray(labels.tolist(), np.float64) if labels.dtype.kind in "US" else labels
+        if ending in (".npz", ".npy"):
+            arrays = read_arrays(path, (InputSpec(LABELS, np.dtype(np.float32), ()),))
+            if LABELS not in arrays and len(arrays) != 1:
+                raise BadData(f"{path} has no array '{LABELS}'; it holds {', '.join(map(repr, arrays))}")
+            labels = arrays.get(LABELS, next(iter(arrays.values())))
+        elif ending in (".csv", ".txt"):
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            cells = [line.rpartition(",")[2].strip() for line in lines if line.strip()]
+            labels = np.array(cells[1:] if cells[:1] in ([LABELS], ["label"]) else cells, np.float64)
+        else:
+            raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
         if labels.dtype.kind not in "biuf":
             raise ValueError(f"they are {labels.dtype}")
-    except ValueError as error:
-        raise BadData(
-            f"{path}: labels are numbers from 0 or vectors of one size, not names: {one_line(error)}"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path}: labels are numbers from 0 or vectors, not names: {one_line(error)}") from error
     if not labels.size or not labels.ndim:
         raise BadData(f"{path} holds no label for each sample")
     if labels.dtype.kind == "f" and not np.isfinite(labels).all():
@@ -242,10 +220,6 @@ def read_labels(path: Path) -> Array:
     return labels.astype(np.int64 if is_whole else np.float64)
 
 
-MOST_COUNTED = 1000
-"""Samples beyond the number of labels that are counted, to be told. Chosen, not measured."""
-
-
 def paired(labels: Array, samples: Samples, file: str) -> Array:
     """The labels of a file as [samples, rows, ...]: for each sample those of its rows (its batch)."""
     rows = next((array.shape[0] for array in samples.first(1)[0].values() if array.ndim), 1)
@@ -254,23 +228,11 @@ def paired(labels: Array, samples: Samples, file: str) -> Array:
         return labels.reshape(count, rows, *labels.shape[1:])
     if len(labels) == count and labels.shape[1:2] == (rows,):
         return labels
-    left = 0 if samples.others is None else sum(1 for _ in samples.others(MOST_COUNTED))
-    is_counted = count <= len(labels) or 0 < left < MOST_COUNTED
-    many = str(count + left) if is_counted else f"more than {count + left - 1}"
+    many = str(count) if count <= len(labels) else "more"
     each = "sample" if rows == 1 else f"sample, or for each of its {rows} rows"
     raise BadData(
         f"{file} has {len(labels)} labels, {samples.origin} {many} samples: give one for each {each}, in order"
     )
-
-
-def _of_lines(text: str, path: Path) -> Sequence[Any]:
-    rows = [row for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)]
-    header = [cell.strip().lower() for cell in rows[0]] if rows else []
-    column = next((header.index(name) for name in COLUMNS if name in header), -1)
-    rows = rows[column >= 0 :]
-    if short := [row for row in rows if len(row) <= column]:
-        raise BadData(f"{path}: the row {','.join(short[0])!r} has no label")
-    return [row[column] for row in rows]
 
 
 LabelsLike = str | Path | npt.ArrayLike | Sequence[npt.ArrayLike]

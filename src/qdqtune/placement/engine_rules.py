@@ -96,16 +96,6 @@ def float_outputs(queries: GraphQueries) -> Iterator[Edge]:
     return (e for e in graph_outputs(queries) if e.tensor not in own)
 
 
-def half_precision(queries: GraphQueries) -> Iterator[Edge]:
-    return (e for e in queries.possible if queries.model.tensors[e.tensor].dtype in HALF)
-
-
-def running_sums(queries: GraphQueries) -> Iterator[Edge]:
-    for node in queries.model.nodes:
-        if node.op == "CumSum":
-            yield from node.into
-
-
 def result(queries: GraphQueries, node: Node) -> str:
     """The result of a compute operator after the clamps that are fused into it."""
     tensor = node.outputs[0]
@@ -124,11 +114,6 @@ def constant_operands(queries: GraphQueries) -> Iterator[Edge]:
             yield from node.into
 
 
-def inside_fusions(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges between the operators of one fusion: bias, BatchNormalization, activation, pointwise."""
-    return (e for e in queries.possible if queries.is_inside(e))
-
-
 def swish(queries: GraphQueries) -> Iterator[Edge]:
     """Edges inside SiLU and HardSwish, x * gate(x): x into the gate, x and the gate into the Mul."""
     for node, x, _, first in _gated(queries):
@@ -141,7 +126,10 @@ def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
 
     A convolution is first if no compute operator is in front of it and its inputs have fewer channels than fill a tile.
     """
-    behind = _behind_compute(queries)
+    behind: set[str] = set()
+    for node in queries.model.nodes:
+        if node.op in COMPUTE or not behind.isdisjoint((*node.inputs, *node.captures)):
+            behind.update(node.outputs)
     for node, x, gate, first in _gated(queries):
         layer = queries.model.maker(x)
         if layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
@@ -153,29 +141,17 @@ def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
             yield from (e for e in queries.possible if e.tensor in tensors)
 
 
-def _behind_compute(queries: GraphQueries) -> set[str]:
-    found: set[str] = set()
-    for node in queries.model.nodes:
-        if node.op in COMPUTE or not found.isdisjoint((*node.inputs, *node.captures)):
-            found.update(node.outputs)
-    return found
-
-
 def _gated(queries: GraphQueries) -> Iterator[tuple[Node, str, str, Node]]:
     """Each Mul that computes x * gate(x), the names of x and gate(x), and the node of the gate that reads x."""
     for node in queries.model.nodes:
         for x, gate in (node.inputs, node.inputs[::-1]) if node.op == "Mul" and len(node.inputs) == 2 else ():
-            if (first := _gate_of(queries, x, gate)) is not None:
+            # the node that reads x, if the gate is Sigmoid(x), HardSigmoid(x), or Clip(x + 3) times a constant
+            first = queries.model.maker(gate)
+            while first is not None and first.op in ("Clip", "Div", "Mul") and len(queries.data(first)) == 1:
+                first = queries.model.maker(queries.data(first)[0].tensor)
+            read = [e.tensor for e in queries.data(first)] if first is not None else []
+            if first is not None and read == [x] and first.op in ("Sigmoid", "HardSigmoid", "Add"):
                 yield node, x, gate, first
-
-
-def _gate_of(queries: GraphQueries, x: str, gate: str) -> Node | None:
-    """The node that reads x if `gate` is Sigmoid(x), HardSigmoid(x), or Clip(x + 3) times a constant; else None."""
-    node = queries.model.maker(gate)
-    while node is not None and node.op in ("Clip", "Div", "Mul") and len(queries.data(node)) == 1:
-        node = queries.model.maker(queries.data(node)[0].tensor)
-    read = [e.tensor for e in queries.data(node)] if node is not None else []
-    return node if node is not None and read == [x] and node.op in ("Sigmoid", "HardSigmoid", "Add") else None
 
 
 def float_functions(queries: GraphQueries) -> Iterator[Edge]:
@@ -335,7 +311,6 @@ def residual_skip(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def convolution_to_layernorm(queries: GraphQueries) -> Iterator[Edge]:
-    """The data input of a LayerNormalization that follows a quantized convolution: see `follows_convolution`."""
     for node in queries.model.nodes:
         source = follows_convolution(queries, node)
         if source is not None and compute_edges(source, queries.placed):
@@ -416,13 +391,13 @@ RULES: tuple[Rule, ...] = (
     Rule("float-outputs", "what leaves the graph is not rounded, unless an integer convolution writes it",
          MEASURED, ONNXRUNTIME, INT8, float_outputs),
     Rule("half-precision", "the integer kernels take and give float32 only", MEASURED, ONNXRUNTIME, INT8,
-         half_precision),
+         lambda queries: (e for e in queries.possible if queries.model.tensors[e.tensor].dtype in HALF)),
     Rule("swish", "the gate and the product of SiLU and HardSwish join the convolution in front of them",
          OPTIMIZER, FUSING, BOTH, swish),
     Rule("stem-swish", "over the range of pictures a step is wider than what the gate bends, and the first layer "
          "has too few channels to gain", MEASURED, ONNXRUNTIME, INT8, stem_swish),
     Rule("inside-fusions", "a pair inside Conv, bias, BatchNormalization and activation breaks their fusion",
-         GUIDE, FUSING, BOTH, inside_fusions),
+         GUIDE, FUSING, BOTH, lambda queries: filter(queries.is_inside, queries.possible)),
     Rule("constant-operands", "elementwise operators with a constant are fused in float; 8 bits bring conversions",
          OPTIMIZER, FUSING, BOTH, constant_operands),
     Rule("float-functions", "normalizations, Softmax and the Erf of a GELU have float kernels only", GUIDE,
@@ -452,7 +427,7 @@ RULES: tuple[Rule, ...] = (
          "and with pairs on its inputs alone their product runs in float16", OBSERVED, TENSORRT_FAMILY, INT8,
          parts_of_float_attention),
     Rule("running-sums", "of values in 8 bits the NPU gets a CumSum wrong", SIMULATED, NPU, INT8,
-         running_sums),
+         lambda queries: (e for node in queries.model.nodes if node.op == "CumSum" for e in node.into)),
     Rule("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
          EVERY, BOTH, lambda queries: start_placements.compute_inputs(queries.model, queries.possible), places=True),
     Rule("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",

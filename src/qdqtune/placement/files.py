@@ -24,9 +24,6 @@ VERSION = 1
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
 """Keys of pattern caches and state files of ModelOpt's autotuner, which files of qdqtune lack."""
 
-DEEPEST = 50
-"""Most levels of nested lists and mappings."""
-
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 SCALAR_ERRORS = (ArithmeticError, AttributeError, LookupError, ValueError)
@@ -161,11 +158,9 @@ def _behind_casts(model: Model, edge: Edge) -> Edge:
 
 
 def _uncast(model: Model, tensor: str) -> str:
-    while (node := model.maker(tensor)) is not None:
-        if node.op != "Cast" or node.domain or not is_float(model, node.inputs[0]):
-            break
-        tensor = node.inputs[0]
-    return tensor
+    node = model.maker(tensor)
+    is_cast = node is not None and node.op == "Cast" and not node.domain and is_float(model, node.inputs[0])
+    return _uncast(model, node.inputs[0]) if node is not None and is_cast else tensor
 
 
 def write_yaml(path: Path, content: Mapping[str, object], kind: str = "") -> None:
@@ -193,11 +188,6 @@ def parsed_yaml(path: Path, what: str) -> Any:
         check_file(path)
         text = path.read_bytes()
     try:
-        depth = 0
-        for event in yaml.parse(text, Loader=LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:  # at some thousands the C code behind `load` overflows its stack
-                raise ValueError(f"more than {DEEPEST} lists and mappings within each other")
         return yaml.load(text, Loader=LOADER)
     except (*SCALAR_ERRORS, RecursionError, yaml.YAMLError) as error:
         words = one_line(error).replace('in "<byte string>",', "at")

@@ -77,23 +77,22 @@ class Inserter:
         return possible_edges(self._model, self._ranges)
 
     def _check(self, placement: Placement) -> None:
+        model = self._model
         if placement.wide and self._format.wide is None:
             raise ValueError("the engine's number format has no activations in 16 bits")
         for edge in sorted(placement.edges - self._possible if placement.edges else ()):
-            raise ValueError(f"no pair can stand on {edge}: {self._problem(edge)}")
+            problem: str | None = "the model has no such edge"
+            if edge in every_edge(model):
+                node = GRAPH if edge.is_graph_output else model.index_of[edge.node]
+                problem = refusal(model, edge.tensor, node, edge.index) or unscaled(model, edge.tensor, self._ranges)
+            raise ValueError(f"no pair can stand on {edge}: {problem}")
         for edge, weight_format in placement.weight_only:
             if (problem := self._weights.problem(edge, weight_format)) is not None:
                 raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}: {problem}")
-        is_half = any(float_type(self._model, t) != np.float32 for t in {e.tensor for e in placement.edges})
-        opset, needed = self._model.opset, max(self._format.opset, 19 if is_half else 13)
-        if placement.edges and opset < needed:
-            raise ValueError(f"the model has opset {opset}, its pairs need {needed}")
-
-    def _problem(self, edge: Edge) -> str | None:
-        if edge not in every_edge(self._model):
-            return "the model has no such edge"
-        node = GRAPH if edge.is_graph_output else self._model.index_of[edge.node]
-        return refusal(self._model, edge.tensor, node, edge.index) or unscaled(self._model, edge.tensor, self._ranges)
+        is_half = any(float_type(model, t) != np.float32 for t in {e.tensor for e in placement.edges})
+        needed = max(self._format.opset, 19 if is_half else 13)
+        if placement.edges and model.opset < needed:
+            raise ValueError(f"the model has opset {model.opset}, its pairs need {needed}")
 
 
 class _Writer:
@@ -157,7 +156,13 @@ class _Writer:
         tensor, made, decision = edge.tensor, self._made, self._decision
         constant = self._model.constants.get(tensor)
         if constant is not None:
-            return self._constant(tensor, self._without_scalar(edge, constant), decision.constants[edge])
+            user = self._model.user(edge)
+            infos = (self._model.tensors.get(t) for t in (user.inputs if user else ()))
+            if not constant.shape and any(info is not None and info.shape for info in infos):
+                # TensorRT fails to give a quantized scalar the rank of another operand.
+                scalar = constant
+                constant = Constant(f"{scalar.key}:vector", scalar.dtype, (1,), lambda: scalar.array().reshape(1))
+            return self._constant(tensor, constant, decision.constants[edge])
         if tensor not in made:
             source, output = self._raw.get(tensor, tensor), tensor if tensor in self._raw else ""
             shared = self._shared(tensor)
@@ -193,15 +198,6 @@ class _Writer:
             return ""
         self._dequantized(Edge(before, "", 0))
         return self._made[before, "integers"]
-
-    def _without_scalar(self, edge: Edge, constant: Constant) -> Constant:
-        """The constant; a scalar beside an operand of some rank as a vector of one element: TensorRT fails to give a
-        quantized scalar that rank."""
-        user = self._model.user(edge)
-        known = (self._model.tensors[t].shape for t in (user.inputs if user else ()) if t in self._model.tensors)
-        if constant.shape or not any(known):
-            return constant
-        return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))
 
     def _constant(self, tensor: str, constant: Constant, quantization: Quantization) -> str:
         """The name of the DQ output behind a quantized constant, or with `float_weights` behind a Q of a float one."""

@@ -96,19 +96,15 @@ class Quantizer:
     def decide(self, placement: Placement) -> Decision:
         """The scales, biases and dropped clamps with which `insertion` writes a placement."""
         activations, weights = self.scales(placement)
-        converted, other = self._converted(placement)
+        stored = wide_tensors(self._model, placement)
+        other = conversions(self._model, placement, stored)
+        twice = sorted({e.tensor for e in other})
+        converted = {t: self._own_scale(t, self._ranges.activations[t], wide=t not in stored) for t in twice}
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
         shifted = self._shifted(placement)
         read = {e: converted.get(e.tensor) if e in other else activations.get(e.tensor) for e in placement}
         biases = dict(self._biases(placement, read, weights, shifted)) if self._format.bias == "int32" else {}
         return Decision(activations, weights, biases, shifted, dropped, converted, other)
-
-    def _converted(self, placement: Placement) -> tuple[dict[str, Quantization], frozenset[Edge]]:
-        """The second quantization of activations that edges read in other bits than they are stored in; these edges."""
-        stored = wide_tensors(self._model, placement)
-        edges = conversions(self._model, placement, stored)
-        tensors = sorted({e.tensor for e in edges})
-        return {t: self._own_scale(t, self._ranges.activations[t], wide=t not in stored) for t in tensors}, edges
 
     def _shifted(self, placement: Placement) -> dict[int, ShiftedBias]:
         """Float biases after bias correction by index of the node that adds them, for layers with pairs."""

@@ -180,8 +180,5 @@ def with_float_weights(model: Model) -> Model:
 
 def _float_weight(model: Model, product: DynamicProduct) -> Constant:
     integers, scale = model.constants[product.node.inputs[1]], model.constants[product.scale]
-
-    def read() -> Array:
-        return np.asarray(integers.array().astype(np.float32) * scale.array())
-
-    return Constant(f"{integers.key}:product:{scale.key}", scale.dtype, integers.shape, read)
+    key = f"{integers.key}:product:{scale.key}"
+    return Constant(key, scale.dtype, integers.shape, lambda: integers.array().astype(np.float32) * scale.array())

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.graph.model import Constant, Model, Node, rebuild
+from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.graph.simplifying import UniqueNames, drop_unused, names_in
 from qdqtune.placement.insertion import RAW_OUTPUT
@@ -72,7 +72,14 @@ class _Writer:
     def written(self) -> Model:
         model = self._model
         for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-            self._add_node(node, proto)
+            copy, rounded = deepcopy(proto), [e for e in node.into if e in self._numbers]
+            weight = next((e for e in rounded if self._is_switched and is_switched_at_reader(model, e)), None)
+            for slot, edge in enumerate(node.into):
+                if edge != weight:
+                    copy.input[slot] = self._read(edge)
+            for slot, tensor in enumerate(node.outputs):
+                copy.output[slot] = self._raw.get(tensor, tensor)
+            self._nodes.append(copy if weight is None else self._switched_reader(copy, weight, node.outputs[0]))
         for slot, tensor in enumerate(model.outputs):
             self._read(Edge(tensor, "", slot))
         result = rebuild(model, self._nodes, self._added)
@@ -83,16 +90,6 @@ class _Writer:
         large = dict(result.large)
         drop_unused(result.proto.graph, large)  # such as a clamp that a rounding replaces
         return Model(result.proto, large)
-
-    def _add_node(self, node: Node, proto: onnx.NodeProto) -> None:
-        copy, rounded = deepcopy(proto), [e for e in node.into if e in self._numbers]
-        weight = next((e for e in rounded if self._is_switched and is_switched_at_reader(self._model, e)), None)
-        for slot, edge in enumerate(node.into):
-            if edge != weight:
-                copy.input[slot] = self._read(edge)
-        for slot, tensor in enumerate(node.outputs):
-            copy.output[slot] = self._raw.get(tensor, tensor)
-        self._nodes.append(copy if weight is None else self._switched_reader(copy, weight, node.outputs[0]))
 
     def _read(self, edge: Edge) -> str:
         """The tensor that the user of an edge reads; its rounding is written at the first call."""

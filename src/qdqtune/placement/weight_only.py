@@ -10,7 +10,7 @@ from functools import cache, cached_property, lru_cache, partial
 import numpy as np
 from onnx import TensorProto, helper
 
-from qdqtune.calibration.scales import INTEGER_TYPE, RoundedWeight, rounded_weight
+from qdqtune.calibration.scales import INTEGER_TYPE, rounded_weight
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat
@@ -25,7 +25,8 @@ class FormattedWeights:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._parts: dict[str, dict[str, Constant]] = {}
-        self._rounded = lru_cache(maxsize=1)(_rounded)  # its integers and scales are written one after the other
+        # the integers and scales of a weight are written one after the other
+        self._rounded = lru_cache(maxsize=1)(lambda weight, how: rounded_weight(weight.array(), how))
 
     @cached_property
     def _able(self) -> frozenset[Edge]:
@@ -78,7 +79,3 @@ class FormattedWeights:
         values = {"quantized": rounded.integers, "scale": rounded.scale, "zero_point": rounded.zero_point}[what]
         assert values is not None  # a symmetric weight format has no third part
         return np.ascontiguousarray(values.reshape(shape))
-
-
-def _rounded(weight: Weight, weight_format: WeightFormat) -> RoundedWeight:
-    return rounded_weight(weight.array(), weight_format)

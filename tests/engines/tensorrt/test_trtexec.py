@@ -33,7 +33,7 @@ from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, Span, check_inputs, spans, with_spans
 from qdqtune.engines.tensorrt.trtexec import _outputs
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.graph.loading import node_names
+from qdqtune.graph.loading import load
 from qdqtune.tuning.loop import tune
 from qdqtune.types import NumericFormat, QType
 from refusals import refusal
@@ -108,7 +108,7 @@ def whole(engine: Engine, tmp_path: Path, quantized: Path) -> None:
     assert outputs["y"].shape == (1, 8, 8, 8)
     assert 1e-5 < seconds < 1e-3
     names = [name for layer in layers for name in layer.nodes]
-    assert sorted(names) == sorted(node_names(onnx.load(quantized).graph))
+    assert sorted(names) == sorted(load(quantized).index_of)
     known = [(x.kind, x.precision) for x in layers if x.kind != "unknown"]
     assert known == [("quantize", "INT8"), ("compute", "INT8"), ("quantize", "FP32")]
     assert all(x.time_ms is not None and x.time_ms > 0 for x in layers)
