@@ -27,7 +27,7 @@ from qdqtune.engines.options import ON, EngineOptions, on_device
 from qdqtune.engines.runner import Handle, Runner, temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineRefused, escaped, rewording
 from qdqtune.explanation.formatting import counted, samples
-from qdqtune.graph.loading import files_of, load
+from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import (
     NOT_FINITE,
     accuracy,
@@ -53,7 +53,6 @@ from qdqtune.numerics.scores import (
     scores_of,
 )
 from qdqtune.options import COUNT, SWITCH, Options, ValuesByInput, number
-from qdqtune.system.checks import content_digest
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
@@ -244,9 +243,6 @@ class Comparison(Shown):
         caption += [f"worst slice of {file}: {text}" for file, text in worst.items() if text]
         caption += [] if self.scores is None else [self.scores.told]
         for row in self.rows:
-            if row.ms and row.first_ms:
-                rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
-                caption.append(f"inferences a second of {row.name}: {rates}")
             if row.percentiles_ms and row.first_percentiles_ms:
                 ends = f"{row.percentiles_ms.in_words}; the first file {row.first_percentiles_ms.in_words}"
                 caption.append(f"single inferences of {row.name}: {ends}")
@@ -374,11 +370,9 @@ class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
     `first_percentiles_ms` and `percentiles_ms` are those of single inferences, None where they were not timed, or
-    contradict the medians.
-    `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `is_same`: both hold the same bytes,
-    in their external data as well. `threads` is set if several numbers of threads were asked for; `workloads` has a
-    part for each of several. `scores` are those in the outputs, None if inputs are random. `metric` is that of the
-    first file and of this one, if one is asked for.
+    contradict the medians. `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `threads` is
+    set if several numbers of threads were asked for; `workloads` has a part for each of several. `scores` are those in
+    the outputs, None if inputs are random. `metric` is that of the first file and of this one, if one is asked for.
     """
 
     file: str
@@ -389,7 +383,6 @@ class Row:
     reason: str = ""
     accuracy: Accuracy | None = None
     unlike: str = ""
-    is_same: bool = False
     threads: int | None = None
     first_percentiles_ms: Tail | None = None
     percentiles_ms: Tail | None = None
@@ -409,7 +402,7 @@ class Row:
             return self.verdict or ("failed" if self.reason else "not timed")
         low, high = self.ratio.low, self.ratio.high
         within = "" if low is None or high is None else f" within {100 * max(high - 1, 1 - low):.0f} %"
-        return "equal files" if self.is_same else f"no difference seen{within}"
+        return f"no difference seen{within}"
 
     @property
     def told(self) -> str:
@@ -445,7 +438,7 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         fields = asdict(replace(self, scores=None, metric=None)) | {"verdict": self.verdict}
         fields["metric"] = None if self.metric is None else metric_json(*self.metric)
-        hidden = {"is_same", "scores"} if self.workloads else {"is_same", "scores", "workloads"}
+        hidden = {"scores"} if self.workloads else {"scores", "workloads"}
         return {name: value for name, value in fields.items() if name not in hidden}
 
 
@@ -484,10 +477,9 @@ def compare_files(
     if scores is not None and limits is not None:
         limits.check({array.dtype.kind for array in reference[0].values()}, scores)
     rows = []
-    digest = content_digest(files_of(first))
     for file in files[1:]:
         observer.stage(f"running {file.name}")
-        row = Row(str(file), is_same=digest == content_digest(files_of(file)), scores=scores)
+        row = Row(str(file), scores=scores)
         try:
             outputs, after = _ran(runner, file, judging if has_real_samples else judging[:1], metric, first)
             row = row if scores is None else _judged(row, reference, outputs, scores)

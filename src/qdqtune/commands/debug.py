@@ -27,7 +27,7 @@ from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadModel, BadOption, ConstraintUnmet, EngineFailure, EngineRefused, rewording
-from qdqtune.explanation.formatting import counted, placed, samples
+from qdqtune.explanation.formatting import counted, samples
 from qdqtune.graph.float16 import Precision, converted, kept_in, load_for
 from qdqtune.graph.loading import load, with_opset
 from qdqtune.graph.model import Model
@@ -38,11 +38,11 @@ from qdqtune.numerics.accuracy import ANOTHER_SIZE, FLOOR_DB, accuracy, is_finit
 from qdqtune.numerics.scores import NO_SCORES
 from qdqtune.numerics.simulation import INFERENCES, SAMPLES, UNBOUNDED_NOISE, Block, check_stripped, halved
 from qdqtune.options import MaybeFile, number
-from qdqtune.placement.reading import dynamic_products_of, is_quantized, placement_in, twins_of
+from qdqtune.placement.reading import is_quantized, twins_of
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import SWITCH, FilePair, Kind, file_pairs, representable, with_file_pairs
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Array, Placement, Sample, noise_of, sqnr_of
+from qdqtune.types import Array, Sample, noise_of, sqnr_of
 
 # The limits are chosen, not measured.
 
@@ -369,7 +369,6 @@ class Diagnosis(Shown):
     suspects: tuple[Damage, ...] = ()
     unexamined: int = 0
     notes: tuple[str, ...] = ()
-    placement: Placement = field(default_factory=Placement)
     is_held_out: bool = False
     file: Path = Path()
     engine: str = ""
@@ -415,8 +414,6 @@ class Diagnosis(Shown):
         return Table(columns, rows, least_widths={"why": 20})
 
     def parts(self) -> Iterator[str | Table]:
-        if self.placement:
-            yield f"{self.file}: {placed(self.placement)}"
         yield self.in_words()
         if self.is_healthy:
             return
@@ -439,8 +436,6 @@ class Diagnosis(Shown):
         return {
             "model": str(self.file),
             "engine": self.engine,
-            "edges": len(self.placement),
-            "weights": len(self.placement.weight_only),
             "pairs": self.pairs,
             "unexamined": self.unexamined,
             "samples": self.samples,
@@ -483,15 +478,9 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     pairs, unmatched = file_pairs(plain, quantized)
     is_alone = options.quantized is None
     if is_alone:
-        every, pairs = pairs, tuple(p for p in pairs if p.kind == "activation")
-        if every and not pairs:
-            raise BadModel(f"{file} has its weights alone quantized: to examine them, give the float model first")
-    if not pairs and any(True for _ in dynamic_products_of(quantized)):
-        raise BadModel(
-            f"{file} has dynamic quantization alone, which is not examined: exclude nodes from it, and compare"
-        )
+        pairs = tuple(p for p in pairs if p.kind == "activation")
     if not pairs:
-        raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {model}?")
+        raise BadModel(f"{file} has no pair to examine: give the float model first, and the version with pairs second")
     spec = options.spec(options.input_shapes)
     execution = execution_of(options)
     prepared = prepared_for(plain, spec, options, execution, (file, model), fixed=options.fix_inputs)
@@ -527,7 +516,6 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
             noise_there=loss,
             unexamined=len(unmatched),
             notes=tuple(notes),
-            placement=placement_in(plain, quantized),
             is_held_out=prepared.is_held_out,
             file=file,
             engine=spec.name,

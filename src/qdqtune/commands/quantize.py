@@ -6,8 +6,7 @@ some that calibration has not seen. Nothing is timed.
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -32,7 +31,7 @@ from qdqtune.engines.facts import ENGINES, facts_of
 from qdqtune.engines.formats import numeric_format, portable, weight_formats_like
 from qdqtune.engines.options import TIME_LIMIT_OPTION
 from qdqtune.engines.runner import Handle, Runner, checked_output, temporary_runner
-from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, first_of, rewording
+from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
 from qdqtune.explanation.formatting import counted, placed, samples
 from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.inference import with_input_shapes
@@ -85,7 +84,7 @@ from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import NO_WIDE, able_edges, every_edge, possible_edges, weight_only_edges
+from qdqtune.placement.possible import NO_WIDE, every_edge, possible_edges, weight_only_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.system.checks import Output
 from qdqtune.system.writing import temporary_folder
@@ -94,9 +93,9 @@ from qdqtune.tuning.options import PORTABLE, PRECISION
 from qdqtune.tuning.subject import SamplesInTime, part_of
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, QuantType
 
-HALF_SHARE, CALIBRATION_SHARE, COMPARING_SHARE, LATE_SHARE = 0.25, 0.7, 0.6, 0.1
+HALF_SHARE, CALIBRATION_SHARE, COMPARING_SHARE = 0.25, 0.7, 0.6
 """The share of the time left that the ranges of half precision may take, then calibration, then the comparison of
-outputs; and the share of a time budget by which a command may end later without a note. Chosen, not measured."""
+outputs. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -413,12 +412,7 @@ def quantize(options: QuantizeOptions, observer: Observer | None = None, begun: 
     observer = observer or Silent()
     execution = execution_of(options, begun)
     with temporary_folder() as folder, ConstantFile(folder / CONSTANTS) as constants:
-        done = _quantized(options, observer, replace(execution, constants=constants))
-    late = 0.0 if execution.ends is None else time.monotonic() - execution.ends
-    if options.time_budget is not None and late > LATE_SHARE * options.time_budget:
-        note = f"this took {late:.0f} s longer than `time_budget`: give more, or end other work on this machine"
-        done = replace(done, notes=(*done.notes, note))
-    return done
+        return _quantized(options, observer, replace(execution, constants=constants))
 
 
 def _quantized(options: QuantizeOptions, observer: Observer, execution: Execution) -> Quantized:
@@ -473,30 +467,7 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
     notes = (*ready.notes, *done.notes)
-    if not is_whole and options.weight_only is None:
-        whole = engine_rules.place(shaped, able_edges(shaped), options.engine, options.quant_type)
-        if alone := alone_among(shaped, placed.placement, whole.placement):
-            fact = f"values are converted in front of and behind {first_of(alone, most=3)}"
-            advice = "choose these alike, or see with qdqtune compare whether it pays"
-            notes = (*notes, f"{fact}, as all neighbours have another precision: {advice}")
     return replace(done, notes=notes, matched=ready.matched, hurried=hurried)
-
-
-def alone_among(model: Model, placement: Placement, whole: Placement) -> list[str]:
-    """The nodes in 8 bits between nodes that are in float, and the reverse, all of which the `whole` placement has in
-    8 bits: values are converted in front of them and behind. Other nodes just pass values on."""
-    quantized, usual = ({edge.node for edge in one.edges} for one in (placement, whole))
-    sources = defaultdict[str, set[str]](set)  # of a tensor: the nodes that it comes from
-    neighbours = list[tuple[str, str]]()
-    for node in model.nodes:
-        names = set[str]().union(*(sources[tensor] for tensor in node.inputs))
-        if node.name in usual:
-            neighbours += [(name, node.name) for name in names]
-            names = {node.name}
-        sources.update(dict.fromkeys(node.outputs, names))
-    alike = {name for pair in neighbours if len(quantized.intersection(pair)) != 1 for name in pair}
-    inner = {before for before, _ in neighbours} & {behind for _, behind in neighbours}
-    return [node.name for node in model.nodes if node.name in inner - alike]
 
 
 def _check_options(options: QuantizeOptions) -> None:
@@ -509,12 +480,9 @@ def _check_options(options: QuantizeOptions) -> None:
             raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
         return
     weight_formats_like(options.engine, options.weight_only)
-    if options.portable:
-        raise BadOption("`portable` is about the numbers of pairs, of which `weight_only` places none")
-    if options.report:
-        raise BadOption("`report` is about pairs, of which `weight_only` places none")
-    if options.calibration_cache is not None:
-        raise BadOption("`weight_only` takes no scales of activations, and places no pairs: leave the other option out")
+    for name in ("portable", "report", "calibration_cache"):
+        if getattr(options, name):
+            raise BadOption(f"`{name}` is about pairs, of which `weight_only` places none")
 
 
 def _float_rules(placed: PlacedByRules) -> str:
@@ -683,9 +651,6 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {options.placement} can a pair stand in {path}")
     notes = [*ready.notes]
-    if (narrow := recorded.placement.wide & placed.edges - placed.wide) and numbers.wide is not None:
-        names = counted(len({edge.tensor for edge in narrow}), "weight")
-        notes.append(f"{names} of 16 bits beside activations of 8 have 8, too: no engine computes with both")
     if placed.wide and numbers.wide is None:
         notes.append(NO_WIDE.format(engine))
         placed = replace(placed, wide=frozenset())
