@@ -107,6 +107,27 @@ def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     assert [p.origin for p in replace(search, seeds={}).propose([])] == ["fused units"]  # else nothing has a price
 
 
+def test_what_the_engine_fuses_is_decided_in_parts_where_a_build_ran_it_faster_so() -> None:
+    """The seed has pairs inside both fusions, and the first product is slower in 8 bits: all but its pairs remain."""
+    model = build(
+        "net (float[8,64] x) => (float[8,16] y) "
+        "{ [p] a = MatMul(x, w0) [s] b = Softmax(a) [e] d = Exp(b) [q] c = MatMul(d, w1) [r] y = Softmax(c) }",
+        {"w0": normal(64, 32), "w1": normal(32, 16)},
+    )
+
+    def layers(*times: tuple[str, float]) -> tuple[Layer, ...]:
+        return tuple(Layer(names, tuple(names.split()), "", ms, "compute") for names, ms in times)
+
+    seed = Placement.of([*(Edge(t, n, 0) for t, n in ("xp", "as", "dq", "cr")), Edge("w0", "p", 1), Edge("w1", "q", 1)])
+    floats = layers(("p s", 10.0), ("e", 1.0), ("q r", 10.0))
+    search = CutSearch(model, seed.edges, floats, seeds={"static": seed}, plan=PLAN, is_hurried=True)
+    built = layers(("p", 11.0), ("s", 1.0), ("e", 1.0), ("q", 3.0), ("r", 1.0))
+    trial = exact(1, search.propose([])[0], Placement(), lambda p: 0.017 if p else 0.021, layers=built, accepted=True)
+    parts = search.costs([trial]).partition
+    assert parts.placement(parts.decision(seed)) == seed
+    assert search.propose([trial])[0].placement == seed.paired(e for e in seed.edges if e.node in "qr")
+
+
 def weights_search(**changes: Any) -> CutSearch:
     layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
     search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, format_shares=SHARES)

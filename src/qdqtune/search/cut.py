@@ -294,7 +294,7 @@ class CutSearch:
         return members
 
     def _units(self, times: Sequence[BuildTimes]) -> Iterator[Group]:
-        """The float build's groups, each split as groups of its kind ran fastest in 8 bits."""
+        """The float build's groups, each split as groups of its kind ran fastest in 8 bits, whole or in part."""
         least = defaultdict[str, dict[frozenset[int], float]](dict)  # by kind, for each set of inner edges with pairs
         for group, edges, kind in self._members:
             for build in times:

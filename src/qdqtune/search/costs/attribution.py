@@ -129,13 +129,15 @@ def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: 
 
 
 def group_ms(model: Model, group: Collection[str], times: BuildTimes) -> float | None:
-    """The ms of a fusion group in a build, its conversions included; None unless every float tensor that enters or
-    leaves the group carries pairs in that build."""
-    inside = {model.index_of[n] for n in group}
-    made = {t for n in inside for t in model.nodes[n].outputs}
-    entering = {t for n in inside for t in model.nodes[n].inputs if t and t not in made and t not in model.constants}
+    """The ms of a fusion group in a build, its conversions included; None unless pairs stand inside it, or on every
+    float tensor that enters or leaves it."""
+    nodes = [model.node(name) for name in group]
+    inside = {node.index for node in nodes}
+    made = {t for node in nodes for t in node.outputs}
+    entering = {t for node in nodes for t in node.inputs if t and t not in made and t not in model.constants}
     leaving = {t for t in made if any(u.node not in inside for u in model.uses(t))}
-    if not all(t in times.paired or not is_float(model, t) for t in entering | leaving):
+    is_split = any(e.tensor in made and e in times.placement for node in nodes for e in node.into)
+    if not is_split and not all(t in times.paired or not is_float(model, t) for t in entering | leaving):
         return None
     spent = sum(times.nodes.get(n, 0.0) for n in group)
     spent += sum(times.quantize.get(t, 0.0) for t in made)
