@@ -14,7 +14,7 @@ from command_lines import errors
 from conftest import Call
 from models import INT8, build, joined, normal, ranges
 from qdqtune import compare
-from qdqtune.commands.compare import Gated, GateOptions, junit, markdown
+from qdqtune.commands.compare import Comparison, Gated, GateOptions, Row, junit, markdown
 from qdqtune.commands.shown import Table
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
@@ -316,3 +316,10 @@ def test_a_metric_or_threads_that_cannot_be_are_refused(call: Call, tuned: Path,
     assert message.startswith(f"--evaluate {tmp_path}/metric.py:nan fails on {tuned}: the metric of ")
     code, message = errors(call("compare", tuned, tuned, "--threads", 1000))
     assert (code, message[:20]) == (2, "--threads 1000: only")
+
+
+def test_inferences_a_second_are_those_of_their_own_file() -> None:
+    row = Row("b.onnx", first_ms=4.0, ms=2.0, first_percentiles_ms=Tail(5, 6), percentiles_ms=Tail(3, 4.5))
+    told = Comparison("a.onnx", (row,)).table().caption
+    assert "inferences a second of b.onnx: 500, the first file 250" in told
+    assert "single inferences of b.onnx: p90 3 ms, p99 4.5 ms; the first file p90 5 ms, p99 6 ms" in told

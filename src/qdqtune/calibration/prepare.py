@@ -186,7 +186,10 @@ def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
         return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"
     weights = {node.inputs[1] for node in model.nodes if node.op in COMPUTE} & model.overridable
     if weights:
-        return f"weights such as {min(weights)} are graph inputs, which callers may override: they stay in float"
+        return (
+            f"{len(weights)} weights ({min(weights)}, say) are graph inputs, which callers may override: they stay in "
+            "float. If nobody does, remove_initializer_from_input.py of ONNX Runtime takes them out of the inputs"
+        )
     made = [model.tensors.get(node.outputs[0]) for node in model.nodes if node.op in COMPUTE]
     if made and all(info is not None and info.dtype == TensorProto.DOUBLE for info in made):
         return "the model computes in float64, which no pair takes: export it in float32"

@@ -247,7 +247,13 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 
 
 def _misshapen(shape: tuple[int, ...], spec: InputSpec, origin: str) -> BadData:
-    return BadData(f"{origin}: array '{spec.name}' has shape {shape}, the model wants {spec}")
+    hint = ""
+    if len(shape) >= 3 and len(spec.shape) == 4:
+        a, b, c = shape[-3:]
+        for moved, axes in (((c, a, b), "-1, -3"), ((b, c, a), "-3, -1")):
+            if spec.fits((spec.shape[0], *moved)):
+                hint = f": numpy.moveaxis(array, {axes}) puts the channels where it wants them"
+    return BadData(f"{origin}: array '{spec.name}' has shape {shape}, the model wants {spec}{hint}")
 
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:
@@ -275,7 +281,9 @@ def _checked(
         array = checked[spec.name]
         what = f"{origin}: array '{spec.name}'"
         if array.dtype != spec.dtype:
-            raise BadData(f"{what} is {array.dtype}, the model wants {spec.dtype}: convert it as your application does")
+            is_plain = array.dtype.kind == spec.dtype.kind or {array.dtype.kind, spec.dtype.kind} == {"i", "u"}
+            how = f"with array.astype('{spec.dtype}')" if is_plain else "as your application does"
+            raise BadData(f"{what} is {array.dtype}, the model wants {spec.dtype}: convert it {how}")
         if array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
             place = ", ".join(map(str, np.unravel_index(finite.argmin(), array.shape)))
             raise BadData(f"{what} holds NaN or infinite values, the first at [{place}]: leave out such samples")

@@ -243,6 +243,9 @@ class Comparison(Shown):
         caption += [f"worst slice of {file}: {text}" for file, text in worst.items() if text]
         caption += [] if self.scores is None else [self.scores.told]
         for row in self.rows:
+            if row.ms and row.first_ms:
+                rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
+                caption.append(f"inferences a second of {row.name}: {rates}")
             if row.percentiles_ms and row.first_percentiles_ms:
                 ends = f"{row.percentiles_ms.in_words}; the first file {row.first_percentiles_ms.in_words}"
                 caption.append(f"single inferences of {row.name}: {ends}")

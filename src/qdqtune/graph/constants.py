@@ -129,7 +129,8 @@ def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
     if not location.parts or location.is_absolute() or ".." in location.parts:
-        raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder: save the model again")
+        again = "save the model again with its weights beside it (onnx.save, save_as_external_data=True)"
+        raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder: {again}")
     try:
         offset, length = int(info.get("offset", 0)), int(info.get("length", size))
     except ValueError as error:

@@ -185,8 +185,10 @@ def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> M
             least = 1 if i == 0 else 0  # a key-value cache may be empty, a batch not
             known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, least))
             if known != size:
-                other = f" as another input has {dim.dim_param}" if dim.dim_param in symbols else ""
-                raise BadOption(f"input {name!r}: dimension {i} cannot be {size}, it is {known}{other}")
+                (own,) = (v for v in model.proto.graph.input if v.name == name)
+                declared = "x".join(str(d.dim_param or d.dim_value or "?") for d in own.type.tensor_type.shape.dim)
+                other = f", and another input has {dim.dim_param} {known}" if dim.dim_param in symbols else ""
+                raise BadOption(f"input {name!r}: dimension {i} cannot be {size}: the model declares {declared}{other}")
             if dim.dim_param:
                 symbols[dim.dim_param] = size
             dim.dim_value = size

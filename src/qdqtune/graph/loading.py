@@ -148,7 +148,10 @@ def read(path: Path) -> ModelProto:
     """The protobuf in a file, without its external data."""
     try:
         if path.stat().st_size >= 2**31:
-            raise BadModel(f"{path}: not an ONNX file: those have less than 2 GB, and more weights beside them")
+            raise BadModel(
+                f"{path}: not an ONNX file: those have less than 2 GB. A larger model has its weights beside it "
+                "(onnx.save, save_as_external_data=True)"
+            )
         check_file(path)
         proto = onnx.load(path, format="protobuf", load_external_data=False)
     except IsADirectoryError as error:
