@@ -78,23 +78,13 @@ def _samples(tmp_path: Path, count: int, **options: object) -> np.ndarray:
 
 
 def test_noise_follows_the_seed_and_the_call(tmp_path: Path) -> None:
-    options = {"noise": 0.05, "drift": 0.1, "spikes": 0.02}
-    first = _samples(tmp_path, 50, seed=1, **options)
-    assert (first == _samples(tmp_path, 50, seed=1, **options)).all()
-    assert (first != _samples(tmp_path, 50, seed=2, **options)).all()
+    first = _samples(tmp_path, 50, seed=1, noise=0.05)
+    assert (first == _samples(tmp_path, 50, seed=1, noise=0.05)).all()
+    assert (first != _samples(tmp_path, 50, seed=2, noise=0.05)).all()
     assert (_samples(tmp_path, 5) == 1).all()
-
-
-def test_noise_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
     noise = np.log(_samples(tmp_path, 2000, noise=0.05))
-    drift = np.log(_samples(tmp_path, 2000, drift=0.1))
-    spikes = _samples(tmp_path, 2000, spikes=0.02)
     assert math.isclose(noise.std(), 0.05, rel_tol=0.1)
     assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 0.1
-    assert np.corrcoef(drift[1:], drift[:-1])[0, 1] > 0.95
-    assert 0.03 < drift.std() < 0.2
-    assert 10 < (spikes > 1).sum() < 80
-    assert spikes.max() <= 3
 
 
 def test_a_fault_strikes_only_models_with_a_pair_at_that_node(tmp_path: Path) -> None:

@@ -148,12 +148,12 @@ def test_the_interval_covers_the_true_ratio(speed: float) -> None:
 
 
 def test_a_file_against_itself_on_an_engine(tmp_path: Path) -> None:
-    """Rounds as the worker takes them, its coin included, with an engine whose latencies drift and spike."""
+    """Rounds as the worker takes them, its coin included."""
     file = tmp_path / "model.onnx"
     text = "net (float[1,64] x) => (float[1,64] y) { [mm] y = MatMul(x, w) }"
     onnx.save(build(text, {"w": normal(64, 64)}).to_proto(), file)
     session = Session()
-    session.open(EngineSpec("fake", {"seed": 3, "noise": 0.03, "drift": 0.1, "spikes": 0.02}))
+    session.open(EngineSpec("fake", {"seed": 3, "noise": 0.03}))
     for number in (0, 1):
         session.build(number, file, tmp_path / "log")
     session.feed((Workload({"x": normal(1, 64)}),))

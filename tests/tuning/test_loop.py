@@ -418,9 +418,6 @@ def random_network(number: int) -> Model:
     return build(f"net (float[8,8,32] x) => (float[8,8,{width}] y) {{ {' '.join(lines)} }}", weights)
 
 
-NOISE = {"noise": 0.03, "drift": 0.1, "spikes": 0.02}
-
-
 def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Path, workers: Workers) -> None:
     """At one false win per thousand comparisons, a hundred comparisons give none."""
     workers.slower = lambda build: 1e-4 / cost(build.path)
@@ -429,7 +426,7 @@ def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Pa
     model = write(network, tmp_path)
     comparisons = accepted = 0
     for number in range(8):
-        engine = EngineSpec("fake", {"seed": number, **NOISE})
+        engine = EngineSpec("fake", {"seed": number, "noise": 0.03})
         result = tune(settings(model, engine=engine, seed=number, builds=28, restart=True))
         verdicts = [t for t in result.history if isinstance(t.result, Measurement)]
         comparisons += len(verdicts)

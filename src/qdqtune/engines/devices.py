@@ -148,23 +148,19 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
     gpus = gpus_here() if needs_gpu(spec) else ("",) * workers
     if len(gpus) < workers:
         raise BadOption(f"`workers` {workers} wants a GPU each, and this host has {len(gpus)} for us")
-    cores = physical_cores()
-    free = [[core for core in together if is_free(f"core-{core}")] for together in cores]
-    parts = divide_cores(free, workers, each, are_others_in_use=free != cores)
+    free = [[core for core in together if is_free(f"core-{core}")] for together in physical_cores()]
+    parts = divide_cores(free, workers, each)
     return tuple(Device(f"worker-{n + 1}", parts[n], gpus[n]) for n in range(workers))
 
 
-def divide_cores(
-    free: Sequence[Sequence[int]], workers: int, each: int, *, are_others_in_use: bool = False
-) -> list[tuple[int, ...]]:
-    """The `each` cores of each worker. `free` are logical cores, grouped by physical core; a group is split only if
-    necessary."""
+def divide_cores(free: Sequence[Sequence[int]], workers: int, each: int) -> list[tuple[int, ...]]:
+    """The `each` cores of each worker. `free` are logical cores that no run uses, grouped by physical core; a group is
+    split only if necessary."""
     count, wanted = sum(map(len, free)), workers * each
     if count < wanted:
-        others = ", the others being in use by other runs of qdqtune" if are_others_in_use else ""
         raise BadOption(
-            f"`workers` {workers} of {each} core{'s' if each > 1 else ''} each want {wanted} cores, and there are "
-            f"{count}{others}: give fewer workers, or fewer `cores_per_worker`"
+            f"`workers` {workers} of {each} core{'s' if each > 1 else ''} each want {wanted} cores, and {count} are "
+            "free: give fewer workers, or fewer `cores_per_worker`"
         )
     whole = [cores for cores in free if cores]
     order = [cores[0] for cores in whole] if len(whole) >= wanted else list(chain.from_iterable(whole))

@@ -25,9 +25,10 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import exp, prod, sqrt
+from math import exp, prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -37,7 +38,7 @@ from onnx.reference.op_run import OpRun
 from qdqtune.engines import formats
 from qdqtune.engines.coverage import Claim, cover, read_model
 from qdqtune.engines.facts import ASYMMETRIC
-from qdqtune.errors import BadOption, EngineFailure, one_line
+from qdqtune.errors import EngineFailure, one_line
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
 from qdqtune.system.writing import append
@@ -52,9 +53,6 @@ WIDE_FACTOR = 2.0
 """Speed in float32, the share of its time that integers take, and how much longer those of 16 bits do. Chosen, not
 measured: of the order of a CPU core."""
 
-DRIFT_CORRELATION = 0.995
-"""Correlation of the drift from one sample to the next: it changes its direction within some hundreds of samples."""
-
 SHAPE_BYTES = 1024
 """Larger constants are weights. Shape inference does not need their values, and is slow with large ones."""
 
@@ -63,7 +61,6 @@ DEQUANTIZES = 19
 
 MOVE_DATA = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 RUN_ON_INTEGERS = COMPUTE | MOVE_DATA | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
-FAULTS = ("crash", "hang", "nan", "refuse")
 
 
 @dataclass(frozen=True)
@@ -72,24 +69,14 @@ class FakeOptions:
 
     seed: int = 0  # of the noise: the n-th call of `time` draws the same, whatever the clock says
     noise: float = 0.0  # standard deviation of independent noise on each sample, relative
-    drift: float = 0.0  # of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %)
-    spikes: float = 0.0  # probability that a sample takes up to three times as long
     asymmetric: bool = False  # numbers like those of ONNX Runtime on a CPU; by default like those of TensorRT
     wide: bool = False  # `asymmetric` numbers have 16 bits as well, in which operators take twice as long
     build_seconds: float = 0.0  # how long each build takes, in real time
-    faults: Mapping[str, str] | None = None
-    """A pattern of node names for `refuse`, `crash`, `hang` (when built) or `nan` (when run): what happens to a model
-    with a Q/DQ pair on an input of such a node."""
+    faults: Mapping[Literal["refuse", "crash", "hang", "nan"], str] | None = None
+    """A pattern of node names for what happens if a model with a pair on an input of such a node is built, or run (nan).
+    """
     hide_times: bool = False  # layer reports have no times, like those of engines that cannot time layers
     threads: int = 1  # multiply-adds are divided among so many; all else takes as long as on one
-
-    def __post_init__(self) -> None:
-        for name in self.faults or {}:
-            if name not in FAULTS:
-                raise BadOption(f"engine 'fake' knows no fault {name!r}; it has {', '.join(FAULTS)}")
-        numbers = self.noise, self.drift, self.spikes, self.build_seconds, self.seed
-        if min(*numbers, self.threads - 1) < 0:
-            raise BadOption("engine 'fake' takes no negative numbers")
 
 
 def create(options: FakeOptions) -> Fake:
@@ -98,7 +85,7 @@ def create(options: FakeOptions) -> Fake:
 
 class Fake:
     def __init__(self, options: FakeOptions) -> None:
-        self._options, self._noise = options, _Noise(options)
+        self._options, self._random = options, np.random.default_rng(options.seed)
 
     def describe(self) -> dict[str, str]:
         """Name, version of the cost model, and the options that change its latencies or numbers."""
@@ -136,20 +123,21 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        return FakeModel(model, costs, self._noise, spoiled=fault == "nan", timed=not self._options.hide_times)
+        return FakeModel(model, costs, self._options, self._random, spoiled=fault == "nan")
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
         faults = self._options.faults or {}
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
         named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
-        known = (kind for kind in FAULTS if kind in faults)
-        return next((kind for kind in known if any(fnmatchcase(name, faults[kind]) for name in named)), None)
+        struck = (kind for kind, pattern in faults.items() if any(fnmatchcase(name, pattern) for name in named))
+        return next(struck, None)
 
 
 class FakeModel:
-    def __init__(self, path: Path, costs: CostModels, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
-        self._path, self._costs, self._noise = path, costs, noise
-        self._spoiled, self._timed = spoiled, timed
+    def __init__(
+        self, path: Path, costs: CostModels, options: FakeOptions, random: np.random.Generator, *, spoiled: bool
+    ) -> None:
+        self._path, self._costs, self._options, self._random, self._spoiled = path, costs, options, random, spoiled
         self._evaluator: ReferenceEvaluator | None = None
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
@@ -168,12 +156,12 @@ class FakeModel:
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """The modelled seconds with noise. Does not wait."""
-        return self._costs.of(inputs).seconds * self._noise.factor()
+        return self._costs.of(inputs).seconds * exp(self._options.noise * self._random.standard_normal())
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """One layer for each node that costs time, with what it absorbed. Exact: the times add up to the latency."""
         layers = self._costs.of(inputs).layers()
-        return layers if self._timed else tuple(replace(layer, time_ms=None) for layer in layers)
+        return tuple(replace(layer, time_ms=None) for layer in layers) if self._options.hide_times else layers
 
     def save(self, path: Path) -> None:
         raise EngineFailure("fake engine: it has no format of its own to save")
@@ -192,22 +180,6 @@ class DequantizeLinear(OpRun):
         channels = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)] if scale.size > 1 else []
         centre = np.float32(0) if zero_point is None else zero_point.astype(np.float32).reshape(channels)
         return ((x.astype(np.float32) - centre) * scale.reshape(channels),)
-
-
-class _Noise:
-    """A stream of factors around 1, one for each sample."""
-
-    def __init__(self, options: FakeOptions) -> None:
-        self._random = np.random.default_rng(options.seed)
-        self._noise, self._drift, self._spikes = options.noise, options.drift, options.spikes
-        self._state = self._random.standard_normal()
-
-    def factor(self) -> float:
-        own, step = self._random.standard_normal(2)
-        lucky, height = self._random.random(2)
-        self._state = DRIFT_CORRELATION * self._state + sqrt(1 - DRIFT_CORRELATION**2) * step
-        spike = 1 + 2 * height if lucky < self._spikes else 1.0
-        return float(exp(self._noise * own + self._drift * self._state) * spike)
 
 
 def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingProxyType({})) -> float:

@@ -124,7 +124,7 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
 PLAIN_OPTIONS = frozenset({
     "threads", "provider", "fuse", "fuse_pairs", "rewrite", "precision",
     "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target",
-    "seed", "noise", "drift", "spikes", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
+    "seed", "noise", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
 })  # fmt: skip
 """Options of all engines that name no file and no program."""
 

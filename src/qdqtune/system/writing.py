@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from qdqtune.errors import OutputError, writing
+from qdqtune.errors import writing
 from qdqtune.system.checks import HEAD, LIST, check_inside, list_line, listed, real
 
 SCRATCH = ".qdqtune-"
@@ -138,12 +138,8 @@ def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
 
 def temporary_folder() -> Scratch:
     """A new folder in the system's folder for temporary files."""
-    try:
-        parent = Path(tempfile.gettempdir())
-    except OSError as error:  # no such folder can be written to, as on full disks
-        raise OutputError(f"cannot write temporary files: {error.strerror}") from error
-    with writing(parent):
-        return Scratch(parent, TEMPORARY)
+    with writing("temporary files"):
+        return Scratch(Path(tempfile.gettempdir()), TEMPORARY)
 
 
 def named(text: str) -> str:
