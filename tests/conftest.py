@@ -21,11 +21,13 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, settings
 
+import trtexec_stand_in
 from command_lines import QUICK, exit_code
 from engine_contract import conv_model
 from models import build
 from qdqtune.engines import devices, library_settings
 from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt import trtexec
 from runs import mixed, write
 from workers import Workers, in_process
 
@@ -81,6 +83,12 @@ def denormal_numbers_stay() -> None:
         runtime = importlib.import_module("onnxruntime")
         model = build("net (float[1] x) => (float[1] y) { y = Relu(x) }")
         runtime.InferenceSession(model.proto.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def stand_in_for_trtexec() -> None:
+    """What stands in for trtexec runs in this process: an interpreter for each of many calls takes long."""
+    trtexec.launch = trtexec_stand_in.launch
 
 
 @pytest.fixture

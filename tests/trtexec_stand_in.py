@@ -4,7 +4,7 @@ codes, files. It needs no GPU: outputs come from ONNX's reference evaluator, lay
 `stand_in` makes one for a test: the file `trtexec`, which runs this one, and beside it `trtexec.json` with `version`;
 and optionally `unknown` (flags that it does not know), `refuse` (pattern of node names that fail to build), `hang` (in
 builds), `silent` (no times in files) and `calls` (a file to which every command line is added).
-`launch` runs it without a process, since an interpreter for each of many calls takes long.
+`launch` runs it without a process.
 """
 
 import io
@@ -55,7 +55,7 @@ def calls(folder):
 
 
 def launch(command, printed):
-    """A `Launch` of qdqtune for a stand-in, in this process."""
+    """What `trtexec.launch` does, in this process."""
     text, status = io.StringIO(), 0
     with redirect_stdout(text), redirect_stderr(text):
         try:

@@ -15,11 +15,9 @@ import pytest
 
 from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine, threads_of
 from qdqtune.engines.devices import ANYWHERE, Device
-from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.worker import Session
 from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
-from trtexec_stand_in import launch
 
 
 @dataclass(frozen=True)
@@ -34,20 +32,11 @@ class Build:
     threads: int | None = None
 
 
-def open_here(spec: EngineSpec) -> Engine:
-    """The engine; what stands in for trtexec runs in this process as well."""
-    return (
-        trtexec.create(trtexec.TrtexecOptions(**spec.options), launch=launch)
-        if spec.name == "trtexec"
-        else open_engine(spec)
-    )
-
-
 @dataclass
 class Workers:
     """Starts workers: the `start` of a `Runner`."""
 
-    opener: Callable[[EngineSpec], Engine] = open_here
+    opener: Callable[[EngineSpec], Engine] = open_engine
     refused: Callable[[Build], str | None] = lambda _: None
     """Called before each build, to look on, or to refuse it with what the engine says."""
     slower: Callable[[Build], float] = lambda _: 1.0

@@ -29,12 +29,12 @@ from qdqtune.commands.doctor import (
     find_gpus,
 )
 from qdqtune.commands.qualification import CONTRACT, PLAIN
-from qdqtune.engines import Built, EngineSpec, devices
+from qdqtune.engines import Built, EngineSpec, devices, open_engine
 from qdqtune.engines.facts import ENGINES
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import Layer, Tensors
-from workers import Workers, open_here
+from workers import Workers
 
 # Processors
 
@@ -293,7 +293,7 @@ def alter(workers: Workers, layers: Any = lambda x: x, outputs: Any = lambda x: 
     """Alter the models of files of a name; engines of calibration and simulation stay as they are."""
 
     def opener(spec: EngineSpec) -> Any:
-        engine = open_here(spec)
+        engine = open_engine(spec)
         if "fuse" in spec.options:
             return engine
 

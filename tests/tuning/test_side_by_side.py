@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning import loop
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.proof import prove
 from runs import cost, rows, settings
-from workers import Workers, open_here
+from workers import Workers
 
 MODES: dict[str, dict[str, Any]] = {
     "cut": {"mode": "cut", "builds": 12},
@@ -85,7 +85,7 @@ def test_workers_that_are_not_alike_are_refused_by_name(model: Path, many_cores:
     versions = count(1)
 
     def unlike(spec: EngineSpec) -> Any:
-        engine = open_here(spec)
+        engine = open_engine(spec)
         told = {**engine.describe(), "version": str(next(versions))}
         return SimpleNamespace(describe=lambda: told, numeric_format=engine.numeric_format, build=engine.build)
 

@@ -11,10 +11,9 @@ from qdqtune.commands.shown import Shown
 from qdqtune.engines.facts import ENGINES, facts_of
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.engines.tensorrt.options import check_inputs, timing_cache
+from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import read
-from qdqtune.graph.model import Model
 from qdqtune.graph.saving import model_outputs
 from qdqtune.options import OUTPUT, REQUIRED, File
 from qdqtune.system.checks import Output, written_as
@@ -71,8 +70,8 @@ def build(options: BuildOptions, observer: Observer | None = None) -> Artifact:
             load what it has saved.
     """
     model, output = options.model, options.output
+    read(model)  # refuses what is no model
     spec = with_timing_cache(options.spec(), output.parent)
-    check_inputs(spec, Model(read(model)))
     if not spec.facts.saves:
         able = ", ".join(name for name, facts in ENGINES.items() if facts.saves)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")

@@ -30,7 +30,7 @@ from qdqtune.commands import torch_export
 from qdqtune.commands.torch_export import PROTOBUF_LIMIT, Module
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION, TIME_LIMIT, Execution
-from qdqtune.engines.tensorrt.options import check_inputs, libraries_in, spans, timing_cache, usual_shapes, with_spans
+from qdqtune.engines.tensorrt.options import libraries_in, spans, timing_cache, usual_shapes, with_spans
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
 from qdqtune.graph.model_folder import model_in
@@ -276,10 +276,9 @@ def prepared_for(
     have `shapes`, or the sizes that the engine tunes for, unless the user names others.
 
     Raises:
-        BadOption: the engine or the user names shapes that the inputs cannot have.
+        BadOption: the user names shapes that the inputs cannot have.
         BadData: the samples do not fit the model.
     """
-    check_inputs(spec, model)
     files, source = tuple(files), options.calibration_data
     data = Data(
         source,

@@ -6,23 +6,15 @@ that asks takes back values only: what another machine answers must not run code
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import pickle
 import select
 import struct
-from contextlib import suppress
 from typing import Any
 
 from qdqtune.engines.execution import Deadline
 from qdqtune.errors import QdqtuneError
-
-PIPE_BYTES = 2**20
-"""Size of a pipe where the system lets us choose: few changes between the processes for large arrays."""
-
-PAUSE_SECONDS = 1.0
-"""How long the rest of a message may pause when its time is over. Chosen, not measured."""
 
 VALUES = {
     "numpy": ("ndarray", "dtype"),
@@ -44,8 +36,6 @@ class Channel:
         self._unpickler = _Values if asks else pickle.Unpickler
         for descriptor in (reads, writes):
             os.set_blocking(descriptor, not asks)
-            with suppress(OSError, AttributeError):  # other systems have no such size, and sockets have none
-                fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def send(self, message: object, deadline: Deadline | None = None) -> None:
         """Send an object. A slow network may take long, as long as it takes something before the deadline.
@@ -63,7 +53,7 @@ class Channel:
             self._write(part, deadline)
 
     def recv(self, deadline: Deadline | None = None) -> Any:
-        """Wait for an object. When its time is over, it may still come to its end without long pauses.
+        """Wait for an object.
 
         Raises:
             TimeoutError: not all of it has come; nothing can be received any more.
@@ -98,7 +88,7 @@ class Channel:
             self._await(self._writes, select.POLLOUT, deadline)
             left = left[os.write(self._writes, left) :]
             if deadline is not None:
-                deadline.extend(deadline.limit)
+                deadline.renew()
 
     def _read(self, size: int, deadline: Deadline | None) -> bytearray:
         content = bytearray(size)
@@ -109,8 +99,6 @@ class Channel:
             if not count:
                 raise EOFError("the other end has closed")
             left = left[count:]
-            if deadline is not None:
-                deadline.extend(PAUSE_SECONDS)
         return content
 
     @staticmethod

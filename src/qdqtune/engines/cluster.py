@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, needs_gpu
 from qdqtune.engines.execution import Deadline, cancelled_by
-from qdqtune.engines.process import Program
+from qdqtune.engines.process import NODE_LOST, Program
 from qdqtune.engines.remote import ENDING_SECONDS, FarWorker, check_version, greeting
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.interpreter import python
@@ -140,7 +140,11 @@ class Cluster:
         return worker
 
     def _check_start(self) -> None:
-        """Raise TimeoutError for a worker that the cluster cannot hold any more as nodes were lost."""
+        """Raise TimeoutError if the cluster cannot hold a worker any more as nodes were lost, EngineUnavailable if the
+        node is lost that this process is connected through."""
+        own = ray.get_runtime_context().get_node_id()
+        if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
+            raise EngineUnavailable(NODE_LOST)
         if sum(worker.alive for worker in self.started) >= self.capacity(self.cores_each):
             raise TimeoutError
 

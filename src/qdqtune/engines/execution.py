@@ -48,18 +48,17 @@ class Deadline:
     """The end of a wait, `limit` seconds from now on or when its thread is cancelled."""
 
     def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._ends = time.monotonic() + limit
+        self._limit = limit
+        self.renew()
+
+    def renew(self) -> None:
+        self._ends = time.monotonic() + self._limit
 
     @property
     def pause(self) -> float:
         """How many seconds to wait before `after_pause`; more than 0."""
         left = max(0.001, self._ends - time.monotonic())
         return min(CHECK_SECONDS, left) if _checks.get() else left
-
-    def extend(self, seconds: float) -> None:
-        """Let the wait last at least so many seconds from now on."""
-        self._ends = max(self._ends, time.monotonic() + seconds)
 
     def after_pause(self) -> None:
         """Raise what ends the wait, if it is to end.

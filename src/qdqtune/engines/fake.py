@@ -73,8 +73,8 @@ class FakeOptions:
     wide: bool = False  # `asymmetric` numbers have 16 bits as well, in which operators take twice as long
     build_seconds: float = 0.0  # how long each build takes, in real time
     faults: Mapping[Literal["refuse", "crash", "hang", "nan"], str] | None = None
-    """A pattern of node names for what happens if a model with a pair on an input of such a node is built, or run (nan).
-    """
+    """A pattern of node names for what happens to a model with a pair on an input of such a node, when it is built or
+    (nan) run."""
     hide_times: bool = False  # layer reports have no times, like those of engines that cannot time layers
     threads: int = 1  # multiply-adds are divided among so many; all else takes as long as on one
 

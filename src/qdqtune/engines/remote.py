@@ -271,17 +271,13 @@ MOST_KEPT = 2**30
 
 
 class Contents:
-    """Bytes in files that are named by a digest of them. Those that were not used for longest are forgotten."""
+    """Bytes in files that are named by a digest of them."""
 
     def __init__(self, folder: Path, most: int = MOST_KEPT) -> None:
         self._folder, self._most = folder, most
-        self._sizes: dict[str, int] = {}  # in the order of their last use
+        self._sizes: dict[str, int] = {}
 
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """The arrays that the folder lacks. Those that it holds count as used now, so that others are removed first."""
-        for digest in digests:
-            if digest in self._sizes:
-                self._sizes[digest] = self._sizes.pop(digest)
         return [digest for digest in digests if digest not in self._sizes]
 
     def put(self, digest: str, values: Array) -> None:
@@ -295,14 +291,12 @@ class Contents:
         self._sizes[digest] = values.nbytes
 
     def forget(self, needed: set[str]) -> None:
-        """Remove the oldest that are not needed until those that stay are within the bound."""
+        """Remove those that are not needed if there are more of them than may be kept."""
         spare = [digest for digest in self._sizes if digest not in needed]
-        total = sum(self._sizes[digest] for digest in spare)
-        for digest in spare:
-            if total <= self._most:
-                return
-            total -= self._sizes.pop(digest)
-            (self._folder / digest).unlink(missing_ok=True)
+        if sum(self._sizes[digest] for digest in spare) > self._most:
+            for digest in spare:
+                del self._sizes[digest]
+                (self._folder / digest).unlink(missing_ok=True)
 
 
 class FarSession(Session):

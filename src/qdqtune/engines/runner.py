@@ -29,7 +29,7 @@ from qdqtune.errors import (
     writing,
 )
 from qdqtune.graph.loading import load, nbytes
-from qdqtune.system.writing import append, atomic_write, temporary_folder
+from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 
 SLACK = 5.0
@@ -170,13 +170,7 @@ class Runner:
             return loaded[-1]
         number = next(self._numbers)
         log = self.log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
-        try:
-            seconds = _twice(lambda: self._build(number, path, log))
-        except EngineRefused as refused:
-            _finish_log(log, path, f"failed: {refused}")
-            raise
-        _finish_log(log, path, f"built in {seconds:.3f} s")
-        handle = Handle(path, number, seconds)
+        handle = Handle(path, number, _twice(lambda: self._build(number, path, log)))
         self._logs[handle] = log
         return handle
 
@@ -376,12 +370,6 @@ def _twice(ask: Callable[[], T]) -> T:
         if refused.failure.stage != "crash":
             raise
     return ask()
-
-
-def _finish_log(log: Path, path: Path, outcome: str) -> None:
-    """Write the outcome of a build to the end of its log: many engines print nothing."""
-    with contextlib.suppress(OSError):  # a full disk is reported where a write has to succeed
-        append(log, f"[qdqtune] {path.name}: {outcome}\n")
 
 
 def _last_lines(log: Path | None, more: str = "") -> str:

@@ -28,7 +28,6 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.facts import facts_of
 from qdqtune.engines.formats import portable
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption, EngineUnavailable, reading
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
 from qdqtune.graph.inference import with_float_type
@@ -167,7 +166,6 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     wanted: Precision = settings.precision or usual
     model, quantized, made = _loaded(settings, numbers, wanted, rewrites)
     imported = None if quantized is None else read_placement(model, quantized, settings.quant_type)
-    check_inputs(settings.engine, model)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*source, settings.workloads, (settings.model.parent,))
     slower = 1.0 if settings.is_timed else SIMULATOR_SLOWNESS

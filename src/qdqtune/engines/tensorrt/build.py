@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import onnx
-from google.protobuf.message import DecodeError
 
 from qdqtune.engines.tensorrt.options import TensorRtOptions
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line, writing
@@ -121,7 +117,7 @@ def build_plan(trt: Any, model: Path, options: TensorRtOptions, times: TimingCac
     network = builder.create_network(1 << int(getattr(trt.NetworkDefinitionCreationFlag, typing)))
     parser = trt.OnnxParser(network, logger)  # must stay until the end of the build: it holds the weights
     if not parser.parse_from_file(str(model)):
-        raise EngineFailure(f"TensorRT: {_refusal(parser, model)}")
+        raise EngineFailure(f"TensorRT: {_refusal(parser)}")
     config = _config(trt, builder, network, options)
     if times is not None:
         times.apply(config)
@@ -185,14 +181,10 @@ def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None
     return profile
 
 
-def _refusal(parser: Any, model: Path) -> str:
+def _refusal(parser: Any) -> str:
     """The parser's first error, with the name of the node that it is about."""
     if not parser.num_errors:
         return "the parser cannot read the model"
-    refusal, name = parser.get_error(0), ""
-    if hasattr(refusal, "node_name"):
-        name = refusal.node_name()
-    elif refusal.node() >= 0:  # 8.6
-        with suppress(OSError, DecodeError, IndexError):
-            name = onnx.load(model, load_external_data=False).graph.node[refusal.node()].name
+    refusal = parser.get_error(0)
+    name = refusal.node_name() if hasattr(refusal, "node_name") else ""  # 8.6 has none
     return one_line(f"node {name!r}: {refusal.desc()}" if name else refusal.desc())

@@ -135,30 +135,6 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
     return {name: span for name, span in named.items() if span is not None}
 
 
-def check_inputs(spec: EngineSpec, model: Model) -> None:
-    """Check the shapes that an engine is given against the inputs of a model.
-
-    Engines themselves ignore shapes for unknown inputs, since they also build parts of a model.
-
-    Raises:
-        BadOption: an unknown input, other sizes than the model fixes, or not min <= opt <= max.
-    """
-    for name, span in spans(spec).items():
-        if name not in model.inputs:
-            raise BadOption(f"shapes given for {name!r}: the model's inputs are {', '.join(model.inputs)}")
-        info = model.tensors.get(name)
-        if info is None or info.shape is None or (not info.is_float and len(info.shape) < 2):
-            continue  # for an input that is itself a shape, TensorRT takes its values
-        told = ", ".join("x".join(map(str, sizes)) for sizes in dict.fromkeys(span))
-        if any(len(sizes) != len(info.shape) for sizes in span):
-            raise BadOption(f"input {name!r} has {len(info.shape)} dimensions, and cannot have sizes {told}")
-        for number, (known, *sizes) in enumerate(zip(info.shape, *span, strict=True)):
-            if (known or 0) > 0 and set(sizes) != {known}:  # some files have -1 for open sizes
-                raise BadOption(f"input {name!r}: dimension {number} is {known}, and cannot have sizes {told}")
-            if sizes != sorted(sizes):
-                raise BadOption(f"input {name!r}: its smallest, usual and largest sizes must rise, not {told}")
-
-
 def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
     """`spec` with the spans `found` in place of its own shapes, those in trtexec_args too."""
     options = {name: value for name, value in spec.options.items() if name not in SHAPE_OPTIONS}

@@ -107,13 +107,12 @@ def read_report(
     names = None if model is None else NodeNames(model.graph)
     constants = frozenset[str]() if names is None else names.constants
     entries = _reported_layers(_text_of(graph, "layer information"), constants)
-    times = _profile_rows(profile)
     mentions = [_mentions(entry.name, entry.metadata, names) for entry in entries]
     nodes, folded = mentions, tuple[Layer, ...]()
     if names is not None:
         nodes, folded = assign(names, entries, mentions)
     operators = {} if names is None else {node.name: node.op for node in names.model.nodes}
-    layer_ms, unmatched = _match_times(entries, mentions, times, names)
+    layer_ms, unmatched = _match_times(entries, _profile_rows(profile))
     layers = []
     for entry, own, covered, ms in zip(entries, mentions, nodes, layer_ms, strict=True):
         kind = _kind(entry, own, operators)
@@ -243,32 +242,19 @@ def _profile_rows(profile: Path | str | Times | None) -> Times:
     return times
 
 
-def _match_times(
-    entries: Sequence[_ReportedLayer], mentions: Sequence[tuple[str, ...]], times: Times, names: NodeNames | None
-) -> tuple[list[float | None], dict[str, float]]:
-    """The milliseconds of each layer, and by name those of the profile that belong to no layer.
-
-    Layers of the same name have the same order on both sides. A row without a layer of its name is added to the first
-    layer that mentions the same nodes: a profile may split a layer or spell its name differently.
-    """
+def _match_times(entries: Sequence[_ReportedLayer], times: Times) -> tuple[list[float | None], dict[str, float]]:
+    """The milliseconds of each layer, and by name those of the profile that belong to no layer. Layers of the same name
+    have the same order on both sides."""
     waiting: dict[str, deque[float]] = {}
     for name, ms in times:
         waiting.setdefault(name, deque()).append(ms)
     layer_ms = [waiting[e.name].popleft() if waiting.get(e.name) else None for e in entries]
-    left = [(name, ms) for name, rows in waiting.items() for ms in rows]
-    if left and all(ms is None for ms in layer_ms):
+    unmatched = {name: sum(rows) for name, rows in waiting.items() if rows}
+    if unmatched and all(ms is None for ms in layer_ms):
         raise BadOption(
-            f"the profile has layer {left[0][0]!r:.200}, the layer information has not, nor any other of the profile: "
-            "they are of two engines"
+            f"the profile has layer {next(iter(unmatched))!r:.200}, the layer information has not, nor any other of "
+            "the profile: they are of two engines"
         )
-    unmatched: dict[str, float] = {}
-    for name, ms in left:
-        own = set(_mentions(name, (), names))
-        home = next((i for i, others in enumerate(mentions) if own and own <= set(others)), None)
-        if home is None:
-            unmatched[name] = unmatched.get(name, 0.0) + ms
-        else:
-            layer_ms[home] = (layer_ms[home] or 0.0) + ms
     return layer_ms, unmatched
 
 

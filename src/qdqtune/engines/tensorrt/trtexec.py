@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -70,16 +70,10 @@ PRINTED_AFTER = 100_000
 FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
 EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
 
-Launch = Callable[[Sequence[str], BinaryIO], int]
-"""Runs a command, writes what it prints to the file, and returns the exit status, negative for a signal."""
 
-
-def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
-    """Run a command as a `Launch`. The child stays in the process group of the worker, so that it is killed with it.
-
-    Raises:
-        OSError: the command cannot be started.
-    """
+def launch(command: Sequence[str], printed: BinaryIO) -> int:
+    """Run a command, and write what it prints to the file: its exit status, negative for a signal. The child stays in
+    the process group of the worker, so that it is killed with it."""
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, check=False).returncode
 
 
@@ -91,8 +85,7 @@ class TrtexecOptions(CachedOptions):
     trtexec_args: Annotated[str, "flags for every call, which win over qdqtune's own: '--useCudaGraph --noTF32'"] = ""
 
 
-def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
-    """Make the engine. `launch` runs the program."""
+def create(options: TrtexecOptions) -> Trtexec:
     arguments = _checked_flags(options.trtexec_args)
     path = shutil.which(options.trtexec)
     if path is None:
@@ -100,7 +93,7 @@ def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtex
             f"there is no program {options.trtexec!r}: it comes with TensorRT (in its bin folder; in NVIDIA's "
             "containers /usr/src/tensorrt/bin/trtexec); give its place with `engine_options` trtexec=PATH"
         )
-    return Trtexec(path, _version(path, launch), arguments, options, launch)
+    return Trtexec(path, _version(path), arguments, options)
 
 
 def _checked_flags(text: str) -> tuple[str, ...]:
@@ -119,11 +112,11 @@ def flag_name(flag: str) -> str:
     return flag.removeprefix("--").partition("=")[0]
 
 
-def _version(program: str, launch: Launch) -> Version:
+def _version(program: str) -> Version:
     """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
     with tempfile.TemporaryFile() as file:
         try:
-            status, printed = _call(launch, [program, "--help"], cast(BinaryIO, file))
+            status, printed = _call([program, "--help"], cast(BinaryIO, file))
         except OSError as error:
             raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
     banner = re.search(r"\[TensorRT v(\d+)\]", printed)
@@ -138,7 +131,7 @@ def _version(program: str, launch: Launch) -> Version:
     return version
 
 
-def _call(launch: Launch, command: Sequence[str], file: BinaryIO) -> tuple[int, str]:
+def _call(command: Sequence[str], file: BinaryIO) -> tuple[int, str]:
     """Run a command: its exit status, and what it has added to the file."""
     start = file.seek(0, os.SEEK_END)
     status = launch(command, file)
@@ -173,7 +166,6 @@ class Trtexec:
     version: Version
     arguments: tuple[str, ...]
     options: TrtexecOptions
-    launch: Launch = launch_process
     profiles: bool = True
     """Whether the program knows the flags of `PROFILING`; False after it has refused one."""
 
@@ -209,7 +201,7 @@ class Trtexec:
         for words in attempts:
             append(log, f"$ {shlex.join([self.path, *words])}\n")
             with log.open("a+b") as file:
-                status, printed = _call(self.launch, [self.path, *words], file)
+                status, printed = _call([self.path, *words], file)
             if not (status and PROFILING & set(UNKNOWN_OPTION.findall(printed))):
                 break
             self.profiles = False
