@@ -95,14 +95,14 @@ def test_each_version_builds_runs_times_and_reports(tmp_path: Path, quantized: P
     whole(engine, tmp_path, quantized)
 
 
-LAUNCH = trtexec.launch
-"""What starts a process."""
+@pytest.fixture
+def as_process(monkeypatch: pytest.MonkeyPatch, launch: Any = trtexec.launch) -> None:
+    """The program runs in a process of its own."""
+    monkeypatch.setattr(trtexec, "launch", launch)
 
 
-def test_the_program_runs_as_a_process_of_its_own(
-    tmp_path: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trtexec, "launch", LAUNCH)
+@pytest.mark.usefixtures("as_process")
+def test_the_program_runs_as_a_process_of_its_own(tmp_path: Path, quantized: Path) -> None:
     whole(open_engine(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})), tmp_path, quantized)
 
 
@@ -337,6 +337,7 @@ def test_fp8_needs_version_10(tmp_path: Path, version: str) -> None:
         ("echo '&&&& RUNNING TensorRT.trtexec [TensorRT v8503]'", "8.5.3: 8.6 or later is needed"),
     ],
 )
+@pytest.mark.usefixtures("as_process")
 def test_an_unusable_program_is_refused(tmp_path: Path, script: str | None, words: str) -> None:
     program = tmp_path / "trtexec"
     if script is not None:
@@ -346,9 +347,10 @@ def test_an_unusable_program_is_refused(tmp_path: Path, script: str | None, word
         open_engine(EngineSpec("trtexec", {"trtexec": str(program)}))
 
 
+@pytest.mark.usefixtures("as_process")
 def test_a_crash_names_its_signal(tmp_path: Path, quantized: Path) -> None:
     program = Path(stand_in(tmp_path, "10.0"))
-    engine = trtexec.create(trtexec.TrtexecOptions(str(program)))
+    engine = create(str(program))
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
     with pytest.raises(EngineFailure, match="ended with signal SIGSEGV"):
         engine.build(quantized, tmp_path / "build.log")
