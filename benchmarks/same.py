@@ -31,7 +31,7 @@ from qdqtune.tuning.contexts import View
 from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.settings import EFFORTS
 
-MOST_BUILDS = 12
+MOST_BUILDS = 24
 """Builds of a file in one comparison, at most."""
 
 
