@@ -4,7 +4,7 @@
 
 Each FOLDER is that of a finished run; --nodes adds a made-up network of so many nodes. Needs Chromium (Debian: apt-get
 install chromium) and the packages of the development group. Times are of a window of 1200 by 800, in ms since the file
-was opened: first paint, ready to be used, and from a click on a box of the map until its content stands beside it.
+was opened: first paint, ready to be used, and from a click on a row of the map until its content stands below it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from qdqtune.graph.model import Model
 
 OPENED = """() => new Promise(done => {
   const paint = performance.getEntriesByName("first-contentful-paint")[0];
-  done([paint ? paint.startTime : null, performance.getEntriesByName("ready")[0].startTime]);
+  done([paint ? paint.startTime : null, performance.getEntriesByType("navigation")[0].loadEventEnd]);
 })"""
 CLICKED = """() => new Promise(done => {
   const start = performance.now();
-  document.querySelectorAll(".cell")[1].click();
+  document.querySelectorAll(".row summary")[0].click();
   requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - start)));
 })"""
 
@@ -82,12 +82,11 @@ def look(browser: Browser, file: Path, repeats: int = 5) -> tuple[float, float, 
         page.on("request", lambda request: urls.append(request.url))  # noqa: B023  closed before the next page
         page.on("console", lambda message: messages.append(message.text))  # noqa: B023
         page.goto(file.as_uri())
-        page.wait_for_selector("html[data-ready]")
         page.wait_for_timeout(200)
         paint, ready = page.evaluate(OPENED)
         paints.append(paint or ready)
         readies.append(ready)
-        clicks.append(page.evaluate(CLICKED) if page.locator(".cell").count() > 1 else 0.0)
+        clicks.append(page.evaluate(CLICKED) if page.locator(".row").count() else 0.0)
         asked, said = asked + len(urls) - 1, said + len(messages)
         if number == 0:
             violations = Axe().run(page).response["violations"]
@@ -114,12 +113,13 @@ def main() -> None:
             file.write_text(render(report, {}), encoding="utf-8")
             seconds = time.process_time() - started
             paint, ready, click, asked, said, serious = look(browser, file)
-            nodes, groups = (len(report.map.nodes), len(report.map.groups)) if report.map else (0, 0)
+            groups = report.map.groups if report.map else ()
+            nodes = sum(len(group.nodes) for group in groups)
             kilobytes = file.stat().st_size / 1e3
             cells = (
                 report.title,
                 nodes,
-                groups,
+                len(groups),
                 f"{seconds:.1f}",
                 f"{kilobytes:.0f}",
                 f"{paint:.0f}",

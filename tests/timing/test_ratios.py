@@ -15,11 +15,11 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
 from qdqtune.timing.race import Block, Take, between_files, decided_files, race, race_candidates, wants_more_builds
 from qdqtune.timing.ratios import (
+    BLOCK_LOOKS,
     USUAL_BUILDS,
     Plan,
     Ratio,
     Spread,
-    block_looks,
     build_margin,
     clear_ratio,
     least_rounds,
@@ -308,7 +308,7 @@ def proof(
     """What a race of two files says, of which one takes the share `gain` of the other's time, where builds of a file
     differ by `differ` of a ratio; and the builds of each file."""
     blocks: list[Block] = []
-    for look in block_looks(builds):
+    for look in BLOCK_LOOKS:
         while len(blocks) < look:
             files = np.repeat([0.0, np.log(gain)], builds)
             levels = files + differ / np.sqrt(2) * rng.standard_normal(2 * builds)
@@ -349,7 +349,7 @@ def test_one_build_of_each_file_shows_a_large_gain_only() -> None:
     assert seen(0.6).verdict == "faster"
     assert seen(0.7).verdict == "undecided"
     assert seen(1 / 0.6).verdict == "slower"
-    assert 0.6 < clear_ratio(1, len(block_looks(1)), PROOF.error) < 0.7
+    assert 0.6 < clear_ratio(1, len(BLOCK_LOOKS), PROOF.error) < 0.7
 
 
 def test_builds_leave_once_all_comparisons_of_their_file_are_decided() -> None:

@@ -430,7 +430,7 @@ def test_what_is_wide_is_made_narrower_in_the_session_that_has_time_for_it_and_n
             clock[0] += 10.0
             return super().load(*arguments, **more)
 
-    for seconds, builds in ((10.0, 6), (1000.0, 24)):
+    for seconds, builds in ((10.0, 6), (1000.0, 48)):
         with Store(tmp_path / f"{seconds}.yaml", {"model": "m"}) as store:
             for is_again in (False, True):
                 slow = Slow(lambda file, build: twice_as_fast(file, build) * (1 + 0.03 * (-1) ** build))

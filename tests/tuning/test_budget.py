@@ -23,10 +23,11 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineFailure, EngineRefused, Failure
 from qdqtune.numerics.scores import Score
 from qdqtune.search import Strategy
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.finished import read_run
-from qdqtune.tuning.loop import search, tune
+from qdqtune.tuning.loop import search, slowdown, tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import WIDE_FOR_TIME, Result
 from qdqtune.tuning.run import Budget, Run
@@ -331,7 +332,8 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
     """As it measures what rounding does to outputs. Candidates take 2 s each, and the proof of this model 7 s, as long
     as the further blocks that a small gain is left time for. A large gain leaves the search more time, in which
     candidates are no briefer. What time has ended is told in all cases."""
-    limit, bench, was_brief = replace(budget(60, 0.02), builds=30), SimpleNamespace(), list[bool]()
+    bench = SimpleNamespace(floats=SimpleNamespace(seconds=1.0))
+    limit, was_brief = replace(budget(60, 0.02), builds=30), list[bool]()
 
     class Learning:
         def propose(self, history: Sequence[Trial]) -> list[Proposal]:
@@ -345,8 +347,8 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
         for place, proposal in enumerate(batch, number):
             clock.now += 2.0
             against = Placement() if place == 1 else Placement(frozenset({Edge("x", "n", 0)}))
-            times = (ratio if place == 1 else 1.0,) * 12
-            yield Trial(place, proposal, against, Measurement((1.0,) * 12, times), holds=True), False
+            times = Measurement((1.0 if place == 1 else ratio,) * 12, (ratio,) * 12)
+            yield Trial(place, proposal, against, times, holds=True), False
 
     run = SimpleNamespace(
         settings=Settings(Path("m")),
@@ -364,6 +366,16 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
     assert bench.deadline == limit.deadline - limit.reserve(ratio, stale=len(history) - 1)
     proof = limit.in_haste.proof_seconds(1) if ratio == 1 else limit.proof_seconds(1, ratio)
     assert clock.now < limit.ends - proof + 2.0
+
+
+def test_a_machine_that_got_busy_leaves_the_search_less_time_and_the_proof_more(clock: Clock) -> None:
+    quiet, plan, floats = budget(60, 0.5), Plan(), SimpleNamespace(seconds=1.0)
+    run = cast(Run, SimpleNamespace(settings=SimpleNamespace(plan=plan), bench=SimpleNamespace(floats=floats)))
+    fast, other = (Proposal("cut", Placement.of([Edge("x", "n", place)])) for place in (0, 1))
+    first = Trial(1, fast, Placement(), Measurement((1.0,) * 12, (0.5,) * 12))
+    later = Trial(2, other, fast.placement, Measurement((1.5,) * 12, (1.6,) * 12))
+    assert [slowdown(history, run) for history in ([], [first], [first, later])] == [1.0, 1.0, 3.0]
+    assert quiet.slowed(3.0).proof_seconds(1) == pytest.approx(3 * quiet.proof_seconds(1))
 
 
 def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Path, workers: Workers) -> None:

@@ -193,5 +193,7 @@ def test_a_workload_that_got_slower_is_noted() -> None:
 
 
 def test_a_result_that_proves_nothing_is_told_with_what_would_decide_it() -> None:
-    assert unproven(Ratio(0.8, 0.7, 1.1)).startswith("1.25x [0.91x, 1.43x] the speed of float; a quieter")
-    assert unproven(Ratio(2.0, 1.9, 2.1)) == "0.50x [0.48x, 0.53x] the speed of float"
+    undecided = at(0.8, spread=0.3)
+    assert unproven(undecided).startswith("1.25x [0.91x, 2.00x] the speed of float; a quieter")
+    assert "the same command" in unproven(replace(undecided, wants_builds=True))
+    assert unproven(at(2.0, spread=0.1)) == "0.50x [0.48x, 0.53x] the speed of float"

@@ -1,26 +1,14 @@
-"""Makes the map of a model: groups of nodes, the tensors between them, and blocks of groups if there are many."""
+"""The map of a model: groups of nodes in the order in which they run, in rows; a block that repeats is one row."""
 
 from __future__ import annotations
 
-import math
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from posixpath import commonpath
+from dataclasses import dataclass, replace
 
 from qdqtune.explanation.units import IN_ADVANCE, Explanation, total
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
-
-MOST_CELLS = 240
-"""Most groups that are drawn without blocks: about what a screen shows. Chosen, not measured."""
-
-REPEATS = 3
-"""Least number of groups that share a bar. Chosen, not measured."""
-
-INDEX = re.compile(r"(?<=[._/])\d+(?=[._/]|$)")
-"""Matches the index of a module in a list, and the number that an exporter adds to a name."""
 
 VIEWS = REARRANGES - {"Transpose"}
 """Operators that only change the shape: they join the group that makes their input."""
@@ -28,14 +16,14 @@ VIEWS = REARRANGES - {"Transpose"}
 SHAPES = "computing shapes"
 """The state of a group of nodes that compute shapes alone."""
 
-USUAL = 80
-"""Most blocks that are shown on one level. Chosen, not measured."""
+LONGEST = 200
+"""Most groups in a block that repeats."""
 
-LEAST_BLOCKS = 4
-"""Fewest blocks into which modules may divide groups, and fewest groups in each block on average."""
+LEAST_REPEATED = 6
+"""Fewest groups that one row stands for where a block repeats. Chosen, not measured."""
 
-LEAST_GROUPS = 8
-"""Least number of groups in a block where names show no modules."""
+USUAL, MOST = 6, 40
+"""From how many groups on a row ends where a module does, and how many it has at most. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -50,63 +38,123 @@ class MapNode:
 
 @dataclass(frozen=True)
 class MapGroup:
-    """Nodes, by number, that the engine runs together, with reshapes of their results; or all nodes that it computes
-    in advance, or that compute shapes alone. Times come from profiled inferences; None where the engine
-    gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
+    """Nodes that the engine runs together, with reshapes of their results; `count` such groups that are alike; or all
+    nodes that it computes in advance, or that compute shapes alone. Times come from profiled inferences; None where the
+    engine gives none. `conversion_ms` of `tuned_ms` is that of the pairs at the group's borders.
 
     `error_db` is the output SQNR if only the results of this group were rounded; None if it was not measured.
     """
 
-    nodes: tuple[int, ...]
+    nodes: tuple[MapNode, ...]
     label: str
     state: str
     float_ms: float | None
     tuned_ms: float | None
     conversion_ms: float
     error_db: float | None
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        """That of its first node that converts nothing."""
+        return next((node.name for node in self.nodes if node.op not in QDQ), self.nodes[0].name)
+
+    @property
+    def reasons(self) -> Mapping[tuple[str, str], Sequence[str]]:
+        """The names of the nodes by state and reason."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for node in self.nodes:
+            names.setdefault((node.state, node.why), []).append(node.name)
+        return names
+
+
+def together(groups: Sequence[MapGroup]) -> MapGroup:
+    """Groups as one."""
+    return replace(
+        groups[0],
+        nodes=tuple(node for group in groups for node in group.nodes),
+        float_ms=total(group.float_ms for group in groups),
+        tuned_ms=total(group.tuned_ms for group in groups),
+        conversion_ms=sum(group.conversion_ms for group in groups),
+        error_db=min((group.error_db for group in groups if group.error_db is not None), default=None),
+        count=sum(group.count for group in groups),
+    )
 
 
 @dataclass(frozen=True)
-class MapBlock:
-    """The groups from `first` up to, not including, `last` under one name; many groups form inner blocks."""
+class MapRow:
+    """Groups that run one after the other; where a block repeats so many `times`, each stands for all its repeats."""
 
-    label: str
-    first: int
-    last: int
-    blocks: tuple[MapBlock, ...] = ()
+    name: str
+    groups: tuple[MapGroup, ...]
+    times: int = 1
 
 
 @dataclass(frozen=True)
 class Map:
-    """A model as a map: nodes, groups of them, pairs of groups of which the second reads from the first, and blocks."""
+    """A model as a map."""
 
-    nodes: tuple[MapNode, ...]
-    groups: tuple[MapGroup, ...]
-    flows: tuple[tuple[int, int], ...]
-    blocks: tuple[MapBlock, ...]
-    tuned: str
-    """The name of what ships, which `tuned_ms` of groups is about; empty if that is the float model."""
+    rows: tuple[MapRow, ...]
+    tuned: str = ""
+    """The name of what ships, which `tuned_ms` is about; empty if that is the float model."""
     before: str = "float"
-    """The model that `float_ms` of groups is about: float, or rewritten float."""
+    """The model that `float_ms` is about: float, or rewritten float."""
+
+    @property
+    def groups(self) -> Sequence[MapGroup]:
+        return [group for row in self.rows for group in row.groups]
 
 
-def blocks(names: Sequence[str], first: int = 0) -> tuple[MapBlock, ...]:
-    """Divide the groups from number `first` on, whose first nodes have these names, into blocks of consecutive ones:
-    where modules begin, at the deepest level that a screen can show, else into equal parts; none where all fit one."""
-    if len(names) <= MOST_CELLS:
-        return ()
-    scopes = [scope(name) for name in names]
-    starts: Sequence[int] = range(0, len(names), max(math.ceil(len(names) / USUAL), LEAST_GROUPS))
-    for depth in range(1, 1 + max(map(len, scopes))):
-        modules = [n for n in range(len(names)) if n == 0 or scopes[n - 1][:depth] != scopes[n][:depth]]
-        if LEAST_BLOCKS <= len(modules) <= min(USUAL, len(names) / LEAST_BLOCKS):
-            starts = modules
-    parts = []
-    for a, b in pairwise([*starts, len(names)]):
-        module = commonpath("/".join(each) for each in scopes[a:b])
-        label = "/".join(module.split("/")[-2:]) or f"groups {first + a + 1} to {first + b}"
-        parts.append(MapBlock(label, first + a, first + b, blocks(names[a:b], first + a)))
-    return tuple(parts)
+def rows_of(groups: Sequence[MapGroup], keys: Sequence[object]) -> tuple[MapRow, ...]:
+    """The rows of groups: a block that repeats, of groups with equal `keys`, is one; the others end where a module
+    ends."""
+    rows, alone = list[MapRow](), list[MapGroup]()
+
+    def end() -> None:
+        if alone:
+            rows.append(MapRow(_name(alone[:1], alone[-1:]), tuple(alone)))
+            alone.clear()
+
+    at = 0
+    while at < len(groups):
+        length, times = _repeats(keys, at)
+        if length * times >= LEAST_REPEATED:
+            end()
+            blocks = [groups[start : start + length] for start in range(at, at + length * times, length)]
+            rows.append(MapRow(_name(blocks[0], blocks[-1]), tuple(map(together, zip(*blocks, strict=True))), times))
+            at += length * times
+            continue
+        is_new = alone and scope(alone[-1].name)[:2] != scope(groups[at].name)[:2]
+        if len(alone) >= (USUAL if is_new else MOST):
+            end()
+        alone.append(groups[at])
+        at += 1
+    end()
+    return tuple(rows)
+
+
+def _repeats(keys: Sequence[object], at: int) -> tuple[int, int]:
+    """The length of the block that begins there and its repeats cover most, and how often it stands there."""
+    best = 1, 1
+    for length in range(1, min(LONGEST, (len(keys) - at) // 2) + 1):
+        if keys[at + length] != keys[at]:
+            continue
+        block, times = keys[at : at + length], 1
+        while block == keys[at + times * length : at + (times + 1) * length]:
+            times += 1
+        if times > 1 and length * times > best[0] * best[1]:
+            best = length, times
+    return best
+
+
+def _name(first: Sequence[MapGroup], last: Sequence[MapGroup]) -> str:
+    """The module of most of the first groups, and that of most of the last ones."""
+    return " to ".join(dict.fromkeys(Counter(map(_module, block)).most_common(1)[0][0] for block in (first, last)))
+
+
+def _module(group: MapGroup) -> str:
+    """That in which a group stands, by the upper two levels of its name; without modules its name."""
+    return "/".join(scope(group.name)[:2]) or group.name.strip("/")
 
 
 def scope(name: str) -> tuple[str, ...]:
@@ -129,20 +177,6 @@ def _shape_nodes(model: Model) -> frozenset[str]:
             nodes.add(node.name)
             apart.update(node.outputs)
     return frozenset(nodes)
-
-
-def alike(drawn: Map) -> list[list[int]]:
-    """Lists of group numbers. Groups that repeat share a list: at least `REPEATS` of one label, whose names differ only
-    in the index of the module, as /layers.0/MatMul and /layers.1/MatMul. Every other group has a list to itself."""
-    together: dict[object, list[int]] = {}
-    for number, group in enumerate(drawn.groups):
-        name = drawn.nodes[group.nodes[0]].name
-        has_index = INDEX.search("/".join(scope(name))) is not None
-        together.setdefault((group.label, INDEX.sub("", name)) if has_index else number, []).append(number)
-    lists: list[list[int]] = []
-    for numbers in together.values():
-        lists += [numbers] if len(numbers) >= REPEATS else [[number] for number in numbers]
-    return lists
 
 
 def draw(
@@ -176,40 +210,33 @@ def draw(
             groups.append([])
         groups[number].append(row)
         home.update(dict.fromkeys(row.nodes, number))
-    flows = set[tuple[int, int]]()
-    for node in model.nodes:
-        for tensor in (*node.inputs, *node.captures):
-            maker = model.maker(tensor)
-            if maker is not None and maker.name in home and node.name in home:
-                flows.add((home[maker.name], home[node.name]))
-    parts = blocks([group[0].nodes[0] for group in groups])
     states = [group[0].state for group in groups]
     for state, members in hidden.items():
         if members:
             groups.append(members)
             states.append(state)
-    nodes = list[MapNode]()
-    boxes = list[MapGroup]()
+    boxes, keys = list[MapGroup](), list[object]()
     for group, state in zip(groups, states, strict=True):
-        first = len(nodes)
-        nodes += [
+        nodes = tuple(
             MapNode(name, op, row.state, row.why)
             for row in group
             for name, op in zip(row.nodes, row.operators, strict=True)
-        ]
-        written = [tensor for node in nodes[first:] for tensor in model.node(node.name).outputs]
+        )
+        written = [tensor for node in nodes for tensor in model.node(node.name).outputs]
+        touched = [tensor for node in nodes for tensor in model.node(node.name).inputs] + written
         conversions = sum(row.conversion_ms for row in group)
-        ms = total(row.ms for row in group) if tuned else None
         boxes.append(
             MapGroup(
-                nodes=tuple(range(first, len(nodes))),
-                label=state if state in hidden else group_label([node.op for node in nodes[first:]]),
+                nodes=nodes,
+                label=f"{len(nodes)} nodes" if state in hidden else group_label([node.op for node in nodes]),
                 state=state,
                 float_ms=total(row.float_ms for row in group),
-                tuned_ms=None if ms is None else ms - conversions,
+                tuned_ms=total(row.ms for row in group) if tuned else None,
                 conversion_ms=conversions if tuned else 0.0,
                 error_db=min((error_db[tensor] for tensor in written if tensor in error_db), default=None),
             )
         )
-    crossing = sorted((a, b) for a, b in flows if a != b)
-    return Map(tuple(nodes), tuple(boxes), tuple(crossing), parts, tuned, floats)
+        keys.append((boxes[-1].label, state, [info and info.shape for info in map(model.tensors.get, touched)]))
+    count = sum(state not in hidden for state in states)
+    apart = [MapRow(box.state, (box,)) for box in boxes[count:]]
+    return Map((*rows_of(boxes[:count], keys[:count]), *apart), tuned, floats)

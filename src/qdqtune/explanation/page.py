@@ -1,15 +1,12 @@
-"""Writes a report as one HTML file without network requests. It runs one script; names from models are escaped."""
+"""Writes a report as one HTML file without network requests. It runs no script; names from models are escaped."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -17,14 +14,16 @@ from markupsafe import Markup
 from qdqtune.errors import escaped, with_flags
 from qdqtune.explanation import charts
 from qdqtune.explanation.formatting import duration
+from qdqtune.explanation.model_map import MapGroup
 from qdqtune.explanation.report import Report, report_of_run
+from qdqtune.explanation.units import total
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import REPORT
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
 
 PARTS = Path(__file__).parent / "page"
-"""The folder of the template, the style and the script."""
+"""The folder of the template and the style."""
 
 
 def write_report(folder: Path, flags: Mapping[str, str]) -> Path:
@@ -42,13 +41,11 @@ def write_report(folder: Path, flags: Mapping[str, str]) -> Path:
 
 def render(report: Report, flags: Mapping[str, str]) -> str:
     """The HTML text of a report; `flags` are those of `write_report`."""
-    style, script = (PARTS / "style.css").read_text(encoding="utf-8"), (PARTS / "map.js").read_text(encoding="utf-8")
+    style = (PARTS / "style.css").read_text(encoding="utf-8")
     return _template(tuple(flags.items())).render(
         report=report,
         style=Markup(style),
-        script=Markup(script),
-        policy=Markup(policy(style, script)),
-        data=None if report.map is None else Markup(embedded(_shown(asdict(report.map), flags))),
+        policy=Markup(policy(style)),
         charts=charts,
         version=__version__,
     )
@@ -66,36 +63,21 @@ def _template(flags: tuple[tuple[str, str], ...]) -> Template:
         lstrip_blocks=True,
         finalize=lambda value: escaped(with_flags(value, spelled)) if type(value) is str else value,
     )
-    environment.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
+    environment.filters |= {
+        "ms": _ms,
+        "times": _times,
+        "db": _db,
+        "duration": duration,
+        "colour": _colour,
+        "total": total,
+    }
     return environment.get_template("report.html.jinja")
 
 
-def policy(style: str, script: str) -> str:
-    """A Content-Security-Policy that allows this style and this script, and no request at all."""
-    allowed = {"style-src": style, "script-src": script}
-    rules = []
-    for name, text in allowed.items():
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        rules.append(f"{name} 'sha256-{digest}'")
-    return "; ".join(["default-src 'none'", *rules, "img-src data:", "base-uri 'none'", "form-action 'none'"])
-
-
-def _shown(value: Any, flags: Mapping[str, str]) -> Any:
-    """JSON values with their texts escaped and their numbers rounded to four significant digits: measurements have
-    fewer."""
-    if isinstance(value, str):
-        return escaped(with_flags(value, flags))
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {name: _shown(inner, flags) for name, inner in value.items()}
-    return [_shown(inner, flags) for inner in value] if isinstance(value, tuple | list) else value
-
-
-def embedded(value: Mapping[str, Any]) -> str:
-    """JSON for a script element: ASCII, with nothing in it that could end the script."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def policy(style: str) -> str:
+    """A Content-Security-Policy that allows this style, no script, and no request at all."""
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def _ms(value: float | None) -> str:
@@ -110,3 +92,8 @@ def _times(value: float | None) -> str:
 
 def _db(value: float | None) -> str:
     return "equal" if value is None or value >= EQUAL_DB else f"{value:.1f}"
+
+
+def _colour(group: MapGroup) -> str:
+    """The class of a group: what computes in few bits, or with weights in few bits, has a colour."""
+    return "q" if "bit" in group.state else "f"

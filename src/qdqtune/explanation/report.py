@@ -6,7 +6,7 @@ Times are in ms. A speed is a factor: 2.0 takes half the time.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,9 @@ import msgspec
 
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import became_in_words, built, duration, origin_in_words, tail, title
-from qdqtune.explanation.model_map import Map, alike, draw
+from qdqtune.explanation.model_map import Map, MapGroup, draw, together
 from qdqtune.explanation.result_rows import Headline, is_judged, remarks, result_rows, verdict
 from qdqtune.explanation.units import disturbance, explanations
-from qdqtune.graph.operators import QDQ
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.units import fusion_groups
@@ -88,19 +87,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the chart of times: one group, or several that are alike, of which `group` is the number of the first
-    and `node` its first node; `group` is None for the sum of all others. `tuned_ms` is without conversions."""
+    """A row of the chart of times: groups that are alike, of which `node` is the first, or all others."""
 
     name: str
     node: str
-    group: int | None
     float_ms: float
     tuned_ms: float | None
     conversion_ms: float
 
     @property
     def longest(self) -> float:
-        return max(self.float_ms, (self.tuned_ms or 0.0) + self.conversion_ms)
+        return max(self.float_ms, self.tuned_ms or 0.0)
 
 
 @dataclass(frozen=True)
@@ -167,29 +164,22 @@ def _map(run: FinishedRun) -> Map:
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
-    """The groups with the most time, and one bar for all others. Groups that are `alike` share a bar."""
-    rows = [(_bar(drawn, numbers), numbers) for numbers in alike(drawn)]
-    rows = sorted((row for row in rows if row[0].longest), key=lambda row: -row[0].longest)
-    rest = [number for _, numbers in rows[BARS:] for number in numbers]
-    if not any(group.float_ms for group in drawn.groups):
+    """The groups of the map with the most time, and one bar for all others."""
+    groups = sorted(drawn.groups, key=lambda group: -max(group.float_ms or 0.0, group.tuned_ms or 0.0))
+    if not groups or not any(group.float_ms for group in groups):
         return ()
-    others = [replace(_bar(drawn, rest), name=f"the other {len(rest)} groups", node="", group=None)] if rest else []
-    return (*(bar for bar, _ in rows[:BARS]), *others)
+    rows = []
+    for group in groups[:BARS]:
+        many = f"{group.count} times, the first: " * (group.count > 1)
+        rows.append(_bar(group, group.label, many + tail(group.name)))
+    if groups[BARS:]:
+        rest = together(groups[BARS:])
+        rows.append(_bar(rest, f"the other {rest.count} groups", ""))
+    return tuple(bar for bar in rows if bar.longest)
 
 
-def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
-    groups = [drawn.groups[n] for n in numbers]
-    first, many = groups[0], f"{len(numbers)} times, the first: " * (len(numbers) > 1)
-    nodes = [drawn.nodes[number] for number in first.nodes]
-    foremost = next((node for node in nodes if node.op not in QDQ), nodes[0])
-    return Bar(
-        first.label,
-        many + tail(foremost.name),
-        numbers[0],
-        sum(g.float_ms or 0.0 for g in groups),
-        None if first.tuned_ms is None else sum(g.tuned_ms or 0.0 for g in groups),
-        sum(g.conversion_ms for g in groups),
-    )
+def _bar(group: MapGroup, name: str, node: str) -> Bar:
+    return Bar(name, node, group.float_ms or 0.0, group.tuned_ms, group.conversion_ms)
 
 
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:

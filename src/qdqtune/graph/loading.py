@@ -27,7 +27,7 @@ from qdqtune.graph.inference import INFERENCE_ERRORS, infer, with_large_inputs, 
 from qdqtune.graph.model import DEFAULT, Constant, Model, bodies, captured, graphs, size_of
 from qdqtune.graph.simplifying import UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
-from qdqtune.system.checks import Stamp, stamp
+from qdqtune.system.checks import Content, stamp
 
 TYPES = frozenset(TensorProto.DataType.values())
 
@@ -174,20 +174,19 @@ def files_of(path: Path) -> list[Path]:
 
 def data_files(path: Path) -> tuple[str, ...]:
     """The files of a model's external data, as the model names them."""
-    return _outside(path, stamp(path))[0]
+    return _outside(Content(path, stamp(path)))[0]
 
 
 def nbytes(model: Path) -> int:
     """Size of a model file with its external data."""
-    outside = _outside(model, stamp(model))[1]  # first, as it says what is wrong with a file that cannot be read
+    _, outside = _outside(Content(model, stamp(model)))  # first: it says why a file cannot be read
     return model.stat().st_size + outside
 
 
 @lru_cache(maxsize=64)
-def _outside(path: Path, _: Stamp | None) -> tuple[tuple[str, ...], int]:
-    """The names and the bytes of what a model file has outside of it, read once for each content of the file: that
-    takes seconds where the weights are inside."""
-    proto = read(path)
+def _outside(file: Content) -> tuple[tuple[str, ...], int]:
+    """The names and the bytes of what a model file has outside of it."""
+    proto = read(file.path)
     tensors = chain(proto.graph.initializer, inner_tensors(proto))
     named = {e.value for t in tensors for e in t.external_data if e.key == "location"}
     outside = (t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL)

@@ -13,7 +13,8 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from qdqtune.errors import BadModel, BadOption, OutputError, check_file, reading, writing
@@ -215,6 +216,28 @@ def content_digest(files: Iterable[Path]) -> str:
     """
     digest = hashlib.sha256()
     for file in files:
-        with reading(file, BadModel), file.open("rb") as source:
-            digest.update(hashlib.file_digest(source, "sha256").digest())
+        digest.update(bytes.fromhex(file_digest(file)))
     return digest.hexdigest()[:32]
+
+
+def file_digest(file: Path) -> str:
+    """The SHA-256 of a file.
+
+    Raises:
+        BadModel: it cannot be read.
+    """
+    return _digest(Content(file, stamp(file)))
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a file: one that was renamed is equal. What takes seconds of large files is kept by it."""
+
+    path: Path = field(compare=False)
+    stamp: Stamp | None
+
+
+@lru_cache(maxsize=64)
+def _digest(content: Content) -> str:
+    with reading(content.path, BadModel), content.path.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

@@ -14,11 +14,11 @@ import numpy as np
 
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.timing.ratios import (
+    BLOCK_LOOKS,
     EARLY_ROUNDS,
     Plan,
     Ratio,
     Spread,
-    block_looks,
     build_margin,
     is_futile,
     is_wide,
@@ -150,7 +150,7 @@ class Block:
 
 
 def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
-    """The ratio b/a that other builds of two files would have, at one of `block_looks`, estimated from some blocks.
+    """The ratio b/a that other builds of two files would have, at one of `BLOCK_LOOKS`, estimated from some blocks.
 
     The estimate is the mean of the blocks' medians. Its interval covers the differences between builds (`build_margin`)
     and the uncertainty of the rounds.
@@ -163,7 +163,7 @@ def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
     for file in (a, b):
         parts.append(sum((block.spread(file) for block in blocks), Spread(0.0, 0)))
     of_rounds = float(np.mean([block.round_deviation(a, b) for block in blocks]))
-    margin = build_margin(parts, pairs, plan.error / len(block_looks(blocks[0].builds)), of_rounds)
+    margin = build_margin(parts, pairs, plan.error / len(BLOCK_LOOKS), of_rounds)
 
     def wider(end: float | None, side: int) -> float | None:
         if end is None:

@@ -197,10 +197,8 @@ FEWEST_BUILDS, FEW_BUILDS, USUAL_BUILDS = 1, 2, 3
 process, and else. Three show how much builds differ far better than one."""
 
 
-def block_looks(builds: int) -> tuple[int, ...]:
-    """After how many blocks with so many builds of each file a race of files is judged, unless the blocks before have
-    decided it."""
-    return (1, 2, 4, 8) if builds == 1 else (1, 2, 4)
+BLOCK_LOOKS = (1, 2, 4, 8)
+"""After how many blocks of builds a race of files is judged, unless the blocks before have decided it."""
 
 
 @dataclass(frozen=True)

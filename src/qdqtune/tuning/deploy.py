@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ import msgspec
 from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.library_settings import library_settings, script_of
-from qdqtune.errors import BadModel, BadOption, reading, writing
+from qdqtune.errors import BadModel, BadOption, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model_folder import companions
-from qdqtune.system.checks import content_digest, real
+from qdqtune.system.checks import content_digest, file_digest, real
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
@@ -158,8 +157,7 @@ def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     for file in (file for name in names for file in files_of(folder / name)):
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts or not file.is_file():
             raise BadModel(f"{file} is no file in {folder}")
-        with reading(file, BadModel), file.open("rb") as source:
-            found[file.relative_to(folder).as_posix()] = hashlib.file_digest(source, "sha256").hexdigest()
+        found[file.relative_to(folder).as_posix()] = file_digest(file)
     return found
 
 

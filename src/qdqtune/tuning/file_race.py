@@ -18,7 +18,7 @@ from qdqtune.errors import EngineRefused, Failure
 from qdqtune.graph.loading import files_of, nbytes
 from qdqtune.system.checks import content_digest
 from qdqtune.timing.race import Block, Comparisons, decided_files, is_imprecise, race, taking_rounds, wants_more_builds
-from qdqtune.timing.ratios import FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks
+from qdqtune.timing.ratios import BLOCK_LOOKS, FEWEST_BUILDS, USUAL_BUILDS, Plan
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import Compared
 from qdqtune.tuning.store import Caveat, Store
@@ -113,16 +113,15 @@ class Racer:
         is_large = self.runner.memory is not None or 2 * sum(map(nbytes, files)) > SIDE_BY_SIDE
         builds = FEWEST_BUILDS if is_large else self.builds
         contents = "" if self.store is None else ":".join(content_digest(files_of(file)) for file in files)
-        looks = block_looks(builds)
         rounds = ",".join(map(str, self.plan.looks))
-        keys = [f"race:{contents}:{builds}:{n}:{rounds}" for n in range(looks[-1])]
+        keys = [f"race:{contents}:{builds}:{n}:{rounds}" for n in range(BLOCK_LOOKS[-1])]
         blocks: list[Block] = []
         seconds = 0.0  # of a block that was measured in this session
 
         def is_known() -> bool:
             return self.store is not None and self.store.has(keys[len(blocks)])
 
-        for look in looks:
+        for look in BLOCK_LOOKS:
             while len(blocks) < look:
                 self.listener.progress(len(blocks), look)
                 begun, is_measured = time.monotonic(), not is_known()
@@ -132,7 +131,7 @@ class Racer:
                 if len(blocks) < look and self.lacks(seconds):
                     return FileRace(tuple(blocks), self.plan, self.views)
             of_views = [[block.at(view.shares) for block in blocks] for view in self.views]
-            if look == looks[-1] or self.lacks(seconds):
+            if look == BLOCK_LOOKS[-1] or self.lacks(seconds):
                 break
             if not any(wants_more_builds(seen, comparisons, self.plan) for seen in of_views):
                 # The next look takes about as long as all before. What an earlier session has left wide stays so.

@@ -12,6 +12,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from qdqtune.errors import writing
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
@@ -39,7 +41,7 @@ from qdqtune.tuning.run import Run, open_run, prepared, rule_costs, try_metric
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.tuning.shipping import accepted
 from qdqtune.tuning.subgraph_mode import profile
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Measurement, Placement, Trial
 
 UNHURRIED = 2.0
 """A search hurries if less time is left than this many times the shortest time of all its builds. Chosen, not
@@ -238,6 +240,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
     history, shortfall = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
+    run = replace(run, budget=run.budget.slowed(slowdown(history, run)))
     run.bench.stand_alone()
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")
@@ -294,11 +297,23 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
             pace = (time.monotonic() - begun) / measured_count
         history = known
         stale = next((n for n, trial in enumerate(reversed(history)) if trial.accepted), 0)
+        budget = run.budget.slowed(slowdown(history, run))
         reserve = budget.reserve(ratios_to_float(history, plan)[best_of(history)], stale)
         if budget.deadline is not None:
             run.bench.deadline = budget.deadline - reserve
         run.bench.keep_only(best_of(history))
     return history, budget.shortfall(history, pace, reserve)
+
+
+def slowdown(history: Sequence[Trial], run: Run) -> float:
+    """How many times as long as expected the best model took when it last raced, at least 1: other work may have begun
+    on the machine."""
+    ratios = ratios_to_float(history, run.settings.plan)
+    for trial in reversed(history):
+        if isinstance(trial.result, Measurement) and trial.against in ratios:
+            expected = ratios[trial.against] * run.bench.floats.seconds
+            return max(1.0, float(np.median(trial.result.a)) / expected)
+    return 1.0
 
 
 def _state(trials: Sequence[Trial], run: Run, seconds: float, *, replayed: bool) -> State:

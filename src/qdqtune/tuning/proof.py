@@ -15,7 +15,7 @@ from typing import Any
 
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.errors import BaselineFailed, EngineRefused, writing
-from qdqtune.graph.loading import data_files, load
+from qdqtune.graph.loading import data_files
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import Score, equal_share
 from qdqtune.placement import files
@@ -360,25 +360,18 @@ def unproven_file(placement: Placement, run: Run) -> Path:
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Copy a model to another folder or name, and the external data that it refers to. The copy is loaded before it
-    gets its name.
+    """Copy a model to another folder or name, and the external data that it refers to.
 
     Raises:
-        BadModel: it cannot be loaded.
         OutputError: it cannot be written.
     """
-    data = data_files(source)
-    missing = [
-        p for p in data if not ((target.parent / p).exists() and (target.parent / p).samefile(source.parent / p))
-    ]
     with atomic_write(target) as fresh:
         shutil.copyfile(source, fresh)
-        for place in missing:
-            copy = fresh.parent / place
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.parent / place, copy)
-        if len(missing) == len(data):  # else the others lie beside the target
-            load(fresh)
+        for place in data_files(source):
+            data, copy = target.parent / place, fresh.parent / place
+            if not (data.exists() and data.samefile(source.parent / place)):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source.parent / place, copy)
 
 
 def write_placement_of(placement: Placement, path: Path, run: Run) -> None:

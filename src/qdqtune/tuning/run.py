@@ -32,7 +32,7 @@ from qdqtune.search.front import MAX_POINTS
 from qdqtune.system.checks import Stamps
 from qdqtune.system.writing import Scratch
 from qdqtune.timing.limits import Limits
-from qdqtune.timing.ratios import FEW_BUILDS, FEWEST_BUILDS, USUAL_BUILDS, Plan, block_looks, clear_ratio, least_rounds
+from qdqtune.timing.ratios import BLOCK_LOOKS, FEW_BUILDS, FEWEST_BUILDS, USUAL_BUILDS, Plan, clear_ratio, least_rounds
 from qdqtune.tuning.bench import CANNOT_RUN, Bench, ByRule, Candidates, Conditions, TrialWorker, metric_key
 from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
@@ -82,6 +82,9 @@ them. Chosen, not measured."""
 STALE = 4
 """After so many candidates in a row that are no better than the best, a further block of its proof is worth more than
 further candidates. Chosen, not measured."""
+
+PLANNED_BUILDS = 12
+"""Builds of each file for which the proof is given time. Chosen, not measured."""
 
 HOPED_RATIO = 0.8
 """The share of float's time that a finalist is expected to take before one is known. Chosen, not measured."""
@@ -167,13 +170,18 @@ class Budget:
         """The seconds of a candidate that is hardly timed, and of its proof: by one build of each file, which only a
         large gain can pass."""
         one = FEWEST_BUILDS
-        return self.brief + self.in_haste.proof_seconds(1, clear_ratio(one, len(block_looks(one)), Plan.error))
+        return self.brief + self.in_haste.proof_seconds(1, clear_ratio(one, len(BLOCK_LOOKS), Plan.error))
 
     def blocks(self, ratio: float) -> int:
         """How many blocks of builds show a gain that takes the share `ratio` of float's time, if builds differ as much
         as they may."""
-        looks = block_looks(self.copies)
-        return next((n for n in looks if ratio < clear_ratio(n * self.copies, len(looks), Plan.error)), looks[-1])
+        looks = self.planned_looks
+        return next((n for n in looks if ratio < clear_ratio(n * self.copies, len(BLOCK_LOOKS), Plan.error)), looks[-1])
+
+    @property
+    def planned_looks(self) -> tuple[int, ...]:
+        """The numbers of blocks for which time is kept: hardly any builds differ so much that more are needed."""
+        return tuple(n for n in BLOCK_LOOKS if n * self.copies <= PLANNED_BUILDS)
 
     def reserve(self, ratio: float, stale: int = 0) -> float:
         """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
@@ -187,7 +195,7 @@ class Budget:
         if ratio >= 1:
             is_alone = self.points == self.opponents == 1
             return min(0.0, self.in_haste.proof_seconds(1) - self.proof_seconds(1)) if is_alone else 0.0
-        each, needed, looks = self.proof_seconds(self.points, ratio), self.blocks(ratio), block_looks(self.copies)
+        each, needed, looks = self.proof_seconds(self.points, ratio), self.blocks(ratio), self.planned_looks
         if stale >= STALE:
             needed = next((n for n in looks if n > needed), needed)
         able = [n for n in looks if n <= needed and (n == 1 or (n - 1) * each <= self.further)]
@@ -215,6 +223,13 @@ class Budget:
     def lacks(self, seconds: float) -> bool:
         """Whether work of so many seconds would end after the time at which the run has to end."""
         return self.ends is not None and time.monotonic() + seconds > self.ends
+
+    def slowed(self, by: float) -> Budget:
+        """The same where everything takes so many times as long."""
+        if by == 1:
+            return self
+        each = {name: by * getattr(self, name) for name in ("candidate", "brief", "file_builds", "file_rounds")}
+        return replace(self, **each)
 
     @property
     def in_haste(self) -> Budget:

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from qdqtune.search import ratios_to_float
-from qdqtune.timing.race import Block, between_files
-from qdqtune.timing.ratios import Plan, Ratio, overlap, speed, with_ratios
+from qdqtune.timing.race import Block, between_files, wants_more_builds
+from qdqtune.timing.ratios import BLOCK_LOOKS, Plan, Ratio, overlap, speed, with_ratios
 from qdqtune.tuning.contexts import View
 from qdqtune.types import Measurement, Mix, Placement, Trial
 
@@ -24,7 +24,8 @@ class Compared:
     `ratio` is the time of b to that of a. `a_seconds` is the median per inference, `b_seconds` that times the ratio:
     the machine drifts while both are timed, so two medians may contradict the ratio, which rounds give. `threads` is
     the context's number, None where the engine has none; `measured` are the rounds of each block.
-    `by_workload` has a comparison for each of several workloads alone, in the order of the mix.
+    `by_workload` has a comparison for each of several workloads alone, in the order of the mix. `wants_builds`: more
+    builds, for which there was no time, may decide what these have not.
     """
 
     ratio: Ratio
@@ -33,6 +34,7 @@ class Compared:
     threads: int | None = None
     measured: tuple[Measurement, ...] = ()
     by_workload: tuple[Compared, ...] = ()
+    wants_builds: bool = False
 
     @classmethod
     def of(cls, blocks: Sequence[Block], a: int, b: int, plan: Plan, view: View) -> Self:
@@ -41,7 +43,8 @@ class Compared:
         measured = tuple(block.pair(a, b) for block in seen)
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
         by_workload = tuple(cls.of(blocks, a, b, plan, View(view.threads, shares)) for shares in view.alone)
-        return cls(found, a_seconds, a_seconds * found.median, view.threads, measured, by_workload)
+        wants_builds = len(blocks) < BLOCK_LOOKS[-1] and wants_more_builds(seen, [(a, b)], plan)
+        return cls(found, a_seconds, a_seconds * found.median, view.threads, measured, by_workload, wants_builds)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -253,6 +256,7 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
 
 # ---------------------------------------------------------------- what users read about it
 
+MORE_BUILDS = "builds differ too much for the time there was: the same command goes on with more builds"
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
@@ -271,11 +275,11 @@ def notes_of(attempt: Attempt, history: Sequence[Trial], model: str, changes: st
             yield f"{tried} is no gain where it may run: {here}, but {last.ratio.speedup}{at_threads(last.threads)}"
         case "not faster than given":
             slowest = worst_of(attempt.to_given)
-            yield f"{tried} did not prove faster than {model}: {unproven(slowest.ratio, model)}"
+            yield f"{tried} did not prove faster than {model}: {unproven(slowest, model)}"
         case "misses the limits":
             yield f"{tried} proved faster, and was not taken: {attempt.missed}"
         case "not faster":
-            yield f"{tried} did not prove faster on fresh builds: {unproven(first.ratio)}"
+            yield f"{tried} did not prove faster on fresh builds: {unproven(first)}"
 
 
 def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial], plan: Plan) -> str | None:
@@ -291,10 +295,12 @@ def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial],
     return f"the pairs that `quantize` places are as good here: in the search they had {speeds}"
 
 
-def unproven(ratio: Ratio, of: str = "float") -> str:
+def unproven(compared: Compared, of: str = "float") -> str:
     """How fast a model was that did not prove faster, and what would decide it."""
-    known = f"{ratio.speedup} the speed of {of}"
-    return f"{known}; {TO_DECIDE}" if ratio.verdict == "undecided" else known
+    speedup = f"{compared.ratio.speedup} the speed of {of}"
+    if compared.ratio.verdict != "undecided":
+        return speedup
+    return f"{speedup}; {MORE_BUILDS if compared.wants_builds else TO_DECIDE}"
 
 
 def at_threads(count: int | None) -> str:
