@@ -1,7 +1,8 @@
 """The table of a finished run by unit: how each runs in what ships, what it takes, and why it does not run in 8 bits.
 
 A unit are nodes that are quantized together, since the engine runs them as one kernel. The question about a unit in
-float is what the model would take with it in 8 bits, and nothing else changed. Units of equal operators and shapes are
+float is what the model would take with it in 8 bits, and nothing else changed; the facts 2 and 3 tell of one in 8 bits
+what the model would take with it in float. Units of equal operators and shapes are
 judged together, since the difference of a small one alone is lost in noise. These facts answer it, the first that there
 is:
 
@@ -18,7 +19,7 @@ is:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -33,7 +34,7 @@ from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.decisions import margin
+from qdqtune.search.costs.decisions import margin, other
 from qdqtune.search.costs.output_noise import DOUBT
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision, Unit, formats_in, partition, split, state, usual_groups
@@ -80,8 +81,8 @@ class Explanation:
     names the bits of its weights where these alone are quantized. `precision` is what the engine reports, "" if it does
     not. `ms` is the time in what ships, `conversion_ms` of it in conversions, `float_ms` that in the float model: their
     sums over all units are the measured latencies. `more_ms` is what the model would take more with this unit and
-    `alike` others of equal operators and shapes in 8 bits; `source` says where that comes from. A time is None where it
-    is unknown, and `more_ms` where it is within noise.
+    `alike` others of equal operators and shapes the other way, in 8 bits or in float; `source` says where that comes
+    from. A time is None where it is unknown, and `more_ms` where it is within noise.
     """
 
     nodes: tuple[str, ...]
@@ -103,12 +104,25 @@ class Explanation:
         facts = [self.detail] if self.detail else []
         if self.more_ms is not None:
             change = f"{abs(self.more_ms):.2g} ms {'more' if self.more_ms >= 0 else 'less'}"
-            facts.append(f"with {and_others(self.alike)} in 8 bits the model would take {change} ({self.source})")
+            where = "8 bits" if self.reason else "float"
+            facts.append(f"with {and_others(self.alike)} in {where} the model would take {change} ({self.source})")
         return ": ".join(filter(None, (self.reason, "; ".join(facts))))
 
 
 def and_others(alike: int) -> str:
     return f"it and {alike} like it" if alike else "it"
+
+
+def _estimated(alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
+    """A text about a `change` of the latency, of which up to `most` may be noise. A guess is no figure."""
+    amount = "clearly " * (change > most) if is_guess else f"{abs(change):.0%} "
+    effect = f"make the model {amount}{'slower' if change > 0 else 'faster'}"
+    effect += ", within the noise of this run" * (abs(change) <= most)
+    if abs(change) <= NOISE:
+        effect = (
+            f"{'save' if is_guess else 'change the latency by'} less than {NOISE:.0%}{' of the latency' * is_guess}"
+        )
+    return f"{and_others(alike)} {'are' if alike else 'is'} {source} to {effect}"
 
 
 def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
@@ -162,6 +176,7 @@ class _Table:
             if unit.inputs and self._states[unit.number] == "float" and unit.number not in quantized:
                 self._twins[unit.kind] |= {unit.number}
         self._judged = dict[tuple[str, int], dict[str, Any]]()
+        self._if_floats = dict[tuple[str, str], tuple[str, Mapping[str, Any]]]()
         ratios = [each for _, each in with_ratios(run.history, run.plan)]
         widths = [log(each.high / each.low) / 2 for each in ratios if each.low is not None and each.high is not None]
         self._clear = max(CLEAR, median(widths or [0.0]))
@@ -208,17 +223,67 @@ class _Table:
             fields = self._in_float(unit)
             return replace(row, **fields | {"detail": "; ".join(filter(None, (fields["detail"], slower)))})
         chosen = "part of the placement that proved fastest"
+        figure: Mapping[str, Any] = {}
         if run.keeps_own_pairs:
             chosen = "part of your own Q/DQ file, which ships as it is"
         elif not run.summary["timed"]:
             chosen = f"8 bits cost the least by rule, and the outputs hold {self._limit}"
-        elif slower:
-            chosen += f"; {slower}"
+        else:
+            told, figure = self._if_float(unit.kind, state)
+            chosen = "; ".join(filter(None, (chosen, slower, told)))
         if state != "8 bits":
             weight_format = WeightFormat.named(state)
             state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
             chosen = f"its weights alone are {weight_format.name}: {chosen}"
-        return replace(row, state=state, detail=chosen)
+        return replace(row, state=state, detail=chosen, **figure)
+
+    def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:
+        """What the model would take with all units of a kind in float that do not run so now: a text where that is no
+        figure, and the figure as fields of `Explanation`; both are empty where no build and no known price tells it."""
+        if (kind, how) in self._if_floats:
+            return self._if_floats[kind, how]
+        run, ships = self.run, self._decision
+        kin = {u.number for u in self.parts.units if u.kind == kind and self._states[u.number] == how}
+        alike, changed, ms = len(kin) - 1, kin & ships.quantized, run.shipped_ms
+        kept = ((number, each) for number, each in ships.weight_formats if number not in kin)
+        floats = replace(other(self.parts, ships, changed), weight_formats=frozenset(kept))
+        text, figure, share, source = "", dict[str, Any](), self._measured_with(floats, kin), "measured"
+        is_guess = False
+        if share is None and self._costs is not None and run.float_ms and ms and floats != ships:
+            usual, raised = (costs.total(floats) - costs.total(ships) for costs in (self._costs, self._raised))
+            share, source = usual / self._search.float_ms * run.float_ms / ms, "estimated"
+            is_guess = not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
+        if share is not None and ms is not None:
+            most = NOISE if source == "measured" else self._clear
+            if abs(share) > most and not is_guess:
+                figure = {"more_ms": share * ms, "alike": alike, "source": source}
+            elif share > NOISE or not is_guess:
+                text = f"in float {_estimated(alike, share, most, is_guess, source)}"
+        self._if_floats[kind, how] = text, figure
+        return text, figure
+
+    def _measured_with(self, decision: Decision, units: Collection[int]) -> float | None:
+        """By which share a build of a decision that differs from what ships in these units alone takes longer, where
+        one of them was timed against the other; None if that was not, or not well."""
+        beside, ships, plan = self._beside(units), self.run.trial, self.run.plan
+        for trial, quantized, changed in self._candidates:
+            formats = self.parts.decision(trial.placement).weight_formats
+            if quantized != decision.quantized or formats != decision.weight_formats or not changed <= beside:
+                continue
+            pairs = [(trial, self.run.placement, 1)]
+            pairs += [] if ships is None else [(ships, trial.placement, -1)]
+            for timed, against, sign in pairs:
+                measured = judge(timed, plan) if timed.against == against else None
+                if measured is not None and (measured.verdict != "undecided" or not is_wide(measured)):
+                    return measured.median**sign - 1
+        return None
+
+    def _beside(self, units: Iterable[int]) -> set[str]:
+        """The tensors that some units read and write."""
+        beside = set[str]()
+        for unit in (self.parts.units[number] for number in units):
+            beside.update(unit.outputs, (edge.tensor for edge in (*unit.inputs, *unit.weights)))
+        return beside
 
     def _in_float(self, unit: Unit) -> dict[str, Any]:
         """The reason of a unit in float with what shows it, as fields of `Explanation`."""
@@ -253,11 +318,7 @@ class _Table:
             share, is_guess = self._estimate(self._costs, twins)
             change, most, source = share * run.float_ms / latency, self._clear, "estimated"
             is_shown = not is_guess and abs(change) > most
-            detail = f"to save less than {NOISE:.0%} of the latency"
-            if change > NOISE:
-                hidden = ", within the noise of this run" if change <= most else ""
-                detail = f"to make the model {'at least ' * is_guess}{change:.0%} slower{hidden}"
-            detail = f"in 8 bits {and_others(alike)} {'are' if alike else 'is'} estimated {detail}"
+            detail = f"in 8 bits {_estimated(alike, max(change, 0.0), most, is_guess)}"
         if change is not None and is_shown and latency is not None:
             figure = {"more_ms": change * latency, "alike": alike, "source": source}
         if change is None or change < -NOISE:
@@ -331,10 +392,7 @@ class _Table:
     def _nearest(self, twins: frozenset[int]) -> tuple[Trial | None, int]:
         """The candidate with some units in 8 bits, all of them if there is one, that differs from what ships on the
         fewest tensors besides those that they read and write; and on how many."""
-        beside = set[str]()
-        for unit in (self.parts.units[number] for number in twins):
-            beside.update(unit.outputs, (edge.tensor for edge in (*unit.inputs, *unit.weights)))
-        ranked = list[tuple[bool, int, Trial]]()
+        beside, ranked = self._beside(twins), list[tuple[bool, int, Trial]]()
         for trial, quantized, changed in self._candidates:
             if not twins.isdisjoint(quantized):
                 ranked.append((not twins <= quantized, len(changed - beside) + len(twins - quantized), trial))

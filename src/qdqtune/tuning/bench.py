@@ -27,7 +27,7 @@ from qdqtune.search.costs.rule_costs import RuleCosts, left_nodes
 from qdqtune.timing.limits import Limits, failure
 from qdqtune.timing.race import race_candidates, taking_rounds
 from qdqtune.timing.ratios import Plan, is_cut_short, judge
-from qdqtune.tuning.store import FloatRecord, Store, job_of
+from qdqtune.tuning.store import Caveat, FloatRecord, Store, job_of
 from qdqtune.types import Accuracy, Array, CostsByRule, Layer, Measurement, Placement, Proposal, Sample, Times, Trial
 
 
@@ -459,22 +459,25 @@ class Bench:
         self, placement: Placement = FLOAT, lacks: Callable[[float], bool] = lambda _: False
     ) -> tuple[Layer, ...]:
         """The layer report of the float model, or of a placement that was measured; empty if the engine has none, or if
-        it is not known and the run `lacks` the seconds that it takes of a model that is as fast as float."""
+        it is not known and the run `lacks` the seconds that it takes of a model that is as fast as float. Where these
+        suffice for one inference only, it is of that one, and the next session asks again."""
+        floats = self.floats
+        runs = profiled_runs(floats.seconds)
+        caveat = Caveat(is_hurried=lacks(floats.build_seconds + 2 * runs * floats.seconds))
+        if caveat.is_hurried:
+            runs = 1
 
         def profiled() -> tuple[Layer, ...]:
-            runs = profiled_runs(self.floats.seconds)
             handle = self._worker.load(placement, "final_layers" if placement else "baseline")
             return self._runner.layers(handle, runs)
 
         key = f"layers:{placement.digest if placement else ''}"
         trials = self._store.values("trial:", Trial).values() if placement else ()
         measured = next((t.layers for t in trials if t.placement == placement and t.layers), None)
-        floats = self.floats
-        seconds = floats.build_seconds + 2 * profiled_runs(floats.seconds) * floats.seconds
-        if measured is None and not self._store.has(key) and lacks(seconds):
+        if measured is None and not self._store.has(key) and lacks(floats.build_seconds + 2 * runs * floats.seconds):
             return ()
         try:
-            return measured or self._store.memo(key, tuple[Layer, ...], profiled)
+            return measured or self._store.memo(key, tuple[Layer, ...], profiled, caveat)
         except EngineRefused:
             return ()
 

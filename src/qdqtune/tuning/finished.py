@@ -33,7 +33,7 @@ from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, RUN
 from qdqtune.tuning.settings import STATE
-from qdqtune.tuning.store import Journal, RangesRecord, proof_key, read_journal
+from qdqtune.tuning.store import IN_A_HURRY, Journal, RangesRecord, proof_key, read_journal
 from qdqtune.tuning.subject import Fingerprint, edges_within, filtered
 from qdqtune.tuning.summary import AtThreads, RunLog, Summary, keeps_own_pairs, read_json, read_summary
 from qdqtune.types import Edge, Layer, Measurement, Placement, Trial
@@ -210,7 +210,8 @@ class FinishedRun:
         return Noise(self.model, self.alone, self.limits.max_noise) if self.alone else None
 
     def _layers(self, of: str) -> tuple[Layer, ...]:
-        return self.records.values("layers:", tuple[Layer, ...]).get(of, ())
+        records = self.records.values("layers:", tuple[Layer, ...])
+        return records.get(of, ()) or records.get(of + IN_A_HURRY, ())
 
 
 def read_run(folder: Path) -> FinishedRun:
