@@ -68,38 +68,38 @@ def resnet(blocks, swap=()):
 
 
 @st.composite
-def networks(draw, tagged=False, max_nodes=30):
-    """Random graphs: several inputs, several outputs a node, captures, dead ends, parts that do not touch."""
+def networks(draw, max_nodes=30):
+    """Random graphs: several inputs, several outputs a node, captures, dead ends, parts that do not touch. No two nodes
+    look alike."""
     net = Network(inputs=["in0", "in1", "in2"][: draw(st.integers(1, 3))])
     tensors, integers = list(net.inputs), []
     for k in range(draw(st.integers(1, max_nodes))):
         op = draw(st.sampled_from(OPS))
         recent = tensors[-draw(st.sampled_from([1, 3, 100])) :]
         picks = [draw(st.sampled_from(recent)) for _ in range(draw(st.integers(2, 3)))]
-        tag = {"tag": k} if tagged else {}
         if op == "If":
             body = net.branch(*picks)
-            net.add("If", "condition", then_branch=body, else_branch=body, **tag)
+            net.add("If", "condition", then_branch=body, else_branch=body, tag=k)
         elif op == "Split":
-            net.add("Split", picks[0], outputs=2, **tag)
+            net.add("Split", picks[0], outputs=2, tag=k)
             tensors.append(net.nodes[-1].output[1])
         elif op == "Shape":
-            integers.append(net.add("Shape", picks[0], dtype=TensorProto.INT64, **tag))
+            integers.append(net.add("Shape", picks[0], dtype=TensorProto.INT64, tag=k))
             continue
         else:
             inputs = {
                 "Relu": picks[:1], "Conv": [picks[0], "weight", "bias"], "AddConst": [picks[0], "scalar"],
                 "Reshape": [picks[0], draw(st.sampled_from(["shape", *integers]))], "Concat": picks,
             }.get(op, picks[:2])  # fmt: skip
-            net.add(op.removesuffix("Const"), *inputs, **tag)
+            net.add(op.removesuffix("Const"), *inputs, tag=k)
         tensors.append(net.nodes[-1].output[0])
     made = [t for t in tensors if t not in net.inputs]
     net.outputs = draw(st.lists(st.sampled_from(made or tensors), unique=True, min_size=1, max_size=4))
     return net
 
 
-def shuffled(net, order, swaps):
-    """The same network with other names, node `order[k]` at place k, and the first two inputs of `swaps` exchanged."""
+def shuffled(net, order):
+    """The same network with other names, and node `order[k]` at place k."""
     names = {n.name: f"n{len(order) - k}" for k, n in enumerate(net.nodes)}
     tensors = {t: f"t{97 * k % 1009}_{k}" for k, t in enumerate([*net.inputs, *net.types])}
     new = Network([tensors[t] for t in net.inputs], [tensors[t] for t in net.outputs])
@@ -107,11 +107,8 @@ def shuffled(net, order, swaps):
     for index in order:
         node = NodeProto()
         node.CopyFrom(net.nodes[index])
-        inputs = list(node.input)
-        if index in swaps:
-            inputs[:2] = inputs[1::-1]
         node.name = names[node.name]
-        node.input[:] = [tensors.get(t, t) for t in inputs]
+        node.input[:] = [tensors.get(t, t) for t in node.input]
         node.output[:] = [tensors[t] for t in node.output]
         for attribute in node.attribute:
             if attribute.type == AttributeProto.GRAPH:

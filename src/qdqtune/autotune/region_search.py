@@ -192,8 +192,7 @@ def patterns_of(model: Model, regions: Iterable[Region]) -> dict[Region, Pattern
             raise AutotunerError(
                 f"region {region.id} needs nodes between 0 and {last}: indices in the autotuner's graph.nodes"
             )
-        parts = [sorted(child.all_nodes()) for child in region.children]
-        listings[region] = structure.listing([*parts, region.get_nodes()])
+        listings[region] = structure.listing(nodes)
     pattern_by_region: dict[Any, Pattern] = {}
     for pattern in alike(model, listings):
         pattern_by_region |= dict.fromkeys(pattern.instances, pattern)

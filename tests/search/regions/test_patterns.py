@@ -33,7 +33,7 @@ def only(net):
 def pattern_at(model, region):
     """The pattern of a region of one's own."""
     structure = Structure(model)
-    listings = {r: structure.listing([c.all_nodes() for c in r.children] or [r.nodes]) for r in region.walk()}
+    listings = {r: structure.listing(r.all_nodes()) for r in region.walk()}
     return next(p for p in patterns.alike(model, listings) if region in p.instances)
 
 
@@ -179,48 +179,30 @@ def test_a_foreign_point_is_refused():
         patterns.resolve(first, first.instances[0], frozenset({Point("node_input", 7, 0)}))
 
 
-@given(networks(tagged=True) | networks(max_nodes=15), st.data())
+@given(networks(), st.data())
 @settings(max_examples=30)
-def test_names_order_and_commutative_inputs_do_not_matter(net, data):
-    """The same regions in a rewritten model have the same signatures, also where many nodes look alike; without such
-    ties, points mean the corresponding edges."""
+def test_names_and_order_do_not_matter(net, data):
+    """The same regions in a rewritten model have the same signatures, and points mean the corresponding edges."""
     model = net.model()
-    is_tagged = any(attribute.name == "tag" for node in net.nodes for attribute in node.attribute)
     order = _topological(net, data)
-    swaps = {k for k, n in enumerate(net.nodes) if n.op_type in COMMUTATIVE and data.draw(st.booleans())}
-    new, names, tensors = shuffled(net, order, swaps)
+    new, names, tensors = shuffled(net, order)
     other = new.model()
     place = {old: k for k, old in enumerate(order)}
-    swapped = {net.nodes[k].name for k in swaps}
 
     def moved(region):
         nodes = tuple(sorted(place[n] for n in region.nodes))
         return Region(region.id, region.level, nodes, tuple(map(moved, region.children)))
 
     def translated(edge):
-        index = 1 - edge.index if edge.node in swapped and edge.index < 2 else edge.index
-        return Edge(tensors.get(edge.tensor, edge.tensor), names.get(edge.node, ""), index)
+        return Edge(tensors.get(edge.tensor, edge.tensor), names.get(edge.node, ""), edge.index)
 
-    size = 4 if is_tagged else 15
-    for pattern in grouped(model, max_sequence_size=size, min_topdown_size=size):
-        for region in pattern.instances if is_tagged or pattern.type is RegionType.LEAF else ():
+    for pattern in grouped(model, max_sequence_size=4, min_topdown_size=4):
+        for region in pattern.instances:
             copy = moved(region)
             found = pattern_at(other, copy)
             assert found == pattern
-            for point in pattern.points if is_tagged else ():
-                before, after = pattern.edges[region][point], found.edges[copy][point]
-                assert _roles(other, map(translated, before)) == _roles(other, after)
-
-
-def _roles(model, edges):
-    """Edges, but for which of two inputs: of Add(x, x) either may come first."""
-
-    def index(edge):
-        node = model.nodes[model.index_of[edge.node]] if edge.node else None
-        same = node is not None and node.op in COMMUTATIVE and node.inputs.count(edge.tensor) > 1
-        return None if same else edge.index
-
-    return sorted((e.tensor, e.node, index(e)) for e in edges)
+            for point in pattern.points:
+                assert set(map(translated, pattern.edges[region][point])) == found.edges[copy][point]
 
 
 def _topological(net, data):

@@ -219,7 +219,7 @@ def _numbered(structure: Structure, tree: _Tree, method: Literal["names", "topol
     def numbered(tree: _Tree, level: int) -> Region:
         number = next(numbers)
         children = tuple(numbered(child, level + 1) for child in tree.children)
-        listing = structure.listing([child.nodes for child in tree.children] or [tree.nodes])
+        listing = structure.listing(tree.nodes)
         outputs = tuple(structure.model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
         region = Region(number, level, () if children else tuple(tree.nodes), children, listing.borders, outputs)
         listings[region] = listing
@@ -475,10 +475,9 @@ class _Clusters:
                 self._join(unit, self._cluster[self._best(sources)])
 
     def _best(self, sources: Sequence[int]) -> int:
-        """The heaviest, deepest source; of equal ones a choice by structure, so that equal blocks choose alike."""
-        cluster, depth = self._cluster, self._depth
-        texts, prints = self._structure.texts, self._structure.fingerprints
-        return max(sources, key=lambda b: (cluster[b] in self._heavy, depth[b], texts[b], prints[b], b))
+        """The heaviest, deepest source; of equal ones a choice by operator, so that equal blocks choose alike."""
+        cluster, depth, texts = self._cluster, self._depth, self._structure.texts
+        return max(sources, key=lambda b: (cluster[b] in self._heavy, depth[b], texts[b], b))
 
     def _join_consumers(self) -> None:
         """Join each light cluster to its only consumer, unless it feeds activations to a heavy one, which starts a

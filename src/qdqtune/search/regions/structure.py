@@ -1,19 +1,16 @@
-"""Canonical orders: the nodes of a part of the graph, numbered by structure alone, without names and shapes.
+"""Canonical orders: the nodes of a part of the graph, numbered without names and shapes.
 
-The numbers depend on operators, attributes, what each input reads and types of constants; not on names, shapes or the
-order of commutative inputs. They come from three passes of Weisfeiler-Lehman labels (what follows a node, what precedes
-it, what follows it again) and a sort by depth. Nodes that are still equal are told apart by their surroundings in the
-whole model, and only then by graph order.
+The numbers depend on operators, attributes, what each input reads and types of constants. Nodes are sorted by depth,
+then by operator and what they write and read; only what is equal in all of these keeps graph order. Inputs that may
+change places come in the order of what they read.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 import onnx
@@ -135,7 +132,6 @@ class Structure:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.texts = tuple(_written(n, model) for n in model.nodes)
-        self.hash = cache(lambda text: int(_digest(text.encode()), 16))
         letter = self.type_letter
         self.tensors = {t: Tensor("activation", t, letter(t), -1, i) for i, t in enumerate(model.inputs)}
         for node in model.nodes:
@@ -174,167 +170,63 @@ class Structure:
             return "?"
         return "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
 
-    @cached_property
-    def fingerprints(self) -> Mapping[int, int]:
-        """A label of each node within the whole model: it distinguishes nodes that look alike inside their own
-        region."""
-        return _Part(self, [range(len(self.model.nodes))]).labels
+    def listing(self, nodes: Collection[int]) -> Listing:
+        """The canonical order of some nodes."""
+        order = sorted(nodes)  # graph order is topological
+        inside, number, border = set(order).issuperset, dict[int, int](), dict[str, int]()
+        levels, depth = defaultdict[int, list[int]](list), dict[int, int]()
+        for node in order:
+            depth[node] = 1 + max([depth.get(read.tensor.producer, 0) for read in self.reads[node]], default=0)
+            levels[depth[node]].append(node)
 
-    def listing(self, parts: Sequence[Sequence[int]]) -> Listing:
-        """The canonical order of the nodes of `parts`; how they are divided into parts is structure as well."""
-        return _Part(self, parts).listing()
+        def written(node: int) -> str:
+            """Of each output the type, and ! (a use outside can carry a pair) or ' (none can)."""
+            texts = []
+            for name in self.model.nodes[node].outputs:
+                text = self.tensors[name].letter or "_"
+                if not inside(self.users[name]):
+                    text += "'" if inside(self.carriers[name]) else "!"
+                texts.append(text)
+            return ",".join(texts)
 
+        def rank(tensor: Tensor) -> tuple[int, int, int, str]:
+            """Numbered nodes come first, then numbered borders, other borders by their producers, constants."""
+            if tensor.producer in number:
+                return 0, number[tensor.producer], tensor.position, ""
+            if tensor.name in border:
+                return 1, border[tensor.name], 0, ""
+            if tensor.source == "activation":
+                return 2, tensor.position, 0, self.texts[tensor.producer] if tensor.producer >= 0 else ""
+            return 3, 0, 0, tensor.letter
 
-_Rank = tuple[int, int, int, int, int]
-"""The sort key of inputs that may change places: group, label, surroundings, producer, position."""
+        def ordered(node: int) -> Sequence[int]:
+            reads = self.reads[node]
+            free = [k for k, read in enumerate(reads) if read.role == FREE]  # behind all others
+            if len(free) < 2:
+                return range(len(reads))
+            return (*range(free[0]), *sorted(free, key=lambda k: rank(reads[k].tensor)))
 
+        def look(node: int) -> tuple[str, str, list[tuple[int, int, int, str]]]:
+            return self.texts[node], written(node), [rank(self.reads[node][k].tensor) for k in ordered(node)]
 
-class _Part:
-    """Some nodes of the model, which get labels, and from these numbers, level by level; what a node reads is numbered
-    before the node."""
-
-    def __init__(self, structure: Structure, parts: Sequence[Sequence[int]]) -> None:
-        self._structure, self._reads = structure, structure.reads
-        self._part_of: dict[int, int] = {}
-        for number, nodes in enumerate(parts):
-            self._part_of |= dict.fromkeys(nodes, number)
-        self._order = sorted(self._part_of)  # graph order is topological
-        self._inside = set(self._part_of).issuperset
-        self._results = {n: self._results_of(n) for n in self._order}
-        self._number: dict[int, int] = {}
-        self._border: dict[str, int] = {}
-
-    def _results_of(self, node: int) -> str:
-        """How the listing writes a node's outputs: type, and ! (a use outside can carry a pair) or ' (none can)."""
-        texts = []
-        for name in self._structure.model.nodes[node].outputs:
-            text = self._structure.tensors[name].letter or "_"
-            if not self._inside(self._structure.users[name]):
-                text += "'" if self._inside(self._structure.carriers[name]) else "!"
-            texts.append(text)
-        return ",".join(texts)
-
-    # ------------------------------------------------ labels, on demand: a chain has only one order, and needs none
-
-    @cached_property
-    def labels(self) -> Mapping[int, int]:
-        """Weisfeiler-Lehman labels of the nodes, equal where structure is equal, in three passes: what follows a node,
-        what precedes it, what follows it again."""
-        hashed, texts = self._structure.hash, self._structure.texts
-        labels = {n: _mix(hashed(texts[n]), hashed(self._results[n])) for n in self._order}
-        return self._with_users(self._with_producers(self._with_users(labels)))
-
-    @cached_property
-    def _border_labels(self) -> Mapping[str, int]:
-        return self._labels_of_borders(self.labels)
-
-    def _with_users(self, labels: Mapping[int, int]) -> dict[int, int]:
-        new, below = dict[int, int](), dict.fromkeys(labels, 0)
-        for n in reversed(self._order):
-            new[n] = _mix(labels[n], below[n])
-            for tensor, role, _, _ in self._reads[n]:
-                if tensor.producer in below:
-                    crosses = self._part_of[tensor.producer] != self._part_of[n]
-                    below[tensor.producer] += _mix(new[n], _mix(role, 2 * tensor.position + crosses))
-        return new
-
-    def _labels_of_borders(self, labels: Mapping[int, int]) -> dict[str, int]:
-        borders: dict[str, int] = {}
-        for n in self._order:
-            for tensor, role, _, _ in self._reads[n]:
-                if tensor.source == "activation" and tensor.producer not in self._part_of:
-                    borders[tensor.name] = borders.get(tensor.name, 0) + _mix(labels[n], role)
-        return borders
-
-    def _with_producers(self, labels: Mapping[int, int]) -> dict[int, int]:
-        """New labels, from the first node to the last: each with the new labels of the node's producers."""
-        new, borders = dict[int, int](), self._labels_of_borders(labels)
-        for n in self._order:
-            above = 0
-            for tensor, role, _, _ in self._reads[n]:
-                if tensor.producer in new:
-                    label = _mix(new[tensor.producer], tensor.position)
-                else:
-                    kind = self._structure.hash(tensor.source + tensor.letter)
-                    label = _mix(borders.get(tensor.name, 0), kind)
-                above += _mix(label, role)
-            new[n] = _mix(labels[n], above)
-        return new
-
-    # ------------------------------------------------ numbers
-
-    def listing(self) -> Listing:
-        levels: dict[int, list[int]] = {}
-        depth: dict[int, int] = {}
-        for n in self._order:
-            depth[n] = 1 + max([depth.get(read.tensor.producer, 0) for read in self._reads[n]], default=0)
-            levels.setdefault(depth[n], []).append(n)
-        orders, lines = list[Sequence[int]](), list[str]()
-        exits: list[tuple[int, int]] = []
-        for _, level in sorted(levels.items()):
-            for node in self._sorted(level):
-                orders.append(self._order_of_inputs(node))
-                inputs = ", ".join(self._texts_of_inputs(node, orders[-1]))
-                lines.append(f"{self._structure.texts[node]}({inputs})->{self._results[node]}")
-                number = self._number[node] = len(self._number)
-                texts = self._results[node].split(",")
-                exits += [(number, k) for k, text in enumerate(texts) if text.endswith(("!", "'"))]
-        nodes = tuple(self._number)
-        reads = tuple(self._reads[n] for n in nodes)
-        return Listing(nodes, reads, tuple(orders), tuple(self._border), tuple(exits), tuple(lines))
-
-    def _sorted(self, level: Sequence[int]) -> Iterator[int]:
-        if len(level) == 1:
-            yield from level
-            return
-        for _, alike in groupby(sorted(level, key=self.labels.__getitem__), self.labels.__getitem__):
-            nodes = list(alike)
-            if len(nodes) > 1:
-                prints = self._structure.fingerprints
-                nodes.sort(key=lambda n: (self._surroundings(n), prints[n], n))
-            yield from nodes
-
-    def _surroundings(self, node: int) -> list[tuple[int, ...]]:
-        return [self._rank(self._reads[node][k].tensor)[:3] for k in self._order_of_inputs(node)]
-
-    def _order_of_inputs(self, node: int) -> Sequence[int]:
-        """The numbers of a node's inputs, with those that may stand in any order in canonical order."""
-        reads = self._reads[node]
-        free = [k for k, read in enumerate(reads) if read.role == FREE]  # behind all others
-        if len(free) < 2:
-            return range(len(reads))
-        return (*range(free[0]), *sorted(free, key=lambda k: self._rank(reads[k].tensor)))
-
-    def _rank(self, tensor: Tensor) -> _Rank:
-        """Numbered nodes come first, then numbered borders, other borders by label and surroundings, constants."""
-        producer, label, surroundings = tensor.producer, 0, 0
-        if producer in self._number:
-            group, label = 0, self._number[producer]
-        elif tensor.name in self._border:
-            group, label = 1, self._border[tensor.name]
-        elif tensor.source == "activation":
-            group, label = 2, self._border_labels[tensor.name]
-            surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
-        else:
-            group, label = 3, self._structure.hash(tensor.letter)
-        return group, label, surroundings, producer, tensor.position
-
-    def _texts_of_inputs(self, node: int, order: Iterable[int]) -> Iterator[str]:
-        number, border = self._number, self._border
-        for k in order:
-            (source, name, letter, producer, position), _, _, is_captured = self._reads[node][k]
+        def read_text(read: Read) -> str:
+            source, name, letter, producer, position = read.tensor
             if producer in number:
                 text = f"%{number[producer]}.{position}" if position else f"%{number[producer]}"
             elif source == "activation":
                 text = f"x{border.setdefault(name, len(border))}:{letter}"
             else:
-                yield "_" if source == "missing" else f"const:{letter}"
-                continue
-            yield f"captured {text}" if is_captured else text
+                return "_" if source == "missing" else f"const:{letter}"
+            return f"captured {text}" if read.is_captured else text
 
-
-def _mix(a: int, b: int) -> int:
-    """A 64-bit hash of two numbers, in this order. Python's own hash is not the same on every platform."""
-    x = (a ^ (b * 0x9E3779B97F4A7C15)) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    return x ^ (x >> 29)
+        orders, lines, exits = list[Sequence[int]](), list[str](), list[tuple[int, int]]()
+        for _, level in sorted(levels.items()):
+            for node in sorted(level, key=look):
+                orders.append(ordered(node))
+                results = written(node)
+                inputs = ", ".join(read_text(self.reads[node][k]) for k in orders[-1])
+                lines.append(f"{self.texts[node]}({inputs})->{results}")
+                number[node] = len(number)
+                exits += [(number[node], k) for k, text in enumerate(results.split(",")) if text.endswith(("!", "'"))]
+        reads = tuple(self.reads[n] for n in number)
+        return Listing(tuple(number), reads, tuple(orders), tuple(border), tuple(exits), tuple(lines))
