@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, get_args
 
@@ -23,12 +21,6 @@ from qdqtune.options import REQUIRED, SWITCH, Group, Option, Options, options_of
 
 NAME_COLUMNS = 32
 """Columns of an option's name."""
-
-
-ALIKE = 0.75
-"""How alike a flag that does not exist and one that is suggested are spelled (`difflib`). Chosen, not measured."""
-
-MOST_SUGGESTED = 3
 
 
 class Terminal(Options):
@@ -87,18 +79,9 @@ class Command(click.Command):
         self.kind, self.body = kind, body
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words, and check the files that the command may write.
-
-        Raises:
-            BadOption, OutputError: an option does not take its value, or names a file that must not be written.
-        """
+        """Parse the words, and check the files that the command may write."""
         with _flags_in_errors():
-            try:
-                rest = super().parse_args(ctx, args)
-            except click.NoSuchOption as error:
-                meant = " or ".join(suggested(error.option_name, self.kind))
-                message = f"No such option {error.option_name}{meant and f'; did you mean {meant}?'}"
-                raise click.NoSuchOption(error.option_name, message, ctx=ctx) from error
+            rest = super().parse_args(ctx, args)
             if not ctx.resilient_parsing:
                 options = self.kind(**{name: word for name, word in ctx.params.items() if word not in (None, ())})
                 check_options(options)
@@ -152,25 +135,6 @@ class Command(click.Command):
             options = [own for own in options_of(self.kind).values() if own.group == group]
             if options:
                 yield group, options
-
-
-def suggested(flag: str, kind: type[Options]) -> list[str]:
-    """The flags that are meant by one that does not exist: those whose names have all of its words, or the other way
-    round; else those spelled like it; else the usual ones whose help tells of it, if these are few."""
-    word, options = flag.lstrip("-"), [own for own in options_of(kind).values() if own.group]
-    names = {one.lstrip("-"): one for own in options for one in (own.flag, own.negative) if one}
-    words = _words(word)
-    if named := [one for name, one in names.items() if words <= _words(name) or _words(name) <= words]:
-        return named[:MOST_SUGGESTED]
-    if alike := [name for name in get_close_matches(word, names, MOST_SUGGESTED, ALIKE) if name[0] == word[:1]]:
-        return [names[name] for name in alike]
-    told = re.compile(rf"\b{'[- ]'.join(map(re.escape, word.removesuffix('s').split('-')))}s?\b", re.IGNORECASE)
-    explained = [own.flag for own in options if own.short and told.search(own.help)]
-    return explained if len(explained) < MOST_SUGGESTED else []  # a word that everything is told in
-
-
-def _words(name: str) -> set[str]:
-    return {word.removesuffix("s") for word in name.split("-")}
 
 
 def _label(own: Option[Any]) -> str:

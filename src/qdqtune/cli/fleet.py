@@ -232,8 +232,7 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOption
     """
     for model, folder in named(list(dict.fromkeys(models))).items():
         if not model.exists():
-            commas = "; several values of one option are parted by commas, like 8,1" if not model.suffix else ""
-            raise BadOption(f"{model}: cannot read the model: No such file or directory{commas}")
+            raise BadOption(f"{model}: cannot read the model: No such file or directory")
         yield replace(options, model=model, output_dir=options.output_dir / folder)
 
 

@@ -38,9 +38,6 @@ COMPLETING = "_QDQTUNE_COMPLETE"
 """The environment variable of click: `_QDQTUNE_COMPLETE=bash_source qdqtune` prints what makes bash complete options,
 and the shell asks for completions with it."""
 
-SILENT = frozenset({"-q", "--quiet", "-h", "--help", "--help-all"})
-"""Flags with which `tune` shows no progress."""
-
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
@@ -81,9 +78,7 @@ def _run(command: click.Command, name: str, given: Sequence[str], interrupted: E
     except click.ClickException as error:
         asked = getattr(error, "ctx", None)
         hint = f" (see {asked.command_path} --help)" if asked is not None else ""
-        # Click suggests options that are spelled a little like it: `command.suggested` does it better.
-        message = error.message if isinstance(error, click.NoSuchOption) else error.format_message()
-        return _failed(message.rstrip(".") + hint, 2)
+        return _failed(error.format_message().rstrip(".") + hint, 2)
     except QdqtuneError as error:
         return _failed(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
@@ -122,11 +117,7 @@ class Later(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """A context of the command itself, so that click runs it. The module of `tune` takes a second to import: a word
-        appears before, but not while a shell completes a line."""
-        is_run = SILENT.isdisjoint(args) and not extra.get("resilient_parsing")
-        if self.name == "tune" and self._module not in sys.modules and is_run:
-            print("starting", file=sys.stderr)
+        """A context of the command itself, so that click runs it."""
         return self.command.make_context(info_name, args, parent, **extra)
 
 

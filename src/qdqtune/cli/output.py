@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,7 @@ WIDE = 10_000
 """Columns where there is no terminal, so that no table is cut."""
 
 LONG_CELL = 60
-"""There cells of several words are broken into lines of about so many characters."""
+"""There columns with cells of several words have about so many characters."""
 
 
 def present(done: Shown, *, as_machine: bool) -> int:
@@ -110,30 +109,22 @@ def show(table: Table) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = table.filled
-    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(table.columns):
-        cells = [row[number] for row in table.rows if row[number]]
-        words = " ".join([column, *cells]).split()
-        least = table.least_widths.get(column, min(SHORT, max(map(len, words), default=0)))
-        numbers = sum(cell[0] in "0123456789+-" for cell in cells)
-        justify: JustifyMethod = "right" if 2 * numbers > len(cells) else "left"
-        drawn.add_column(Text(column), justify=justify, overflow="fold", min_width=least or None)
-    here = console()
+    table, here = table.filled, console()
     if not here.is_terminal:
         here = console(width=WIDE)
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(table.columns):
+        cells = [escaped(row[number]) for row in table.rows if row[number]]
+        longest = max(map(len, " ".join([column, *cells]).split()), default=0)
+        numbers = sum(cell[0] in "0123456789+-" for cell in cells)
+        justify: JustifyMethod = "right" if 2 * numbers > len(cells) else "left"
+        most = None if here.is_terminal else max(LONG_CELL, longest + LONG_CELL // 4)  # beside a path a short word
+        drawn.add_column(Text(column), justify, overflow="fold", min_width=min(SHORT, longest) or None, max_width=most)
     for row in table.rows:
-        told = [escaped(cell) for cell in row]  # names may hold anything
-        drawn.add_row(*(Text(cell if here.is_terminal else _broken(cell)) for cell in told))
+        drawn.add_row(*(Text(escaped(cell)) for cell in row))  # names may hold anything
     here.print(drawn)
     if table.caption:  # in the table it would be broken to the width of that
         here.print(with_flags(table.caption))
-
-
-def _broken(cell: str) -> str:
-    """The text in lines of `LONG_CELL`; with a long word, as a path, a short one stays beside it."""
-    width = max(LONG_CELL, max(map(len, cell.split()), default=0) + LONG_CELL // 4)
-    return textwrap.fill(cell, width, break_long_words=False, break_on_hyphens=False)
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from qdqtune.cli.fleet import run_jobs
 from qdqtune.cli.output import flags, print_json, print_lines, print_parts, say, say_notes
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.inputs import check_options
-from qdqtune.commands.tune import Result, TuneOptions, tune
+from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption, InputError, QdqtuneError, one_line
 from qdqtune.explanation.formatting import builds, duration
@@ -102,36 +102,26 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
                 f"time: about {duration(result.seconds)} (float model: {result.latency * 1e3:.3f} ms)",
             ])  # fmt: skip
         return 0
-    say_notes((*result.notes, *filter(None, [_failure_note(result)])))
+    notes, failures = list(result.notes), [failure(trial) for trial in result.history]
+    if failures and failures[0] is not None and None not in failures:
+        log = result.folder / LOGS / f"trial_{result.history[0].number:03}.log"
+        notes.append(f"every candidate failed; the first: {failures[0].reason.rstrip('.')} (see {log})")
+    say_notes(notes)
     if options.as_machine:
         print_json(dict(result.summary))
     else:
         print_parts(result.parts())
     if options.report:
-        _write_report(result.folder, quiet=options.quiet)
+        from qdqtune.explanation.page import write_report  # slow to import: --help does without it
+
+        try:
+            path = write_report(result.folder, flags())
+        except QdqtuneError as error:  # which cannot hide the result
+            say_notes([f"no report.html: {error}"])
+        else:
+            if not options.quiet:
+                say(f"{path} shows how it went")
     return result.exit_code
-
-
-def _write_report(folder: Path, *, quiet: bool) -> None:
-    """Write the report. It comes last, so that an error in it cannot hide the result."""
-    from qdqtune.explanation.page import write_report  # slow to import: --help does without it
-
-    try:
-        path = write_report(folder, flags())
-        if not quiet:
-            say(f"{path} shows how it went")
-    except QdqtuneError as error:
-        say_notes([f"no report.html: {error}"])
-
-
-def _failure_note(result: Result) -> str | None:
-    """If every candidate failed: the reason of the first, and its log."""
-    failures = [failure(trial) for trial in result.history]
-    first = failures[0] if failures else None
-    if first is None or None in failures:
-        return None
-    log = result.folder / LOGS / f"trial_{result.history[0].number:03}.log"
-    return f"every candidate failed; the first: {first.reason.rstrip('.')} (see {log})"
 
 
 # Jobs of a YAML file, all checked before the first one begins

@@ -215,7 +215,7 @@ class Checked(Shown):
                 why = "as above" if number and finding.reason == groups[key][0].reason else finding.reason
                 rows.append((finding.kind, counts_as, milliseconds(finding.time_ms), names, why))
         columns = ("what", "counts as", "ms", "nodes", "why")
-        return Table(columns, rows, least_widths={"why": 40})
+        return Table(columns, rows)
 
     @property
     def exit_code(self) -> int:

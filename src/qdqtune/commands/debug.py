@@ -411,7 +411,7 @@ class Diagnosis(Shown):
             for damage in self.suspects
         ]
         columns = ("tensor", "", "nodes to exclude", "float", "pair", "SQNR alone", "without", "why")
-        return Table(columns, rows, least_widths={"why": 20})
+        return Table(columns, rows)
 
     def parts(self) -> Iterator[str | Table]:
         yield self.in_words()

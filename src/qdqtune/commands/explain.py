@@ -55,7 +55,7 @@ class Explained(Shown):
                 for row in self.rows
             ]
             columns = ("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms")
-            return Table(columns, rows, self.caution, least_widths={"why": 30})
+            return Table(columns, rows, self.caution)
         sums: list[tuple[str, ...]] = [
             (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0]))
             for each in tally(self.rows)

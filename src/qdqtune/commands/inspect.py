@@ -24,7 +24,7 @@ from qdqtune.options import COUNT, SWITCH, choice
 from qdqtune.placement.possible import refusal
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search.regions import discovery
-from qdqtune.search.regions.discovery import Region, Regions, RegionType
+from qdqtune.search.regions.discovery import Regions, RegionType
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
@@ -183,25 +183,16 @@ def inspected(
         "summary": {"regions": len(sizes) + composites, "leaf": len(sizes), "composite": composites,
                     "hidden": len(sizes) + composites - len(shown)},
         "leaf_sizes": {"min": min(sizes, default=0), "max": max(sizes, default=0),
-                       "avg": round(sum(sizes) / max(len(sizes), 1), 1),
-                       "histogram": {str(size): n for size, n in sorted(Counter(sizes).items())}},
+                       "avg": round(sum(sizes) / max(len(sizes), 1), 1)},
         "patterns": [{"digest": p.digest, "kind": p.type.value, "instances": len(p.instances),
                       "points": len(p.points), "ops": list(p.ops), "signature": p.signature} for p in patterns],
         "regions": [{"id": r.id, "parent": parent.get(r), "level": r.level, "kind": r.type.value,
-                     "type": flow_type(model, r), "pattern": pattern_of.get(r),
+                     "pattern": pattern_of.get(r),
                      "nodes": [model.nodes[n].name for n in r.nodes], "ops": [model.nodes[n].op for n in r.nodes],
                      "total_nodes": len(r.all_nodes()), "children": [c.id for c in r.children],
                      "inputs": list(r.inputs), "outputs": list(r.outputs)}
                     for r in shown],
     })  # fmt: skip
-
-
-def flow_type(model: Model, region: Region) -> str:
-    """`divergent` if several nodes of the region read one tensor, else `sequence`."""
-    inside = set(region.all_nodes())
-    tensors = [*region.inputs, *(t for n in inside for t in model.nodes[n].outputs if t)]
-    several = any(len({n for n, _ in model.uses(t) if n in inside}) > 1 for t in tensors)
-    return "divergent" if several else "sequence"
 
 
 def _head(values: Mapping[str, Any]) -> Iterator[str]:
@@ -222,7 +213,6 @@ def _tree_lines(region: Mapping[str, Any], instances: Mapping[str, int], *, verb
         f"Direct nodes: {len(region['nodes'])}",
         f"Total nodes (recursive): {region['total_nodes']}",
         f"Children: {len(region['children'])}",
-        f"Flow: {region['type']}",
     ]
     if region["pattern"] is not None:
         facts.append(f"Pattern: {region['pattern']} ({counted(instances[region['pattern']], 'instance')})")

@@ -213,7 +213,7 @@ class Qualification(Shown):
     def table(self) -> Table:
         """What did not hold, or is not applicable, and why."""
         rows = [(seen.state, seen.check, seen.subject, seen.told) for seen in self.checks if seen.state != "held"]
-        return Table(("state", "check", "of", "why"), rows, least_widths={"why": 30})
+        return Table(("state", "check", "of", "why"), rows)
 
     def to_dict(self) -> dict[str, Any]:
         return {"qdqtune": __version__, "holds": self.holds, **asdict(self)}

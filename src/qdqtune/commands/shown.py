@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qdqtune.errors import escaped
@@ -15,14 +15,11 @@ MOST_ROWS = 30
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people: titles of columns, rows of texts, and a caption below. `least_widths` are those of columns of
-    long texts, in characters, by title.
-    """
+    """A table for people: titles of columns, rows of texts, and a caption below."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
-    least_widths: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def filled(self) -> Table:
