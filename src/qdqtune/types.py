@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from operator import itemgetter
@@ -289,7 +289,7 @@ class Accuracy:
     among `choices`, `independent` the number of independent choices that would tell as much (see `numerics.scores`). If
     not all samples were run, `at_most_db` is the SQNR where the others have the float model's outputs. `slice_name` and
     `slice_db` tell the worst slice of a float output, and `slice_is_lost` that the SQNR of its output hides its loss
-    (`numerics.accuracy`)."""
+    (`numerics.accuracy`). `by_output` is the SQNR of each of several float outputs."""
 
     sqnr_db: float | None = None
     lowest_db: float | None = None
@@ -303,6 +303,13 @@ class Accuracy:
     slice_name: str | None = None
     slice_db: float | None = None
     slice_is_lost: bool = False
+    by_output: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def worst_output(self) -> str:
+        """The name of the output that `sqnr_db` is of; empty where one is float, or none differs."""
+        levels = {name: db for name, db in self.by_output.items() if db is not None}
+        return min(levels, key=levels.__getitem__, default="")
 
     @property
     def noise(self) -> float:

@@ -49,6 +49,7 @@ def test_figures_are_numbers_with_small_print_and_names_are_text(finished: Path)
     rows = [row | {"threads": 1, "verdict": "faster"}, row | {"threads": 4, "verdict": "undecided"}]
     judged = {"slice_name": "boxes[:, :, 3]", "slice_db": 17.5, "slice_is_lost": True, "samples": 9}
     judged |= {"sqnr_db": 24.1, "lowest_db": 18.3, "highest_db": 31.0}
+    judged |= {"by_output": {"scores": None, "boxes": 24.1}}
     hostile = "</script><img src=x onerror=alert(1)>\u202edetsurt"
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["percentiles_ms"]["final"]["p99"] < summary["percentiles_ms"]["baseline"]["p90"]
@@ -62,7 +63,11 @@ def test_figures_are_numbers_with_small_print_and_names_are_text(finished: Path)
     assert told["latency, 4 threads"] == ("1.000 ms", "float: 2.000 ms")
     assert told["speedup [interval]"] == ("2.00x [1.67x, 2.50x]", "")
     assert ("4.00x", "") in [value for name, value in told.items() if name.startswith("speedup over ")]
-    assert told["output SQNR against float"] == ("24.1 dB", "18.3 to 31.0 over 9 samples")
+    assert told["output SQNR against float"] == (
+        "24.1 dB",
+        "18.3 to 31.0 over 9 samples; of boxes, the worst of 2 outputs",
+    )
+    assert list(report.outputs) == ["boxes", "scores"]
     assert told["of the worst slice"] == ("17.5 dB, lost", "boxes[:, :, 3]")
     page = render(report, {})
     assert "<img" not in page

@@ -27,6 +27,13 @@ def test_noise_is_summed_over_samples_and_the_worst_float_output_counts() -> Non
     reference = [{"a": np.ones(4, np.float32), "b": np.ones(4, np.float16), "n": np.arange(4)}]
     outputs = [{"a": np.full(4, 1.5, np.float32), "b": np.full(4, 1.1, np.float16), "n": np.zeros(4, np.int64)}]
     assert sqnr_db(reference, outputs) == pytest.approx(10 * np.log10(4))
+    both = accuracy(reference, outputs)
+    assert (both.by_output, both.worst_output) == (
+        {"a": pytest.approx(6.02, abs=0.01), "b": pytest.approx(20, abs=0.1)},
+        "a",
+    )
+    assert "is 6.0 dB (a, the worst output), and" in str(Limits(min_sqnr=20.0).missed(both))
+    assert accuracy(reference[:1], [reference[0] | {"b": outputs[0]["b"]}]).by_output["a"] is None
 
 
 def test_float16_is_squared_without_overflow_and_ratios_are_finite_numbers_whatever_the_outputs() -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,8 @@ class Report:
     points: tuple[Point, ...] = ()
     floor_db: float | None = None
     has_accuracy: bool = True
+    outputs: Mapping[str, float | None] = field(default_factory=dict)
+    """The SQNR in dB of each float output where there are several, the worst first; None where it is equal."""
     proof: tuple[Strip, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     circumstances: tuple[Fact, ...] = ()
@@ -132,6 +135,7 @@ def report_of_run(folder: Path) -> Report:
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
     drawn, summary = _map(run), msgspec.to_builtins(run.summary)
     plan = replace(run.plan, looks=run.log.proof)
+    by_output: Mapping[str, float | None] = (summary["output_accuracy"] or {}).get("by_output", {})
     return Report(
         title=title(Path(run.summary["model"])),
         verdict=verdict(run.summary),
@@ -143,6 +147,7 @@ def report_of_run(folder: Path) -> Report:
         points=tuple(_points(run)),
         floor_db=run.summary["min_sqnr_db"],
         has_accuracy=is_judged(run.summary),
+        outputs=dict(sorted(by_output.items(), key=lambda each: inf if each[1] is None else each[1])),
         proof=tuple(strip(f"builds {n}", each, ratio(each, plan)) for n, each in enumerate(run.proof, 1)),
         candidates=tuple(candidates(run)),
         circumstances=tuple(circumstances(run)),

@@ -108,7 +108,9 @@ def result_rows(summary: Mapping[str, Any]) -> list[Row]:
     if tells_accuracy(summary):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):
-            rows.append(Row("output SQNR against float", "", decibels(judged.sqnr_db), spread_of(judged)))
+            which = judged.worst_output and f"of {judged.worst_output}, the worst of {len(judged.by_output)} outputs"
+            note = "; ".join(filter(None, (spread_of(judged), which)))
+            rows.append(Row("output SQNR against float", "", decibels(judged.sqnr_db), note))
         if judged.slice_name is not None:
             lost = f"{decibels(judged.slice_db)}{', lost' * judged.slice_is_lost}"
             rows.append(Row("  of the worst slice", "", lost, judged.slice_name))

@@ -85,7 +85,8 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         arrays = floats.pop(name)
         total = sum(exact.size for exact, _ in arrays)
         agreements.append(sum(int((exact == other).sum()) for exact, other in arrays) / total if total else 1.0)
-    worst, part = _worst(floats), worst_slice(floats)
+    powers, part = _powers(floats), worst_slice(floats)
+    worst = min(powers.values(), key=_sqnr, default=None)
     single: list[float] = []
     if worst is not None:
         # Outputs that are smaller than those of the other samples, as of silence, count as large as these are on
@@ -95,7 +96,7 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         single = [_db(s, n) for s, n in zip(signal.tolist(), noise.tolist(), strict=True) if n > 0]
     top1, choices, alike = _choices(outputs, scores)
     return Accuracy(
-        None if worst is None else _db(worst[0].sum(), worst[1].sum()),
+        None if worst is None else _sqnr(worst),
         min(single, default=None),
         max(single) if single and len(single) == len(reference) else None,
         min(agreements, default=None),
@@ -106,20 +107,20 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         slice_name=None if part is None else part.name,
         slice_db=None if part is None else part.db,
         slice_is_lost=part is not None and part.is_lost,
+        by_output={n: _sqnr(powers[n]) if n in powers else None for n in floats} if len(floats) > 1 else {},
     )
 
 
 def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
     """The `count` samples, in their order, with the largest errors in the worst output."""
-    worst = _worst(_paired(reference, outputs))
+    worst = min(_powers(_paired(reference, outputs)).values(), key=_sqnr, default=None)
     noise = np.zeros(len(reference)) if worst is None else worst[1]
     return sorted(np.argsort(-noise, kind="stable")[:count].tolist())
 
 
 def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
     """The SQNR in dB of the worst output (see `accuracy`); None if no float output differs."""
-    worst = _worst(_paired(reference, outputs))
-    return None if worst is None else _db(worst[0].sum(), worst[1].sum())
+    return min(map(_sqnr, _powers(_paired(reference, outputs)).values()), default=None)
 
 
 Pairs = Sequence[tuple[Array, Array]]
@@ -141,15 +142,18 @@ def _paired(reference: Outputs, outputs: Outputs) -> dict[str, Pairs]:
     return dict(pairs)
 
 
-def _worst(pairs: Mapping[str, Pairs]) -> Array | None:
-    """Signal and noise power of each sample, [2, samples], of the float output with the least SQNR; None if no float
-    output differs."""
-    powers = [
-        np.array([(power(exact), power(exact, other)) for exact, other in arrays]).T
-        for arrays in pairs.values()
+def _powers(pairs: Mapping[str, Pairs]) -> dict[str, Array]:
+    """Signal and noise power of each sample, [2, samples], by float output that differs."""
+    powers = {
+        name: np.array([(power(exact), power(exact, other)) for exact, other in arrays]).T
+        for name, arrays in pairs.items()
         if arrays[0][0].dtype.kind == "f"
-    ]
-    return min((p for p in powers if p[1].sum() > 0), key=lambda p: _db(p[0].sum(), p[1].sum()), default=None)
+    }
+    return {name: each for name, each in powers.items() if each[1].sum() > 0}
+
+
+def _sqnr(powers: Array) -> float:
+    return _db(powers[0].sum(), powers[1].sum())
 
 
 def power(values: Array, others: Array | None = None) -> float:

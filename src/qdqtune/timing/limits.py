@@ -72,7 +72,8 @@ class Limits:
         of_all, of_worst = (accuracy.sqnr_db, self.min_sqnr), (accuracy.lowest_db, self.min_sqnr_worst)
         for whose, (db, floor) in (("all samples", of_all), ("the worst sample", of_worst)):
             if db is not None and floor is not None and db < floor:
-                return f"the output SQNR of {whose} is {_below(db, floor)} dB, and {floor:g} dB are asked for"
+                which = accuracy.worst_output and f" ({accuracy.worst_output}, the worst output)"
+                return f"the output SQNR of {whose} is {_below(db, floor)} dB{which}, and {floor:g} dB are asked for"
         if self.min_sqnr is not None and (part := loss_of_slice(accuracy)) is not None:
             return part
         if self.min_agreement is None or agrees(accuracy, self.min_agreement):
