@@ -1,4 +1,4 @@
-"""How much memory engine processes take: a budget for the builds that they hold, and settings of the C library.
+"""How much memory engine processes take: a budget for the builds that they hold.
 
 Without a budget each process keeps all builds that it has loaded, which is fastest. For a model of several GB that
 would be several times its size. With a budget, the builds that were unused for longest are freed, and made again when
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import inf
 
 LARGE_MODEL, BUDGET_FACTOR = 2**30, 1.3
@@ -23,16 +22,6 @@ OUT_OF_RESOURCES = re.compile(
     re.IGNORECASE,
 )
 """How engines and systems say that memory or disk ran out, which says nothing about the model."""
-
-_LIBC = ctypes.CDLL(None)
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt, from malloc.h: how much may be free at the end of the heap, and the size from which a
-block is a memory mapping of its own, which goes back to the system when it is freed."""
-
-SCARCE_MMAP, USUAL_MMAP = 2**18, 2**25
-"""Values of `M_MMAP_THRESHOLD`: where memory is scarce, and the one that glibc chooses by itself in a process that
-frees large blocks. With the latter, freed weights stay in the heap: repacking takes two to four times their size."""
 
 Build = tuple[int, int]
 """The `id` of a runner, and its number of a build that it holds."""
@@ -78,23 +67,8 @@ class MemoryBudget:
         self._held = {build: held for build, held in self._held.items() if build[0] != runner}
 
 
-@contextmanager
-def scarce_memory() -> Iterator[None]:
-    """In a worker process: builds in the block return memory to the system at once when they free it."""
-    _set_malloc(M_MMAP_THRESHOLD, SCARCE_MMAP)
-    try:
-        yield
-    finally:  # inferences allocate as in other processes
-        _set_malloc(M_MMAP_THRESHOLD, USUAL_MMAP)
-        _set_malloc(M_TRIM_THRESHOLD, 2 * USUAL_MMAP)
-
-
 def return_free_memory() -> None:
     """Return free memory to the system if the C library is glibc, which keeps free memory between blocks in use."""
-    if hasattr(_LIBC, "malloc_trim"):
-        _LIBC.malloc_trim(0)
-
-
-def _set_malloc(parameter: int, size: int) -> None:
-    if hasattr(_LIBC, "mallopt"):
-        _LIBC.mallopt(parameter, size)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

@@ -322,7 +322,7 @@ class Runner:
         extra = max(0.0, START_SECONDS - self._execution.seconds)
         what = "opening the engine"
         try:
-            self._exchange("open", spec, self._mix, self.memory is not None, what=what, extra=extra)
+            self._exchange("open", spec, self._mix, what=what, extra=extra)
         except QdqtuneError as error:
             self.close()
             if isinstance(error, EngineRefused) and error.failure.stage in ("timeout", "crash"):

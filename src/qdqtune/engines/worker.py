@@ -18,7 +18,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ import numpy as np
 
 from qdqtune.engines import Built, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
 from qdqtune.engines.channel import Channel
-from qdqtune.engines.memory import return_free_memory, scarce_memory
+from qdqtune.engines.memory import return_free_memory
 from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.system.interpreter import end_group
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
@@ -79,11 +78,9 @@ class Session:
                 raise
             return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {error.strerror}")
 
-    def open(self, spec: EngineSpec, mix: Mix = (), saves_memory: bool = False) -> None:
-        """Open the engine. With `saves_memory` builds take as little memory as they can."""
+    def open(self, spec: EngineSpec, mix: Mix = ()) -> None:
         self._spec, self._is_launched = spec, spec.facts.is_launched
         self._mix: Mix = mix or (Workload({}),)
-        self._building: Callable[[], AbstractContextManager[None]] = scarce_memory if saves_memory else nullcontext
         self._engines = {None: self._opener(spec)}
 
     def describe(self) -> dict[str, str]:
@@ -116,8 +113,7 @@ class Session:
             if count not in self._engines:
                 options = {**self._spec.options, "threads": count}
                 self._engines[count] = self._opener(replace(self._spec, options=options))
-            with self._building():
-                model.builds[count] = self._engines[count].build(model.path, model.log)
+            model.builds[count] = self._engines[count].build(model.path, model.log)
         return model.builds[count]
 
     def unload(self, number: int) -> None:
@@ -136,8 +132,7 @@ class Session:
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers` with the times of the average call."""
         builds = [self._built(number, workload.threads) for workload in self._mix]
-        with self._building():  # many engines build the model once more for the report
-            reports = [built.layers(w.inputs, runs) for built, w in zip(builds, self._mix, strict=True)]
+        reports = [built.layers(w.inputs, runs) for built, w in zip(builds, self._mix, strict=True)]
         return_free_memory()
         return average_layers(self._mix, reports)
 
