@@ -79,10 +79,6 @@ class InProcess:
         """`Worker.end`."""
         self._session = Session()
 
-    def printed(self) -> str:
-        """`Worker.printed`."""
-        return ""
-
 
 class Watched:
     """An engine on which `Workers` look."""

@@ -51,11 +51,6 @@ def test_the_usual_provider_needs_no_name() -> None:
     assert not any(normal(EngineSpec("onnxruntime", {"provider": ep})).facts.unwatched for ep in (CPU_PROVIDER, *OF_EP))
 
 
-def test_two_names_that_differ_are_refused() -> None:
-    with pytest.raises(BadOption, match="engine 'qnn' is the provider QNNExecutionProvider: leave `provider` CUDA"):
-        EngineOptions(engine="qnn", engine_options={"provider": "CUDAExecutionProvider"}).spec()
-
-
 def test_the_simulator_is_known_by_the_processor() -> None:
     here, board = this_machine(), replace(this_machine(), machine="aarch64", where="board")
     far = replace(here, machine="x86_64", where="far")

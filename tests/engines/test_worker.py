@@ -107,7 +107,7 @@ def test_layers_have_the_times_of_the_average_call() -> None:
     same = average_layers(mix, [(layer("a", 1.0), layer("b", None)), (layer("a", 5.0), layer("b", None))])
     assert same == (replace(layer("a", 2.0), parts=(1.0, 5.0)), layer("b", None))
     other = average_layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
-    assert other == (layer("c", 2.0), layer("d", 4.0))
+    assert other == (layer("c", 6.0), layer("d", 12.0))
 
 
 def test_a_file_that_cannot_be_written_is_a_failure_for_lack_of_resources() -> None:

@@ -100,24 +100,16 @@ class Engine(Protocol):
         """
 
 
-MOST_THREADS = max(16, os.cpu_count() or 1)
-"""The most threads of an engine that computes on the CPU of this machine. More than cores slow it down by orders of
-magnitude, since idle threads spin."""
-
-
 def normal(spec: EngineSpec) -> EngineSpec:
     """`spec` by the one name that an engine has in records: ONNX Runtime with an execution provider is the engine of
     that provider, and its usual one needs no naming.
 
     Raises:
-        BadOption: no engine has that name, or the option `provider` names another provider than the engine.
+        BadOption: no engine has that name.
     """
     facts = spec.facts
     if not facts.ep:
         return spec
-    if spec.name not in ("onnxruntime", facts.name):
-        own = facts_of(spec.name).ep
-        raise BadOption(f"engine {spec.name!r} is the provider {own}: leave `provider` {facts.ep} out, or the engine")
     known = {} if facts.unwatched else {"provider": facts.ep}
     return EngineSpec(facts.name, dict(item for item in spec.options.items() if item not in known.items()))
 
@@ -138,8 +130,7 @@ def open_engine(spec: EngineSpec) -> Engine:
     """The engine that `spec` describes, in a process on the machine that measures.
 
     Raises:
-        BadOption: no engine has that name, or the engine does not take an option or its value, or there are more than
-            `MOST_THREADS`.
+        BadOption: no engine has that name, or the engine does not take an option or its value.
         EngineUnavailable: the engine's library, driver or device is missing.
     """
     spec = normal(spec)
@@ -163,11 +154,6 @@ def _options(create: Callable[..., Engine], spec: EngineSpec) -> Any:
             msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
             raise BadOption(f"option {name!r} of engine {spec.name!r} is {value!r}: {one_line(error)}") from error
-    count = int(spec.options.get("threads", 1)) if facts.is_threaded else 1
-    if count < 1:
-        raise BadOption(f"`threads` must be a whole number from 1 on, not {count}")
-    if count > MOST_THREADS:
-        raise BadOption(f"`threads` {count} is too many for {os.cpu_count()} cores: give at most {MOST_THREADS}")
     own = {"provider": facts.ep} if facts.ep else {}
     return kind(**{**own, **spec.options})
 

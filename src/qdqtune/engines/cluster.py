@@ -78,9 +78,6 @@ class ActorProgram:
             ray.wait([self._actor.end.remote()], timeout=seconds)
             ray.kill(self._actor)
 
-    def printed(self) -> str:
-        return ""
-
 
 @dataclass
 class Cluster:

@@ -280,9 +280,7 @@ def facts_of(engine: str) -> EngineFacts:
         BadOption: no engine has that name.
     """
     if engine not in ENGINES:
-        alike = [facts.name for facts in ENGINES.values() if engine.lower() in (facts.name, facts.ep.lower())]
-        meant = f"; you mean {alike[0]}" if alike else ""
-        raise BadOption(f"unknown engine {engine!r}; there are {', '.join(sorted(ENGINES))}{meant}")
+        raise BadOption(f"unknown engine {engine!r}; there are {', '.join(sorted(ENGINES))}")
     return ENGINES[engine]
 
 

@@ -1,14 +1,10 @@
-"""What an execution provider leaves to another: the nodes, the reasons, and the borders that values cross."""
+"""What an execution provider leaves to another: the nodes, the reasons, and the tensors that are copied."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-
-import numpy as np
-from onnx.helper import tensor_dtype_to_np_dtype
 
 from qdqtune.graph.model import Model
 from qdqtune.types import Layer
@@ -22,26 +18,17 @@ class Left:
     """A node that runs elsewhere, and why. One that ONNX Runtime has added has a name that the file does not have."""
 
     node: str
-    op: str
     reason: str
 
 
 @dataclass(frozen=True)
-class Border:
-    """A tensor that is copied between the provider and where other nodes run; its bytes, None if its size is open."""
-
-    tensor: str
-    nbytes: int | None
-
-
-@dataclass(frozen=True)
 class Fallback:
-    """The nodes that run elsewhere, of `nodes` that run, and their borders. `ms` is the time of these nodes and of the
-    copies; None where no layer has a time."""
+    """The nodes that run elsewhere, of `nodes` that run, and their `borders`: the tensors that are copied between these
+    and the provider. `ms` is the time of these nodes and of the copies; None where no layer has a time."""
 
     nodes: int
     left: tuple[Left, ...]
-    borders: tuple[Border, ...]
+    borders: tuple[str, ...]
     ms: float | None
 
     def in_words(self) -> str:
@@ -54,9 +41,7 @@ class Fallback:
         first = {left.reason: left.node for left in reversed(self.left)}
         told = [f"{first[why]}{f' and {n - 1} more' * (n > 1)} {why}" for why, n in reasons.items()]
         more = f"; {len(told) - FEW} more reasons" if len(told) > FEW else ""
-        count, size = len(self.borders), sum(border.nbytes or 0 for border in self.borders)
-        unknown = " and more" * any(border.nbytes is None for border in self.borders)
-        cost = f"{count} border{'s' * (count != 1)}" + (f" of {size / 1024:.3g} KiB{unknown}" if size else "")
+        cost = f"{len(self.borders)} border{'s' * (len(self.borders) != 1)}"
         cost += "" if self.ms is None else f", {self.ms:.3g} ms there and in copies"
         return f"{len(self.left)} of {self.nodes} nodes run elsewhere, {cost}: {'; '.join(told[:FEW])}{more}"
 
@@ -64,7 +49,6 @@ class Fallback:
 def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:
     """What the layers of a provider say about where the nodes of `model` run. A node that no layer names, such as one
     of constants, is on the side of what it reads."""
-    nodes = {node.name: node for node in model.nodes}
     ran = [x for x in layers if x.kind not in ("folded", "unknown", "copy") and (x.nodes or x.kind != "reformat")]
     side = dict[str, bool]()
     for layer in ran:
@@ -72,8 +56,8 @@ def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:
     left = list[Left]()
     for layer in (layer for layer in ran if layer.elsewhere):
         for name in layer.nodes or (layer.name,):
-            left.append(Left(name, nodes[name].op if name in nodes else "", layer.elsewhere))
-    crossed = dict[str, Border]()
+            left.append(Left(name, layer.elsewhere))
+    crossed = dict[str, None]()
     for node in model.nodes:
         for tensor in node.inputs:
             maker = model.maker(tensor)
@@ -81,11 +65,8 @@ def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:
                 continue
             here, there = side.setdefault(node.name, side.get(maker.name, False)), side.get(maker.name, False)
             if here != there:
-                info, nbytes = model.tensors.get(tensor), None
-                if info is not None and info.sizes is not None:
-                    nbytes = prod(info.sizes) * int(np.dtype(tensor_dtype_to_np_dtype(info.dtype)).itemsize)
-                crossed[tensor] = Border(tensor, nbytes)
+                crossed[tensor] = None
     times = [x.time_ms for x in layers if x.elsewhere or x.kind == "copy"]
     has_times = any(layer.time_ms is not None for layer in ran)
     count = sum(len(layer.nodes) or 1 for layer in ran)
-    return Fallback(count, tuple(left), tuple(crossed.values()), sum(t or 0.0 for t in times) if has_times else None)
+    return Fallback(count, tuple(left), tuple(crossed), sum(t or 0.0 for t in times) if has_times else None)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
 from qdqtune.engines import EngineSpec, deployed, normal
 from qdqtune.engines.facts import CPU_PROVIDER
 from qdqtune.engines.tensorrt.options import builder_flags, libraries_in, sizes_text
@@ -34,7 +36,7 @@ class OnnxRuntimeOptions:
     speed. `rewrite` moves pairs, and rounds weights between them.
     """
 
-    threads: Annotated[int, "CPU threads"] = 1
+    threads: Annotated[int, "CPU threads", Meta(ge=1)] = 1
     provider: Annotated[str, "execution provider, by ONNX Runtime's name"] = CPU_PROVIDER
     fuse: Annotated[bool, "fuse operators"] = True
     fuse_pairs: Annotated[bool, "fuse Q/DQ pairs with operators"] = True
@@ -46,7 +48,7 @@ class OnnxRuntimeOptions:
 class OpenVinoOptions:
     """Options of OpenVINO."""
 
-    threads: Annotated[int, "CPU threads"] = 1
+    threads: Annotated[int, "CPU threads", Meta(ge=1)] = 1
     precision: Annotated[Literal["f32", "f16", "bf16"], "of all that carries no Q/DQ pair"] = "f32"
 
 

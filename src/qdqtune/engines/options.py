@@ -160,7 +160,7 @@ def on_device(
     """
     if on is None:
         return execution, None
-    destination = Destination.parsed(on).shared()
+    destination = Destination.parsed(on)
     return replace(execution, device=destination.start), known or destination.facts()
 
 

@@ -45,9 +45,6 @@ class Worker(Protocol):
     def end(self, seconds: float = 0.0) -> None:
         """End the worker and all that it has started; it may take so long to end by itself."""
 
-    def printed(self) -> str:
-        """What the worker has printed outside of builds."""
-
 
 StartWorker = Callable[[Path, Device], Worker]
 """Starts a worker, given its log file, to which it appends what it prints, and its device."""
@@ -71,7 +68,6 @@ class Program:
         with writing(log):
             output = log.open("ab")
         with output:
-            self._log_start = output.tell()
             streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output, "bufsize": 0}
             self._process = subprocess.Popen(**command, **streams, process_group=0)
         self.channel = channel_to(self._process)
@@ -106,11 +102,6 @@ class Program:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout=seconds)
         return None
-
-    def printed(self) -> str:
-        with self._log.open("rb") as file:
-            file.seek(self._log_start)
-            return file.read().decode(errors="replace")
 
 
 def channel_to(process: subprocess.Popen[bytes]) -> Channel:

@@ -14,7 +14,6 @@ import pickle
 import re
 import shlex
 import tempfile
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +35,7 @@ from qdqtune.engines.process import Program, Worker
 from qdqtune.engines.worker import GREETING, Session, serve
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, one_line, reading, writing
 from qdqtune.graph.constants import inner_tensors
-from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
+from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array
 from qdqtune.version import __version__
 
@@ -45,9 +44,6 @@ SSH = (
     "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4",
 )  # fmt: skip
 """The program: no password prompt that nobody sees, and an end where the network is gone for a minute."""
-
-SOCKETS = Path("/tmp")
-"""Where sockets of shared connections lie: the system takes paths of some 100 characters only."""
 
 START_SECONDS = 90.0
 """How long a machine may take to answer: a small board imports NumPy for seconds. Chosen, not measured."""
@@ -69,12 +65,10 @@ NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|
 
 @dataclass(frozen=True)
 class Destination:
-    """What to connect to, as `ssh` takes it, the Python there, and the socket over which workers share one connection;
-    without it each has its own."""
+    """What to connect to, as `ssh` takes it, and the Python there."""
 
     host: str
     python: str = USUAL_PYTHON
-    socket: str = ""
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
@@ -94,19 +88,7 @@ class Destination:
     def command(self, module: str) -> list[str]:
         """The command that runs a module there. The path of the Python is relative to the home folder there."""
         words = f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"
-        sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", f"ControlPath={self.socket}"]
-        return [*SSH, *(sharing if self.socket else ()), "--", self.host, words]
-
-    def shared(self) -> Destination:
-        """The same with one connection for all workers. Its socket lies in a private folder with a short name; where
-        that cannot be made, each worker has a connection of its own."""
-        try:
-            scratch = Scratch(SOCKETS, TEMPORARY)
-        except OSError:
-            return self
-        destination = replace(self, socket=str(scratch.path / "ssh"))
-        weakref.finalize(destination, scratch.close)
-        return destination
+        return [*SSH, "--", self.host, words]
 
     def start(self, log: Path, device: Device, cores: int = 0) -> FarWorker:
         """A worker there: a `StartWorker`. `cores` has each worker on a device other than `ANYWHERE` for itself.
@@ -139,7 +121,7 @@ class Destination:
             raise EngineUnavailable(f"{self.host} does not answer within {START_SECONDS:.0f} s") from None
         except (EOFError, OSError, msgspec.ValidationError):
             code = program.exit_code(ENDING_SECONDS)
-            reason = why_not(self, code or 0, program.printed().splitlines())
+            reason = why_not(self, code or 0, log.read_text(errors="replace").splitlines())
             program.end()
             raise EngineUnavailable(reason) from None
         except BaseException:
@@ -167,8 +149,7 @@ class FarWorker:
     there puts it. `program` runs this module there; `host` is how the user knows the machine."""
 
     def __init__(self, program: Worker, host: str, cores: int) -> None:
-        self._program, self._host, self._cores = program, host, cores
-        self.location = host
+        self._program, self.location, self._cores = program, host, cores
 
     @property
     def alive(self) -> bool:
@@ -180,7 +161,7 @@ class FarWorker:
         name, arguments = message
         sent, words = name, arguments
         if name == "open":
-            sent, words = "open_on", (self._cores, os.getcwd(), *arguments)
+            sent, words = "open_on", (self._cores, *arguments)
         elif name == "build":
             number, path, _ = arguments
             proto, contents = packed(path)
@@ -210,17 +191,12 @@ class FarWorker:
             text, good, result = result
             if text:
                 arguments[2].write_text(text, encoding="utf-8", errors="backslashreplace")
-        elif good and name == "open":
-            self.location = self._host + result
         if isinstance(result, EngineUnavailable | BadOption) and self.location not in str(result):
             result = type(result)(f"on {self.location}: {result}")
         return good, result
 
     def end(self, seconds: float = ENDING_SECONDS) -> None:
         self._program.end(seconds)
-
-    def printed(self) -> str:
-        return self._program.printed()
 
 
 def greeting(program: Program, limit: float) -> dict[str, Any]:
@@ -270,79 +246,57 @@ MOST_KEPT = 2**30
 """Bytes of contents that are kept though no build has them. Chosen, not measured."""
 
 
-class Contents:
-    """Bytes in files that are named by a digest of them."""
-
-    def __init__(self, folder: Path, most: int = MOST_KEPT) -> None:
-        self._folder, self._most = folder, most
-        self._sizes: dict[str, int] = {}
-
-    def missing(self, digests: Sequence[str]) -> list[str]:
-        return [digest for digest in digests if digest not in self._sizes]
-
-    def put(self, digest: str, values: Array) -> None:
-        """Keep bytes.
-
-        Raises:
-            OutputError: there is no room for them.
-        """
-        with writing(f"to {self._folder}", "it may be full"):
-            (self._folder / digest).write_bytes(values.data)
-        self._sizes[digest] = values.nbytes
-
-    def forget(self, needed: set[str]) -> None:
-        """Remove those that are not needed if there are more of them than may be kept."""
-        spare = [digest for digest in self._sizes if digest not in needed]
-        if sum(self._sizes[digest] for digest in spare) > self._most:
-            for digest in spare:
-                del self._sizes[digest]
-                (self._folder / digest).unlink(missing_ok=True)
-
-
 class FarSession(Session):
-    """A session whose files come by content, on a device of this host."""
+    """A session on a device of this host, whose files come by content: as bytes in files that are named by a digest of
+    them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder, self.contents = folder, Contents(folder)
+        self._folder = folder
+        self._sizes: dict[str, int] = {}
         self._constants: dict[int, tuple[str, ...]] = {}
         self._lease = ExitStack()
 
     def answer(self, name: str, *arguments: Any) -> Any:
-        """What `Contents` answer, or what a session answers to arguments in pickle's form whose large arrays have
-        digests."""
+        """What a session answers; arguments are in pickle's form, and their large arrays have digests."""
         try:
             if name in ("missing", "put"):
-                return True, getattr(self.contents, name)(*arguments)
+                return True, getattr(self, name)(*arguments)
             request, digests = arguments
             arrays = [np.fromfile(self._folder / digest, np.uint8) for digest in digests]
             reply = super().answer(name, *pickle.loads(request, buffers=arrays))
         except OutputError as error:
             reply = False, error
-        self.contents.forget(set().union(*self._constants.values()))
+        spare = self._sizes.keys() - set().union(*self._constants.values())
+        if sum(self._sizes[digest] for digest in spare) > MOST_KEPT:
+            for digest in spare:
+                del self._sizes[digest]
+                (self._folder / digest).unlink(missing_ok=True)
         if isinstance(reply[1], OutputError):  # other hosts may have room, so only this worker is lost
             return False, EngineUnavailable(str(reply[1]))
         return reply
 
-    def open_on(self, cores: int, folder: str, spec: EngineSpec, *more: Any) -> str:
+    def missing(self, digests: Sequence[str]) -> list[str]:
+        return [digest for digest in digests if digest not in self._sizes]
+
+    def put(self, digest: str, values: Array) -> None:
+        with writing(f"to {self._folder}", "it may be full"):
+            (self._folder / digest).write_bytes(values.data)
+        self._sizes[digest] = values.nbytes
+
+    def open_on(self, cores: int, spec: EngineSpec, *more: Any) -> None:
         """Open an engine (see `Session.open`) on free cores of this host, and on a free GPU if it needs one; with 0
-        cores wherever the system puts it. File names in its options are relative to `folder`, if there is one here.
-        Returns the device in words.
+        cores wherever the system puts it.
 
         Raises:
             BadOption, EngineUnavailable: there are too few cores or GPUs within `LEASE_SECONDS`.
         """
-        with suppress(OSError):
-            os.chdir(folder)
-        words = ""
         if cores:
             device = self._free_device(spec, cores)
             os.environ.update(device.environment)
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, set(device.cores))
-            words = f" cores {','.join(map(str, device.cores))}" + (f" GPU {device.gpu}" if device.gpu else "")
         self.open(spec, *more)
-        return words
 
     def _free_device(self, spec: EngineSpec, cores: int) -> Device:
         end = monotonic() + LEASE_SECONDS

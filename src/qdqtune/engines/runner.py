@@ -92,6 +92,7 @@ class Runner:
         self._spec, self._execution = spec, execution
         self._start = start or start_worker
         self._worker: Worker | None = None
+        self._log = log_dir / f"{device.name or 'worker'}.log"
         self._mix: Mix = ()
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
@@ -317,7 +318,7 @@ class Runner:
         if self._is_open:
             return
         self.close()
-        self._worker = self._start(self.log_dir / f"{self.device.name or 'worker'}.log", self.device)
+        self._worker = self._start(self._log, self.device)
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         extra = max(0.0, START_SECONDS - self._execution.seconds)
         what = "opening the engine"
@@ -345,10 +346,10 @@ class Runner:
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"
-            raise EngineRefused(Failure("timeout", reason, _last_lines(log, worker.printed()))) from None
+            raise EngineRefused(Failure("timeout", reason, _last_lines(log, self._log))) from None
         except (EOFError, OSError) as error:
             reason = f"the engine process ended with {error} while {what}"
-            raise EngineRefused(Failure("crash", reason, _last_lines(log, worker.printed()))) from None
+            raise EngineRefused(Failure("crash", reason, _last_lines(log, self._log))) from None
         finally:
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
                 self.close()
@@ -372,10 +373,10 @@ def _twice(ask: Callable[[], T]) -> T:
     return ask()
 
 
-def _last_lines(log: Path | None, more: str = "") -> str:
-    """The last `LOG_LINES` lines of a build's log, followed by `more`."""
-    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
-    return "\n".join((text + more).splitlines()[-LOG_LINES:])
+def _last_lines(*logs: Path | None) -> str:
+    """The last `LOG_LINES` lines of logs, as far as these exist."""
+    text = "".join(log.read_text(errors="replace") for log in logs if log is not None and log.exists())
+    return "\n".join(text.splitlines()[-LOG_LINES:])
 
 
 def _names(handles: Sequence[Handle]) -> str:

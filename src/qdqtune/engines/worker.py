@@ -213,8 +213,8 @@ def _turns(builds: Sequence[Built], order: Sequence[int], inputs: Tensors, turn:
 def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Layer, ...]:
     """Layers with the times of the average call, from a report for each workload.
 
-    Where an engine runs different layers for different shapes, the layers are those of the workload with the largest
-    share of the time, and their times are scaled to add up to the time of the average call.
+    Where an engine runs different layers for different shapes, they are those of the workload with the largest share of
+    the time.
     """
     shares = [workload.share for workload in mix]
     names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
@@ -227,12 +227,7 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
             averaged.append(replace(together[0], time_ms=mean, parts=times if is_whole and len(mix) > 1 else ()))
         return tuple(averaged)
     spent = [sum(layer.time_ms or 0.0 for layer in report) for report in reports]
-    totals = [share * ms for share, ms in zip(shares, spent, strict=True)]
-    most = int(np.argmax(totals))
-    factor = sum(totals) / spent[most] if spent[most] else 1.0
-    return tuple(
-        layer if layer.time_ms is None else replace(layer, time_ms=factor * layer.time_ms) for layer in reports[most]
-    )
+    return reports[int(np.argmax(np.multiply(shares, spent)))]
 
 
 def serve(session: Session, greeting: Any = None, folder: Path | None = None) -> None:
