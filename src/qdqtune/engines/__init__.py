@@ -33,11 +33,7 @@ class EngineSpec:
 
     @property
     def facts(self) -> EngineFacts:
-        """What is known of the engine, or of the execution provider that ONNX Runtime uses.
-
-        Raises:
-            BadOption: no engine has that name.
-        """
+        """What is known of the engine, or of the execution provider that ONNX Runtime uses."""
         facts, ep = facts_of(self.name), self.options.get("provider")
         return facts_of_provider(str(ep)) if facts.ep and ep else facts
 
@@ -86,11 +82,7 @@ class Engine(Protocol):
         """Name, version, device, threads, and all else that must be equal for latencies to be comparable."""
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """The number types of Q/DQ pairs for which the engine has fast kernels.
-
-        Raises:
-            BadOption: the engine has no kernels for that type.
-        """
+        """The number types of Q/DQ pairs for which the engine has fast kernels."""
 
     def build(self, model: Path, log: Path) -> Built:
         """Build the model in a file. All that the engine prints goes to the file `log`.
@@ -102,11 +94,7 @@ class Engine(Protocol):
 
 def normal(spec: EngineSpec) -> EngineSpec:
     """`spec` by the one name that an engine has in records: ONNX Runtime with an execution provider is the engine of
-    that provider, and its usual one needs no naming.
-
-    Raises:
-        BadOption: no engine has that name.
-    """
+    that provider, and its usual one needs no naming."""
     facts = spec.facts
     if not facts.ep:
         return spec
@@ -127,12 +115,7 @@ def builds_for(mix: Mix) -> int:
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """The engine that `spec` describes, in a process on the machine that measures.
-
-    Raises:
-        BadOption: no engine has that name, or the engine does not take an option or its value.
-        EngineUnavailable: the engine's library, driver or device is missing.
-    """
+    """The engine that `spec` describes, in a process on the machine that measures."""
     spec = normal(spec)
     facts = spec.facts
     try:

@@ -29,10 +29,6 @@ def allocate_workers(
 
     `workers` None means one on a host, and as many as fit on a cluster. `cores_each` are the cores of each worker.
     At least one node of the cluster must have `most` cores.
-
-    Raises:
-        BadOption: this host has no room for so many, or no node has `most` cores.
-        EngineUnavailable: Ray is not installed, no cluster answers, or the cluster has no room for so many.
     """
     if ray is None:
         is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own
@@ -52,11 +48,7 @@ def allocate_workers(
 
 
 def check_same_kind(runners: Sequence[Runner]) -> None:
-    """Start all engines, and refuse devices of different kinds: their latencies cannot be compared.
-
-    Raises:
-        EngineUnavailable: two differ, or one does not start.
-    """
+    """Start all engines, and refuse devices of different kinds: their latencies cannot be compared."""
     with ThreadPoolExecutor(len(runners)) as threads:
         first, *others = [started.result() for started in [threads.submit(runner.describe) for runner in runners]]
     for runner, other in zip(runners[1:], others, strict=True):

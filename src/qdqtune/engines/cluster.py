@@ -163,11 +163,7 @@ def _reason(error: RayError) -> str:
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
     """Connect to the cluster at an address. `LOCAL` starts a cluster here and removes it at the end. A connection that
-    exists already is used, and stays.
-
-    Raises:
-        EngineUnavailable: no cluster answers there.
-    """
+    exists already is used, and stays."""
     if ray.is_initialized():
         yield
         return

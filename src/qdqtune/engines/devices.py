@@ -67,11 +67,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 @contextlib.contextmanager
 def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
     """Hold the parts of a device, as sockets with abstract names, which leave no files. Yields their file descriptors:
-    a process that inherits them holds the device until it ends, even by a kill.
-
-    Raises:
-        EngineUnavailable: another process still holds a part after `seconds`.
-    """
+    a process that inherits them holds the device until it ends, even by a kill."""
     held: list[socket.socket] = []
     until = time.monotonic() + seconds
     try:
@@ -123,11 +119,7 @@ def needs_gpu(spec: EngineSpec) -> bool:
 
 
 def cores_for(spec: EngineSpec, given: int | None) -> int:
-    """How many cores a worker gets: those `given`, by default as many as the engine has threads.
-
-    Raises:
-        BadOption: the engine has more threads than cores are given.
-    """
+    """How many cores a worker gets: those `given`, by default as many as the engine has threads."""
     threads = spec.options.get("threads")
     least = threads if isinstance(threads, int) and threads > 0 else 1
     if given is not None and given < least:
@@ -139,11 +131,7 @@ def cores_for(spec: EngineSpec, given: int | None) -> int:
 
 def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
     """Devices of this host for `workers` workers. No two share a core or a GPU; they share a physical core only if
-    there are too few of them.
-
-    Raises:
-        BadOption: there are too few cores or GPUs.
-    """
+    there are too few of them."""
     each = cores_for(spec, cores_each)
     gpus = gpus_here() if needs_gpu(spec) else ("",) * workers
     if len(gpus) < workers:

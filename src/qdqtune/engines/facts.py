@@ -274,11 +274,7 @@ OF_EP: Mapping[str, EngineFacts] = {facts.ep: facts for facts in ENGINES.values(
 
 
 def facts_of(engine: str) -> EngineFacts:
-    """What is known of an engine.
-
-    Raises:
-        BadOption: no engine has that name.
-    """
+    """What is known of an engine."""
     if engine not in ENGINES:
         raise BadOption(f"unknown engine {engine!r}; there are {', '.join(sorted(ENGINES))}")
     return ENGINES[engine]

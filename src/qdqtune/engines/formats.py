@@ -11,11 +11,7 @@ from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
-    """The numeric format of an engine with default options, as it is on this machine's processor.
-
-    Raises:
-        BadOption: no engine has that name, or it has no kernels for that type.
-    """
+    """The numeric format of an engine with default options, as it is on this machine's processor."""
     facts = facts_of(engine)
     numbers = facts.numbers if quant_type == "int8" else facts.fp8
     if numbers is None:
@@ -29,11 +25,7 @@ def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
 
 def tensorrt_of(quant_type: QuantType, version: str, is_strongly_typed: bool) -> NumericFormat:
     """The numbers of a version of TensorRT, which takes all precisions from the graph (strong typing) or not: 8.6 takes
-    no integers as weights, which stay float in front of a Q and a DQ.
-
-    Raises:
-        BadOption: it reads no FP8.
-    """
+    no integers as weights, which stay float in front of a Q and a DQ."""
     if quant_type == "fp8" and not is_strongly_typed:
         raise BadOption(f"TensorRT {version} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
     return replace(numeric_format("tensorrt", quant_type), float_weights=not is_strongly_typed)
@@ -44,9 +36,6 @@ def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
     sum of products saturates, and activations that x86 runs fast.
 
     On ARM without dot products ONNX Runtime rewrites these activations to int8, which takes time but changes no output.
-
-    Raises:
-        BadOption: the numbers of the engine depend on no processor.
     """
     facts = facts_of(engine)
     if not facts.is_threaded:
@@ -64,11 +53,7 @@ def weight_formats(engine: str, *, narrow: bool | None = None) -> tuple[WeightFo
 
 def weight_formats_like(engine: str, wanted: str, *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
     """The formats of `weight_formats` that the name `wanted` stands for, the exact one first: w8 and w4 stand for every
-    format of so many bits, other names for one.
-
-    Raises:
-        BadOption: the engine has none.
-    """
+    format of so many bits, other names for one."""
     known = weight_formats(engine, narrow=narrow)
     like = [s for s in known if s.name == wanted] + [s for s in known if s.family == wanted]
     if not like:

@@ -329,9 +329,6 @@ def report(
     The first inference in the profile, which allocates, does not count. `plain` are seconds of inferences without the
     profiler, run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile.
     `table` is that of the execution provider.
-
-    Raises:
-        EngineFailure: the profile is not that of the optimized graph, or a file is cut short.
     """
     try:
         nodes = onnx.load(optimized, load_external_data=False).graph.node

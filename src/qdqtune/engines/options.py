@@ -110,9 +110,6 @@ class EngineOptions(Options):
 
         `threads` is the default of that option for an engine on the CPU (None: 1). `input_shapes`, the shapes that the
         model is measured with, are the default of its option `opt_shapes`.
-
-        Raises:
-            BadOption: several numbers of threads are given, and the command takes one.
         """
         if len(self.threads or ()) > 1 and not self.takes_several_threads:
             raise BadOption("`threads` takes one number here; several are for tune, compare and verify")
@@ -153,11 +150,7 @@ def on_device(
     on: str | None, execution: Execution, known: MachineFacts | None = None
 ) -> tuple[Execution, MachineFacts | None]:
     """`execution` with the machine that the option `on` names as its device, and what is `known` of that, which is
-    asked there otherwise; unchanged and None if it names none.
-
-    Raises:
-        EngineUnavailable: there is no way to it, or no qdqtune of this version.
-    """
+    asked there otherwise; unchanged and None if it names none."""
     if on is None:
         return execution, None
     destination = Destination.parsed(on)

@@ -121,12 +121,7 @@ class WorkerProcess(Program):
     """
 
     def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
-        """Start the process. A device that is still in use is waited for, for `LEASE_SECONDS` at most.
-
-        Raises:
-            EngineUnavailable: another process has the device, or the system starts no process.
-            OutputError: the log cannot be written.
-        """
+        """Start the process. A device that is still in use is waited for, for `LEASE_SECONDS` at most."""
         with leased(device) as held, pinned(device.cores), contextlib.ExitStack() as undo:
             with writing(log):
                 self._scratch = Scratch(log.parent, WORKERS)

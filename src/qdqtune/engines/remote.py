@@ -72,11 +72,7 @@ class Destination:
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
-        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`.
-
-        Raises:
-            BadOption: it is neither of them.
-        """
+        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`."""
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
             raise BadOption(
@@ -286,11 +282,7 @@ class FarSession(Session):
 
     def open_on(self, cores: int, spec: EngineSpec, *more: Any) -> None:
         """Open an engine (see `Session.open`) on free cores of this host, and on a free GPU if it needs one; with 0
-        cores wherever the system puts it.
-
-        Raises:
-            BadOption, EngineUnavailable: there are too few cores or GPUs within `LEASE_SECONDS`.
-        """
+        cores wherever the system puts it."""
         if cores:
             device = self._free_device(spec, cores)
             os.environ.update(device.environment)

@@ -310,11 +310,7 @@ class Runner:
         return self._worker is not None and self._worker.alive
 
     def _open(self) -> None:
-        """Start a worker, unless there is one, and open the engine there.
-
-        Raises:
-            EngineUnavailable, BadOption: the engine cannot be opened.
-        """
+        """Start a worker, unless there is one, and open the engine there."""
         if self._is_open:
             return
         self.close()
@@ -408,10 +404,6 @@ def checked_output(output: Path, engine: str, execution: Execution, *, is_run: b
     """Yield a path to write a model to. At the end the file is checked and renamed to `output`.
 
     `is_run`: the block itself runs the file on ONNX Runtime, so it is not loaded there again.
-
-    Raises:
-        EngineFailure: the engine does not load it.
-        OutputError: the file cannot be written.
     """
     with atomic_write(output, "model") as fresh:
         yield fresh
@@ -420,11 +412,7 @@ def checked_output(output: Path, engine: str, execution: Execution, *, is_run: b
 
 
 def check_loads(model: Path, engine: str, execution: Execution = EXECUTION) -> None:
-    """Load a written model in its engine; check it with ONNX where the engine is not installed or builds for minutes.
-
-    Raises:
-        EngineFailure: the engine, or the checker, refuses it.
-    """
+    """Load a written model in its engine; check it with ONNX where the engine is not installed or builds for minutes."""
     loader = facts_of(engine).loaded_by
     if loader:
         spec = EngineSpec(loader)

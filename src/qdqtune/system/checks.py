@@ -45,11 +45,7 @@ class Output:
 
 def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
     """Refuse an output that is no file, has no folder that can be written, is a link out of its folder, or would
-    overwrite an input, another output, or a file that no earlier command wrote.
-
-    Raises:
-        BadOption, OutputError: an output is refused.
-    """
+    overwrite an input, another output, or a file that no earlier command wrote."""
     taken: dict[Path | tuple[int, int], str] = {}
     for what, files in read.items():
         for file in files:
@@ -186,11 +182,7 @@ class Stamps:
         return sum(stamp[0] for _, stamp in self.seen if stamp is not None)
 
     def check(self) -> None:
-        """Refuse files that have changed.
-
-        Raises:
-            BadModel: a file has changed, appeared or gone.
-        """
+        """Refuse files that have changed."""
         for file, before in self.seen:
             if stamp(file) != before:
                 raise BadModel(f"{file} has changed since the run began: start it again (what was measured is kept)")
@@ -209,11 +201,7 @@ def stamp(file: Path) -> Stamp | None:
 
 
 def content_digest(files: Iterable[Path]) -> str:
-    """32 hex digits of the content of all files together.
-
-    Raises:
-        BadModel: a file cannot be read.
-    """
+    """32 hex digits of the content of all files together."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(bytes.fromhex(file_digest(file)))

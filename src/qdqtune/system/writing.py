@@ -84,11 +84,7 @@ def append_lines(file: IO[bytes], lines: Sequence[str]) -> None:
 
 
 def write_through(file: IO[bytes], data: bytes) -> None:
-    """Append data to a file that is open without a buffer, and flush it to the disk. On an error nothing is added.
-
-    Raises:
-        OSError: the disk is full, say.
-    """
+    """Append data to a file that is open without a buffer, and flush it to the disk. On an error nothing is added."""
     end, left = file.seek(0, os.SEEK_END), memoryview(data)
     try:
         while left:
@@ -164,11 +160,7 @@ class Scratch:
     """
 
     def __init__(self, parent: Path, prefix: str = SCRATCH) -> None:
-        """Make the folder in `parent`.
-
-        Raises:
-            OSError: the folder cannot be made.
-        """
+        """Make the folder in `parent`."""
         sweep(parent, prefix)
         lock = None
         while lock is None:  # another process may take a new folder for one that was left

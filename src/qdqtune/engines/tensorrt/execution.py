@@ -29,11 +29,7 @@ class CudaError(Exception):
 
 class Cuda:
     """The CUDA runtime on the current device (CUDA_VISIBLE_DEVICES chooses another). `driver` is the newest version of
-    CUDA that the driver runs, `target` the architecture, as in `sm89`.
-
-    Raises:
-        EngineUnavailable: cuda-python is missing, or there is no GPU that it can use.
-    """
+    CUDA that the driver runs, `target` the architecture, as in `sm89`."""
 
     def __init__(self) -> None:
         try:
