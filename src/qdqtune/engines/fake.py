@@ -33,7 +33,7 @@ from typing import Literal
 import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
+from onnx.reference.ops.op_dequantize_linear import DequantizeLinear_19
 
 from qdqtune.engines import formats
 from qdqtune.engines.coverage import Claim, cover, read_model
@@ -145,8 +145,8 @@ class FakeModel:
             if self._evaluator is None:  # weights are read here: models that are only timed never need them
                 model = onnx.load(self._path)
                 opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), DEQUANTIZES)
-                operators: list[type[OpRun]] | None = [DequantizeLinear] if opset < DEQUANTIZES else None
-                self._evaluator = ReferenceEvaluator(model, new_ops=operators)
+                operators = [DequantizeLinear] if opset < DEQUANTIZES else None
+                self._evaluator = ReferenceEvaluator(model, new_ops=operators)  # type: ignore[arg-type]
             outputs = dict(zip(self._evaluator.output_names, self._evaluator.run(None, dict(inputs)), strict=True))
         except Exception as error:  # whatever its Python code raises
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
@@ -170,16 +170,11 @@ class FakeModel:
         self._evaluator = None
 
 
-class DequantizeLinear(OpRun):
+class DequantizeLinear(DequantizeLinear_19):
     """The operator of opset 13: the evaluator has it from opset 19 on only. It finds this class by the class name."""
 
     op_domain = ""
     op_schema = onnx.defs.get_schema("DequantizeLinear", 13)
-
-    def _run(self, x: Array, scale: Array, zero_point: Array | None = None, axis: int = 1) -> tuple[Array]:
-        channels = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)] if scale.size > 1 else []
-        centre = np.float32(0) if zero_point is None else zero_point.astype(np.float32).reshape(channels)
-        return ((x.astype(np.float32) - centre) * scale.reshape(channels),)
 
 
 def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingProxyType({})) -> float:

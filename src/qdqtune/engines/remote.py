@@ -199,9 +199,7 @@ def greeting(program: Program, limit: float) -> dict[str, Any]:
     """What a program says first: its version, its host, and the facts of its machine. Raises as `Program.ask`."""
     deadline = Deadline(limit)
     program.channel.skip_to(GREETING, LONGEST_WELCOME, deadline)
-    words = program.channel.recv(deadline)
-    if not isinstance(words, dict) or not {"version", "host", "facts"} <= words.keys():
-        raise EOFError("no greeting")
+    words: dict[str, Any] = program.channel.recv(deadline)
     return words
 
 
@@ -284,25 +282,22 @@ class FarSession(Session):
         """Open an engine (see `Session.open`) on free cores of this host, and on a free GPU if it needs one; with 0
         cores wherever the system puts it."""
         if cores:
-            device = self._free_device(spec, cores)
+            end = monotonic() + LEASE_SECONDS
+            while True:
+                try:
+                    (device,) = allot(spec, 1, cores)
+                    self._lease.enter_context(leased(device, 0.0))
+                    break
+                except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
+                    if monotonic() > end and cores <= usable_cores():  # other hosts may have some: this worker is lost
+                        raise EngineUnavailable(str(error)) from error
+                    if monotonic() > end:
+                        raise
+                    sleep(0.1)
             os.environ.update(device.environment)
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, set(device.cores))
         self.open(spec, *more)
-
-    def _free_device(self, spec: EngineSpec, cores: int) -> Device:
-        end = monotonic() + LEASE_SECONDS
-        while True:
-            try:
-                (device,) = allot(spec, 1, cores)
-                self._lease.enter_context(leased(device, 0.0))
-                return device
-            except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
-                if monotonic() > end and cores <= usable_cores():  # other hosts may have some: this worker is lost
-                    raise EngineUnavailable(str(error)) from error
-                if monotonic() > end:
-                    raise
-                sleep(0.1)
 
     def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:
         """Build a model. Returns what the engine has printed, with the answer."""

@@ -412,7 +412,7 @@ def checked_output(output: Path, engine: str, execution: Execution, *, is_run: b
 
 
 def check_loads(model: Path, engine: str, execution: Execution = EXECUTION) -> None:
-    """Load a written model in its engine; check it with ONNX where the engine is not installed or builds for minutes."""
+    """Load a written model in its engine; where that is not installed or builds for minutes, check it with ONNX."""
     loader = facts_of(engine).loaded_by
     if loader:
         spec = EngineSpec(loader)

@@ -1,10 +1,8 @@
 """Runs the model of settings.json on ONNX Runtime, and prints the median latency."""
 
-import time
 from importlib import import_module
-from statistics import median
 
-from qdqtune.engines.deployed.start import library, model, runs, settings
+from qdqtune.engines.deployed.start import library, measure, model, settings
 
 try:
     import numpy as np
@@ -30,15 +28,7 @@ if library["plugin"]:
 else:
     session = ort.InferenceSession(str(model), options, providers=[(provider, provider_options)])
 
-rng, inputs, times = np.random.default_rng(0), {}, []
+rng, inputs = np.random.default_rng(0), {}
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own
-    values = rng.standard_normal(shape) if "float" in dtype else np.ones(shape)
-    inputs[name] = values.astype(dtype)
-for _ in range(runs):
-    begun = time.perf_counter()
-    session.run(None, inputs)
-    times.append(time.perf_counter() - begun)
-print(settings["told"])
-print(
-    f"median of {runs} runs: {1e3 * median(times):.3f} ms, ONNX Runtime {ort.__version__}, {session.get_providers()[0]}"
-)
+    inputs[name] = (rng.standard_normal(shape) if "float" in dtype else np.ones(shape)).astype(dtype)
+measure(lambda: session.run(None, inputs), f"ONNX Runtime {ort.__version__}, {session.get_providers()[0]}")

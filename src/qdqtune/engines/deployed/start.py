@@ -1,8 +1,11 @@
 """The beginning of each of these scripts, which `script_of` puts in the place of its import."""
 
 import json
+import time
 from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("runs", type=int, nargs="?", default=100, help="inferences that are timed [100]")
@@ -16,3 +19,14 @@ if not model.exists():
     model = here / model.name
 if not model.exists():
     raise SystemExit(f"{model.name} is missing: copy it from the folder of the run to {here}")
+
+
+def measure(infer: Callable[[], object], how: str) -> None:
+    """Print the median latency."""
+    times = []
+    for _ in range(runs):
+        begun = time.perf_counter()
+        infer()
+        times.append(time.perf_counter() - begun)
+    print(settings["told"])
+    print(f"median of {runs} runs: {1e3 * median(times):.3f} ms, {how}")

@@ -1,13 +1,11 @@
 """Builds the model of settings.json with TensorRT (8.6 or later, or RTX), runs it on inputs of ones, and prints the
 median latency. It needs cuda-python."""
 
-import time
 from importlib import import_module
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from qdqtune.engines.deployed.start import library, model, runs, settings
+from qdqtune.engines.deployed.start import library, measure, model, settings
 
 try:
     import numpy as np
@@ -59,7 +57,7 @@ def checked(answer: Any) -> Any:
 
 
 engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
-context, stream, times = engine.create_execution_context(), checked(cuda.cudaStreamCreate()), []
+context, stream = engine.create_execution_context(), checked(cuda.cudaStreamCreate())
 names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 for name, (dtype, shape) in settings["inputs"].items():
     is_short = engine.get_tensor_dtype(name) == trt.DataType.INT32  # 8.6 makes integers of 64 bits narrower
@@ -73,11 +71,12 @@ for name, (dtype, shape) in settings["inputs"].items():
 for name in (name for name in names if name not in settings["inputs"]):
     most = 8 * int(np.prod(context.get_tensor_shape(name)))  # bytes of any type
     context.set_tensor_address(name, checked(cuda.cudaMalloc(most)))
-for _ in range(runs):
-    begun = time.perf_counter()
+
+
+def infer() -> None:
     if not context.execute_async_v3(stream):
         raise SystemExit("TensorRT did not run the engine")
     checked(cuda.cudaStreamSynchronize(stream))
-    times.append(time.perf_counter() - begun)
-print(settings["told"])
-print(f"median of {runs} runs: {1e3 * median(times):.3f} ms, TensorRT {trt.__version__}")
+
+
+measure(infer, f"TensorRT {trt.__version__}")

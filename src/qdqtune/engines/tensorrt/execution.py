@@ -128,7 +128,17 @@ class Execution:
         for name in self._inputs:
             if name not in inputs:
                 raise EngineFailure(f"TensorRT: there is no array for input {name!r}")
-            self._bind_input(name, np.asarray(inputs[name], self._dtype(name), order="C"))
+            array = np.asarray(inputs[name], self._dtype(name), order="C")
+            if not self._context.set_input_shape(name, array.shape):
+                raise EngineFailure(f"TensorRT: input {name!r} cannot have sizes {array.shape} in this engine")
+            if self._engine.get_tensor_location(name) == self._trt.TensorLocation.HOST:  # a shape, which the CPU reads
+                self._host[name] = array
+                self._drop_graph()  # its values are part of the graph
+                self._set_address(name, array.ctypes.data)
+            else:
+                address = self._reserve(name, array.nbytes)
+                self._set_address(name, address)
+                self._cuda.copy(address, array.ctypes.data, array.nbytes, "HostToDevice", self._stream)
         unknown = self._context.infer_shapes()
         if unknown:
             raise EngineFailure(f"TensorRT: the shapes of {', '.join(unknown)} remain unknown")
@@ -202,18 +212,6 @@ class Execution:
             self._cuda.call("cudaFree", address)
         self._buffers.clear()
         self._cuda.call("cudaStreamDestroy", self._stream)
-
-    def _bind_input(self, name: str, array: Array) -> None:
-        if not self._context.set_input_shape(name, array.shape):
-            raise EngineFailure(f"TensorRT: input {name!r} cannot have sizes {array.shape} in this engine")
-        if self._engine.get_tensor_location(name) == self._trt.TensorLocation.HOST:  # a shape, which the CPU reads
-            self._host[name] = array
-            self._drop_graph()  # its values are part of the graph
-            self._set_address(name, array.ctypes.data)
-        else:
-            address = self._reserve(name, array.nbytes)
-            self._set_address(name, address)
-            self._cuda.copy(address, array.ctypes.data, array.nbytes, "HostToDevice", self._stream)
 
     def _set_address(self, name: str, address: int) -> None:
         if not self._context.set_tensor_address(name, address):

@@ -36,12 +36,11 @@ def create(options: RtxOptions) -> TensorRt:
     again = "to check builds for another GPU give `engine_options` target=sm89"
     cuda = None
     try:
-        cuda = Cuda()
+        found = Cuda()
+        cuda = found if target in (None, "", found.target) else None
     except EngineUnavailable as error:
         if not target:
             raise EngineUnavailable(f"{error}; {again}") from error
-    if cuda is not None and target and target != cuda.target:
-        cuda = None
     if cuda is not None and cuda.target not in known:
         raise EngineUnavailable(f"TensorRT-RTX has no kernels for {cuda.name} ({cuda.target}); {again}")
     return TensorRt("tensorrt-rtx", trt, cuda, options, None)

@@ -86,25 +86,21 @@ class TrtexecOptions(CachedOptions):
 
 
 def create(options: TrtexecOptions) -> Trtexec:
-    arguments = _checked_flags(options.trtexec_args)
+    words = [FORMER.sub(r"--memPoolSize=workspace:\1", word) for word in split_arguments(options.trtexec_args)]
+    for word in words:
+        if not word.startswith("--"):
+            raise BadOption(f"trtexec_args: {word!r} is no flag; write --name or --name=value")
+        if flag_name(word) in RESERVED:
+            raise BadOption(f"trtexec_args: --{flag_name(word)} is set by qdqtune; leave it out")
+    # As in trtexec itself, the last value of a flag counts.
+    last = {word if flag_name(word) in REPEATABLE else flag_name(word): word for word in words}
     path = shutil.which(options.trtexec)
     if path is None:
         raise EngineUnavailable(
             f"there is no program {options.trtexec!r}: it comes with TensorRT (in its bin folder; in NVIDIA's "
             "containers /usr/src/tensorrt/bin/trtexec); give its place with `engine_options` trtexec=PATH"
         )
-    return Trtexec(path, _version(path), arguments, options)
-
-
-def _checked_flags(text: str) -> tuple[str, ...]:
-    """The user's flags, each once: as in trtexec itself, the last value of a flag counts."""
-    words = [FORMER.sub(r"--memPoolSize=workspace:\1", word) for word in split_arguments(text)]
-    for word in words:
-        if not word.startswith("--"):
-            raise BadOption(f"trtexec_args: {word!r} is no flag; write --name or --name=value")
-        if flag_name(word) in RESERVED:
-            raise BadOption(f"trtexec_args: --{flag_name(word)} is set by qdqtune; leave it out")
-    return tuple({word if flag_name(word) in REPEATABLE else flag_name(word): word for word in words}.values())
+    return Trtexec(path, _version(path), tuple(last.values()), options)
 
 
 def flag_name(flag: str) -> str:
