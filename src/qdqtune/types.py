@@ -12,6 +12,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,9 @@ from qdqtune.errors import Failure
 
 
 class Edge(NamedTuple):
-    """One use of a tensor: input number `index` of a node, or with `node` empty graph output number `index`.
+    """One use of a tensor: input number `index` of a node, or with `node` empty graph output number `index`."""
 
-    Searches put millions of edges in sets and sort them: a tuple is several times as fast there as a dataclass.
-    """
+    # Searches sort millions of edges: a tuple is several times as fast there as a dataclass.
 
     tensor: str
     node: str = ""
@@ -58,9 +58,7 @@ class WeightFormat:
 
     def __post_init__(self) -> None:
         if self.dynamic and (self.bits not in (7, 8) or self.block is not None or not self.symmetric):
-            raise ValueError(
-                "weights of dynamic quantization are signed, of 7 or 8 bits, with a scale for each channel"
-            )
+            raise ValueError("weights of dynamic quantization are signed, of 7 or 8 bits, with scales for channels")
         if (self.bits not in (4, 8) and not self.dynamic) or (self.block is None and self.bits == 4):
             raise ValueError("weights are stored in 8 bits, or in 4 bits in blocks")
         if self.block is not None and (self.block < 16 or self.block & (self.block - 1)):
@@ -89,11 +87,7 @@ class WeightFormat:
 
     @staticmethod
     def named(name: str) -> WeightFormat:
-        """The weight format that a name such as w4b32 stands for.
-
-        Raises:
-            ValueError: no weight format has that name.
-        """
+        """The weight format that a name such as w4b32 stands for. Raises ValueError if there is none."""
         match = WEIGHT_FORMAT.fullmatch(name)
         if match is None:
             raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32, w4b32a, d8 or d7")
@@ -167,10 +161,10 @@ class Placement:
     @property
     def digest(self) -> str:
         """16 hex digits that identify the placement."""
-        lines = [f"{e.tensor}\t{e.node}\t{e.index}" for e in self]
-        lines += [f"{e.tensor}\t{e.node}\t{e.index}\t{s.name}" for e, s in self.weight_formats.items()]
-        lines += [f"{e.tensor}\t{e.node}\t{e.index}\t16 bits" for e in sorted(self.wide)]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        rows: list[tuple[object, ...]] = [*self]
+        rows += [(*edge, weight_format.name) for edge, weight_format in self.weight_formats.items()]
+        rows += [(*edge, "16 bits") for edge in sorted(self.wide)]
+        return hashlib.sha256("\n".join("\t".join(map(str, row)) for row in rows).encode()).hexdigest()[:16]
 
 
 class QType(Enum):
@@ -180,17 +174,12 @@ class QType(Enum):
     INT8 = "int8"
     INT16 = "int16"
     UINT16 = "uint16"
-    FP8 = "float8e4m3fn"
+    FP8 = "float8_e4m3fn"
 
-    @property
-    def low(self) -> int:
-        """Smallest value."""
-        return {"uint8": 0, "int8": -128, "int16": -32768, "uint16": 0, "float8e4m3fn": -448}[self.value]
-
-    @property
-    def high(self) -> int:
-        """Largest value."""
-        return {"uint8": 255, "int8": 127, "int16": 32767, "uint16": 65535, "float8e4m3fn": 448}[self.value]
+    def __init__(self, name: str) -> None:
+        self.dtype = np.dtype(name)
+        info = (ml_dtypes.finfo if "float" in name else ml_dtypes.iinfo)(name)
+        self.low, self.high = int(info.min), int(info.max)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_settings_beside_the_pictures_come_before_those_of_the_model(tmp_path: P
         (None, PIXELS, 'Put a preprocessor_config.json beside the model or the pictures, like {"size": {"height": 224'),
         (None, "float[N,32,48,3] x", 'like {"size": {"height": 32, "width": 48}'),
         ({}, PIXELS, 'lacks image_mean or image_std: give both, or "do_normalize": false'),
-        (PLAIN | {"size": 8}, PIXELS, 'write {"height": 8, "width": 8} or {"shortest_edge": 8}'),
+        (PLAIN | {"size": 8}, PIXELS, "has two meanings: give height and width, or shortest_edge"),
         (PLAIN | {"size": {"edge": 8}}, PIXELS, "is neither height and width nor shortest_edge"),
         (PLAIN | {"do_thumbnail": True}, PIXELS, "asks for do_thumbnail, which is not done here"),
         (PLAIN | {"resample": "best"}, PIXELS, "Expected 'int', got 'str'"),

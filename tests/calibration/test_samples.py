@@ -262,9 +262,10 @@ def test_dynamic_sizes_are_refused_with_the_option_that_sets_them() -> None:
 
 
 def test_inputs_of_unknown_rank_and_of_strings_are_refused() -> None:
-    net = model()
-    net.proto.graph.input[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(BadModel, match="'x'"):
-        input_specs(Model(net.proto))
+    for field in ("shape", "elem_type"):
+        net = model()
+        net.proto.graph.input[0].type.tensor_type.ClearField(field)
+        with pytest.raises(BadModel, match="'x' is not a tensor of known type and rank"):
+            input_specs(Model(net.proto))
     with pytest.raises(BadModel, match="input 'x' holds strings: export what is behind"):
         input_specs(model("string[N,2] x"))

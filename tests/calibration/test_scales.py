@@ -10,14 +10,12 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from models import FP8, INT8, PLAIN, REDUCED, normal
-from qdqtune.calibration import scales
 from qdqtune.calibration.scales import (
     Quantization,
     Range,
     of_range,
     of_weight,
     quantize,
-    quantize_bias,
     rounded_weight,
 )
 from qdqtune.types import Array, NumericFormat, QType, WeightFormat
@@ -92,7 +90,7 @@ def test_quantize_equals_the_operator(fmt: NumericFormat, values: Range, seed: i
     halves = ((np.arange(-20, 20) + 0.5) * how.scale).astype(np.float32)
     array = np.concatenate([array, halves, np.float32([0, -0.0, values.low, values.high])])
     mine = quantize(array, how)
-    assert mine.dtype == scales.NUMPY_TYPE[fmt.activation]
+    assert mine.dtype == fmt.activation.dtype
     for theirs in operators(array, how):
         np.testing.assert_array_equal(mine.astype(np.float32), theirs)
 
@@ -103,14 +101,6 @@ def test_quantize_equals_the_operator_on_weights(fmt: NumericFormat, axis: int |
     how = of_weight(values, axis, fmt)
     for theirs in operators(values, how):
         np.testing.assert_array_equal(quantize(values, how).astype(np.float32), theirs)
-
-
-def test_biases_are_rounded_in_units_of_their_scale_or_refused() -> None:
-    scale = np.float32([0.5, 0.25])
-    found = quantize_bias(np.float32([1.25, -0.375]), scale)
-    assert found is not None
-    assert (found.dtype, found.tolist()) == (np.int32, [2, -2])
-    assert quantize_bias(np.float32([3.0]), np.float32([1e-9])) is None
 
 
 def test_ranges_join_and_reject_what_is_none() -> None:

@@ -244,7 +244,7 @@ FIVE, UNSIGNED = FIRST.replace(", z)", ", z5)"), FIRST.replace(", z)", ", zu)")
 @pytest.mark.parametrize(("first", "numbers", "words"), [
     ("[xq] a = QuantizeLinear <axis=1>(x, ws, wz) [xd] b = DequantizeLinear <axis=1>(a, ws, wz)", PLAIN,
      "this engine wants one scale for all channels and uint8 at xd"),
-    (FIRST, FP8, "this engine wants float8e4m3fn at xd"),
+    (FIRST, FP8, "this engine wants float8_e4m3fn at xd"),
     (FIRST, replace(INT8, per_channel=False), "this engine wants one scale for all channels at wd"),
     (FIVE, INT8, "this engine wants a zero point of 0 at xd"),
     (FIRST, PLAIN, "this engine wants uint8 at xd"),

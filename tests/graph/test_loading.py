@@ -182,23 +182,6 @@ def test_an_unknown_element_type_is_refused(place: str, code: int) -> None:
         load_proto(proto)
 
 
-@pytest.mark.parametrize(
-    ("element", "rows", "message"),
-    [(TensorProto.UNDEFINED, 2, "input 'x' has no element type"),
-     (TensorProto.FLOAT, 2**60, "inputs are too large to make up")],
-)  # fmt: skip
-def test_inputs_that_cannot_be_made_up_are_refused(
-    call: Call, tmp_path: Path, element: int, rows: int, message: str
-) -> None:
-    proto = small()
-    kind = proto.graph.input[0].type.tensor_type
-    kind.elem_type, kind.shape.dim[0].dim_value = element, rows
-    onnx.save(proto, tmp_path / "m.onnx")
-    code, out, err = call("quantize", tmp_path / "m.onnx")
-    assert (code, out) == (2, "")
-    assert message in err
-
-
 @pytest.mark.parametrize("place", ["initializer", "Constant"])
 def test_sparse_constants_are_refused(place: str) -> None:
     proto = small()

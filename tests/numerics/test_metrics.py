@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf, log, sqrt
 from pathlib import Path
 from typing import Any
@@ -330,7 +331,7 @@ def test_a_metric_that_hangs_is_given_up_and_its_predict_ends(metric: Metric, lo
         "finally: threading.ended.set()",
     )
     with pytest.raises(TooSlow, match=r"`evaluate` .*metric.py:score took longer than 0.05 s: `time_limit` gives it"):
-        evaluate(load_evaluation(metric("\n    ".join(lines)), Execution(0.05)), *loaded)
+        evaluate(replace(load_evaluation(metric("\n    ".join(lines)), EXECUTION), execution=Execution(0.05)), *loaded)
     threading.__dict__["gate"].set()
     assert threading.__dict__["ended"].wait(60)
 

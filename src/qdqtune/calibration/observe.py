@@ -21,6 +21,7 @@ from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadModel, EngineFailure, EngineRefused, first_of
+from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.system.writing import temporary_folder
@@ -137,11 +138,9 @@ def observe(
         for batch in _batches(model, tensors, samples, session):
             nodes = []
             for i, tensor in enumerate(batch):  # graph inputs cannot be outputs as they are
-                info, name = model.tensors.get(tensor), f"__value_{i}"
-                if widen and info is not None and info.dtype in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
-                    nodes.append(helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT))
-                else:
-                    nodes.append(helper.make_node("Identity", [tensor], [name], name))
+                is_half = tensor in model.tensors and model.tensors[tensor].dtype in HALF
+                op, to = ("Cast", TensorProto.FLOAT) if widen and is_half else ("Identity", None)
+                nodes.append(helper.make_node(op, [tensor], [f"__value_{i}"], f"__value_{i}", to=to))
             with session.loaded(with_outputs(model, nodes), "observed") as run:
                 for outputs in _on_each(run, samples):
                     for tensor, node in zip(batch, nodes, strict=True):

@@ -66,17 +66,22 @@ def raw_samples(
     folders: Sequence[Path],
     limit: int | None,
 ) -> Callable[[int | None], Iterator[dict[str, Array]]]:
-    """A function that gives the samples in raw data for the inputs `specs`. `files` are those of `raw_files`, `folders`
-    those of the model.
-
-    A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left over at the
-    end is not used. With a `limit` on samples, see `spread`; the function takes the number of `others`."""
+    """A function that gives the samples in the `files` of `raw_files` for the inputs `specs`; `folders` are those of
+    the model. A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left
+    over at the end is not used. With a `limit` on samples, see `spread`; the function takes the number of `others`."""
     places = _places(source, folders)
     spec, make = texts_for(specs, places, source) if source.is_file() else pictures_for(specs, places, source)
     batch = spec.shape[0] or 1
 
     def produce(others: int | None) -> Iterator[dict[str, Array]]:
-        items: Sequence[Any] = _lines(source) if source.is_file() else files
+        items: Sequence[Any] = files
+        if source.is_file():
+            try:
+                with reading(source, BadData):
+                    lines = source.read_text(encoding="utf-8").split("\n")
+            except UnicodeDecodeError as error:
+                raise BadData(f"{source} is no text in UTF-8") from error
+            items = list(filter(None, map(str.strip, lines)))
         items = list(spread(items, len(items), limit and limit * batch, others and others * batch))
         for start in range(0, len(items) - batch + 1, batch):
             yield make(items[start : start + batch])
@@ -99,14 +104,6 @@ def spread(items: Iterable[T], total: int, count: int | None, others: int | None
         numbers = [number for number in numbers if number not in taken]
         taken = {numbers[len(numbers) * place // others] for place in range(others)} if numbers else set()
     return (item for number, item in enumerate(items) if number in taken)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        with reading(path, BadData):
-            return list(filter(None, map(str.strip, path.read_text(encoding="utf-8").split("\n"))))
-    except UnicodeDecodeError as error:
-        raise BadData(f"{path} is no text in UTF-8") from error
 
 
 def _read_object(path: Path | None) -> dict[str, Any]:
@@ -166,9 +163,8 @@ def _picture_settings(path: Path) -> PictureSettings:
         raise BadData(f"{path} asks for {other[0]}, which is not done here: give arrays, as .npz or by a function")
     if settings.do_normalize and (settings.image_mean is None or settings.image_std is None):
         raise BadData(f'{path} lacks image_mean or image_std: give both, or "do_normalize": false')
-    if isinstance(size := settings.size, int) and settings.do_resize:
-        square, short = f'{{"height": {size}, "width": {size}}}', f'{{"shortest_edge": {size}}}'
-        raise BadData(f"{path}: a size of {size} has two meanings: write {square} or {short}")
+    if isinstance(settings.size, int) and settings.do_resize:
+        raise BadData(f"{path}: a size of one number has two meanings: give height and width, or shortest_edge")
     return settings
 
 
@@ -197,11 +193,8 @@ def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Pat
     settings = _picture_settings(origin)
     mode = "L" if spec.shape[3 if is_last else 1] == 1 else "RGB"
     if spec.dtype.kind in "iu" and (settings.do_rescale or settings.do_normalize):
-        raise BadData(
-            f"the model wants whole numbers ({spec}), and {origin} scales them: "
-            'say "do_rescale": false and "do_normalize": false'
-        )
-
+        hint = 'say "do_rescale": false and "do_normalize": false'
+        raise BadData(f"the model wants whole numbers ({spec}), and {origin} scales them: {hint}")
     if settings.do_normalize:
         channels = 1 if mode == "L" else 3
         numbers = (np.asarray(each, np.float32) for each in (settings.image_mean, settings.image_std))

@@ -187,8 +187,7 @@ def read_sample(path: Path, model: Model, fixed: Collection[str], execution: Exe
 
 def files_named(source: str | None) -> list[Path]:
     """The files of calibration data or a metric: an .npz, the files of a folder, or those that may be the module of a
-    callable, which is not imported.
-    """
+    callable, which is not imported."""
     if source is None:
         return []
     path, place = Path(source), source.rpartition(":")[0]
@@ -273,9 +272,8 @@ def _checked(
     unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in (*fixed, LABELS)]
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
-        held = f"holds {first_of([*map(repr, arrays)])}" if arrays else "is empty"
-        hint = f"; it {held}" if missing else "; `fix_inputs` names one that was made constant"
-        raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{hint}")
+        hint = f"it holds {first_of([*map(repr, arrays)])}" if missing else "`fix_inputs` names what was made constant"
+        raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}; {hint}")
     checked = {spec.name: np.asarray(arrays[spec.name]) for spec in specs}
     for spec in specs:
         array = checked[spec.name]

@@ -8,23 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
 from qdqtune.types import Array, NumericFormat, QType, WeightFormat
-
-NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
-    {
-        QType.UINT8: np.uint8,
-        QType.INT8: np.int8,
-        QType.INT16: np.int16,
-        QType.UINT16: np.uint16,
-        QType.FP8: ml_dtypes.float8_e4m3fn,
-    }
-)
 
 LARGEST_WIDE = 127 * 256 + 127
 """The largest weight in 16 bits. With one above that, QNN's simulator sums up in steps 8 times as large (68 in place of
@@ -74,11 +63,8 @@ Method = Literal["minmax", "percentile", "mse"]
 
 @dataclass(frozen=True)
 class Calibration:
-    """How ranges are found.
-
-    minmax: all values. percentile: `percentile` % of the values, without outliers at both ends. mse: the least squared
-    error. `bias_correction` keeps the means of the outputs of quantized layers (see `numerics.fitting`).
-    """
+    """How ranges are found. minmax: all values. percentile: `percentile` % of the values, without outliers at both
+    ends. mse: the least squared error. `bias_correction` keeps the means of the outputs of quantized layers."""
 
     method: Method = "minmax"
     percentile: float = 99.99
@@ -112,20 +98,18 @@ class Quantization:
 
     def covers(self, low: float, high: float) -> bool:
         """Whether saturation clips to [low, high], up to half a step."""
-        lowest = (self.qtype.low - self.zero_point) * float(self.scale)
-        highest = (self.qtype.high - self.zero_point) * float(self.scale)
-        slack = 0.5 * float(self.scale)
-        return lowest >= low - 1e-6 * slack and highest <= high + slack
+        scale = float(self.scale)
+        lowest, highest = ((end - self.zero_point) * scale for end in (self.qtype.low, self.qtype.high))
+        return lowest >= low - 5e-7 * scale and highest <= high + 0.5 * scale
 
 
 def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32, *, wide: bool = False) -> Quantization:
     """The scale and zero point of an activation of this range, in the engine's format, in 8 bits or if `wide` in 16.
 
-    Symmetric: scale = max|x| / 127 (int8), / 255 (uint8) or / 448 (E4M3, whose largest finite value is 448).
-    Asymmetric: the range is widened to hold zero, which must be exact for padding and Relu, then
-    scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). All zeros have the
-    scale of values up to 1. The scale is a normal number of `dtype`, the tensor's own: engines may take subnormal ones
-    for zero.
+    Symmetric: scale = max|x| / the largest number. Asymmetric: the range is widened to hold zero, which must be exact
+    for padding and Relu, then scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). All zeros
+    have the scale of values up to 1. The scale is a normal number of `dtype`, the tensor's own: engines may take
+    subnormal ones for zero.
     """
     qtype = QType.UINT8 if fmt.unsigned and values.low >= 0 else fmt.activation
     qtype = fmt.wide if wide and fmt.wide is not None else qtype
@@ -135,13 +119,6 @@ def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32, *, wide
     scale = _positive(_full(high - low) / (qtype.high - qtype.low), dtype)
     zero_point = int(np.clip(np.rint(qtype.low - low / np.float64(scale)), qtype.low, qtype.high))
     return Quantization(qtype, scale, zero_point)
-
-
-def without_sign(quantization: Quantization) -> Quantization:
-    """The quantization to the same values with unsigned integers: int8 around zero becomes uint8 around 128."""
-    if quantization.qtype is not QType.INT8:
-        return quantization
-    return replace(quantization, qtype=QType.UINT8, zero_point=128)
 
 
 def of_weight(
@@ -181,7 +158,7 @@ def quantize(values: Array, quantization: Quantization) -> Array:
     if qtype is not QType.FP8:
         np.rint(scaled, out=scaled)
         scaled += quantization.zero_point
-    return np.clip(scaled, qtype.low, qtype.high, out=scaled).astype(NUMPY_TYPE[qtype])
+    return np.clip(scaled, qtype.low, qtype.high, out=scaled).astype(qtype.dtype)
 
 
 def dequantize(values: Array, quantization: Quantization) -> Array:
@@ -194,12 +171,6 @@ def _along(quantization: Quantization, rank: int) -> Array:
     if quantization.axis is None:
         return quantization.scale
     return quantization.scale.reshape([-1 if i == quantization.axis else 1 for i in range(rank)])
-
-
-def quantize_bias(values: Array, scale: Array) -> Array | None:
-    """An int32 bias in steps of the accumulator's `scale`; None if it does not fit."""
-    rounded = np.rint(values.astype(np.float64) / scale.astype(np.float64))
-    return rounded.astype(np.int32) if np.abs(rounded).max(initial=0.0) < 2**31 else None
 
 
 def _full(magnitude: Any) -> Array:
@@ -237,10 +208,8 @@ INTEGER_TYPE = {
 
 @dataclass(frozen=True, eq=False)
 class RoundedWeight:
-    """A weight [in, out] as integers of that shape; its values are (integer - zero point) * scale.
-
-    `scale` is [in / block, out], or [out] without blocks. `zero_point` has the same shape; None for signed integers.
-    """
+    """A weight [in, out] as integers of that shape; its values are (integer - zero point) * scale. Scale and zero point
+    are [in / block, out], or [out] without blocks; of signed integers the latter is None."""
 
     integers: Array
     scale: Array

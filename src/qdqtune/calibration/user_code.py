@@ -37,10 +37,6 @@ def import_callable(source: str, what: str, execution: Execution) -> tuple[Calla
 
     Modules are searched in the current folder first, and afterwards last: the user's function may import modules there
     when it is called, but a numpy.py there must not hide the real one.
-
-    Raises:
-        BadOption: it cannot be imported, or is not callable.
-        TooSlow: the import takes too long.
     """
     place, _, attribute = source.rpartition(":")
     if not place:
@@ -69,12 +65,7 @@ def import_callable(source: str, what: str, execution: Execution) -> tuple[Calla
 
 @contextmanager
 def user_errors(what: str, raises: type[InputError]) -> Iterator[None]:
-    """Turn an exception of the user's code into one line about `what`.
-
-    Raises:
-        KeyboardInterrupt, QdqtuneError: unchanged.
-        raises: in place of any other exception, also of `SystemExit` and `GeneratorExit`.
-    """
+    """Turn any exception of the user's code but KeyboardInterrupt and QdqtuneError into one line about `what`."""
     try:
         yield
     except (KeyboardInterrupt, QdqtuneError):
@@ -117,12 +108,8 @@ def call_in_thread(
     """The result of a function, which is called in a thread, within the time limits of `execution`; `what` names it in
     errors. Callables that come through `tasks` meanwhile are called here, and their time does not count.
 
-    What the function and the callables raise is raised here. A thread that exceeds the limit is abandoned: the process
-    does not wait for it.
-
-    Raises:
-        TooSlow: the function took too long.
-        Cancelled: another thread has cancelled the call.
+    What the function and the callables raise is raised here, or TooSlow or Cancelled. A thread that exceeds the limit
+    is abandoned: the process does not wait for it.
     """
     (result,) = _from_thread(lambda: iter([function()]), what, execution, tasks)
     return result

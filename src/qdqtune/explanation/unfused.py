@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.calibration.scales import NUMPY_TYPE
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, QDQ, SETTINGS_FROM
 from qdqtune.placement.reading import Pair, pairs_of, weight_only_formats
@@ -266,8 +265,8 @@ class _Graph:
             if numbers.symmetric and np.any(pair.zero_point.astype(np.float32)):
                 wanted.append("a zero point of 0")
             kind = numbers.weight if pair.is_constant else numbers.activation
-            if pair.zero_point.dtype != NUMPY_TYPE[kind]:
-                wanted.append(kind.value)
+            if pair.zero_point.dtype != kind.dtype:
+                wanted.append(str(kind.dtype))
             if wanted:
                 return f"this engine wants {' and '.join(wanted)} at {pair.dq.name}"
         return ""

@@ -54,8 +54,7 @@ def load_for(
     min_opset: int,
     rewrites: Rewrites = NO_REWRITES,
 ) -> tuple[Model, Rewrites]:
-    """A model with at least the opset that pairs at `precision` need, and the rewrites that were made of it. It is not
-    converted."""
+    """A model, not converted yet, with at least the opset that pairs at `precision` need, and its rewrites."""
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
@@ -132,9 +131,8 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
 
 
 def blocked(model: Model) -> set[int]:
-    """Indices of the nodes that always stay in float32: operators on the converter's list of unsafe ones (except
-    `COMPARISONS`), nodes of other domains, whose kernels are unknown, nodes with bodies, and nodes that read a constant
-    that is a graph output."""
+    """Indices of the nodes that always stay in float32: unsafe operators, nodes of other domains, whose kernels are
+    unknown, nodes with bodies, and nodes that read a constant that is a graph output."""
     shown = model.constants.keys() & set(model.outputs)
     with_bodies = {i for i, node in enumerate(model.proto.graph.node) if any(True for _ in bodies(node))}
     alone = (n.index for n in model.nodes if n.domain or n.op in _unsafe() or not shown.isdisjoint(n.inputs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -55,10 +56,8 @@ class Node:
 
 
 class Use(NamedTuple):
-    """Where a tensor is used: input number `slot` of node number `node`; of the graph if `node` is GRAPH.
-
-    A tensor captured by a body of `node` is used with slot -1.
-    """
+    """Where a tensor is used: input number `slot` of node number `node`, -1 if a body of the node reads it; output
+    number `slot` of the graph if `node` is GRAPH."""
 
     node: int
     slot: int
@@ -107,10 +106,8 @@ def size_of(dtype: int, shape: Iterable[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A constant tensor that is read on demand. `key` names its content: equal keys mean equal bytes.
-
-    `array` returns the values, which are not to be changed; for dtypes that numpy lacks in their ml_dtypes type.
-    """
+    """A constant tensor that is read on demand. `key` names its content: equal keys mean equal bytes. `array` returns
+    the values, which are not to be changed."""
 
     key: str
     dtype: int
@@ -142,11 +139,8 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """An ONNX model whose nodes have unique names and whose constants are all initializers.
-
-    `proto` holds the graph and the small initializers; `large` the constants that it leaves out, by name.
-    `constants` has both. Treat all of it as read only: stages make new models.
-    """
+    """An ONNX model whose nodes have unique names and whose constants are all initializers, small ones in `proto`,
+    `large` ones by name; `constants` has both. Treat all of it as read only: stages make new models."""
 
     proto: onnx.ModelProto
     large: Mapping[str, Constant] = field(default_factory=dict)
@@ -173,16 +167,15 @@ class Model:
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Use, ...]]:
         """Tensor to its uses, in graph order, graph outputs last."""
-        uses: dict[str, list[Use]] = {}
+        uses = defaultdict[str, list[Use]](list)
         for node in self.nodes:
             for i, name in enumerate(node.inputs):
-                if name:
-                    uses.setdefault(name, []).append(Use(node.index, i))
+                uses[name].append(Use(node.index, i))
             for name in node.captures:
-                uses.setdefault(name, []).append(Use(node.index, -1))
+                uses[name].append(Use(node.index, -1))
         for i, name in enumerate(self.outputs):
-            uses.setdefault(name, []).append(Use(GRAPH, i))
-        return {name: tuple(u) for name, u in uses.items()}
+            uses[name].append(Use(GRAPH, i))
+        return {name: tuple(u) for name, u in uses.items() if name}
 
     def uses(self, tensor: str) -> tuple[Use, ...]:
         return self.consumers.get(tensor, ())
@@ -268,10 +261,8 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 
 def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:
-    """`model` with these nodes, and with the `added` constants; constants and types that no node uses are dropped.
-
-    `nodes` are in topological order and make every graph output. An added constant replaces one of the same name.
-    """
+    """`model` with these nodes in topological order, and the `added` constants, which replace those of the same name;
+    constants and types that no node uses are dropped."""
     result = deepcopy(model.frame)
     read = {o.name for o in result.graph.output} | model.overridable
     written = set[str]()

@@ -40,7 +40,7 @@ def data_of(path: Path) -> Path:
 
 
 def model_outputs(path: Path, option: str, kind: str = "model") -> list[Output]:
-    """The files that are written for an `option` that names a model: the model, and its constants if it is large."""
+    """The files that are written for an `option` that names a model."""
     return [Output(file, option, written_as(kind)) for file in (path, data_of(path))]
 
 

@@ -117,22 +117,15 @@ def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
     if shape is None or element not in onnx.TensorProto.DataType.values()[1:]:
         raise BadOption(f"cannot fix input {info.name!r}: it is no tensor of a static shape")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(element)
-    scalar: Array
+    if element == onnx.TensorProto.STRING:
+        return np.full(shape, str(value), object)
     try:
-        if element == onnx.TensorProto.STRING:
-            scalar = np.array(str(value), dtype=object)
-        elif element == onnx.TensorProto.BOOL:
-            scalar = np.array({"0": False, "1": True, "false": False, "true": True}[str(value).lower()])
-        elif np.issubdtype(dtype, np.integer):
-            number = int(value) if isinstance(value, str) else value
-            if number != int(number):
-                raise ValueError
-            scalar = np.array(int(number), dtype)
-        else:
-            scalar = np.array(float(value)).astype(dtype)
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        number = float({"false": 0, "true": 1}.get(str(value).lower(), value))
+        if dtype.kind in "biu" and (dtype.type(number) != number or not abs(number) < 2**53):
+            raise ValueError
+    except (OverflowError, ValueError) as error:
         raise BadOption(f"cannot fix input {info.name!r} to {value!r}: its type is {dtype}") from error
-    return np.broadcast_to(scalar, shape)
+    return np.full(shape, number, dtype)
 
 
 def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:

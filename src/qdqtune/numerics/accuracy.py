@@ -8,9 +8,10 @@ compared by slices as well: along each axis behind the first (the batch), one fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -187,7 +188,6 @@ def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float
 
 
 def decibels(sqnr_db: float | None) -> str:
-    """An output SQNR in dB; None means that outputs are equal."""
     return "exact" if sqnr_db is None else f"{sqnr_db:.1f} dB"
 
 
@@ -265,9 +265,8 @@ NEVER = 0.01
 """A probability that never exceeds this is that of a class that the samples do not have."""
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A slice of an output, or neighbours that are all lost, and the least SQNR of them in dB; see `worst_slice`."""
+class Slice(NamedTuple):
+    """A slice of an output, or neighbours that are all lost, and the least SQNR of them in dB."""
 
     name: str
     db: float
@@ -276,7 +275,7 @@ class Slice:
 
 def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
     """The slice of all outputs with the least SQNR, from their values in the float model and in another, sample by
-    sample; a lost one before all others. None where no slice tells anything, or outputs have no parts.
+    sample; a lost one before all others. None where no slice tells anything.
 
     A slice that is smaller than others of its quantity counts as large as these are on average: against nearly nothing
     every error is large. Of a slice that became constant the variation counts, not the values.

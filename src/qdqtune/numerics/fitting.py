@@ -70,7 +70,7 @@ def fitted(
     `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` no
     other tensors need have ranges, which saves time. `bias_samples` is asked after calibration, and again when the
     float model has run, how many samples may correct biases if each takes so many seconds: with 0, none are corrected.
-    The `listener` is told stages and progress."""
+    """
     model, listener = prepared.shaped, listener or Deaf()
     tensors = None
     if only_placed:
@@ -148,12 +148,9 @@ def _bias_seconds(model: Model) -> float:
 
 
 def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> Ranges:
-    """`ranges` with [0, 1] for outputs of Softmax that reach 0.5 on the samples, in uint8: their scale is 1/255.
-
-    A probability of 1 that no sample showed would be clipped, and since most values are near zero, methods clip the
-    ones that matter. Where attention spreads over hundreds of positions no value comes near 1, and steps of 1/255
-    would leave nothing of them.
-    """
+    """`ranges` with [0, 1] for outputs of Softmax that reach 0.5 on the samples, in uint8: since most values are near
+    zero, methods clip the ones that matter. Where attention spreads over hundreds of positions no value comes near 1,
+    and steps of 1/255 would leave nothing of them."""
     if numbers.symmetric:
         return ranges
     made = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and not n.domain}
@@ -178,15 +175,9 @@ Mode = Literal["means", "centred", "shifted"]
 
 
 class BiasedPlacement:
-    """A placement of one model with ranges, run on some samples with any biases.
-
-    Offsets of biases are arrays [samples, channels]: a row for each sample, and in it the channels of all `layers` that
-    can have a bias, of which there is one at least. The `listener` is told the number of inferences after each run on
-    all samples.
-
-    Raises:
-        EngineRefused: from all methods that run the model.
-    """
+    """A placement of one model with ranges, run on some samples with any biases; what runs it may raise EngineRefused.
+    Offsets of biases are arrays [samples, channels], in each row the channels of all `layers` that can have a bias, of
+    which there is one at least."""
 
     def __init__(
         self, session: Session, model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges,
@@ -324,11 +315,9 @@ def shifts_by_others(offsets: Array) -> list[Array]:
 
 
 def shrunk_mean(offsets: Array) -> Array:
-    """What to add to a bias, from the offset of each sample: [samples, channels] to [channels].
-
-    The mean of few samples is partly chance: it is shrunk by the share of its square that its own standard error
-    explains (the positive-part estimator of James and Stein, 1961, channel by channel).
-    """
+    """What to add to a bias, from the offset of each sample: [samples, channels] to [channels]. The mean of few samples
+    is partly chance: it is shrunk by the share of its square that its own standard error explains (the positive-part
+    estimator of James and Stein, 1961, channel by channel)."""
     shift = offsets.mean(axis=0)
     if len(offsets) > 1:
         error = offsets.var(axis=0, ddof=1) / len(offsets)

@@ -87,12 +87,10 @@ class Half:
 
     def notes(self) -> tuple[str, ...]:
         """Notes for users: the precision, the accuracy it costs, and the nodes that stay in float32."""
-        name = NAMES[self.precision]
-        lost = ""
+        told = f"{NAMES[self.precision]} where no pair stands (`precision` fp32 keeps float32)"
         if self.accuracy is not None or self.refusal:
             left = f"nothing: {self.refusal}" if self.accuracy is None else closeness_of(self.accuracy)
-            lost = f"; alone it leaves an output SQNR of {left}"
-        told = f"{name} where no pair stands (`precision` fp32 keeps float32){lost}"
+            told += f"; alone it leaves an output SQNR of {left}"
         if not self.kept:
             return (told,)
         kept = first_of([f"{node} ({why})" for node, why in self.kept.items()], "; ")
@@ -103,13 +101,9 @@ def in_half_precision(
     prepared: Prepared, precision: Precision | None, usual: Precision, floor_db: float | None = FLOOR_DB
 ) -> tuple[Prepared, Half | None, tuple[str, ...]]:
     """`prepared` in `precision`, or without one in the `usual` one if its outputs reach `floor_db`; with the
-    conversion, None for fp32, and notes.
+    conversion, None for fp32, and notes. Raises ConstraintUnmet if those of a given precision do not reach the floor.
 
     For bfloat16 `prepared` stays float32, as ONNX Runtime has few kernels for it: it is converted when it is written.
-
-    Raises:
-        BadModel: the model cannot be converted, or ONNX Runtime cannot run it.
-        ConstraintUnmet: `precision` is given, and its outputs do not reach the floor.
     """
     wanted = precision or usual
     if wanted == "fp32" or not is_float32(prepared.model):

@@ -48,10 +48,8 @@ TOP = 5
 
 
 def answer(metric: Name, output: Array) -> Array | None:
-    """What an output says in the terms of a metric, a row for each of its rows; None if it has another form.
-
-    For top1 class numbers of shape (rows,); for top5 the best five, (rows, 5); for cosine vectors, (rows, size).
-    """
+    """What an output says in the terms of a metric: for top1 class numbers of shape (rows,); for top5 the best five,
+    (rows, 5); for cosine vectors, (rows, size). None if it has another form."""
     is_score, rows = output.dtype.kind == "f", output.shape[:1]
     if metric == "cosine":
         return output.reshape(*rows, -1) if is_score and output.ndim >= 2 and output.size > rows[0] else None
@@ -72,8 +70,11 @@ def row_scores(metric: Name, told: Array | None, right: Array | None) -> list[fl
     if metric == "cosine":
         if right.ndim < 2 or right.reshape(right.shape[0], -1).shape != told.shape:
             return None
-        vectors = zip(told.astype(np.float64), right.reshape(told.shape).astype(np.float64), strict=True)
-        return [_cosine(one, label) for one, label in vectors]
+        ours, theirs = told.astype(np.float64), right.reshape(told.shape).astype(np.float64)
+        lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+        equal = (ours == theirs).all(1)
+        found = np.where(lengths, (ours * theirs).sum(1) / np.where(lengths, lengths, 1.0), equal)
+        return [float(one) for one in found]
     if metric == "top1" and right.dtype.kind not in "iu":
         return None
     if metric == "top5" and right.shape == told.shape:
@@ -109,11 +110,6 @@ def check_classes(metric: Name, output: str, array: Array, right: Array) -> None
         raise BadOption(f"label {wrong} is no class of output {output}, which has {classes}: count classes from 0")
 
 
-def _cosine(a: Array, b: Array) -> float:
-    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / lengths if lengths else float(np.array_equal(a, b))
-
-
 # ---- a function of the user
 
 Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -132,12 +128,7 @@ class Evaluation:
 
 
 def load_evaluation(source: str, execution: Execution) -> Evaluation:
-    """The metric of `module:callable` or `path/to/file.py:callable`.
-
-    Raises:
-        BadOption: it cannot be imported, or is not callable.
-        TooSlow: the import takes too long.
-    """
+    """The metric of `module:callable` or `path/to/file.py:callable`."""
     function, digest = import_callable(source, "`evaluate`", execution)
     return Evaluation(source, digest, function, execution)
 
@@ -148,7 +139,6 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
     Raises:
         EngineRefused: the engine cannot run the model, the metric is not finite, or the time budget has ended.
         BadOption: the function itself fails, or does not return a number.
-        TooSlow: it takes too long.
     """
     tasks, is_over = SimpleQueue[Any](), threading.Event()
 
@@ -360,13 +350,8 @@ def open_labelled(options: LabelOptions, prepared: Prepared) -> Labelled:
 
 
 def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[], Handle]) -> Score:
-    """The metric of a model that the runner holds; see `evaluate`. `floats` gives the build of the float model, whose
-    outputs are right where there are no labels.
-
-    Raises:
-        EngineRefused: there is none, see `evaluate`.
-        BadOption: the function of the user fails, or no output fits the metric.
-    """
+    """The metric of a model that the runner holds; raises as `evaluate` does. `floats` gives the build of the float
+    model, whose outputs are right where there are no labels."""
     if isinstance(metric, Evaluation):
         return Score(evaluate(metric, runner, handle), name=metric.source)
     original = handle if metric.labels is not None else floats()

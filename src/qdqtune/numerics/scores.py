@@ -73,10 +73,9 @@ class Scores:
         """One line for users: which outputs are taken for scores of how many classes, or why none is."""
         if not self.axis:
             return self.why_not
-        listed = [
-            f"{name} ({self.classes[name]} along axis {axis})" for name, axis in self.axis.items() if axis is not None
-        ]
-        listed += [f"{name} (yes above {middle:g})" for name, middle in self.above.items()]
+        listed = [f"{name} (yes above {middle:g})" for name, middle in self.above.items()]
+        several = {name: axis for name, axis in self.axis.items() if axis is not None}
+        listed += [f"{name} ({self.classes[name]} along axis {axis})" for name, axis in several.items()]
         return f"taken for scores of classes: {first_of(listed)}"
 
     def chosen(self, name: str, values: Array) -> Array:
@@ -111,7 +110,10 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
         found = {name: axis for name, axis in seen if axis is not None}
     if not found:
         return Scores({}, {}, {}, f"no scores of classes recognised in {first_of(list(first))}: `scores` names them")
-    above = {name: _middle([sample[name] for sample in outputs]) for name, axis in found.items() if axis is None}
+    above = dict[str, float]()
+    for name in (name for name, axis in found.items() if axis is None):
+        is_share = all(((sample[name] >= 0) & (sample[name] <= 1)).all() for sample in outputs)
+        above[name] = 0.5 if is_share else 0.0
     classes = {name: 2 if axis is None else first[name].shape[axis] for name, axis in found.items()}
     scores = Scores(found, classes, {}, above=above)
     best = {name: [scores.chosen(name, sample[name]).astype(np.int32) for sample in outputs] for name in found}
@@ -150,11 +152,6 @@ def _axis_of(name: str, told: str | None, outputs: Sequence[Mapping[str, Array]]
     if not -rank <= axis < rank or first.shape[axis] == 1:
         raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes along axis {axis}")
     return axis % rank
-
-
-def _middle(outputs: Sequence[Array]) -> float:
-    """What lies between no and yes: 0.5 of probabilities, 0 of logits."""
-    return 0.5 if all(((array >= 0) & (array <= 1)).all() for array in outputs) else 0.0
 
 
 def _seen_axis(outputs: Sequence[Array]) -> int | None:
@@ -346,17 +343,13 @@ def loss_high(before: Score, after: Score) -> float | None:
 
 def samples_to_tell(score: Score, max_drop: float) -> float:
     """From how many samples on one without any change shows that the loss is within `max_drop`; infinite if none can.
-
-    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2). Other scores
-    change a little on most samples, and Student's t can tell from `LEAST_CHANGED` on.
-    """
+    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2)."""
     if max_drop <= 0:
         return inf
     return max(1, ceil(Z2 * (1 - max_drop) / max_drop - 1e-9)) if score.is_of_hits else LEAST_CHANGED
 
 
 def can_tell(score: Score, max_drop: float) -> bool:
-    """Whether so many samples can show that a loss is within `max_drop`, at least if none of them changes."""
     return len(score.by_sample) >= samples_to_tell(score, max_drop)
 
 

@@ -66,12 +66,8 @@ MICROSOFT = "com.microsoft"
 @dataclass
 class Simulation:
     """Accuracies of placements of one model on some samples, as on `engine`. A context manager; ONNX Runtime starts
-    when the first accuracy is asked for, within the `memory` budget of the run. `asked` are the outputs that the user
-    names as scores of classes.
-
-    Raises:
-        EngineRefused: from what follows, if ONNX Runtime does not run a model, or outputs are not finite.
-    """
+    when the first accuracy is asked for. `asked` are the outputs that the user names as scores of classes. What
+    follows raises EngineRefused if ONNX Runtime does not run a model, or outputs are not finite."""
 
     inserter: Inserter
     samples: Sequence[Sample]
@@ -146,10 +142,8 @@ LEAST_DB = 40.0
 
 def check_stripped(stripped: Model, given: Model, session: Session, sample: Sample, name: str, instead: str) -> None:
     """Compare the outputs of `given`, the Q/DQ model of the file `name`, with those of `stripped`, the float model made
-    of it, with all pairs put back. `session` runs both without optimization.
-
-    Nothing is compared where ONNX Runtime does not run the file, or gives no equal or no finite outputs twice, or where
-    activations are quantized dynamically."""
+    of it, with all pairs put back. Nothing is compared where ONNX Runtime does not run the file, or gives no equal or
+    no finite outputs twice, or where activations are quantized dynamically."""
     if any(True for _ in dynamic_products_of(given)):
         return
     try:
@@ -222,12 +216,8 @@ def sensitivities(
     """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` brings to the worst output.
 
     Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs change most when
-    everything is rounded.
-
-    - `floor`: blocks with less noise are not halved.
-    - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements
-      than wanted, `on_fewer` is called.
-    - `budget`: of the memory that engines hold meanwhile.
+    everything is rounded. Blocks with less noise than `floor` are not halved, and none once `time.monotonic` is past
+    the `deadline`. Where that leaves time for fewer measurements than wanted, `on_fewer` is called.
 
     Raises:
         EngineRefused: ONNX Runtime does not run the model with switches, the float model's outputs are not finite, or
@@ -367,7 +357,7 @@ def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: How) -> R
         is_turned = weight.transposed != (tensor in model.producers)
         turn = [helper.make_node("Transpose", [""], [""], perm=[1, 0])] if is_turned else []
         return Rounding(tensor, tensor, edges, (back, *turn), parts)
-    zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
+    zeros = np.full(how.scale.shape, how.zero_point, how.qtype.dtype)
     constants = {"scale": Constant.of(how.scale), "zero_point": Constant.of(zeros)}
     constant, dtype = model.large.get(tensor), model.tensors[tensor].dtype
     axis: dict[str, Any] = {} if how.axis is None else {"axis": how.axis}

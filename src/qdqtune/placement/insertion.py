@@ -45,11 +45,8 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
 
 
 class Inserter:
-    """Writes candidates of one model; caches scales, which most candidates share.
-
-    One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. The number format
-    says whether biases become int32, operators share scales, and clamps go.
-    """
+    """Writes candidates of one model; caches scales, which most candidates share. One Q and one DQ serve all edges of a
+    tensor. Constants become quantized initializers behind a DQ."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -151,8 +148,7 @@ class _Writer:
         return inputs
 
     def _dequantized(self, edge: Edge) -> str:
-        """The name of the DQ output for `edge`, the output's own for a graph output; the pair is written at the first
-        call."""
+        """The name of the DQ output for `edge`; the pair is written at the first call."""
         tensor, made, decision = edge.tensor, self._made, self._decision
         constant = self._model.constants.get(tensor)
         if constant is not None:
@@ -239,7 +235,7 @@ class _Writer:
                 "float32 model, the engine makes its float layers float16 by itself"
             )
         values = quantization.scale.astype(dtype)
-        zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
+        zeros = np.full(quantization.scale.shape, quantization.zero_point, quantization.qtype.dtype)
         return self._in_memory(f"{tensor}_scale", values), self._in_memory(f"{tensor}_zero_point", zeros)
 
     def _with_format(self, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat) -> tuple[onnx.NodeProto, ...]:
@@ -303,6 +299,6 @@ class _Writer:
 def quantized(constant: Constant, quantization: Quantization) -> Constant:
     """The quantized form of a constant, computed when it is written or read."""
     scale = hashlib.sha256(quantization.scale.tobytes()).hexdigest()[:16]
-    key = f"{constant.key}:{quantization.qtype.value}:{quantization.axis}:{quantization.zero_point}:{scale}"
-    dtype = helper.np_dtype_to_tensor_dtype(np.dtype(scales.NUMPY_TYPE[quantization.qtype]))
+    key = f"{constant.key}:{quantization.qtype.dtype}:{quantization.axis}:{quantization.zero_point}:{scale}"
+    dtype = helper.np_dtype_to_tensor_dtype(quantization.qtype.dtype)
     return Constant(key, dtype, constant.shape, lambda: scales.quantize(constant.array(), quantization))

@@ -33,11 +33,8 @@ WEIGHT_ONLY_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     """Why `tensor` can carry no pair into input `slot` of node number `node`, or as graph output `slot` (node GRAPH);
-    None if it can, once it has a range.
-
-    Engines run a pair wherever ONNX allows one, and only measurement shows whether it pays: an activation can carry one
-    into every data input. A constant has to be a weight (`weight_role`) or an operand (`TAKES_CONSTANTS`).
-    """
+    None if it can, once it has a range: an activation in front of every data input, a constant as a weight
+    (`weight_role`) or an operand (`TAKES_CONSTANTS`)."""
     if tensor in model.overridable:
         return "callers may override it, and its range with it"
     if not is_float(model, tensor):
@@ -101,11 +98,7 @@ class WeightRole:
 
 
 def weight_role(model: Model, edge: Edge) -> WeightRole | None:
-    """The role of a constant as a weight at an edge; None if it is no weight there.
-
-    Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: [in, out].
-    The scale of a normalization is a weight without channels.
-    """
+    """The role of a constant as a weight at an edge, the scale of a normalization included; None if it is none."""
     node = model.user(edge)
     if node is None or node.domain:
         return None
@@ -145,10 +138,8 @@ class Weight:
 
 
 def weight_at(model: Model, edge: Edge) -> Weight | None:
-    """The constant matrix that a MatMul or a Gemm reads at an edge; None if there is none.
-
-    A product may read it through a Transpose, as in language models whose last layer shares the embedding table.
-    """
+    """The constant matrix that a MatMul or a Gemm reads at an edge, if only through a Transpose, as in language models
+    whose last layer shares the embedding table; None if there is none."""
     node = model.user(edge) if edge.node in model.index_of else None
     if node is None or node.domain or edge.index >= len(node.inputs) or node.inputs[edge.index] != edge.tensor:
         return None
@@ -213,11 +204,9 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class BiasedLayer:
-    """A quantized compute operator whose bias is, or can be, the constant input `slot` of node `node`.
-
-    `node` is the operator itself, or the Add behind a MatMul. Its output `result` has `channels` channels, along axis 1
-    for convolutions, whose `rank` is given, else along the last axis.
-    """
+    """A quantized compute operator whose bias is, or can be, the constant input `slot` of node `node`: the operator
+    itself, or the Add behind a MatMul. Its output `result` has `channels` channels, along axis 1 for convolutions,
+    whose `rank` is given, else along the last axis."""
 
     node: str
     slot: int
@@ -236,8 +225,15 @@ def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLay
     16 bits, which err so little that nothing is to be corrected."""
     if node.domain or not is_float(model, node.outputs[0]):
         return None
-    if node.op == "Add":
-        return _behind_product(model, placement, node)
+    if node.op == "Add":  # of a constant bias vector behind a MatMul
+        for slot, tensor in enumerate(node.inputs):
+            added, maker = model.constants.get(tensor), model.maker(node.inputs[1 - slot])
+            shape = None if maker is None or maker.op != "MatMul" else _quantized_weight_shape(model, placement, maker)
+            if added is None or shape is None or len(shape) != 2 or node.into[slot] in placement:
+                continue
+            if added.shape == shape[1:]:
+                return BiasedLayer(node.name, slot, node.outputs[0], shape[1])
+        return None
     shape = None if node.op == "MatMul" else _quantized_weight_shape(model, placement, node)
     bias = model.constants.get(node.inputs[2]) if len(node.inputs) > 2 else None
     is_free = len(node.inputs) < 3 or not node.inputs[2] or (bias is not None and len(bias.shape) == 1)
@@ -246,19 +242,6 @@ def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLay
         return None
     rank = len(shape) if node.op in CONVOLUTIONS else None
     return BiasedLayer(node.name, 2, node.outputs[0], output_channels(node, shape), rank)
-
-
-def _behind_product(model: Model, placement: Placement, add: Node) -> BiasedLayer | None:
-    """The layer of a quantized MatMul and the Add of a constant bias vector behind it; None if `add` is not such."""
-    for slot, tensor in enumerate(add.inputs):
-        bias, maker = model.constants.get(tensor), model.maker(add.inputs[1 - slot])
-        if bias is None or maker is None or maker.op != "MatMul":
-            continue
-        shape = _quantized_weight_shape(model, placement, maker)
-        fits = shape is not None and len(shape) == 2 and bias.shape == shape[1:]
-        if fits and add.into[slot] not in placement:
-            return BiasedLayer(add.name, slot, add.outputs[0], bias.shape[0])
-    return None
 
 
 def _quantized_weight_shape(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:

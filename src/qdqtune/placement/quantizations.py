@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from onnx import helper
@@ -18,7 +18,7 @@ from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.possible import biased_layer_at, clamp_bounds, conversions, weight_role, wide_tensors
-from qdqtune.types import Array, Edge, NumericFormat, Placement
+from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
 TAKES_BIAS = COMPUTE - {"MatMul"}  # MatMul has no bias input
 
@@ -77,7 +77,13 @@ class Quantizer:
         weights = {e: self._weight_scale(e, placement) for e in fixed if weight_role(self._model, e) is not None}
         read = dict.fromkeys(e.tensor for e in placement)
         members: dict[Member, Range] = {t: self._ranges.activations[t] for t in read if t not in constants}
-        members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
+        for edge in fixed:
+            if edge not in weights:
+                if edge.tensor not in self._constants:
+                    values = constants[edge.tensor].array()
+                    own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
+                    self._constants[edge.tensor] = self._ranges.activations.get(edge.tensor, own)
+                members[edge] = self._constants[edge.tensor]
         shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
         joined = set[str]()  # outputs of Concats that a convolution reads
         for edge in placement if self._format.unsigned else ():
@@ -86,11 +92,11 @@ class Quantizer:
                 joined.add(edge.tensor)
         wide: Set[Member] = {*placement.wide, *wide_tensors(self._model, placement)}
         activations: dict[str, Quantization] = {}
-        for member, values in common_ranges(self._model, members, placement, shared).items():
+        for member, common in common_ranges(self._model, members, placement, shared).items():
             if isinstance(member, Edge):
-                weights[member] = self._own_scale(member.tensor, values, wide=member in wide)
+                weights[member] = self._own_scale(member.tensor, common, wide=member in wide)
             else:
-                activations[member] = self._own_scale(member, values, member in joined, wide=member in wide)
+                activations[member] = self._own_scale(member, common, member in joined, wide=member in wide)
         return activations, weights
 
     def decide(self, placement: Placement) -> Decision:
@@ -129,14 +135,9 @@ class Quantizer:
         values = self._ranges.wide.get(tensor, values) if wide else values
         values = Range(values.low, max(values.high, min(values.low, 0.0) + least))
         found = scales.of_range(values, self._format, float_type(self._model, tensor), wide=wide)
-        return scales.without_sign(found) if is_joined else found
-
-    def _constant_range(self, tensor: str) -> Range:
-        if tensor not in self._constants:
-            values = self._model.constants[tensor].array()
-            own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
-            self._constants[tensor] = self._ranges.activations.get(tensor, own)
-        return self._constants[tensor]
+        if is_joined and found.qtype is QType.INT8:  # the same values with unsigned integers
+            return replace(found, qtype=QType.UINT8, zero_point=128)
+        return found
 
     def _weight_scale(self, edge: Edge, placement: Placement, floor: Array | None = None) -> Quantization:
         constant, role = self._model.constants[edge.tensor], weight_role(self._model, edge)
@@ -192,9 +193,9 @@ class Quantizer:
                 raised = needed / sx if weights[w].axis is not None else np.max(needed) / sx
                 weights[w] = self._weight_scale(w, placement, np.asarray(raised))
                 scale = np.asarray(sx * weights[w].scale)
-            quantized = scales.quantize_bias(values, scale)
-            if quantized is not None and scale.size in (1, values.size):
-                yield node.index, IntegerBias(quantized, scale)
+            if scale.size in (1, values.size):
+                rounded = np.rint(values.astype(np.float64) / scale.astype(np.float64)).astype(np.int32)
+                yield node.index, IntegerBias(rounded, scale)
 
 
 def float_type(model: Model, tensor: str) -> np.dtype[np.generic]:
@@ -204,10 +205,8 @@ def float_type(model: Model, tensor: str) -> np.dtype[np.generic]:
 def common_ranges(
     model: Model, own: Mapping[Member, Range], placement: Placement, operators: Set[str]
 ) -> dict[Member, Range]:
-    """The range of each member; `own` are the calibrated ranges.
-
-    Members that are connected by `operators` get the union of their ranges. The union leaves out inputs that only a
-    Concat reads: the Concat's output has the same values, and its range fits them best.
+    """The range of each member, from the calibrated ranges `own`. Members that are connected by `operators` get the
+    union of their ranges, without those of inputs that only a Concat reads: the range of its output fits them best.
 
     If Concat is not among `operators`, an input that only the Concat reads still gets the range of its output, unless
     that is wider by more than NEAR_RANGE: with another scale it would be rounded twice, and not copied but looked up.

@@ -25,11 +25,8 @@ COPIED = ("Identity", "Cast")
 
 @dataclass(frozen=True)
 class Reading:
-    """The placement of a Q/DQ model on a float model, and the names of the DQs without a counterpart there.
-
-    `ranges` are the intervals that the pairs represent: inserted again in the same format, they give the same scales
-    and zero points.
-    """
+    """The placement of a Q/DQ model on a float model, and the names of the DQs without a counterpart there. `ranges`
+    are the intervals that the pairs represent: inserted again in the same format, they give the same numbers."""
 
     placement: Placement
     ranges: Ranges
@@ -237,12 +234,9 @@ def _zero_point(model: Model, node: Node, dtype: int) -> Array | None:
 
 
 def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
-    """Index of each Q/DQ model node to the float node that it was made of.
-
-    Both have the same operator, and the same name or else output. A name that `load` may have given, of operator and
-    position, counts only where no output decides. The maker of a graph output may have another name, and another
-    output that the pair behind it reads.
-    """
+    """Index of each Q/DQ model node to the float node that it was made of: of the same operator, and the same name or
+    else output. A name that `load` may have given, of operator and position, counts only where no output decides. The
+    maker of a graph output may have another name, and another output that the pair behind it reads."""
     twins: dict[int, Node] = {}
     for node in qdq_model.nodes:
         same_output = next(filter(None, map(float_model.maker, node.outputs)), None)

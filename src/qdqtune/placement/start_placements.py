@@ -63,10 +63,8 @@ def integer_islands(
 
 
 def static(model: Model, possible: frozenset[Edge]) -> Placement:
-    """Where ONNX Runtime's quantize_static puts pairs: inputs and outputs of every operator that it knows.
-
-    Scales of normalizations stay in float: no kernel takes them in 8 bits, so each would cost a conversion.
-    """
+    """Where ONNX Runtime's quantize_static puts pairs: inputs and outputs of every operator that it knows. Scales of
+    normalizations stay in float: no kernel takes them in 8 bits."""
     marked: set[str] = set()
     for node in model.nodes:
         if node.domain or not node.outputs:

@@ -18,11 +18,8 @@ from qdqtune.types import Array
 
 
 def strip_pairs(model: Model) -> Model:
-    """The float model behind a Q/DQ model.
-
-    Quantized constants become float ones. If the range of a pair starts at zero and its tensor may be negative, a
-    quantizer had dropped a clamp: the pair becomes a Relu, or a Clip if the range ends at 6.
-    """
+    """The float model behind a Q/DQ model. If the range of a pair starts at zero and its tensor may be negative, a
+    quantizer had dropped a clamp: the pair becomes a Relu, or a Clip if the range ends at 6."""
     model = with_float_weights(model)
     pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
     bounds = _lower_bounds(model, pairs)
@@ -46,11 +43,8 @@ def strip_pairs(model: Model) -> Model:
         else:
             casts[name] = helper.make_node("Cast", [before], [name], pair.dq.name, to=pair.dtype)
     gone = {p.dq.index for p in pairs.values()}
-    gone |= {
-        n.index
-        for n in model.nodes
-        if n.op == "QuantizeLinear" and all(use.node in gone for use in model.uses(n.outputs[0]))
-    }
+    quantizing = [n for n in model.nodes if n.op == "QuantizeLinear"]
+    gone |= {n.index for n in quantizing if all(use.node in gone for use in model.uses(n.outputs[0]))}
     final = _output_names(model, source, {c.output[0] for c in clamps.values()})
     nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
@@ -144,11 +138,9 @@ def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float
             low = min(first, 0.0)  # average pools may count the zeros of the padding
         elif node.op in ("Add", "Concat", "Mul"):
             known = [least for least in map(bound, node.inputs) if least is not None]
-            low = None
-            if len(known) == len(node.inputs) and node.op == "Mul":
-                low = 0.0 if min(known) >= 0 else None
-            elif len(known) == len(node.inputs):
-                low = sum(known) if node.op == "Add" else min(known)
+            low = sum(known) if node.op == "Add" else min(known, default=0.0)
+            if len(known) < len(node.inputs) or (node.op == "Mul" and low < 0):
+                low = None
         else:
             low = None
         if low is not None:

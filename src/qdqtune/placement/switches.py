@@ -29,11 +29,9 @@ SWITCH = "__switch_"
 
 @dataclass(frozen=True, eq=False)
 class Rounding:
-    """Nodes that round one tensor on some of its edges.
-
-    Each node reads the result of the one before it as its first input, the first node reads `source`: `tensor`, or the
-    input of the Relu or Clip that makes it where the rounding clamps in its place.
-    """
+    """Nodes that round one tensor on some of its edges. Each reads the result of the one before it as its first input,
+    the first one `source`: `tensor`, or the input of the Relu or Clip that makes it where the rounding clamps in its
+    place."""
 
     tensor: str
     source: str
@@ -167,10 +165,8 @@ class FilePair(Rounding):
     """A pair of a Q/DQ file: its Q, if it has one, and its DQ as `nodes`, with the constants that they read. Behind
     another pair, as a conversion to other bits, the nodes of that one come first.
 
-    If the scale of the Q has another type than the values, a Cast stands in front: ONNX defines the division in the
-    type of the scale, and ONNX Runtime has no kernel for two types. `edges` are those of the float model that it
-    belongs to, all of one tensor. `scale` and `zero_point` are scalars, vectors along `axis`, or for a weight in blocks
-    one number for each block along it.
+    `edges` are those of the float model that it belongs to, all of one tensor. `scale` and `zero_point` are scalars,
+    vectors along `axis`, or for a weight in blocks one number for each block along it.
     """
 
     kind: Kind
@@ -220,6 +216,7 @@ def _nodes(model: Model, pair: Pair) -> tuple[onnx.NodeProto, ...]:
     both = protos[pair.q.index], protos[pair.dq.index]
     if info is None or info.dtype == scale:
         return both
+    # ONNX defines the division in the type of the scale, and ONNX Runtime has no kernel for two types.
     return helper.make_node("Cast", [pair.source], [""], to=scale), *both
 
 
@@ -234,9 +231,7 @@ def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str
 
 def representable(pair: FilePair) -> tuple[float, float]:
     """The least and the largest value that a pair of an activation can give, over all channels; NaN if a scale is NaN.
-
-    For a constant without a Q, the least and the largest of its dequantized values.
-    """
+    For a constant without a Q, those of its dequantized values."""
     if len(pair.nodes) == 1:
         integers = pair.constants[pair.nodes[0].input[0]].array()
         block = next((a.i for a in pair.nodes[0].attribute if a.name == "block_size"), 0)

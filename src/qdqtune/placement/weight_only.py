@@ -66,13 +66,12 @@ class FormattedWeights:
         scaled = (rows // weight_format.block, columns) if weight_format.block else (columns,)
         described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
         described += [] if weight_format.symmetric else [("zero_point", integers, scaled)]
-        parts = {}
+        self._parts[key] = {}
         for what, dtype, shape in described:
             read = partial(self._part, what, weight, weight_format, shape)
             kept = read if what == "quantized" else cache(read)
-            parts[what] = Constant(f"{key}:{what}", dtype, shape, kept)
-        self._parts[key] = parts
-        return parts
+            self._parts[key][what] = Constant(f"{key}:{what}", dtype, shape, kept)
+        return self._parts[key]
 
     def _part(self, what: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]) -> Array:
         rounded = self._rounded(weight, weight_format)
