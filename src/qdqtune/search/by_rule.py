@@ -1,7 +1,7 @@
 """Search by rule: the cheapest placement by `search.costs.rule_costs` that holds the limits on accuracy.
 
-For engines with 16 bits that do not tell what each node takes. Where builds are timed, the fastest counts, and the
-rates of bytes follow from the times; on simulators the cheapest by rule. Builds also show which nodes the engine leaves
+For engines with 16 bits that do not tell what each node takes. Where builds are timed, the fastest counts; on
+simulators the cheapest by rule. Builds also show which nodes the engine leaves
 to others, and the outputs as it computes them. First everything in 8 bits is built, then everything in 16. If the first
 holds the limits and leaves no node, nothing is cheaper. Else the cheapest placements at a price on noise lie between
 the two, and the price is found as in cut mode: by the noise on ONNX Runtime, or by sums of noise whose size builds
@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from operator import ge
 
-from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search import best_of
 from qdqtune.search.costs.decisions import CLOSE_TO_LIMIT, SIMULATED_BISECTIONS, optimum_within
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.rule_costs import SIXTEEN, W8A8, W8A16, W16A16, Labels, RuleCosts
 from qdqtune.timing.limits import failure
-from qdqtune.timing.ratios import Plan
 from qdqtune.types import Placement, Proposal, Trial
 
 ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
@@ -55,11 +54,11 @@ Idea = tuple[str, Labels]
 
 @dataclass(frozen=True)
 class RuleSearch:
-    """The search (see the module). `plan` tells how times are judged; None where nothing is timed."""
+    """The search (see the module). `is_timed`: builds are timed, and parts may be faster in floats."""
 
     costs: RuleCosts
     noise: Noise
-    plan: Plan | None = None
+    is_timed: bool = False
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         costs = self.learned(history)
@@ -81,21 +80,19 @@ class RuleSearch:
             yield ALL_16, wide
         if all(failure(t) is not None for t in history[-FRUITLESS:]) and len(history) >= FRUITLESS:
             return
-        float_too = leaves or not held.get(costs.placement(wide)) or self.plan is not None
+        float_too = leaves or not held.get(costs.placement(wide)) or self.is_timed
         yield from self._within_limits(costs, history, float_too=float_too)
         yield from self._narrowed(costs, history)
 
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
-        """The costs with what builds have shown: nodes that run elsewhere, operators that are refused in 16 bits, and
-        what bytes cost in time."""
+        """The costs with what builds have shown: nodes that run elsewhere, operators that are refused in 16 bits."""
         refused = set(self.costs.refused)
         for trial in history:
             failed = failure(trial)
             if failed is not None:
                 refused |= self.costs.in_16_bits(REFUSED.findall(failed.reason), trial.placement)
         costs = replace(self.costs, refused=frozenset(refused))
-        costs = costs.learned((t.placement, t.layers) for t in history if t.layers)
-        return costs if self.plan is None else costs.fitted(ratios_to_float(history, self.plan))
+        return costs.learned((t.placement, t.layers) for t in history if t.layers)
 
     # ------------------------------------------------ within the limits
 

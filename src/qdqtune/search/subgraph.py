@@ -30,14 +30,12 @@ OPTIMUM_BUILDS = 4
 class SubgraphSearch:
     """Subgraph search (see the module).
 
-    `seeds` are further placements to try, in this order; `is_timed`: the engine reports times of layers. Without
-    `incremental`, only all groups together are tried. `by_cut` finds the optimum of the prices that these builds show,
-    with groups split and joined as they ran fastest.
+    `seeds` are further placements to try, in this order. Without `incremental`, only all groups together are tried.
+    `by_cut` finds the optimum of the prices that these builds show, with groups split and joined as they ran fastest.
     """
 
     selection: GroupSelection
     seeds: Mapping[str, Placement] = field(default_factory=dict)
-    is_timed: bool = False
     incremental: bool = True
     by_cut: CutSearch | None = None
 
@@ -45,8 +43,6 @@ class SubgraphSearch:
         """The next batch, see `Strategy`. One proposal at a time: each result decides what is proposed next."""
         tried = {t.placement for t in history} | {Placement()}
         fixed = {Placement(): "", self.all_accepted: "all groups"}
-        if self.incremental and not self.is_timed:
-            fixed.setdefault(self.selection.with_followers().placement(), "all groups and what lies between")
         for name, placement in self.seeds.items() if self.incremental else ():
             fixed.setdefault(placement, name)
         for placement, name in fixed.items():

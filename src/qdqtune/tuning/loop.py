@@ -90,8 +90,7 @@ def cut(run: Run) -> Mode:
 
 def rule_search(run: Run) -> RuleSearch:
     costs = rule_costs(run.settings, run.subject).learned([(Placement(), run.bench.layers())])
-    plan = run.settings.plan if run.settings.is_timed else None
-    return RuleSearch(costs, noise_of_bits(run), plan)
+    return RuleSearch(costs, noise_of_bits(run), run.settings.is_timed)
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:

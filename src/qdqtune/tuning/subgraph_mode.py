@@ -345,7 +345,6 @@ def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], st
     search = SubgraphSearch(
         select(parts, profiles),
         subject.foremost() | weights_by_family(run.format_shares),
-        is_timed=is_timed,
         incremental=settings.incremental_validation,
     )
     notes = list[str]()

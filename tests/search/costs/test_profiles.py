@@ -1,7 +1,6 @@
 """Schemes of groups that stand alone, their prices, and what is selected by them."""
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import pytest
 
@@ -162,21 +161,6 @@ def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
     assert chosen.ratio == pytest.approx(seconds(chosen.placement()) / seconds(Placement()), rel=0.15)
     assert all(gain > 0 for gain in chosen.savings().values())
     assert chosen.option(parts.owner["soft"]) is None
-
-
-def test_without_layers_groups_between_quantized_ones_are_added() -> None:
-    parts, profiles = measured_alone(chain())
-    dear = {
-        number: replace(profile, options=tuple(
-            replace(o, ms=o.ms + sum(o.quantize.values()) + sum(o.dequantize.values()), quantize={}, dequantize={})
-            for o in profile.options))
-        for number, profile in profiles.items()
-    }  # fmt: skip
-    chosen = select(parts, dear)
-    assert "skip" not in names(parts, chosen.decision.quantized)
-    with_followers = chosen.with_followers()
-    assert "skip" in names(parts, with_followers.decision.quantized)
-    assert chosen.placement().edges < with_followers.placement().edges
 
 
 def test_a_small_group_that_passes_values_on_may_follow_its_neighbours() -> None:

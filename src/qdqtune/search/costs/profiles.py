@@ -213,22 +213,6 @@ class GroupSelection:
             edges.update(parts.edges.get(tensor, ()))
         return Placement.of(edges, parts.placement(self.decision).weight_only)
 
-    def with_followers(self) -> GroupSelection:
-        """The selection with those groups quantized as well that read only tensors of quantized groups.
-
-        For engines without layer times: the latency of such a group alone includes conversions that the model does not
-        need.
-        """
-        parts, quantized, stored = self.parts, set(self.decision.quantized), set(self.decision.stored)
-        for unit in parts.units:
-            entering, storing = unit.storable, _storing_and_handing(parts, unit, self.profiles[unit.number])[0]
-            follows = entering and all(parts.producer[t] in self.decision.quantized for t in entering)
-            if unit.number not in quantized and storing is not None and follows:
-                quantized.add(unit.number)
-                stored.update((*entering, *parts.leaving(unit)))
-        formats = (pair for pair in self.decision.weight_formats if pair[0] not in quantized)
-        return replace(self, decision=Decision.of(quantized, stored, formats))
-
     def savings(self) -> Mapping[int, float]:
         """By group with pairs or a weight format, the ms that it is expected to save, conversions included."""
         units, prices = (self.parts.units[n] for n in sorted(self.decision.quantized)), self.costs.prices

@@ -1,6 +1,5 @@
 """What a placement costs by rule, for engines that do not tell what each part takes: simulators of processors that are
-not here, whose times mean nothing, and NPUs, which run a whole network as one. There the rates of bytes follow from the
-times of whole builds (`RuleCosts.fitted`).
+not here, whose times mean nothing, and NPUs, which run a whole network as one.
 
 The graph is divided into parts: nodes between which no pair stands in the fullest placement. A part computes on weights
 and activations of 8 bits (W8A8), on activations of 16 bits with weights of 8 or 16 (W8A16, W16A16), or in floats, and
@@ -22,8 +21,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-
-import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, is_dilated, is_float
@@ -53,15 +50,6 @@ WIDE_BYTES, CONVERTED_BYTES = 2.0, 3.0
 FLOAT_FACTOR = 2.0
 """What floats cost beside 16 bits: processors that have them (in 16 bits) are slower in them. Chosen, not measured."""
 
-LEAST_BUILDS = 3
-"""Builds, the float model's among them, that rates are fitted to."""
-
-DRAWN = 0.03
-"""How strongly a rate is drawn to that by rule, against the time of one build. Chosen, not measured."""
-
-LEAST_RATE = 0.01
-"""No bytes are free. Chosen, not measured."""
-
 
 @dataclass(frozen=True)
 class Part:
@@ -73,15 +61,6 @@ class Part:
     weights: tuple[Edge, ...]
     constants: tuple[Edge, ...]
     writes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What bytes cost: those written in 16 bits or as floats, and converted ones."""
-
-    wide: float = 1.0
-    floats: float = FLOAT_FACTOR
-    converted: float = 1.0
 
 
 Labels = tuple[int, ...]
@@ -103,7 +82,6 @@ class RuleCosts:
     refused: frozenset[tuple[str, int]] = frozenset()
     """Operators that the engine has refused, and in what."""
     off: Off = field(default_factory=dict)
-    rates: Rates = Rates()
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -204,29 +182,6 @@ class RuleCosts:
                 off[number, label] = sum(self.model.nodes[node].name in left for node in nodes)
         return replace(self, off=off)
 
-    def fitted(self, ratios: Mapping[Placement, float]) -> RuleCosts:
-        """The same costs with rates that follow from the time of placements as a share of the float model's.
-
-        Fitted are the time of 8 bits and three rates, none below zero, by least squares; each rate is drawn to that by
-        rule, so that few builds, which say little about some of them, change those little.
-        """
-        if len(ratios) < LEAST_BUILDS:
-            return self
-        from scipy.optimize import nnls  # slow to import
-
-        each = [replace(self, off={}, rates=rates) for rates in (Rates(1, 0, 0), Rates(0, 1, 0), Rates(0, 0, 1))]
-        bytes_of = np.array([[costs.total(self.labels(placement)) for costs in each] for placement in ratios])
-        bytes_of /= max(bytes_of.max(), 1.0)
-        times, usual = np.array(list(ratios.values())), np.array([1.0, FLOAT_FACTOR, 1.0])
-        ones = np.ones((len(times), 1))
-        _, slope = nnls(np.hstack([ones, bytes_of @ usual[:, None]]), times)[0]
-        if slope <= 0:
-            return self
-        drawn = np.hstack([np.zeros((3, 1)), DRAWN * np.eye(3)])
-        rows, aims = np.vstack([np.hstack([ones, bytes_of]), drawn]), np.concatenate([times, DRAWN * slope * usual])
-        _, *rates = nnls(rows, aims)[0] / slope
-        return replace(self, rates=Rates(*(max(float(rate), LEAST_RATE) for rate in rates)))
-
     def cost(self, placement: Placement, layers: Sequence[Layer] = ()) -> float:
         """What a placement costs; nodes run elsewhere as its layer report says."""
         known = replace(self, off={}).learned([(placement, layers)] if layers else [])
@@ -248,7 +203,7 @@ class RuleCosts:
         table = Table([*own])
         outside = table.part(inf, inf, 0.0)  # inputs of the graph come as floats
         for tensor, readers in self.readers.items():
-            base = self.rates.converted * _conversion_bytes(self.model, tensor)
+            base = _conversion_bytes(self.model, tensor)
             narrowed = base + price * noise.of_value(noise.value(tensor))
             widened = base + price * noise.of_wide(noise.value(tensor))
             table.convert(self.maker.get(tensor, outside), readers, narrowed, widened, base)
@@ -279,8 +234,7 @@ class RuleCosts:
         """What a node that runs elsewhere costs: more than everything else together."""
         written = sum(EACH + _written(self.model, part) for part in self.parts)
         converted = sum(_conversion_bytes(self.model, tensor) for tensor in self.readers)
-        rates = self.rates
-        return 1.0 + max(rates.wide, rates.floats) * written + 3 * rates.converted * converted
+        return 1.0 + FLOAT_FACTOR * written + 3 * converted
 
     def _of_part(self, number: int, label: int) -> float:
         part = self.parts[number]
@@ -291,9 +245,9 @@ class RuleCosts:
             return left + weights
         written = _written(self.model, part)
         if label == FLOAT:
-            return left + self.rates.floats * written + WIDE_BYTES * weights
+            return left + FLOAT_FACTOR * written + WIDE_BYTES * weights
         more = 0.0 if label == W8A16 else EACH
-        return left + self.rates.wide * (written + more) + (WIDE_BYTES if more else 1.0) * weights
+        return left + written + more + (WIDE_BYTES if more else 1.0) * weights
 
     def _noise_of(self, part: Part, label: int, noise: Noise) -> float:
         """The noise of what a part writes and of its constants."""
