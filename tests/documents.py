@@ -216,10 +216,12 @@ def prepare(folder: Path) -> None:
 
     `model.onnx` and `samples.npz`; `decoder.onnx`; `vad.onnx`; `retrained.onnx`, the same network with other weights;
     `qdqtune_output`, a tuning run; `quantized.onnx`, the model with pairs around its convolutions and nowhere else;
-    `calib.cache`, scales of all its activations.
+    `calib.cache`, scales of all its activations; `metric.py`, the functions of how-to/accuracy.md.
     """
     for script in EXAMPLES.glob("*/*.py"):
         shutil.copy(script, folder)
+    metrics = blocks((ROOT / "docs" / "how-to" / "accuracy.md").read_text())
+    (folder / "metric.py").write_text("\n".join(block.text for block in metrics if block.kind == "python"))
     script = folder / "make_model.py"
     smaller = re.sub(r"32(, ?)32", r"8\g<1>8", script.read_text().replace("64", "16"))
     script.write_text(smaller.replace("default=16", "default=2"))

@@ -178,24 +178,16 @@ def rewording(text: str, error: type[QdqtuneError] = EngineFailure) -> Iterator[
 
 
 @contextmanager
-def writing(what: Path | str, hint: str = "") -> Iterator[None]:
-    """Turn an OSError of the block, which writes `what`, into one line; `hint` says what to do.
-
-    Raises:
-        OutputError: `what` could not be written.
-    """
+def writing(what: Path | str, hint: str = "choose another place, or make room there") -> Iterator[None]:
+    """Turn an OSError of the block, which writes `what`, into an OutputError of one line; `hint` says what to do."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"cannot write {what}: {error.strerror or error}{hint and f'; {hint}'}") from error
+        raise OutputError(f"cannot write {what}: {error.strerror or error}; {hint}") from error
 
 
 def check_file(path: Path) -> None:
-    """Refuse to read a path that exists but is neither file nor folder: a pipe or a device might never end.
-
-    Raises:
-        OSError: the path is a pipe or a device.
-    """
+    """Raise an OSError for an existing path that is neither file nor folder: a pipe or a device might never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is no file", str(path))
 
@@ -206,4 +198,4 @@ def reading(what: Path | str, raises: type[InputError] = BadOption) -> Iterator[
     try:
         yield
     except OSError as error:
-        raise raises(f"cannot read {what}: {error.strerror or error}") from error
+        raise raises(f"cannot read {what}: {error.strerror or error}; check the path") from error

@@ -166,7 +166,7 @@ def source(value: Any) -> Any:
 def _to_write(value: Any) -> Path:
     text = check_name(value)
     if text.endswith("/"):
-        raise OutputError(f"cannot write {text}: it is a folder")
+        raise OutputError(f"cannot write {text}: it is a folder; name a file in it")
     return Path(text)
 
 

@@ -178,7 +178,7 @@ def test_regions_can_be_looked_at(
     assert region_inspect.main(["--model", str(model)]) == 0
     assert "├─ Region " in capfd.readouterr().out
     assert region_inspect.main(["--model", "missing.onnx"]) == 1
-    assert capfd.readouterr().err.startswith("error: missing.onnx: cannot read the model")
+    assert capfd.readouterr().err.startswith("error: cannot read the model missing.onnx")
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt

@@ -151,7 +151,7 @@ def test_files_that_are_no_arrays(tmp_path: Path, write: Callable[[Path], Any]) 
 def test_sources_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     (tmp_path / "notes.md").touch()
     monkeypatch.chdir(tmp_path)
-    refused(r"not found|no \.npy", source, model())
+    refused("no calibration data in .*: give an .npz|cannot read .*: No such", source, model())
 
 
 def test_a_bare_array_for_a_model_of_two_inputs(tmp_path: Path) -> None:

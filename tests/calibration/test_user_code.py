@@ -155,10 +155,10 @@ def test_items_that_come_fast_are_limited_too(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", ["pipe.npz", "pipe.npy"])
 def test_a_pipe_is_no_file_of_samples(call: Call, small: Path, name: str) -> None:
     os.mkfifo(small.parent / name)
-    for given, words in ((small.parent / name, "is no file"), (small.parent, "not found")):
+    for given in (small.parent / name, small.parent):
         small.with_suffix(".npz").unlink(missing_ok=True)
         code, _, err = call("quantize", small, "--calibration-data", given, "-o", small.parent / "q.onnx")
-        assert (code, words in err) == (2, True), err
+        assert (code, "is no file" in err) == (2, True), err
 
 
 def test_only_what_is_asked_for_is_made_and_generators_are_closed() -> None:

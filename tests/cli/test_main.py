@@ -193,7 +193,7 @@ def test_a_full_disk_is_one_line_and_code_2(again, tuned, tmp_path, call):
             "tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", out, "-q"
         )
     assert (code, printed) == (2, "")
-    assert re.fullmatch(rf"error: cannot write {re.escape(str(out))}\S*: File too large\n", err)
+    assert re.fullmatch(rf"error: cannot write {re.escape(str(out))}\S*: File too large; .*\n", err)
 
 
 # Commands made of options: their help and completion, and wrong usage
@@ -215,7 +215,7 @@ def test_help_is_a_page_of_80_columns_and_the_whole_explains_every_option(comman
 def test_help_is_a_value_behind_an_option_that_takes_one(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for asked in ("--help", "--help-all"):
-        is_refused(call, tmp_path, "m.onnx: cannot read the model", "tune", "m.onnx", "--output-dir", asked)
+        is_refused(call, tmp_path, "cannot read the model m.onnx", "tune", "m.onnx", "--output-dir", asked)
         assert call("tune", "m.onnx", "--builds", "x", asked)[0] == 0
 
 
@@ -247,6 +247,7 @@ def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call
     [
         ([], "Missing argument 'MODEL'"),
         (["m", "--num-threads", "1"], "No such option '--num-threads'. Did you mean '--threads'?"),
+        (["m", "--effort"], "Option '--effort' requires an argument: quick|default|extensive (see"),
         (["m", "--engine", "nope"], "unknown engine 'nope'; there are cuda, fake"),
         (["m", "--time-limit", "9999999h"], "'9999999h' is no duration up to a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no number"),

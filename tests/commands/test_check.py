@@ -107,7 +107,7 @@ def test_a_float_model_has_no_pairs_and_runs_nothing(call, float_file, workers):
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["missing.onnx"], 2, "missing.onnx: cannot read the model: No such file or directory"),
+    (["missing.onnx"], 2, "cannot read the model missing.onnx: No such file or directory; check the path"),
     (["float.onnx", "--profile-json", "p.json"], 2, "--profile-json goes with --graph-json"),
     (["fused.onnx", "--engine", "nonsense"], 2, "unknown engine 'nonsense'; there are"),
     (["fused.onnx", "--engine", "trtexec", "--engine-option", "trtexec=no-such-program"], 5,

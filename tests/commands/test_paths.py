@@ -129,7 +129,7 @@ def test_no_option_writes_to_what_is_read_or_was_there_before_or_is_a_folder(cas
     assert circle.is_symlink()
     for name in (tmp_path, tmp_path / "run", f"{tmp_path}/run/", f"{tmp_path}/new/"):
         told = is_refused(call, tmp_path, "", *asked, name)
-        assert told == f"error: cannot write {name}: it is a folder", case
+        assert told == f"error: cannot write {name}: it is a folder; name a file in it", case
     request.node.add_report_section("call", "written", f"{case}: {len(others) + 3} files, all refused and untouched")
 
 

@@ -121,7 +121,8 @@ GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constan
         (b"", "not an ONNX file"),
         (b"no model at all, just some words", "not an ONNX file"),
         (GOOD.SerializeToString()[:-7], "not an ONNX file, or damaged|invalid graph"),
-        (b"\x08\x63" + GOOD.SerializeToString()[2:], r"ONNX version \(IR 99\) is later .*: pip install -U onnx, or"),
+        (b"\x08\x63" + GOOD.SerializeToString()[2:], r"IR 99 or .* is later .*: pip install -U onnx, or"),
+        (model("g (float[2] x) => (float[2] y) { y = Relu(x) }", 99).SerializeToString(), "opset 99 is later .*: pip"),
         (GOOD.SerializeToString().replace(b"Add", b"\xff\xfe\xfd"), "model.onnx: "),
     ],
 )
@@ -131,7 +132,7 @@ def test_files_that_are_no_models(file: Path, content: bytes | None, message: st
     with pytest.raises(BadModel, match=message) as caught:
         load(file)
     assert "\n" not in str(caught.value)
-    with pytest.raises(BadModel, match="is a folder"):
+    with pytest.raises(BadModel, match="Is a directory; check the path"):
         load(file.parent)
 
 

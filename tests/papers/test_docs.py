@@ -125,18 +125,19 @@ def test_the_metric_of_a_library_gets_what_it_takes(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     calls: list[tuple[object, ...]] = []
 
-    def f1_score(right: np.ndarray, told: list[int], average: str) -> float:
-        calls.append((right.tolist(), told, average))
+    def wer(right: list[str], heard: list[str]) -> float:
+        calls.append((right, heard))
         return 0.25
 
-    present(monkeypatch, {"sklearn": SimpleNamespace(), "sklearn.metrics": SimpleNamespace(f1_score=f1_score)})
+    present(monkeypatch, {"jiwer": SimpleNamespace(wer=wer)})
     functions: dict[str, Any] = {}
     for block in blocks((SITE / "how-to" / "accuracy.md").read_text()):
         if block.kind == "python":
             exec(block.text, functions)
-    np.savez("test.npz", images=np.zeros((2, 3, 4, 4), np.float32), labels=np.array([1, 0]))
-    assert functions["f1"](lambda given: {"scores": np.array([[0.0, 1.0]])}) == 0.25
-    assert calls == [([1, 0], [1, 1], "macro")]
+    np.savez("speech.npz", sounds=np.zeros((1, 9), np.float32), texts=np.array(["aab a"]))
+    logits = np.eye(29)[None, [0, 1, 1, 0, 1, 2, 2, 28, 1]]
+    assert functions["words_right"](lambda given: {"logits": logits}) == 0.75
+    assert calls == [(["aab a"], ["aab a"])]
 
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", *DOCUMENTS, *GENERATED], ids=lambda path: path.stem)
@@ -224,7 +225,7 @@ SOURCES = {
 def test_code_needs_only_what_the_package_installs(source: str) -> None:
     code, place = SOURCES[source]
     beside = {path.stem for path in place.parent.glob("*.py")}
-    others = {"openvino", "PIL", "tokenizers", "mlflow", "sklearn", EXPORTER}
+    others = {"openvino", "PIL", "tokenizers", "mlflow", "jiwer", EXPORTER}
     assert imported(code) <= installed_with_the_package() | beside | others
 
 

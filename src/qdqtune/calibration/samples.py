@@ -22,7 +22,7 @@ from qdqtune.calibration.inputs import InputSpec, input_specs, listed, random_sa
 from qdqtune.calibration.raw_data import TEXT_ENDING, raw_files, raw_samples, settings_files, spread
 from qdqtune.calibration.user_code import checked_count, import_callable, read_in_thread, user_errors
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.errors import BadData, first_of
+from qdqtune.errors import BadData, check_file, first_of, reading
 from qdqtune.graph.model import Model
 from qdqtune.system.writing import named
 from qdqtune.types import Array, Sample
@@ -72,7 +72,7 @@ class Samples:
         """The first `count` samples, or all if there are fewer."""
         found = list(islice(iter(self), count))
         if not found:
-            raise BadData(f"{self.origin} holds no sample")
+            raise BadData(f"{self.origin} holds no sample: give a hundred typical ones")
         return found
 
 
@@ -138,11 +138,9 @@ def open_samples(
 
         return Samples(source, digest, False, lambda: read_in_thread(first, source, execution))
 
-    elif Path(source).is_dir():
-        raise BadData(f"{source} holds no .npy or .npz file, and no pictures")
     else:
         kinds = "an .npz, a folder of .npy/.npz or pictures, a .txt, or module:callable"
-        raise BadData(f"calibration data {source} not found: give {kinds}")
+        raise BadData(f"no calibration data in {source}: give {kinds}")
 
     def read(others: int | None = None) -> Iterator[Sample]:
         return read_in_thread(lambda: produce(others), source, execution)
@@ -170,10 +168,9 @@ def digest_of(source: str, execution: Execution, folders: Sequence[Path]) -> str
 
     def digests() -> Iterator[bytes]:
         for path in files:
-            if not path.is_file():
-                raise BadData(f"calibration data {path} not found")
-            with path.open("rb") as f:
-                yield hashlib.file_digest(f, "sha256").digest()
+            with reading(f"calibration data {path}", BadData):
+                check_file(path)
+                yield hashlib.sha256(path.read_bytes()).digest()
 
     return hashlib.sha256(b"".join(read_in_thread(digests, source, execution))).hexdigest()[:16]
 
@@ -246,8 +243,8 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 
 
 def _misshapen(shape: tuple[int, ...], spec: InputSpec, origin: str) -> BadData:
-    hint = ""
-    if len(shape) >= 3 and len(spec.shape) == 4:
+    hint = ": array[None] adds the axis of the batch" if spec.fits((1, *shape)) else ""
+    if len(shape) >= 3 and len(spec.shape) == 4 and not hint:
         a, b, c = shape[-3:]
         for moved, axes in (((c, a, b), "-1, -3"), ((b, c, a), "-3, -1")):
             if spec.fits((spec.shape[0], *moved)):

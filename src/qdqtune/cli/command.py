@@ -74,6 +74,8 @@ class Command(click.Command):
     It may write only what does not overwrite its inputs, and its errors spell options as they are typed.
     """
 
+    allow_extra_args = True  # `parse_args` refuses them
+
     def __init__(self, name: str, kind: type[Options], body: Callable[[Any], int | None], **more: Any) -> None:
         super().__init__(name, params=[*map(_parameter, options_of(kind).values())], help=body.__doc__, **more)
         self.kind, self.body = kind, body
@@ -81,8 +83,16 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words, and check the files that the command may write."""
         with _flags_in_errors():
-            rest = super().parse_args(ctx, args)
+            try:
+                rest = super().parse_args(ctx, args)
+            except click.BadOptionUsage as error:  # an option without its value
+                values = {flag: own.metavar for own in options_of(self.kind).values() for flag in own.spellings}
+                message = ": ".join(filter(None, [error.message.rstrip("."), values.get(error.option_name)]))
+                raise click.BadOptionUsage(error.option_name, message, ctx) from error
             if not ctx.resilient_parsing:
+                if rest:
+                    hint = "; samples are `calibration_data`" if hasattr(self.kind, "calibration_data") else ""
+                    ctx.fail(with_flags(f"Got unexpected extra argument ({' '.join(rest)}){hint}"))
                 options = self.kind(**{name: word for name, word in ctx.params.items() if word not in (None, ())})
                 check_options(options)
                 ctx.params = {"options": options}

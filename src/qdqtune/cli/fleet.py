@@ -232,7 +232,7 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOption
     """
     for model, folder in named(list(dict.fromkeys(models))).items():
         if not model.exists():
-            raise BadOption(f"{model}: cannot read the model: No such file or directory")
+            raise BadOption(f"cannot read the model {model}: No such file or directory; check the path")
         yield replace(options, model=model, output_dir=options.output_dir / folder)
 
 

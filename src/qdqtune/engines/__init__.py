@@ -161,8 +161,8 @@ def output_to(log: Path) -> Iterator[None]:
 
 
 @contextmanager
-def translated(vendor: str, noise: re.Pattern[str]) -> Iterator[None]:
-    """Turn exceptions of a vendor's library into EngineFailure; text that matches `noise` is cut from the message.
+def translated(vendor: str, rewords: Mapping[re.Pattern[str], str]) -> Iterator[None]:
+    """Turn exceptions of a vendor's library into EngineFailure; `rewords` has our words for parts of its messages.
 
     The whole message goes to standard error, beside the output of the library.
     """
@@ -172,4 +172,7 @@ def translated(vendor: str, noise: re.Pattern[str]) -> Iterator[None]:
         raise
     except Exception as error:  # the errors of these libraries share no base class but Exception
         os.write(2, f"{error}\n".encode())
-        raise EngineFailure(f"{vendor}: {one_line(noise.sub('', one_line(error, limit=10_000)))}") from error
+        text = one_line(error, limit=10_000)
+        for theirs, ours in rewords.items():
+            text = theirs.sub(ours, text)
+        raise EngineFailure(f"{vendor}: {one_line(text)}") from error

@@ -59,10 +59,15 @@ measured."""
 refusals_in_words = partial(
     translated,
     "ONNX Runtime",
-    re.compile(
-        r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?((\w+ : )?/\S+:\d+ .*?\) (?=[A-Z]))?"
-        r"(\w+ : Non-zero status code returned while running (?=\w+ node))?"
-    ),
+    {
+        re.compile(
+            r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?((\w+ : )?/\S+:\d+ .*?\) (?=[A-Z]))?"
+            r"(\w+ : Non-zero status code returned while running (?=\w+ node))?"
+        ): "",
+        re.compile(r"^(?:Unsupported|ONNX Runtime only) .*?(IR version|Opset):? (\d+).*(?:: |till opset )(\d+).*"): (
+            r"\1 \2 is later than its \3: pip install -U onnxruntime, or export with a lower opset"
+        ),
+    },
 )
 """`translated`, without the beginning of messages: it often names a temporary file and a place in ONNX Runtime's
 sources."""

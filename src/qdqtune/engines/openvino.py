@@ -34,7 +34,7 @@ DEVICE = "CPU"
 refusals_in_words = partial(
     translated,
     "OpenVINO",
-    re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
+    {re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"): ""},
 )
 """`translated`, without places in OpenVINO's sources."""
 

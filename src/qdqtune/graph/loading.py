@@ -21,7 +21,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto, inliner, numpy_helper, version_converter
 
-from qdqtune.errors import BadModel, check_file
+from qdqtune.errors import BadModel, check_file, reading
 from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_external
 from qdqtune.graph.inference import INFERENCE_ERRORS, infer, with_large_inputs, without_large_inputs
 from qdqtune.graph.model import DEFAULT, Constant, Model, bodies, captured, graphs, size_of
@@ -146,22 +146,19 @@ def _fits(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> bool:
 
 def read(path: Path) -> ModelProto:
     """The protobuf in a file, without its external data."""
-    try:
+    with reading(f"the model {path}", BadModel):
+        check_file(path)
         if path.stat().st_size >= 2**31:
             raise BadModel(
                 f"{path}: not an ONNX file: those have less than 2 GB. A larger model has its weights beside it "
                 "(onnx.save, save_as_external_data=True)"
             )
-        check_file(path)
-        proto = onnx.load(path, format="protobuf", load_external_data=False)
-    except IsADirectoryError as error:
-        raise BadModel(f"{path} is a folder: name an ONNX file") from error
-    except OSError as error:
-        raise BadModel(f"{path}: cannot read the model: {error.strerror or error}") from error
-    except DecodeError as error:
-        raise BadModel(f"{path}: not an ONNX file, or damaged: export or copy it again") from error
+        try:
+            proto = onnx.load(path, format="protobuf", load_external_data=False)
+        except DecodeError as error:
+            raise BadModel(f"{path}: not an ONNX file, or damaged: export or copy it again") from error
     if not proto.HasField("graph"):
-        raise BadModel(f"{path}: not an ONNX file, or cut short: it holds no graph")
+        raise BadModel(f"{path}: not an ONNX file, or cut short: it holds no graph; export or copy it again")
     return proto
 
 
@@ -220,10 +217,12 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 
 def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
-    if proto.ir_version > onnx.IR_VERSION:
+    opset = max((o.version for o in proto.opset_import if o.domain in DEFAULT), default=0)
+    newest = onnx.defs.onnx_opset_version()
+    if proto.ir_version > onnx.IR_VERSION or opset > newest:
         raise BadModel(
-            f"its ONNX version (IR {proto.ir_version}) is later than the onnx package here knows ({onnx.IR_VERSION}): "
-            "pip install -U onnx, or export it with a lower opset"
+            f"IR {proto.ir_version} or opset {opset} is later than the onnx package here knows ({onnx.IR_VERSION}, "
+            f"{newest}): pip install -U onnx, or export it with a lower opset"
         )
     whole = with_large_inputs(proto, large)
     for info in (*whole.graph.input, *whole.graph.output):

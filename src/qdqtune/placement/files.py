@@ -191,4 +191,4 @@ def parsed_yaml(path: Path, what: str) -> Any:
         return yaml.load(text, Loader=LOADER)
     except (*SCALAR_ERRORS, RecursionError, yaml.YAMLError) as error:
         words = one_line(error).replace('in "<byte string>",', "at")
-        raise BadOption(f"{path} is no {what} file, or damaged: {words}") from error
+        raise BadOption(f"{path} is no {what} file, or damaged: as YAML, {words}") from error

@@ -56,7 +56,7 @@ def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
         if "\0" in str(path):
             raise BadOption(f"{output.option} {str(path)!r} is no name of a file")
         if path.is_dir():
-            raise OutputError(f"cannot write {path}: it is a folder")
+            raise OutputError(f"cannot write {path}: it is a folder; name a file in it")
         for key in _identities(path):
             if key in taken:
                 raise BadOption(f"{path} would overwrite the {taken[key]}: {hint}")
@@ -209,11 +209,7 @@ def content_digest(files: Iterable[Path]) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """The SHA-256 of a file.
-
-    Raises:
-        BadModel: it cannot be read.
-    """
+    """The SHA-256 of a file."""
     return _digest(Content(file, stamp(file)))
 
 
