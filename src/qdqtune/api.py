@@ -68,10 +68,6 @@ R = TypeVar("R")
 def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[P, R]:
     """Make the public function of a command. It takes the first field of `kind`, a model, by position, and all others
     as keywords; its docstring is that of `run` and the help of the options.
-
-    Raises:
-        BadOption: a keyword is unknown, or its value cannot be used.
-        Cancelled: `cancel` is set.
     """
     assert isinstance(kind, type)
     name = run.__name__.strip("_")
@@ -134,41 +130,31 @@ def _named(result: R) -> R:
 
 
 class TuneCall(ModelCallOptions, TuneOptions, kw_only=False):
-    """Keywords of `tune`."""
-
     model: Any = MODEL("The ONNX file, a folder that holds one, or all settings of the run.", default=REQUIRED)
 
 
-class QuantizeCall(ModelCallOptions, quantizing.QuantizeOptions):
-    """Keywords of `quantize`."""
+class QuantizeCall(ModelCallOptions, quantizing.QuantizeOptions): ...
 
 
-class CompareCall(CallOptions, CompareOptions):
-    """Keywords of `compare`."""
+class CompareCall(CallOptions, CompareOptions): ...
 
 
-class ApplyCall(ModelCallOptions, quantizing.ApplyOptions):
-    """Keywords of `apply`."""
+class ApplyCall(ModelCallOptions, quantizing.ApplyOptions): ...
 
 
-class CheckCall(ModelCallOptions, checking.CheckOptions):
-    """Keywords of `check`."""
+class CheckCall(ModelCallOptions, checking.CheckOptions): ...
 
 
-class LayersCall(ModelCallOptions, checking.LayersOptions):
-    """Keywords of `layers`."""
+class LayersCall(ModelCallOptions, checking.LayersOptions): ...
 
 
-class BuildCall(ModelCallOptions, building.BuildOptions):
-    """Keywords of `build`."""
+class BuildCall(ModelCallOptions, building.BuildOptions): ...
 
 
-class InspectCall(ModelCallOptions, inspecting.InspectOptions):
-    """Keywords of `inspect`."""
+class InspectCall(ModelCallOptions, inspecting.InspectOptions): ...
 
 
-class VerifyCall(CallOptions, verifying.VerifyOptions):
-    """Keywords of `verify`."""
+class VerifyCall(CallOptions, verifying.VerifyOptions): ...
 
 
 def _tune(options: TuneCall, observer: Observer) -> Result:
@@ -240,8 +226,6 @@ LOGGER.addHandler(logging.NullHandler())
 
 
 class _Log(Silent):
-    """Writes progress to the log."""
-
     def stage(self, text: str) -> None:
         LOGGER.info("%s", text)
 

@@ -75,7 +75,6 @@ def _seconds(value: Any) -> float:
 
 
 def texts_of(value: Any) -> list[Any]:
-    """A single text, or each of several, as a list."""
     if isinstance(value, Mapping):
         raise ValueError(f"{value!r:.60} is no list")
     if value is None:
@@ -135,9 +134,6 @@ def _assigned(value: Any) -> dict[str, Any]:
 def check_name(value: Any) -> str:
     """The text of a file name. Names that are empty, which would be the current folder, or hold a NUL, or are not
     UTF-8, are refused, since engines take no others.
-
-    Raises:
-        ValueError: the name is one of these.
     """
     text = text_of(value)
     if not text:
@@ -210,7 +206,6 @@ class Option(Generic[Out]):
 
     @property
     def spellings(self) -> list[str]:
-        """The spellings on the command line, the longest at the end."""
         return sorted((self.flags or f"--{self.name.replace('_', '-')}").split(), key=len)
 
     @property
@@ -228,17 +223,11 @@ class Option(Generic[Out]):
 
     @property
     def usual(self) -> str:
-        """The default in words; empty if there is none to tell."""
         if self.default_in_words or self.default is REQUIRED or self.default in (None, (), "", False):
             return self.default_in_words
         return "on" if self.default is True else str(self.default).removesuffix(".0")
 
     def read(self, value: Any) -> Any:
-        """Convert a value.
-
-        Raises:
-            BadOption: the option does not take it.
-        """
         if value is self.default or (value is None and (self.default is None or self.is_switch)):
             return self.convert(None) if self.is_repeated else value
         if isinstance(value, bool) is not self.is_switch or (value is None and self.default is REQUIRED):
@@ -263,7 +252,6 @@ class Options:
 
 
 def options_of(kind: type[Options]) -> dict[str, Option[Any]]:
-    """The options of a command by field name."""
     found = {one.name: getattr_static(kind, one.name, None) for one in fields(kind)}
     return {name: own for name, own in found.items() if isinstance(own, Option)}
 

@@ -81,7 +81,6 @@ command = Command("autotune", AutotuneOptions, run, context_settings=cli.CONTEXT
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit, as `qdqtune.cli.main.main` does."""
     words, flag, number = list[str](), "", 0
     for argument in sys.argv[1:] if arguments is None else arguments:
         name, _, value = argument.partition("=")
@@ -131,7 +130,6 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def apply_mode_presets(args: argparse.Namespace) -> None:
-    """Put the presets of `args.mode`, or of the default one, where their own option was not given."""
     for name, number in MODE_PRESETS.get(args.mode, MODE_PRESETS["default"]).items():
         target = "num_schemes" if name == "schemes_per_region" else name
         if getattr(args, target) is None:
@@ -139,7 +137,6 @@ def apply_mode_presets(args: argparse.Namespace) -> None:
 
 
 def get_node_filter_list(node_filter_list_path: str | Path | None) -> list[str] | None:
-    """The wildcards of a file, as the option `node_filter` reads it; None without a file."""
     if node_filter_list_path is None:
         return None
     return list(options_of(AutotuneOptions)["node_filter"].read(node_filter_list_path))

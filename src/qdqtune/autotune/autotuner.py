@@ -89,7 +89,6 @@ def default_engine() -> tuple[str, str]:
 def spec_of(
     engine: str, timing_cache: str | None, plugin_libraries: Sequence[str] | None, trtexec_args: str | None
 ) -> EngineSpec:
-    """An engine with those of the options that it knows."""
     options: dict[str, object] = {}
     if facts_of(engine).has_timing_cache:
         options = {"timing_cache": timing_cache, "plugin_libraries": list(plugin_libraries or ())}
@@ -205,14 +204,10 @@ class Benchmark:
 
 
 class TensorRTPyBenchmark(Benchmark):
-    """TensorRT by its Python package."""
-
     engine = "tensorrt"
 
 
 class TrtExecBenchmark(Benchmark):
-    """TensorRT by its program trtexec."""
-
     engine = "trtexec"
 
 
@@ -238,7 +233,6 @@ def init_benchmark_instance(
 
 
 def instance(default: Callable[[], Benchmark] | None = None) -> Benchmark:
-    """The benchmark; where there is none yet, that of `default`, or an AutotunerError."""
     if _instance is not None:
         return _instance
     if default is None:
@@ -269,7 +263,6 @@ class QDQAutotunerBase:
         self.initialized = False
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
-        """Begin anew. Schemes of `pattern_cache` are tried first."""
         config = config or Config()
         config.check()
         is_half = any(info.dtype in HALF for info in self.graph.tensors.values())
@@ -298,7 +291,6 @@ class QDQAutotunerBase:
 
     @property
     def _tools(self) -> tuple[Inserter, RegionSearch]:
-        """What needs an engine and calibration, made when it is needed first."""
         self._check_initialized()
         if self._made is None:
             config, graph, benchmark = self.config, self.graph, instance(init_benchmark_instance)
@@ -317,7 +309,6 @@ class QDQAutotunerBase:
 
     @property
     def _pattern_of(self) -> Mapping[Any, Pattern]:
-        """The patterns of `regions`, and of all regions below."""
         if self._divided[0] != self.regions:
             self._divided = [*self.regions], patterns_of(self.graph, self.regions)
         return self._divided[1]
@@ -402,7 +393,6 @@ class QDQAutotunerBase:
         return Path(output_path).read_bytes()
 
     def import_insertion_points(self, quantized_tensors: Collection[str]) -> None:
-        """Have the pairs of a quantized model on some tensors tried before new schemes."""
         self._check_initialized()
         for region in self._pattern_of:
             self.pattern_cache.add_pattern_from_region(region, self.graph, quantized_tensors)
@@ -467,7 +457,6 @@ class QDQAutotunerBase:
         return InsertionScheme.of(patterns.scheme_of(pattern, pattern.instances[0], placement.edges))
 
     def _tried(self) -> list[PatternSchemes]:
-        """The pattern at hand with the schemes that were measured, if there are any."""
         current = self.current_profile_pattern_schemes or PatternSchemes()
         done = [scheme for scheme in current.schemes if scheme.is_profiled]
         return [PatternSchemes(current.pattern, done)] if done else []
@@ -489,7 +478,6 @@ class QDQAutotunerBase:
         return self._on_top(scheme), scheme.latency_ms
 
     def _on_top(self, scheme: InsertionScheme) -> Placement:
-        """The best placement with all instances of the pattern at hand as a scheme has them."""
         pattern = self._pattern_of[self.current_profile_region]
         edges = edges_of(pattern, scheme.core) & self._tools[1].possible
         return consistent(self.graph, Placement((self._best[0].edges - edges_of(pattern, pattern.everything)) | edges))

@@ -71,8 +71,6 @@ class Config:
 
 
 class Values:
-    """Values of JSON."""
-
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values
@@ -106,7 +104,6 @@ class InsertionPoint(Values, Struct, frozen=True):
 
     @classmethod
     def among(cls, points: Iterable[Point]) -> list[Self]:
-        """Those of some points that are of this kind, in order."""
         return [
             cls(*(point.owner if kind == point.kind else None for kind in cls.kinds), point.number)
             for point in sorted(points)
@@ -128,21 +125,16 @@ class InsertionPoint(Values, Struct, frozen=True):
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
-        """All points of this kind that a region has."""
         return cls.among(pattern_of(as_model(graph), region).points)
 
 
 class NodeInputInsertionPoint(InsertionPoint, frozen=True):
-    """An input of one of the pattern's nodes."""
-
     node_index: int
     input_index: int
     kinds: ClassVar[tuple[PointKind, ...]] = ("node_input",)
 
 
 class ChildRegionInputInsertionPoint(InsertionPoint, frozen=True):
-    """An input of one of the pattern's child regions."""
-
     region_index: int
     input_index: int
     kinds: ClassVar[tuple[PointKind, ...]] = ("child_input",)
@@ -186,7 +178,6 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
     @property
     def is_profiled(self) -> bool:
-        """Whether it was measured, or could not be."""
         return self.error or self.latency_ms != inf
 
     @property
@@ -302,7 +293,6 @@ class RegionPattern:
 
     @classmethod
     def from_region(cls, region: Region, graph: GraphLike) -> Self:
-        """The pattern of a region; of one without nodes the empty one."""
         return cls.of(pattern_of(as_model(graph), region)) if region.all_nodes() else cls("EMPTY")
 
     @property
@@ -318,14 +308,12 @@ class RegionPattern:
         return not self.is_composite and not self.is_empty
 
     def get_hash(self) -> str:
-        """32 hex digits that stand for the signature."""
         return hashlib.sha256(self.signature.encode()).hexdigest()[:32]
 
     def get_short_signature(self, max_length: int = 80) -> str:
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     def get_full_insertion_scheme(self, region: Region, graph: GraphLike) -> InsertionScheme:
-        """All insertion points of a region that has this pattern."""
         if self != self.from_region(region, graph):
             raise InvalidSchemeError(f"region {region.id} has another pattern")
         return InsertionScheme.of(pattern_of(as_model(graph), region).everything)
@@ -350,7 +338,6 @@ class RegionPattern:
         return list(pattern.listings[pattern.instances[0]].nodes)
 
     def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:
-        """A region and all under it, a line each: pattern, size and operators."""
         model = as_model(graph)
         pattern = RegionPattern.from_region(region, model)
         ops = ", ".join(model.nodes[n].op for n in region.get_nodes())
@@ -359,8 +346,6 @@ class RegionPattern:
 
 
 class PatternSchemes(Values, Struct):
-    """The schemes of one pattern that were tried or are to be."""
-
     pattern: RegionPattern = RegionPattern("EMPTY")
     schemes: list[InsertionScheme] = []
 
@@ -375,7 +360,6 @@ class PatternSchemes(Values, Struct):
 
     @property
     def best_scheme(self) -> InsertionScheme | None:
-        """The fastest that was measured; None before that."""
         measured = [s for s in self.schemes if s.latency_ms != inf and not s.error]
         return min(measured, key=lambda s: s.latency_ms, default=None)
 
@@ -392,7 +376,6 @@ class PatternCache(Values, Struct):
         return len(self.pattern_schemes)
 
     def get_pattern_schemes(self, pattern_signature: RegionPattern | str) -> PatternSchemes | None:
-        """The schemes of a pattern, or of the pattern of a signature."""
         pattern = RegionPattern(pattern_signature) if isinstance(pattern_signature, str) else pattern_signature
         return next((own for own in self.pattern_schemes if own.pattern == pattern), None)
 
@@ -434,7 +417,6 @@ class PatternCache(Values, Struct):
 
     @classmethod
     def load(cls, input_path: str | Path) -> Self:
-        """Read a file of `save` or of a tuning run."""
         path = Path(input_path)
         content = read_yaml(path, "pattern cache")
         if "interface" not in content:

@@ -26,16 +26,13 @@ GraphLike = Any
 """A model of the core, an ONNX model, or a graph of GraphSurgeon, a library that is never imported here."""
 
 
-class AutotunerError(InputError):
-    """The interface was used in a way that has no answer."""
+class AutotunerError(InputError): ...
 
 
-class AutotunerNotInitializedError(AutotunerError):
-    """`initialize` comes first."""
+class AutotunerNotInitializedError(AutotunerError): ...
 
 
-class InvalidSchemeError(AutotunerError):
-    """There is no such region, scheme or insertion point."""
+class InvalidSchemeError(AutotunerError): ...
 
 
 # Graphs
@@ -126,7 +123,6 @@ class Region:
 
     @classmethod
     def of(cls, region: discovery.Region) -> Self:
-        """A region of the search, with all under it."""
         copy = cls(region.id, region.level, region.type)
         copy.nodes, copy.inputs, copy.outputs = set(region.nodes), list(region.inputs), list(region.outputs)
         for child in region.children:
@@ -138,7 +134,6 @@ class Region:
         self.children.append(child)
 
     def remove_child(self, child: Region) -> bool:
-        """Take a child out; False if it is none."""
         if child not in self.children:
             return False
         child.parent = None
@@ -150,7 +145,6 @@ class Region:
         return sorted(self.children, key=lambda child: (-child.level, -len(child.all_nodes())) if sort else 0)
 
     def get_nodes(self, *, sort: bool = True) -> list[int]:
-        """The nodes directly in this region, in graph order."""
         return sorted(self.nodes)
 
     def all_nodes(self) -> set[int]:
@@ -159,13 +153,11 @@ class Region:
     get_region_nodes_and_descendants = all_nodes
 
     def merge(self, other: Region) -> None:
-        """Take over the nodes and the children of another region."""
         self.nodes |= other.nodes
         for child in other.get_children():
             self.add_child(child)
 
     def walk(self) -> Iterator[Region]:
-        """This region and everything under it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -177,12 +169,10 @@ def leaves_first(tops: Iterable[Region]) -> list[Region]:
 
 
 def pattern_of(model: Model, region: Region) -> Pattern:
-    """The pattern of a region, with this region as its only instance."""
     return patterns_of(model, [region])[region]
 
 
 def patterns_of(model: Model, regions: Iterable[Region]) -> dict[Region, Pattern]:
-    """The patterns of some regions, and of all under them, as the search forms those of its own."""
     structure = _structure(model)
     listings: dict[Any, Listing] = {}
     for region in dict.fromkeys(chain.from_iterable(top.walk() for top in regions)):
@@ -231,7 +221,6 @@ class RegionSearchBase:
         return [Region.of(top) for top in found.tops]
 
     def compute_region_boundaries(self, region: Region) -> None:
-        """Set the tensors that a region with all under it reads from outside, and those that are used there."""
         reads, writes = borders(self.graph, sorted(region.all_nodes()))
         region.inputs, region.outputs = list(reads), list(writes)
 
@@ -256,8 +245,6 @@ class RegionSearchBase:
 
 
 class CombinedRegionSearch(RegionSearchBase):
-    """Both phases."""
-
     def __init__(
         self, graph: GraphLike, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
     ) -> None:
@@ -265,7 +252,6 @@ class CombinedRegionSearch(RegionSearchBase):
         self._sizes = maximum_sequence_region_size, minimum_topdown_search_size
 
     def search_regions(self) -> list[Region]:
-        """The regions at the top, in graph order, with their children."""
         return self._tops("auto", *self._sizes)
 
 
@@ -283,7 +269,6 @@ class RegionPartitioner(RegionSearchBase):
     """The first phase: divides the nodes among regions that have no children yet."""
 
     def partition_graph(self) -> list[Region]:
-        """The regions, in graph order."""
         tops = self._tops()
         for top in tops:
             top.nodes, top.children, top.type = top.all_nodes(), [], RegionType.LEAF

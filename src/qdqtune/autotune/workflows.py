@@ -135,12 +135,10 @@ class AutotuneOptions(TuneArguments):
     warmup_runs: int = WARMUP
 
     def plan(self, *, has_few: bool, last: int | None = None) -> Plan:
-        """See `TuneOptions`."""
         last = None if self.timing_runs is None else rounds_for(self.timing_runs)
         return replace(super().plan(has_few=has_few, last=last), warmup=self.warmup_runs)
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
-        """See `TuneOptions`."""
         schemes = self.schemes_per_region
         if schemes is not None:
             more["config"] = region.Config(schemes_per_region=schemes)
@@ -206,9 +204,6 @@ def region_pattern_autotuning_workflow(
 
     Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
     `--effort default`.
-
-    Raises:
-        QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
     """
     benchmark, model = instance(), model_or_path if model_path is None else model_path
     if model is None:
@@ -254,9 +249,6 @@ def subgraph_autotuning_workflow(
 ) -> str:
     """Tune a model by its fusion groups, as `qdqtune tune --mode subgraph` does, on the engine of
     `init_benchmark_instance`, or on trtexec where there is none. Gives the path of the final model.
-
-    Raises:
-        QdqtuneError: see `qdqtune.tune`.
     """
     benchmark = instance(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
     options = AutotuneOptions(
@@ -280,7 +272,6 @@ def subgraph_autotuning_workflow(
 
 
 def parse_graph_json(path: str | Path) -> list[Layer]:
-    """The layers of a graph.json, in their order; `nodes` are those of the model that each mentions."""
     return list(read_report(Path(path)))
 
 
@@ -295,11 +286,7 @@ def generate_graph_json(
     plugin_libraries: Sequence[str] | None = None,
     extra_trtexec_args: Sequence[str] | None = None,
 ) -> str:
-    """Build a model with trtexec, and leave its layers in `<model>.fp16.graph.json`. Gives that path.
-
-    Raises:
-        EngineUnavailable, EngineFailure: there is no trtexec here, or it cannot build or run the model.
-    """
+    """Build a model with trtexec, and leave its layers in `<model>.fp16.graph.json`. Gives that path."""
     path, folder = Path(onnx_path), Path(output_dir)
     benchmark = TrtExecBenchmark(None, 1, 1, plugin_libraries, extra_trtexec_args)
     sample = benchmark.prepared(load(path)).samples.first(1)[0]
@@ -311,7 +298,6 @@ def generate_graph_json(
 
 
 def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output_tensor_names: Sequence[str]) -> bytes:
-    """What lies between some tensors of known types, as the bytes of a model."""
     try:
         inferred = onnx.shape_inference.infer_shapes(as_proto(graph))
         return Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names]).SerializeToString()

@@ -81,7 +81,6 @@ class Command(click.Command):
         self.kind, self.body = kind, body
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words, and check the files that the command may write."""
         with _flags_in_errors():
             try:
                 rest = super().parse_args(ctx, args)
@@ -140,7 +139,6 @@ class Command(click.Command):
         return formatter.getvalue().rstrip()
 
     def groups(self) -> Iterator[tuple[Group, list[Option[Any]]]]:
-        """The options under each heading of help."""
         for group in get_args(Group):
             options = [own for own in options_of(self.kind).values() if own.group == group]
             if options:

@@ -71,16 +71,12 @@ def start(
 
 
 def is_driver() -> bool:
-    """Whether this process is the child that may use Ray."""
     return os.environ.pop(DRIVER, None) is not None
 
 
 def run_on_ray() -> int:
     """Run the typed command in a child, since Ray ends a program without a message when its node is lost. Returns the
     exit code.
-
-    Raises:
-        EngineUnavailable: the child was ended.
     """
     with lifeline() as (pipe, _):
         run = start(("-m", "qdqtune", *command_line()[1:]), {DRIVER: "1"}, pipe, stdout=sys.stdout.fileno())
@@ -99,12 +95,7 @@ def run_on_ray() -> int:
 
 
 def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Terminal) -> int:
-    """Tune models and print what became of each. Gives the worst exit code.
-
-    Raises:
-        EngineUnavailable: the machine that `on` names cannot be reached.
-        KeyboardInterrupt: this process was interrupted, or a job.
-    """
+    """Tune models and print what became of each. Gives the worst exit code."""
     begun = time.monotonic()
     devices, more = _devices([job.spec() for job in jobs], options)
     more |= {"as_machine": True, "quiet": terminal.quiet, "verbose": terminal.verbose}
@@ -225,11 +216,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOptions]:
-    """The options that were typed for each model, which goes to a folder of its own.
-
-    Raises:
-        BadOption: a model does not exist.
-    """
+    """The options that were typed for each model, which goes to a folder of its own."""
     for model, folder in named(list(dict.fromkeys(models))).items():
         if not model.exists():
             raise BadOption(f"cannot read the model {model}: No such file or directory; check the path")

@@ -110,14 +110,12 @@ class Later(click.Command):
 
     @property
     def command(self) -> Command:
-        """The command itself, such as `tune_command` in `cli.tune`."""
         command: Command = getattr(importlib.import_module(self._module), f"{self.name}_command")
         return command
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """A context of the command itself, so that click runs it."""
         return self.command.make_context(info_name, args, parent, **extra)
 
 

@@ -33,7 +33,6 @@ def flags() -> dict[str, str]:
 
 
 def with_flags(text: str) -> str:
-    """The text with options spelled as they are typed."""
     return errors.with_flags(text, flags()) if "`" in text else text
 
 
@@ -45,7 +44,6 @@ def say(text: str, style: str = "") -> None:
 
 
 def say_error(text: str) -> None:
-    """Print what went wrong on standard error, in one line."""
     say(f"error: {text}", "red")
 
 
@@ -94,7 +92,6 @@ def present(done: Shown, *, as_machine: bool) -> int:
 
 
 def print_parts(parts: Iterable[str | Table]) -> None:
-    """Print lines for people, and tables that have rows."""
     for part in parts:
         if isinstance(part, str):
             print_lines([part])

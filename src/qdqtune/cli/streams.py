@@ -63,14 +63,12 @@ class SafeStream(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether text still reaches a terminal."""
         return not self._is_gone and self._stream.isatty()
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        """Write text; characters that the encoding lacks become escapes."""
         clean = text if self._is_styled else escaped_lines(text)
         encoding = self.encoding
         self._safely(self._stream.write, clean.encode(encoding, "backslashreplace").decode(encoding))

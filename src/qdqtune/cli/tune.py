@@ -73,9 +73,6 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
     """Tune one model and print the result. Gives the exit code.
 
     `listener` receives the events of the run as well.
-
-    Raises:
-        QdqtuneError: see `qdqtune.tuning.loop.tune`.
     """
     settings = options.settings(command_line())
     try:
@@ -141,8 +138,6 @@ TEXTS = ("calibration_data", "evaluate", "labels")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """A jobs file: options of `tune` for each job, and for all of them."""
-
     jobs: Annotated[list[Any], msgspec.Meta(min_length=1)]
     defaults: Any = msgspec.field(default_factory=dict)
 
@@ -168,11 +163,7 @@ def run_command(options: RunOptions) -> int:
 
 
 def read_jobs(path: Path) -> list[TuneArguments]:
-    """The jobs of a file: `defaults` for all, and `jobs`, a list of options by name with a `model` each.
-
-    Raises:
-        BadOption: it cannot be read, is no such file, or holds what `qdqtune tune` would refuse at its start.
-    """
+    """The jobs of a file: `defaults` for all, and `jobs`, a list of options by name with a `model` each."""
     try:
         file = msgspec.convert(parsed_yaml(path, "jobs"), _File)
     except msgspec.ValidationError as error:

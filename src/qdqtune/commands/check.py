@@ -45,8 +45,6 @@ from qdqtune.types import Layer, NumericFormat, QuantType
 
 
 class LayersOptions(EngineOptions, DataOptions, ModelOption):
-    """The options of `layers`: an engine that runs the model, or an exported report."""
-
     runs: int = COUNT("Inferences to take the times of.", "Engine", "inferences to time", default=20)
     graph_json: MaybeFile = FILE("Read what trtexec --exportLayerInfo wrote of MODEL, and run nothing.", "Engine")
     profile_json: MaybeFile = FILE("The times to it: what trtexec --exportProfile wrote.", "Engine")
@@ -73,17 +71,14 @@ class Layers(Shown):
 
     @property
     def time_ms(self) -> float | None:
-        """The sum of the layers' times; None if the engine gives none."""
         return time_of(self.layers)
 
     @property
     def in_8_bits(self) -> int:
-        """How many layers run in 8 bits."""
         return sum(is_low(layer.precision) for layer in self.layers)
 
     @property
     def where(self) -> str:
-        """The engine, and the other machine."""
         return self.engine if self.machine is None else f"{self.engine} on {self.machine}"
 
     def in_words(self) -> str:
@@ -91,7 +86,6 @@ class Layers(Shown):
         return f"{count}, {milliseconds(self.time_ms) or '?'} ms"
 
     def table(self) -> Table:
-        """The layers, the longest first."""
         ordered = sorted(self.layers, key=lambda layer: -(layer.time_ms or 0.0))
         rows = [
             (", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.elsewhere, x.name) for x in ordered
@@ -186,7 +180,6 @@ class Checked(Shown):
 
     @property
     def running(self) -> list[Layer]:
-        """The layers that take time."""
         return [layer for layer in self.profile.layers if layer.kind != "folded"]
 
     def in_words(self) -> str:

@@ -75,8 +75,6 @@ DEFAULT_ROUNDS = 24
 
 
 class GateOptions(Options):
-    """Limits on a file that is compared with another; what is None sets none."""
-
     fail_below: float | None = number(
         "Exit code 4 if a file is less than X times as fast: if the whole interval of its speedup lies below X, so "
         "that noise fails nothing. Where X lies in the interval, it is told as undecided, and passes.",
@@ -99,7 +97,6 @@ class GateOptions(Options):
     )
 
     def of_speed(self, file: str, ratio: Ratio | None) -> Iterator[Gated]:
-        """What the speedup of a file holds; nothing without that limit."""
         if (least := self.fail_below) is None:
             return
         limit, told = f"at least {least:g}x as fast", "not timed" if ratio is None else ratio.speedup
@@ -111,7 +108,6 @@ class GateOptions(Options):
             yield Gated(file, limit, "undecided", told)
 
     def of_outputs(self, file: str, accuracy: Accuracy | None, unlike: str) -> Iterator[Gated]:
-        """What the outputs of a file hold; `unlike` says why they cannot be compared."""
         for limits, limit in (
             (Limits(min_sqnr=self.min_sqnr), f"output SQNR of at least {self.min_sqnr or 0:g} dB"),
             (Limits(min_agreement=self.min_agreement), f"agreement of at least {self.min_agreement or 0:.4g}"),
@@ -132,8 +128,6 @@ class GateOptions(Options):
 
 @dataclass(frozen=True)
 class Gated:
-    """What became of one limit on one file, and why."""
-
     file: str
     limit: str
     outcome: Outcome
@@ -149,8 +143,6 @@ class Gated:
 
 
 class MeasureOptions(GateOptions, ScoreOption, DataOptions):
-    """How files are compared, and what they have to hold."""
-
     workloads: WorkloadsOption = WORKLOADS
     fix_inputs: ValuesByInput = FIXED
     all_samples: bool = SWITCH(
@@ -202,12 +194,10 @@ class Comparison(Shown):
 
     @property
     def scores(self) -> Scores | None:
-        """The scores of classes among the outputs of the first file; None where no outputs were compared."""
         return next((row.scores for row in self.rows if row.accuracy is not None), None)
 
     @property
     def ratio(self) -> Ratio | None:
-        """Time of the second file to that of the first; None where it failed."""
         return self.rows[0].ratio
 
     @property
@@ -395,7 +385,6 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The file, with the number of threads if several were compared."""
         return self.file if self.threads is None else f"{self.file}, {counted(self.threads, 'thread')}"
 
     @property
@@ -413,7 +402,6 @@ class Row:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Faster or slower than the first file, if the interval says so."""
         return self.ratio.verdict if self.ratio else None
 
     def gated(self, gate: GateOptions) -> tuple[Gated, ...]:
@@ -422,7 +410,6 @@ class Row:
         return (*gate.of_speed(self.name, self.ratio), *gate.of_outputs(self.name, self.accuracy, self.unlike))
 
     def gated_metric(self, max_drop: float | None) -> Iterator[Gated]:
-        """Whether the metric is within the limit; nothing without one."""
         if max_drop is None or self.metric is None:
             return
         before, after = self.metric
@@ -465,10 +452,6 @@ def compare_files(
     as a verdict needs. They are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on
     `judging` if `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`; so is the
     `metric`. With `reference_from` outputs and metric of the first file come from there, and nothing is timed.
-
-    Raises:
-        BadOption: an output that is asked for holds no scores, or none tells whether one of the `limits` holds.
-        EngineFailure: the engine cannot build or run the first file.
     """
     observer, first = observer or Silent(), files[0]
     observer.stage(f"running {first.name}")

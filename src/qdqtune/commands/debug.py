@@ -90,7 +90,6 @@ class Damage:
 
     @property
     def reason(self) -> str:
-        """In words, what is wrong with the pairs, judged by their range and that of the float tensor."""
         low, high = self.quantized_range
         least, most = self.float_range
         if not np.isfinite(self.quantized_range).all():
@@ -151,9 +150,6 @@ def errors_by_sample(reference: Outputs, outputs: Outputs) -> list[float]:
 class SwitchedPairs:
     """The float model with a switch at every pair of a file, on ONNX Runtime without optimization, which computes pairs
     as ONNX defines them. One build serves all sets of pairs.
-
-    Raises:
-        EngineFailure: ONNX Runtime does not run it, or outputs of the float model are not finite.
     """
 
     def __init__(self, pairs: Sequence[FilePair], samples: Sequence[Sample], run: ModelRun) -> None:
@@ -173,7 +169,6 @@ class SwitchedPairs:
             return self._run(sample | switches for sample in self.samples)
 
     def noise(self, on: Iterable[str]) -> float:
-        """The noise that the pairs of some tensors make."""
         return noise(self.reference, self.outputs(on))
 
     def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
@@ -213,7 +208,6 @@ def switched_pairs(
     samples: Sequence[Sample],
     execution: Execution = EXECUTION,
 ) -> Iterator[SwitchedPairs]:
-    """The `pairs` of `quantized` on its float model, each with a switch."""
     model = with_file_pairs(float_model, pairs, quantized, switched=True)
     with running(model, execution, fuse=False) as run:  # ONNX Runtime's fusions do not look outside of an If
         yield SwitchedPairs(pairs, samples, run)
@@ -233,18 +227,12 @@ class Damages:
         return f"measured on the {where} with the largest errors, where all pairs together give {level(self.together)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """On how many samples, and the SQNR of all pairs together there."""
         return {"samples": self.samples, "output_sqnr_db": sqnr_of(self.together)}
 
 
 def damages(
     float_model: Model, quantized: Model, samples: Sequence[Sample], execution: Execution = EXECUTION
 ) -> Damages:
-    """What the pairs of single tensors do to the outputs.
-
-    Raises:
-        EngineFailure: ONNX Runtime cannot run the float model with switches.
-    """
     float_model = with_opset(float_model, quantized.opset)
     pairs = [pair for pair in file_pairs(float_model, quantized)[0] if pair.kind != "bias"]
     with switched_pairs(float_model, quantized, pairs, samples, execution) as switched:
@@ -299,7 +287,6 @@ def to_exclude(found: Damages, leaves_some: Callable[[tuple[str, ...]], bool]) -
 
 
 def exclusion(nodes: Iterable[str]) -> str:
-    """The options of `quantize` that keep these nodes in float, quoted for a shell."""
     return " ".join(f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes)
 
 
@@ -383,7 +370,6 @@ class Diagnosis(Shown):
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """The nodes to keep in float, which removes all guilty pairs."""
         return tuple(dict.fromkeys(node for damage in self.guilty for node in damage.nodes))
 
     @property
@@ -396,7 +382,6 @@ class Diagnosis(Shown):
         return f"output SQNR {level(self.noise)} on {self.engine}, on {on}: {state} at a limit of {level(self.limit)}"
 
     def table(self) -> Table:
-        """The suspects, the largest damage first."""
         rows = [
             (
                 damage.tensor,
@@ -454,7 +439,6 @@ class Diagnosis(Shown):
 
 
 def level(noise: float) -> str:
-    """A noise as an SQNR in words."""
     if noise >= UNBOUNDED_NOISE:
         return "NaN or no outputs"
     return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
@@ -569,7 +553,6 @@ def _outputs(runner: Runner, file: Path, switched: SwitchedPairs) -> Outputs:
 
 
 def _models(options: DebugOptions) -> tuple[Model, Path, Model]:
-    """The float model, the file to examine, and the quantized model in that file."""
     model = options.model
     file = options.quantized or model
     given = load(file)

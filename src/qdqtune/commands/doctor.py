@@ -59,8 +59,6 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Processor:
-    """The CPU: usable cores, instruction sets for low precision, and their consequence for int8."""
-
     name: str
     cores: int
     isa: tuple[str, ...]
@@ -69,8 +67,6 @@ class Processor:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU, as nvidia-smi reports it."""
-
     name: str
     driver: str
     compute_capability: str
@@ -90,7 +86,6 @@ class EnginesState(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0 if a real engine can be used, if only to build."""
         is_usable = any(e.status != "missing" for e in self.engines if not facts_of(e.name).is_modelled)
         return 0 if is_usable else EngineUnavailable.exit_code
 
@@ -127,11 +122,7 @@ def examine() -> EnginesState:
 
 
 def doctor_elsewhere(on: str, *flags: str) -> int:
-    """Run `doctor` on the machine that the option `on` names, which prints here. Gives its exit code.
-
-    Raises:
-        EngineUnavailable: there is no way to it, no qdqtune of this version, or the command fails there.
-    """
+    """Run `doctor` on the machine that the option `on` names, which prints here. Gives its exit code."""
     destination = Destination.parsed(on)
     destination.facts()  # which says in one line what is missing
     words = destination.command(" ".join(("qdqtune doctor", *flags)))
@@ -166,7 +157,6 @@ def _described(spec: EngineSpec) -> dict[str, str]:
 
 
 def consequence(machine: str, isa: Collection[str], *, is_slow: bool = False) -> str:
-    """The consequence of a machine's instruction sets for int8; `is_slow` see `lacks_dot_products`."""
     is_arm = architecture(machine) == "ARM"
     if is_slow:
         return "no ASIMDDP: onnxruntime gets int8 activations, and int8 gains are moderate"
@@ -180,6 +170,5 @@ def consequence(machine: str, isa: Collection[str], *, is_slow: bool = False) ->
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The NVIDIA GPUs, or why there is none."""
     rows, reason = nvidia_smi("name,driver_version,compute_cap,memory.total")
     return tuple(Gpu(*row) for row in rows), reason

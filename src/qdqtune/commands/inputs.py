@@ -57,10 +57,6 @@ T = TypeVar("T", bound=Options)
 def model_file(model: ModelLike, folder: Path, name: str = "model", example_inputs: object = None) -> Path:
     """The path of a model; a model object is written to the folder, a module of PyTorch is exported with
     `example_inputs` (see `torch_export`).
-
-    Raises:
-        BadModel: `model` is no model, or cannot be exported.
-        BadOption: there are no `example_inputs` for a module.
     """
     if isinstance(model, str | Path):
         return model_in(Path(model))
@@ -81,9 +77,6 @@ def sample_source(samples: Any, folder: Path, execution: Execution, limit: int |
     A generator runs in a thread of its own, within the time limits of `execution`.
 
     Equal arrays give files of equal bytes, so that a stopped run can continue.
-
-    Raises:
-        BadData: `samples` are no samples, or none at all, or do not end.
     """
     target = folder / "samples"
     target.mkdir()
@@ -150,9 +143,6 @@ def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
     """Yield the options with files and names in place of Python objects, which are written to a temporary folder.
     Samples are read within the time limits of `execution`. The `example_inputs` of a module of PyTorch also say at
     which sizes it is measured, where nothing else does.
-
-    Raises:
-        BadModel, BadData, BadOption: an object has a wrong type or value.
     """
     given = {name: getattr(options, name, None) for name in IN_MEMORY}
     examples = getattr(options, "example_inputs", None)
@@ -210,11 +200,7 @@ def _array(values: object) -> npt.NDArray[np.generic]:
 
 @contextmanager
 def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
-    """Yield a name under which the function can be imported as a metric. The name changes with the function's code.
-
-    Raises:
-        BadOption: the metric is no function.
-    """
+    """Yield a name under which the function can be imported as a metric. The name changes with the function's code."""
     if metric is None or isinstance(metric, str):
         yield metric
         return
@@ -237,11 +223,7 @@ def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
 
 
 def check_options(options: Options) -> None:
-    """Check that a command may write the files that its options name, or that it writes by default.
-
-    Raises:
-        BadOption, OutputError: it may not.
-    """
+    """Check that a command may write the files that its options name, or that it writes by default."""
     outputs, of_engine = list[Output](), getattr(options, "engine_options", None) or {}
     inputs = {"plugin libraries": [Path(library) for library in libraries_in(of_engine)]}
     for name, own in options_of(type(options)).items():
@@ -274,10 +256,6 @@ def prepared_for(
 
     If they name none, and one of the model `files` lies in the folder of a run, the samples of that run. Random samples
     have `shapes`, or the sizes that the engine tunes for, unless the user names others.
-
-    Raises:
-        BadOption: the user names shapes that the inputs cannot have.
-        BadData: the samples do not fit the model.
     """
     files, source = tuple(files), options.calibration_data
     data = Data(
@@ -298,11 +276,7 @@ def prepared_for(
 
 
 def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:
-    """`spec` with the range of input sizes over all workloads, if the engine takes such ranges and none are set.
-
-    Raises:
-        BadData: a workload cannot be read.
-    """
+    """`spec` with the range of input sizes over all workloads, if the engine takes such ranges and none are set."""
     if not spec.facts.is_tensorrt or not workloads or spans(spec):
         return spec
     return with_spans(spec, spans_of(workloads, fixed))

@@ -55,8 +55,6 @@ class InspectOptions(RewriteOption, FixOption, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Shown):
-    """What a model holds, its regions and patterns, as JSON values."""
-
     values: Mapping[str, Any]
 
     def in_words(self) -> str:
@@ -65,7 +63,6 @@ class Inspection(Shown):
         return f"{self.values['nodes']} nodes in {summary['regions']} regions of {patterns} patterns"
 
     def table(self) -> Table:
-        """The patterns, the most frequent first."""
         ordered = sorted(self.values["patterns"], key=lambda p: -p["instances"])
         rows = [(p["digest"], p["kind"], str(p["instances"]), str(p["points"]), ", ".join(p["ops"])) for p in ordered]
         return Table(("pattern", "kind", "instances", "points", "operators"), rows)
@@ -74,7 +71,6 @@ class Inspection(Shown):
         return self.values
 
     def overview(self) -> list[str]:
-        """What the model holds: inputs, outputs, operators, and what keeps it from running in 8 bits."""
         model, width = self.values["model"], 8
         lines = [f"{'file':{width}} {model['nodes']} nodes, {model['parameters']:,} parameters, opset {model['opset']}"]
         for title in ("inputs", "outputs"):
@@ -154,7 +150,6 @@ def overview_of(model: Model) -> dict[str, Any]:
 
 
 def _tensors(model: Model, names: Sequence[str]) -> list[InputSpec]:
-    """Those of the tensors whose type and rank are known."""
     infos = [(name, model.tensors.get(name)) for name in names]
     return [
         InputSpec(name, onnx.helper.tensor_dtype_to_np_dtype(info.dtype), info.shape)

@@ -84,7 +84,6 @@ PLAIN = "convolutions"
 
 
 def samples_of(file: Path) -> list[Sample]:
-    """Normally distributed inputs; those of the open input have its sizes in turn."""
     random, (value,) = np.random.default_rng(1), onnx.load(file).graph.input
     sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
     shapes = [SIZES[i % 3] if value.name == OPEN else sizes for i in range(SAMPLES)]
@@ -181,8 +180,6 @@ GRAPHS: Mapping[str, tuple[Callable[[], onnx.ModelProto], Mapping[str, str]]] = 
 
 @dataclass(frozen=True)
 class Seen:
-    """Whether a requirement held for one subject, and what was seen or why it did not."""
-
     check: str
     subject: str
     state: State
@@ -191,8 +188,6 @@ class Seen:
 
 @dataclass(frozen=True, repr=False)
 class Qualification(Shown):
-    """What held of the requirements. `engine` is its description."""
-
     engine: Mapping[str, str]
     checks: tuple[Seen, ...]
 
@@ -211,7 +206,6 @@ class Qualification(Shown):
         return f"{engine}: of {len(self.checks)} checks {states}"
 
     def table(self) -> Table:
-        """What did not hold, or is not applicable, and why."""
         rows = [(seen.state, seen.check, seen.subject, seen.told) for seen in self.checks if seen.state != "held"]
         return Table(("state", "check", "of", "why"), rows)
 
@@ -219,8 +213,7 @@ class Qualification(Shown):
         return {"qdqtune": __version__, "holds": self.holds, **asdict(self)}
 
 
-class NotApplicableError(Exception):
-    """The engine cannot do what a requirement is about; the message says why."""
+class NotApplicableError(Exception): ...
 
 
 @dataclass
@@ -235,7 +228,6 @@ class Bench:
     time_limit: float
 
     def plain(self, graph: str) -> Path:
-        """The float file of a graph, beside its samples."""
         file = self.folder / graph.replace(" ", "_") / "float.onnx"
         if not file.exists():
             file.parent.mkdir()
@@ -247,7 +239,6 @@ class Bench:
         return str(self.plain(graph).with_name("samples"))
 
     def quantized(self, graph: str) -> Path:
-        """The file of a graph with pairs by the engine's rules, or with weight formats."""
         options = GRAPHS[graph][1]
         file = self.plain(graph).with_name("quantized.onnx")
         asked: dict[str, Any] = {"engine": self.engine, "time_limit": self.time_limit, **QUICKLY, **options}
@@ -277,7 +268,6 @@ class Bench:
 
 
 def _refuses(bench: Bench, subject: str) -> str:
-    """What cannot run is refused in one line."""
     file = bench.plain(PLAIN)
     if subject in NO_MODELS:
         file = bench.folder / "refused.onnx"
@@ -339,7 +329,6 @@ def _keeps_8_bits(bench: Bench, graph: str) -> str:
 
 
 def _agrees_with_simulation(bench: Bench, graph: str) -> str:
-    """Outputs are as accurate as in the simulation."""
     files = bench.plain(graph), bench.quantized(graph)
     samples, levels = samples_of(files[0]), []
     models = list(map(load, files))
@@ -379,11 +368,6 @@ CONTRACT = (
 
 
 def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requirement] = ()) -> Qualification:
-    """Check requirements of an engine on this machine, by default all.
-
-    Raises:
-        EngineUnavailable, BadOption: the engine cannot be opened, or is simulated.
-    """
     execution, spec = execution_of(options), options.spec()
     why = simulated(spec.name)
     if why:

@@ -128,7 +128,6 @@ class PreparedModel:
 
 
 def _outputs(path: Path | None, name: str, options: SourceOptions) -> list[Output]:
-    """The files that are written: the named one, or one beside the float model."""
     if path is None and not isinstance(options.model, Path):
         raise BadOption("the model lies in memory: give `output`, the file to write")
     is_named = path is not None or options.target.parent.is_dir()  # otherwise the input there is missing, too
@@ -136,8 +135,6 @@ def _outputs(path: Path | None, name: str, options: SourceOptions) -> list[Outpu
 
 
 class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeOptions, ModelOption):
-    """The options of a command that puts pairs into a float model."""
-
     output: MaybeFile = OUTPUT(
         "File to write.",
         "Output",
@@ -151,7 +148,6 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
 
     @property
     def target(self) -> Path:
-        """The file to write: the named one, or else one beside the model."""
         return self.output or self.model.with_suffix(".qdq.onnx")
 
     def precision_on(self, engine: str) -> Precision:
@@ -173,9 +169,6 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
 
         With a cache, samples are drawn only if `is_run`. Without a `precision` the model gets the usual one of the
         engine, where its values allow it.
-
-        Raises:
-            InputError: model, cache and samples cannot be used, or not together; or the model is quantized.
         """
         path = self.model
         observer.stage(f"reading {path.name}")
@@ -259,15 +252,9 @@ class QuantizeOptions(MetricOptions, FixOption, SourceOptions):
 
     @property
     def sees_data(self) -> bool:
-        """Whether what is written depends on the calibration data."""
         return self.calibration_cache is None and self.weight_only is None
 
     def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
-        """The edges into nodes that may be quantized, and those to graph outputs.
-
-        Raises:
-            BadOption: a wildcard or an operator fits no node.
-        """
         chosen = _matching(model, self.nodes_to_quantize, self.op_types_to_quantize)
         excluded = _matching(model, self.nodes_to_exclude, self.op_types_to_exclude)
         allowed = (chosen or {node.name for node in model.nodes}) - excluded
@@ -334,7 +321,6 @@ class Quantized(Shown):
         return f"{self.output}, {placed(self.placed.placement)}, outputs {near}"
 
     def table(self) -> Table:
-        """A row for each rule: how many edges it decided, and its effect."""
         effects = {rule.name: rule.effect for rule in engine_rules.RULES}
         rows = [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
         return Table(("rule", "edges", ""), rows)
@@ -486,7 +472,6 @@ def _check_options(options: QuantizeOptions) -> None:
 
 
 def _float_rules(placed: PlacedByRules) -> str:
-    """The rules that kept edges in float, in words, the one with the most edges first."""
     keepers = {r.name: r.reason for r in engine_rules.RULES if not r.places}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
     kept = [f"{name} ({counted(count, 'edge')}: {keepers[name]})" for count, name in counts]

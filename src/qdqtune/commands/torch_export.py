@@ -25,8 +25,6 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 class Module(Protocol):
-    """A `torch.nn.Module`, for annotations."""
-
     forward: Callable[..., Any]
 
 
@@ -41,10 +39,6 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
     allows it; else the sizes are those of the examples.
 
     `example_inputs` is what forward takes: a tensor, a sequence of arguments, or a mapping of keywords.
-
-    Raises:
-        BadOption: there are no examples, or the exporter is not installed.
-        BadModel: the examples do not fit, or PyTorch cannot export the module.
     """
     if example_inputs is None:
         raise BadOption("the model is a module of PyTorch: give `example_inputs`, what its forward takes")
@@ -83,11 +77,7 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
 
 
 def example_shapes(file: Path, module: Any, example_inputs: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the examples by the names of the inputs in the `file` of a module.
-
-    Raises:
-        BadModel: the file cannot be read.
-    """
+    """The shapes of the examples by the names of the inputs in the `file` of a module."""
     names = [value.name for value in read(file).graph.input]
     tensors = list(_tensors(_bound(module, example_inputs).arguments))
     return {name: tuple(one.shape) for name, one in zip(names, tensors, strict=False)}
@@ -107,7 +97,6 @@ def _is_batch(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A structure of tensors and other values with each changed."""
     if isinstance(value, Mapping):
         return {name: _mapped(one, change) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -80,10 +80,6 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """The settings of the search. `command` is the command line; `more` are fields of `Settings` that take
         precedence. `effort` sets the others. Samples, workloads and metric lie in files (see `on_disk`).
-
-        Raises:
-            BadOption: options exclude each other, or leave nothing to do.
-            BadData: a workload cannot be read.
         """
         machine = None if self.on is None else Destination.parsed(self.on).facts()
         effort = EFFORTS[self.effort]
@@ -219,7 +215,6 @@ def result_table(found: result.Result) -> Table:
 
 
 def front_table(summary: Mapping[str, Any]) -> Table:
-    """A table of the proven points of a front, with a column for each number of threads if there are several."""
     cells, rows = [], summary["front"]
     counts = [at["threads"] for row in rows[:1] for at in row["by_threads"]]
     for row in rows:
