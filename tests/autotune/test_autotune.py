@@ -125,28 +125,12 @@ def test_the_documented_loop_makes_a_real_network_faster() -> None:
     baseline_latency = benchmark_onnx_model("baseline.onnx")
     autotuner.submit(baseline_latency)
 
-    regions = autotuner.regions
     best = baseline_latency
-    for region_idx, region in enumerate(regions):
-        autotuner.set_profile_region(region, commit=(region_idx > 0))
-        if autotuner.current_profile_pattern_schemes is None:
-            continue
-        for _ in range(4):
-            scheme_idx = autotuner.generate()
-            if scheme_idx == -1:
-                break
-            model_bytes = autotuner.export_onnx(None, insert_qdq=True)
-            latency = benchmark_onnx_model(model_bytes)
-            success = latency != float("inf")
-            autotuner.submit(latency, success=success)
-            tried = autotuner.current_profile_pattern_schemes.schemes
-            assert latency in [scheme.latency_ms for scheme in tried]
-            assert [s.latency_ms for s in tried] == sorted(s.latency_ms for s in tried)
-            assert autotuner.export_onnx() == model_bytes  # current until the next one is made
-        ps = autotuner.current_profile_pattern_schemes
-        if ps and ps.best_scheme:
-            best = min(best, ps.best_scheme.latency_ms)
-    autotuner.set_profile_region(None, commit=True)
+    for model_bytes in profile(autotuner):
+        best = min(best, seconds(model_bytes) * 1e3)
+        assert autotuner.export_onnx() == model_bytes  # current until the next one is made
+    for done in autotuner.profiled_patterns:
+        assert [s.latency_ms for s in done.schemes] == sorted(s.latency_ms for s in done.schemes)
     autotuner.export_onnx("optimized_final.onnx", insert_qdq=True)
 
     assert cost(Path("baseline.onnx")) * 1e3 == pytest.approx(baseline_latency)
@@ -633,8 +617,9 @@ def test_modelopts_call_is_known_by_its_keywords_where_no_output_is_named(tmp_pa
 def test_what_modelopt_takes_by_itself_may_be_given(tmp_path: Path) -> None:
     output = tmp_path / "quantized.onnx"
     quantize(
-        write(mixed(), tmp_path), passes=["concat_elimination"], mha_accumulation_dtype="fp16", output_path=str(output)
-    )
+        write(mixed(), tmp_path), calibration_data=[], passes=["concat_elimination"], mha_accumulation_dtype="fp16",
+        output_path=str(output),
+    )  # fmt: skip
     assert output.exists()
 
 

@@ -1,27 +1,23 @@
 """What is wrong with a model, data, YAML or user code is one line and a promised exit code; results stay results."""
 
-import itertools
 import json
-import resource
 import subprocess
 import sys
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from command_lines import errors, is_refused
 from conftest import Call
 from models import build, feeds, normal
-from qdqtune.autotune.quantization import quantize
 from qdqtune.calibration import calibrate, observe
-from qdqtune.errors import BadModel, parsed_json
+from qdqtune.errors import parsed_json
 from qdqtune.graph.loading import load
-from runs import environment, mixed, room_for, write
+from runs import environment, mixed, write
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 PLAIN = ("--calibration-method", "minmax", "--no-bias-correction")
@@ -70,17 +66,10 @@ def test_external_data_behind_a_link_that_leaves_the_folder_is_refused(call, tmp
     is_refused(call, tmp_path, "is a link that leaves the model's folder", "quantize", model, "-o", tmp_path / "q.onnx")
 
 
-HEADERS = {
-    "huge": b"{'descr': '<f4', 'fortran_order': False, 'shape': (2000000000000, 8, 64), }",
-    "unclosed": b"{'descr': '<f4', 'fortran_order': False, 'shape': (8, (8, 64), }",
-    "type": b"{'descr': 'no type', 'fortran_order': False, 'shape': (8, 8, 64), }",
-    "bytes": b"\xff\x00",
-}
-
-
-@pytest.mark.parametrize(("suffix", "kind"), [*((".npy", kind) for kind in HEADERS), (".npz", "huge")])
-def test_arrays_whose_headers_lie_are_refused(call: Call, model: Path, tmp_path: Path, kind: str, suffix: str) -> None:
-    data, header = tmp_path / f"bad{suffix}", HEADERS[kind]
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_arrays_whose_headers_lie_are_refused(call: Call, model: Path, tmp_path: Path, suffix: str) -> None:
+    data = tmp_path / f"bad{suffix}"
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2000000000000, 8, 64), }"
     content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64)
     data.write_bytes(content)
     if suffix == ".npz":
@@ -101,18 +90,6 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
         monkeypatch.setattr(observe, "MOST_OPTIMIZED", most)
         with pytest.raises(InterruptedError, match=str(fuse)):
             calibrate.calibrate(load(model), feeds(mixed(), 1))
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["check --layers model.onnx --graph-json summary.json", "quantize model.onnx --calibration-cache summary.json",
-     "explain .", "report ."],
-)  # fmt: skip
-def test_json_that_is_too_deep_or_too_long(call, model, tmp_path, command, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for text in ("[" * 100_000, "9" * 6000):
-        Path("summary.json").write_text(text)
-        is_refused(call, tmp_path, "", *command.split())
 
 
 @pytest.mark.parametrize("front", ["5", "[5]", '[{"name": "24db"}]'])
@@ -146,32 +123,7 @@ def test_json_is_alone_on_standard_output_whatever_writes_to_its_number(model: P
     assert all(word in done.stderr for word in ("python", "library", "process", "stream"))
 
 
-SIZES = (0, 1, 2**20, 2**40, 2**63 - 1)
-
-
-@pytest.mark.parametrize("listed", ["input", "output", "value_info"])
-def test_types_and_sizes_that_a_model_only_lists_take_no_memory(model: Path, tmp_path: Path, listed: str) -> None:
-    whole, path = onnx.load(model), tmp_path / "listed.onnx"
-    types = [TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING, TensorProto.FLOAT16]
-    shapes = [[size] * rank for size in SIZES for rank in range(3)]
-    values = getattr(whole.graph, listed)
-    if not values:
-        values.add().name = "b"
-    for kind, shape in itertools.product(types, shapes):
-        values[0].CopyFrom(helper.make_tensor_value_info(values[0].name, kind, shape))
-        onnx.save(whole, path)
-        with room_for(2**31, resource.RLIMIT_AS), suppress(BadModel):
-            assert load(path).tensors["b"].dtype == TensorProto.FLOAT or listed == "input"
-
-
-@pytest.mark.usefixtures("workers")
-def test_an_empty_list_under_modelopts_name_is_no_data(model: Path, tmp_path: Path) -> None:
-    output = tmp_path / "q.onnx"
-    quantize(model, calibration_data=[], calibration_method="max", engine="onnxruntime", output_path=output)
-    assert output.is_file()
-
-
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400 + ".0", "NaN", "-Infinity", "9" * 5000])
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400 + ".0", "NaN", "-Infinity", "9" * 5000, "[" * 100_000])
 def test_numbers_that_no_float_holds_are_no_json(number: str) -> None:
-    with pytest.raises(ValueError, match=r"number|digits|beyond|limit|Expecting"):
+    with pytest.raises(ValueError, match=r"number|digits|beyond|limit|Expecting|nested"):
         parsed_json(f'{{"pairs": {number}}}')

@@ -1,13 +1,11 @@
 """`qdqtune quantize` as a user meets it."""
 
 import json
-import re
 import shlex
 import shutil
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 
 from command_lines import errors, is_refused
@@ -177,14 +175,3 @@ def test_a_folder_of_one_model_gets_the_quantized_one_beside_it(call: Call, mode
     shutil.copy(model, model.with_name("other.onnx"))
     words = f"holds 2 models ({model.name}, other.onnx): name one, such as {model}"
     is_refused(call, model.parent, words, "quantize", model.parent, *RUN, data)
-
-
-def test_sizes_count_external_data(call: Call, tmp_path: Path) -> None:
-    weights = {"w0": normal(256, 256), "w1": normal(256, 256, seed=1)}
-    model = build("net (float[N,256] x) => (float[N,256] y) { h = MatMul(x, w0) y = MatMul(h, w1) }", weights)
-    path, target = tmp_path / "model.onnx", tmp_path / "w8.onnx"
-    onnx.save(model.to_proto(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    code, out, _ = call("quantize", path, "--weight-only", "w8", "-o", target)
-    assert code == 0
-    (share,) = re.findall(r"(\d+)% of the file's size", out)
-    assert 20 <= int(share) <= 40

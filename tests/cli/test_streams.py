@@ -66,19 +66,6 @@ def test_a_terminal_that_has_ascii_only_and_a_file_name_that_is_no_text(tmp_path
     assert "'\\udcff.onnx' holds characters that are not UTF-8" in err
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_what_cannot_be_written_is_dropped(is_full: bool) -> None:
-    """To a pipe that nobody reads, which is no error, or to a full disk."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as pipe, open("/dev/full", "w") as full:
-        stream = streams.SafeStream(full if is_full else pipe)
-        for text in ("one", "two", "three"):
-            stream.write(text)
-            stream.flush()
-    assert (stream.lost is not None) == is_full
-
-
 def greedy(*_: object, **__: object) -> None:
     raise MemoryError
 

@@ -17,8 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from command_lines import errors
 from conftest import Call
 from engine_contract import IMAGE, conv_model, quantized_conv_model
-from models import INT8, UINT8, build, normal
-from qdqtune.calibration.scales import Range, Ranges
+from models import INT8, build, normal
 from qdqtune.commands import check
 from qdqtune.commands.check import Layers
 from qdqtune.commands.shown import MOST_ROWS
@@ -28,9 +27,8 @@ from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
-from qdqtune.placement.insertion import insert
 from qdqtune.system.checks import HEAD, LIST
-from qdqtune.types import Edge, Layer, Placement
+from qdqtune.types import Layer
 from runs import write
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
@@ -201,24 +199,6 @@ def test_what_a_provider_leaves_is_told_of_float_models_too(call, model, monkeyp
     told = json.loads(call("check", model, "--engine", "fake", "--json")[1])
     assert {left["reason"] for left in told["fallback"]["left"]} == {"on the CPU: no kernel"}
     assert told["passes"]
-
-
-@pytest.mark.parametrize(
-    ("saturate", "reduced", "is_told"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-@pytest.mark.usefixtures("workers")
-def test_weights_that_overflow_on_this_processor_are_told(
-    saturate: bool, reduced: bool, is_told: bool, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("qdqtune.engines.formats.products_saturate", lambda: saturate)
-    text = "net (float[8,64] x) => (float[8,64] y) { [product] y = MatMul(x, w) }"
-    model = build(text, {"w": normal(64, 64)})
-    edges = Placement.of([Edge("x", "product", 0), Edge("w", "product", 1)])
-    known = Ranges({"x": Range(-3.0, 3.0), "y": Range(-30.0, 30.0)})
-    save(insert(model, edges, known, replace(UINT8, reduced_weights=reduced)), tmp_path / "q.onnx")
-    _, out, err = call("check", tmp_path / "q.onnx", "--engine", "onnxruntime", "--allow-boundary", "*")
-    told = "1 weight of 8 bits: sums of products overflow here"
-    assert (told in " ".join((out + err).split())) is is_told
 
 
 # Layers

@@ -33,7 +33,6 @@ from qdqtune.explanation.units import total
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import COMPUTE
 from qdqtune.options import COUNT, FILE, WORDS, MaybeFile, Names, ValuesByInput
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized, placement_in
@@ -138,9 +137,6 @@ def _profile(options: LayersOptions, graph: Model) -> Layers:
 
 
 DQ = "DequantizeLinear"
-
-SEVEN_BITS = 64
-"""The largest weight of 7 bits."""
 
 ORDER = ("float compute", "standalone pair", "reformat", "elsewhere", "boundary")
 """The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
@@ -269,20 +265,8 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
         sizes = {name: shape for name, shape in profile.sizes.items() if name in graph.inputs}
         left = fallback(with_input_shapes(graph, sizes), profile.layers)
     findings = allow(unfused.check(graph, profile.layers, profile.numbers), options.allow_boundary)
-    if wide := _weights_of_8_bits(graph) if profile.numbers.reduced_weights else 0:
-        at = "here" if profile.machine is None else f"on {profile.machine}"
-        many = f"{counted(wide, 'weight')} of 8 bits: sums of products overflow {at}"
-        notes += (f"{many}; quantize or tune {at}, or with `portable`",)
     measured = profile.described is not None and _is_measured(path, graph, profile.described)
     return Checked(path, graph, profile, findings, measured, notes, left)
-
-
-def _weights_of_8_bits(graph: Model) -> int:
-    """How many weights beside a quantized activation leave the range of 7 bits."""
-    both = ([graph.maker(tensor) for tensor in node.inputs[:2]] for node in graph.nodes if node.op in COMPUTE)
-    pairs = [maker.inputs[0] for makers in both for maker in makers if all(m and m.op == DQ for m in makers) and maker]
-    stored = (graph.constants[name].array() for name in dict.fromkeys(pairs) if name in graph.constants)
-    return sum(a.dtype == np.int8 and int(np.abs(a.astype(np.int16)).max(initial=0)) > SEVEN_BITS for a in stored)
 
 
 def _is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
