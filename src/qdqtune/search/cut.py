@@ -114,7 +114,7 @@ class CutSearch:
         if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
         if self.noise is not None and not any(trial.holds is False for trial in history):
-            return self._without_limits.propose(history)
+            return replace(self, noise=None).propose(history)  # what single tensors do is not asked before a miss
         first = self._first_batch(history)
         if self.is_hurried and "static" in self.seeds:  # pairs as a usual quantizer places them price nearly all units
             first = tuple(p for p in first if p.origin not in ONLY_PRICES and not self._is_slow_format(p.placement))
@@ -128,12 +128,6 @@ class CutSearch:
             if len(fresh) == self.width:
                 break
         return tuple(fresh.values())
-
-    @cached_property
-    def _without_limits(self) -> CutSearch:
-        """This search as long as no candidate has missed a limit: what single tensors do to the outputs is not asked
-        before."""
-        return replace(self, noise=None)
 
     @cached_property
     def float_ms(self) -> float:

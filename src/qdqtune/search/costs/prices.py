@@ -168,8 +168,7 @@ def _unit_times(
     stored, took = stored_in(parts, times.placement, states), parts.spent(times.nodes)
     paid = defaultdict[int, float](float)
     for tensor, spent in times.dequantize.items():
-        edges = [e for e in parts.possible_of.get(tensor, ()) if e in times.placement]
-        readers = {parts.owner[e.node] for e in edges if e.node}
+        readers = {parts.owner[e.node] for e in parts.model.edges(tensor) if e.node and e in times.placement}
         if all(states[reader] != "float" for reader in readers):
             paid.update({reader: paid[reader] + spent / len(readers) for reader in readers})
     shown = defaultdict[tuple[str, Fact], list[float]](list)

@@ -116,14 +116,6 @@ class Partition:
                 crossing.setdefault(edge.tensor, []).append(edge)
         return {t: tuple(es) for t, es in crossing.items()}
 
-    @cached_property
-    def possible_of(self) -> Mapping[str, tuple[Edge, ...]]:
-        """Every possible edge of each tensor, constants and graph outputs included."""
-        by_tensor: dict[str, list[Edge]] = {}
-        for edge in sorted(self.possible):
-            by_tensor.setdefault(edge.tensor, []).append(edge)
-        return {t: tuple(es) for t, es in by_tensor.items()}
-
     def leaving(self, unit: Unit) -> list[str]:
         """The outputs of a unit that may carry pairs."""
         return [t for t in unit.outputs if t in self.edges]

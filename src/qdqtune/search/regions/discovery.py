@@ -446,7 +446,6 @@ class _Clusters:
         """The leaves in graph order of their first nodes, and so are the nodes in each."""
         self._follow_producers()
         self._join_consumers()
-        self._join_producers()
         return sorted(sorted(nodes) for nodes in self._members.values())
 
     def _follow_producers(self) -> None:
@@ -489,18 +488,6 @@ class _Clusters:
             (user,) = users
             if self._fits(cluster, user) and not (user in self._heavy and self._gives_floats(cluster)):
                 self._join(cluster, user)
-
-    def _join_producers(self) -> None:
-        """Join shape arithmetic to the one cluster whose shapes it reads."""
-        for cluster in self._in_order():
-            if cluster in self._heavy or self._gives_floats(cluster):
-                continue
-            sources = {self._cluster.get(b, GRAPH) for b in self._before(cluster)} - {cluster}
-            if len(sources) != 1 or GRAPH in sources:
-                continue
-            (source,) = sources
-            if self._fits(source, cluster):
-                self._join(cluster, source)
 
     def _in_order(self) -> list[int]:
         return sorted(self._members, key=lambda c: self._flow.position[self._members[c][-1]])
