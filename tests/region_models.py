@@ -32,10 +32,10 @@ class Network:
     def conv(self, x, **attributes):
         return self.add("Conv", x, "weight", "bias", **attributes)
 
-    def residual(self, x, swap=False, prefix=None):
+    def residual(self, x, prefix=None):
         names = [f"{prefix}/{k}" for k in ("a/Conv", "a/Relu", "b/Conv", "Add", "Relu")] if prefix else [None] * 5
         main = self.conv(self.add("Relu", self.conv(x, name=names[0]), name=names[1]), name=names[2])
-        return self.add("Relu", self.add("Add", *((x, main) if swap else (main, x)), name=names[3]), name=names[4])
+        return self.add("Relu", self.add("Add", main, x, name=names[3]), name=names[4])
 
     def branch(self, *captures):
         """The body of an If that adds up what it captures."""
@@ -57,12 +57,11 @@ class Network:
         return Model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
 
 
-def resnet(blocks, swap=()):
-    """Residual blocks; those whose number is in `swap` have the inputs of their Add the other way round."""
+def resnet(blocks):
     net = Network()
     x = net.add("Relu", net.conv("input"))
-    for k in range(blocks):
-        x = net.residual(x, swap=k in swap)
+    for _ in range(blocks):
+        x = net.residual(x)
     net.outputs = [x]
     return net.model()
 

@@ -73,6 +73,5 @@ class TwoStage:
     builds: int
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """Proposals of `first`, later of `second`; see `Strategy`."""
         is_first = all(t.proposal.wants_layers for t in history) and len(history) < self.builds
         return (is_first and self.first.propose(history)) or self.second.propose(history)

@@ -81,7 +81,7 @@ file differ by a little less."""
 
 CLOSE_SHARE = 0.02
 """A decision is close, and the opposite one worth a build, if that is predicted to cost at most this share of the best
-time more, or twice that share where builds disagree about the prices. Chosen, not measured."""
+time more. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,6 @@ class CutSearch:
 
     @cached_property
     def float_ms(self) -> float:
-        """Sum of the float build's layer times."""
         return sum(layer.time_ms or 0.0 for layer in self.float_layers)
 
     @cached_property

@@ -113,7 +113,6 @@ class FrontSearch:
     noise: Noise
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next batch, see `Strategy`: proposals of the cut, then the predicted points."""
         if len(history) < CUT_BUILDS and (proposals := self.by_cut.propose(history)):
             return proposals[: CUT_BUILDS - len(history)]
         measured = undominated(history, self.by_cut.plan)

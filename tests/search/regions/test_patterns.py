@@ -373,16 +373,6 @@ def test_auto_wants_names_on_most_nodes(named, method):
     assert discovery.find(net.model()).method == method
 
 
-def test_borders_are_ordered_by_structure_and_not_by_name():
-    def inputs(names):
-        net = Network(inputs=list(names))
-        net.outputs = [net.add("Add", net.conv(names[0]), names[1])]
-        return discovery.find(net.model()).tops[0].inputs
-
-    assert inputs(("a", "b")) == ("a", "b")
-    assert inputs(("z", "b")) == ("z", "b")
-
-
 @pytest.mark.parametrize("shape", ["gated", "nested", "dense"])
 def test_hostile_graphs_neither_blow_up_nor_overflow(shape):
     net, x, kept = Network(), "input", []

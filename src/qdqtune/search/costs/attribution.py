@@ -33,7 +33,6 @@ class BuildTimes:
 
     @cached_property
     def paired(self) -> frozenset[str]:
-        """The tensors that carry pairs."""
         return frozenset(e.tensor for e in self.placement.edges)
 
 

@@ -72,11 +72,9 @@ class Costs:
 
     @cached_property
     def float_ms(self) -> float:
-        """The predicted ms of the float model."""
         return sum(price.as_float for price in self.prices)
 
     def ms(self, placement: Placement) -> float:
-        """The predicted ms of a placement."""
         return self.total(self.partition.decision(placement))
 
     def total(self, decision: Decision) -> float:

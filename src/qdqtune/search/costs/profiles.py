@@ -186,7 +186,6 @@ class GroupSelection:
 
     @property
     def parts(self) -> Partition:
-        """The groups, as units of the model."""
         return self.costs.partition
 
     def option(self, number: int) -> PricedScheme | None:

@@ -128,7 +128,6 @@ class RuleCosts:
         return tuple(next(found for found in order if self.allows(part, found)) for part in self.parts)
 
     def placement(self, labels: Labels) -> Placement:
-        """The placement in which each part computes as its label says."""
         edges, wide = set[Edge](), set[Edge]()
         for part, label in zip(self.parts, labels, strict=True):
             for edge in part.reads:
@@ -163,7 +162,6 @@ class RuleCosts:
         return tuple(labels)
 
     def in_16_bits(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
-        """In what operators compute with a placement, as far as it is in 16 bits."""
         wide = set[tuple[str, int]]()
         for part, label in zip(self.parts, self.labels(placement), strict=True):
             if label in SIXTEEN:

@@ -48,7 +48,6 @@ class Table:
         self.conversions.append(Conversion(maker, tuple(readers), prices))
 
     def total(self, labels: Sequence[int]) -> float:
-        """The cost of an assignment of labels."""
         total = sum(own[label] for own, label in zip(self.costs, labels, strict=True))
         for conversion in self.conversions:
             read = {labels[reader] for reader in conversion.readers} - {labels[conversion.maker]}

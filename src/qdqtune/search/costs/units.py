@@ -74,7 +74,6 @@ class Decision:
     def of(
         quantized: Iterable[int], stored: Iterable[str] = (), weight_formats: Iterable[tuple[int, WeightFormat]] = ()
     ) -> Decision:
-        """The decision for some units and tensors."""
         return Decision(frozenset(quantized), frozenset(stored), frozenset(weight_formats))
 
     @cached_property

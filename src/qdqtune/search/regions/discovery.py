@@ -443,7 +443,6 @@ class _Clusters:
         self._heavy = {self._unit[n] for n in flow.heavy}
 
     def leaves(self) -> list[list[int]]:
-        """The leaves in graph order of their first nodes, and so are the nodes in each."""
         self._follow_producers()
         self._join_consumers()
         return sorted(sorted(nodes) for nodes in self._members.values())

@@ -171,7 +171,6 @@ class Structure:
         return "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
 
     def listing(self, nodes: Collection[int]) -> Listing:
-        """The canonical order of some nodes."""
         order = sorted(nodes)  # graph order is topological
         inside, number, border = set(order).issuperset, dict[int, int](), dict[str, int]()
         levels, depth = defaultdict[int, list[int]](list), dict[int, int]()
