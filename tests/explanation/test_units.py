@@ -303,6 +303,14 @@ def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_to
     assert units.disturbance(run) == ""
 
 
+def test_times_of_nodes_that_are_alike_and_differ_much_are_told_as_rough(tmp_path: Path) -> None:
+    net = "net (float[8,64] x) => (float[8,64] y) { [a] p = Relu(x) [b] q = Relu(p) [c] r = Relu(q) [d] y = Tanh(r) }"
+    for ms, is_rough in ((1.2, False), (4.0, True)):
+        run = made_up(tmp_path, model=build(net), float_layers=ran(a=1.0, b=1.0, c=ms, d=4.0))
+        assert bool(units.disturbance(run)) == is_rough
+    assert "of nodes with equal operators and shapes they differ by 30% of the latency" in units.disturbance(run)
+
+
 def test_builds_that_differ_elsewhere_as_well_measure_nothing(chain: Model, tmp_path: Path) -> None:
     more = Placement.of(
         placed(chain, "b").edges | set(chain.node("c").into[1:])

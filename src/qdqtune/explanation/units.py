@@ -30,10 +30,12 @@ from typing import Any, Literal
 from qdqtune.errors import Failure
 from qdqtune.explanation.formatting import counted, origin_in_words
 from qdqtune.explanation.unfused import is_float, is_low
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.attribution import NodeTime
 from qdqtune.search.costs.decisions import margin, other
 from qdqtune.search.costs.output_noise import DOUBT
 from qdqtune.search.costs.prices import Costs
@@ -71,6 +73,11 @@ NOISE = 0.02
 CLEAR = 0.05
 """An estimate tells a figure, or that 8 bits are slower, from this share of the latency on, or from that by which the
 comparisons of the run are uncertain. Chosen, not measured."""
+
+
+APART = 0.15
+"""Up to this share of the latency, nodes that are alike differ by themselves: in runs that nothing disturbed it was at
+most 0.1, in disturbed ones 0.4 and more."""
 
 
 @dataclass(frozen=True)
@@ -529,16 +536,34 @@ class _Table:
 
 
 def disturbance(run: FinishedRun) -> str:
-    """A text if nodes beside no pair seem to take clearly more or less in what ships than in float; else empty."""
-    if not run.spent or not run.float_spent:
+    """A text if times of nodes contradict each other: those of nodes that are alike in one build, or those of nodes
+    beside no pair in what ships and in float; else empty."""
+    if not run.float_spent:
         return ""
+    rough = "times of single nodes are rough, since other work or the profile disturbed them"
     paired = {edge.tensor for edge in (*run.placement.edges, *run.placement.weight_formats)}
+    for spent, pairs in ((run.float_spent, frozenset[str]()), (run.spent, paired)):
+        share = _apart(run.model, spent, pairs)
+        if share > APART:
+            return f"{rough}: of nodes with equal operators and shapes they differ by {share:.0%} of the latency"
     same = [n.name for n in run.model.nodes if paired.isdisjoint((*n.inputs, *n.outputs))]
-    before, after = (sum(sum(spent[name]) for name in same) for spent in (run.float_spent, run.spent))
-    if abs(after - before) <= CLEAR * (run.float_ms or 0.0):
+    before, after = (sum(sum(spent[name]) for name in same if spent) for spent in (run.float_spent, run.spent))
+    if not run.spent or abs(after - before) <= CLEAR * (run.float_ms or 0.0):
         return ""
-    told = f"those beside no pair take {before:.3g} ms in float, and {after:.3g} ms in what ships"
-    return f"times of single nodes are rough, since other work or the profile disturbed them: {told}"
+    return f"{rough}: those beside no pair take {before:.3g} ms in float, and {after:.3g} ms in what ships"
+
+
+def _apart(model: Model, spent: Mapping[str, NodeTime], paired: Collection[str]) -> float:
+    """How far times are from the median of three or more nodes with equal operators, shapes and pairs, as a share of
+    all times."""
+    alike = defaultdict[str, list[float]](list)
+    for node in model.nodes if spent else ():
+        shapes = [info.shape for tensor in node.inputs if (info := model.tensors.get(tensor)) is not None]
+        if all(shape is not None and None not in shape[1:] for shape in shapes):
+            where = [tensor in paired for tensor in (*node.inputs, *node.outputs)]
+            alike[str((node.op, shapes, where))].append(sum(spent[node.name]))
+    apart = sum(abs(ms - median(times)) for times in alike.values() if len(times) > 2 for ms in times)
+    return apart / (sum(map(sum, spent.values())) or 1.0)
 
 
 def shipped_origin(run: FinishedRun) -> str:

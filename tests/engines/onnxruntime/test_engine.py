@@ -181,7 +181,7 @@ def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path:
               for run in range(5) for i, (name, op) in enumerate(chain)]  # fmt: skip
     session = {"cat": "Session", "name": "model_run", "ts": 0, "dur": 5000, "args": {}}
     layers = report(tmp_path, [session, *reversed(events)])
-    assert [x.time_ms for x in layers] == [0.0215] * 4
+    assert [x.time_ms for x in layers] == [0.02] * 4
     with pytest.raises(EngineFailure, match="does not show every node"):
         report(tmp_path, events[:-1])
     with pytest.raises(EngineFailure, match="does not show every node"):
@@ -370,3 +370,15 @@ def test_a_simulator_is_named_as_one(monkeypatch) -> None:
     engine.table = QNN
     assert engine.describe()["device"].startswith("simulator on ")
     assert engine.describe()["plugin"] == "2.7"
+
+
+def test_times_of_few_inferences_are_those_that_other_work_left_alone() -> None:
+    quiet, disturbed = [1.0, 1.0, 1.1, 0.9] * 3, [9.0, 1.0, 7.0, 1.0, 1.1, 0.9, 8.0, 1.0, 9.0, 1.1, 1.0, 5.0]
+    assert onnxruntime_layers.trimmed_mean(disturbed) == pytest.approx(1.0, abs=0.05)
+    assert onnxruntime_layers.trimmed_mean(quiet) == pytest.approx(1.0)
+    assert [onnxruntime_layers.trimmed_mean(few) for few in ([3.0], [2.0, 9.0], [1.0, 2.0, 8.0, 9.0])] == [
+        3.0,
+        2.0,
+        2.0,
+    ]
+    assert onnxruntime_layers.trimmed_mean([3.0] * 60 + [4.0] * 40) == pytest.approx(3.3), "resolves shares of its unit"
