@@ -54,6 +54,7 @@ def test_what_makes_no_sense_is_refused(call: Call, tmp_path: Path) -> None:
         is_refused(call, tmp_path, "empty holds no .onnx file", "tune", *models)
     for words in (("tune", model), ("compare", model), ("inspect",)):
         is_refused(call, tmp_path, "a.npz is no ONNX file: samples are --calibration-data", *words, "a.npz")
+    is_refused(call, tmp_path, "extra argument (a.npz); samples are --calibration-data", "quantize", model, "a.npz")
 
 
 def test_a_model_that_fails_does_not_end_the_others(call, tmp_path):
@@ -145,7 +146,7 @@ STRUCTURES = [
     "jobs: [{model: a.onnx, fix_input: a=1, fix-input: b=1}]", "jobs: [{model: a.onnx}]\nmore: 1",
     "jobs: [{model: a.onnx}]\ndefaults: [1]", "jobs: [{model: a.onnx}]\ndefaults: {model: b.onnx}",
     "jobs: [{model: [a.onnx]}]", "jobs: [{model: a.onnx, node-filter: gone}]", "\x00",
-    f"jobs: [{{model: {'a' * 200_000}}}]",
+    "[" * 100_000, f"jobs: [{{model: {'a' * 200_000}}}]",
     "a: &a [x]\n" + "".join(f"{n}: &{n} [{f'*{p},' * 9}]\n" for p, n in pairwise("abcdefghijkl")) + "jobs: *l",
 ]  # fmt: skip
 

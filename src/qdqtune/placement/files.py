@@ -188,6 +188,11 @@ def parsed_yaml(path: Path, what: str) -> Any:
         check_file(path)
         text = path.read_bytes()
     try:
+        depth = 0
+        for event in yaml.parse(text, Loader=LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > 50:  # at some thousands the C code behind `load` overflows its stack
+                raise ValueError("it has more than 50 levels")
         return yaml.load(text, Loader=LOADER)
     except (*SCALAR_ERRORS, RecursionError, yaml.YAMLError) as error:
         words = one_line(error).replace('in "<byte string>",', "at")
