@@ -145,9 +145,9 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
     return re.sub(r"`(\w+)`", lambda found: flags.get(found[1], found[0]), text)
 
 
-def first_of(texts: Sequence[str], separator: str = ", ", most: int = 6) -> str:
-    """The first `most` texts, and dots if there are more: a language model has two inputs for each layer."""
-    return separator.join([*texts[:most], *["..."][: len(texts) > most]])
+def first_of(texts: Sequence[str], separator: str = ", ") -> str:
+    """The first six texts, and dots if there are more: a language model has two inputs for each layer."""
+    return separator.join([*texts[:6], "..."] if len(texts) > 6 else texts)
 
 
 def parsed_json(text: str, **how: Any) -> Any:

@@ -134,12 +134,11 @@ def prepare(
     most: int = MOST_JUDGED,
     slower: float = 1.0,
 ) -> Prepared:
-    """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are ignored.
+    """Shape a model and open its samples. All commands call this, so that they compare outputs on the same samples.
 
     Outputs are compared on samples that a limit on calibration leaves out, if they are `LEAST_JUDGED` at least. Else
     every fifth sample is held out of calibration, as many as are compared (`most` at most), unless there would be fewer
-    than that or samples are random. All commands call this, so that they compare outputs on the same samples.
-    With `most` 0 no samples are held out. An engine that is so many times `slower` than a CPU gets fewer."""
+    than that or samples are random. An engine that is so many times `slower` than a CPU gets fewer."""
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
         raise BadOption("`workloads` brings the shapes of all inputs: leave `input_shapes` out")

@@ -1,9 +1,7 @@
 """Calibration data that are no arrays yet: a folder of pictures, or a file of texts.
 
 The files that say how to make arrays of them (preprocessor_config.json, tokenizer.json) lie beside the data, or else
-beside the model. Pictures are prepared by the steps of Transformers' image processors, in their order: turn upright,
-resize, crop, scale, normalize, change the order of channels. Other steps are refused: a function of the user can give
-arrays.
+beside the model. Pictures are prepared by the steps of Transformers' image processors; others are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import numpy as np
 
 from qdqtune.calibration.inputs import PICTURE, InputSpec, listed
 from qdqtune.calibration.user_code import user_errors
-from qdqtune.errors import BadData, BadOption, one_line, parsed_json, reading
+from qdqtune.errors import BadData, BadOption, one_line, reading
 from qdqtune.graph.model_folder import first_beside
 from qdqtune.system.checks import below
 from qdqtune.types import Array
@@ -111,12 +109,9 @@ def _read_object(path: Path | None) -> dict[str, Any]:
         return {}
     try:
         with reading(path, BadData):
-            found = parsed_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadData(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BadData(f"{path} holds no JSON object")
-    return found
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadData(f"{path} is no JSON object: {error}") from error
 
 
 # ---- pictures

@@ -91,11 +91,8 @@ def open_samples(
 
     Arrays have the names of inputs. One of the input's rank has a sample per batch (`a[i:i+1]` for batch 1), one of a
     higher rank has a sample per entry (`a[i]`); a single sample is repeated for all. A callable returns an iterable of
-    dictionaries, one a sample, or of arrays if the model has one input; it is called for each pass. Arrays of `fixed`
-    inputs, which were made constants, are ignored.
-
-    Of more samples than `limit` those at even distances are taken, as data are often sorted by class; of a callable,
-    which may never end, the first."""
+    dictionaries, or of arrays if the model has one input; it is called for each pass. Of more samples than `limit`
+    those at even distances are taken, of a callable the first. Arrays of `fixed` inputs are ignored."""
     specs = input_specs(model)
     if source is None:
         count = limit or 8

@@ -1,8 +1,5 @@
-"""Code of the user: functions imported by name, their errors in one line, all that they do within a time limit.
-
-A generator may sleep or never end, a file may take minutes to unpack, a metric may wait for ever. Code of the user runs
-in a thread, so that the caller can give up and Ctrl-C works.
-"""
+"""Code of the user: functions imported by name, their errors in one line, all that they do within a time limit. It runs
+in a thread, so that the caller can give up and Ctrl-C works."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ def load(
         raise BadModel(f"{path}: damaged: a name in it is not text") from error
 
 
-def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
+def load_proto(proto: ModelProto) -> Model:
     """`load` for a model in memory, which is not changed. Its external data lie in the current folder."""
-    return _ready(deepcopy(proto), Path.cwd(), {}, min_opset)
+    return _ready(deepcopy(proto), Path.cwd(), {}, 13)
 
 
 def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:

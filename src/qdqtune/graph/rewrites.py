@@ -1,10 +1,8 @@
 """Rewrites of a float model, by name. Each keeps every output up to rounding, and may allow an engine to fuse more.
 
-`folded` merges nodes that scale or shift channels behind a layer into the layer's weights and bias. Engines do so with
-float weights, but not if these come out of a DequantizeLinear: a BatchNormalization there would run by itself.
-The other rewrites replace the nodes that exporters write for one operator by that operator, for which engines have a
-kernel; which of them make a model faster is measured. A pattern reads one tensor. Tensors between its nodes are read by
-no other node, no body of an If or a Loop, and are no graph outputs.
+`folded` merges nodes that scale or shift channels behind a layer into the layer's weights and bias, as engines do, but
+not with weights that come out of a DequantizeLinear. The others replace the nodes that exporters write for one operator
+by that operator. Tensors between these nodes have no other reader and are no graph outputs.
 """
 
 from __future__ import annotations
@@ -351,8 +349,7 @@ def ordered(names: Collection[str]) -> tuple[str, ...]:
 @dataclass(frozen=True, eq=False)
 class _Layer:
     """A layer and the nodes behind it that are folded into it: `output` is the layer's result without its bias, times
-    `scale`, plus `shift`. Both are float64 [channels]; `shift` includes the bias.
-    """
+    `scale`, plus `shift`. Both are float64 [channels]; `shift` includes the bias."""
 
     node: Node
     output: str
@@ -362,11 +359,8 @@ class _Layer:
 
 def folded(model: Model) -> Model:
     """`model` with each BatchNormalization, and each arithmetic operation with one constant number or one per channel,
-    folded into the Conv, ConvTranspose or Gemm in front.
-
-    The layer gets the output name of the last node that is folded, so that edges keep their names. A tensor in between
-    that has another reader, or is a graph output, ends the folding.
-    """
+    folded into the Conv, ConvTranspose or Gemm in front. The layer gets the output name of the last node that is
+    folded, so that edges keep their names."""
     layers: dict[str, _Layer] = {}
     gone: set[int] = set()
     for node in model.nodes:
@@ -426,10 +420,8 @@ def _layer(model: Model, node: Node) -> _Layer | None:
 
 
 def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tuple[Array, Array] | None:
-    """What `node` multiplies the channels of `source` by, and then adds: float64 vectors [channels] or [1].
-
-    None if it does something else, or with numbers that are not finite.
-    """
+    """What `node` multiplies the channels of `source` by, and then adds: float64 vectors [channels] or [1]. None if it
+    does something else, or with numbers that are not finite."""
     others = [model.constants[t] for t in node.inputs if t != source]
     one, zero, channels = np.ones(1), np.zeros(1), layer.scale.size
     found = None

@@ -1,7 +1,5 @@
 """Ranges of a placement, and biases that keep its outputs close to the float model's.
 
-They are decided before anything is timed, so that what a search measures is what ships; no pair moves.
-
 Biases are corrected as in Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
 1906.04721, section 4.2): rounded weights and clipped inputs move the mean of an output channel, which the bias takes
 back. Here the means are those of calibration samples.

@@ -1,8 +1,7 @@
 """Half precision: which nodes leave the range of float16 on the samples and stay in float32, and what accuracy is lost.
 
-Nodes that make or read values near the largest number of float16, or below its normal numbers, stay in float32, and so
-do means whose inner sum overflows. Whether the rest is accurate is measured on the outputs, with every value of a
-float16 node rounded as an engine stores it. bfloat16 has the range of float32: no node has to stay.
+Whether the rest is accurate is measured on the outputs, with every value of a float16 node rounded as an engine stores
+it. bfloat16 has the range of float32: no node has to stay.
 """
 
 from __future__ import annotations

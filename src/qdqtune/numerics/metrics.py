@@ -1,14 +1,11 @@
 """How good the outputs of a model are: by a function of the user, or by a metric over labelled samples.
 
-The user's own metric is a function that asks a model for outputs and says how good they are. `evaluate`
-module:callable or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
-`predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the target
-engine; threads that call it wait for each other. The time limit holds for each call of `predict`, and for what the
-function takes beside them. The function is called for the float model and for each candidate that is about to be
-accepted, and should return the same number for the same model.
+The function is called as `callable(predict) -> float`; higher is better. `predict` takes {input name: array} and
+returns {output name: array}, computed on the target engine; threads that call it wait for each other. The time limit
+holds for each call of `predict`, and for what the function takes beside them.
 
-A metric without code compares outputs with labels in a file, one for each calibration sample in the order of the
-samples, or else with what the float model says. It is the mean over all rows of a row's own score.
+A metric without code compares outputs with labels in a file, one for each sample in their order, or else with what the
+float model says. It is the mean over all rows of a row's own score.
 """
 
 from __future__ import annotations

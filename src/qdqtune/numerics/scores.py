@@ -1,16 +1,10 @@
 """Outputs that hold scores of classes, and scores of models: what samples show of both.
 
-A task counts whether the best class stays the same, not decibels.
-
-What an output holds is found from the values that the float model gives:
-
-- probabilities, or their logarithms: along some axis they sum to 1 (classes, tokens, pixels);
-- logits: an output of shape [rows, classes], or [rows, positions, classes] with as many classes as a vocabulary has.
-
-In both the float model itself has to prefer one class clearly. Embeddings, coordinates, weights of mixtures and models
-without training do not, and which of their values is the largest means nothing. Logits of pixels look like any features
-of pixels: these, and whatever the values do not show, the user names. An output of which each value by itself says yes
-or no, as of a voice detector, is named as well.
+What an output holds is found from the values that the float model gives. Probabilities, or their logarithms, sum to 1
+along some axis (classes, tokens, pixels). Logits are of shape [rows, classes], or [rows, positions, classes] with as
+many classes as a vocabulary has. In both the float model itself has to prefer one class clearly: embeddings,
+coordinates, weights of mixtures and models without training do not. What the values do not show, as logits of pixels,
+or values of which each says yes or no, the user names.
 """
 
 from __future__ import annotations
@@ -166,8 +160,13 @@ def _seen_axis(outputs: Sequence[Array]) -> int | None:
         if len(shares) == len(outputs):
             is_clear = np.median(np.concatenate([_gaps(rows) for rows in shares])) >= CLEAR_SHARE
             return axis if is_clear else None
-    shaped = [axis for axis in axes if _may_be_logits(first, axis)]
-    return next((axis for axis in shaped if _is_clear(outputs, axis)), None)
+    for axis in axes:
+        classes = first.shape[axis]
+        are_rows = axis == 1 and first.size == first.shape[0] * classes and classes >= LEAST_CLASSES
+        are_tokens = axis == first.ndim - 1 and classes >= LEAST_TOKENS
+        if (are_rows or are_tokens) and _is_clear(outputs, axis):
+            return axis
+    return None
 
 
 def equal_share(accuracy: Accuracy | None) -> float | None:
@@ -230,13 +229,6 @@ def _probabilities(rows: Array) -> Array | None:
 def _gaps(rows: Array) -> Array:
     top = np.partition(rows, -2, axis=1)
     return np.asarray(top[:, -1] - top[:, -2])
-
-
-def _may_be_logits(first: Array, axis: int) -> bool:
-    """Whether the shape is that of logits: [rows, classes] with axes of size 1 behind, or [.., tokens]."""
-    classes = first.shape[axis]
-    is_row = axis == 1 and first.size == first.shape[0] * classes
-    return (is_row and classes >= LEAST_CLASSES) or (axis == first.ndim - 1 and classes >= LEAST_TOKENS)
 
 
 def _is_clear(outputs: Sequence[Array], axis: int) -> bool:

@@ -1,8 +1,7 @@
 """ONNX Runtime in a worker process, for variants of one model: what placements do to outputs, without the engine.
 
-Constants that the variants share are written once. To simulate a placement, ONNX Runtime runs the Q/DQ model and fuses
-no pair. Engines round where the file says so, and compute what they fuse at least as exactly, so their outputs differ
-from these far less than from the float model's. A search asks here before it spends a build.
+To simulate a placement, ONNX Runtime runs the Q/DQ model and fuses no pair. Engines round where the file says so, and
+compute what they fuse at least as exactly, so their outputs differ from these far less than from the float model's.
 
 ONNX Runtime itself does more: between a pair in front of a convolution (or of a MaxPool and the like before it) and one
 behind it, it also rounds the weights, per tensor. For this engine the model runs after these rewrites of the graph.

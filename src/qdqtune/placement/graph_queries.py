@@ -17,9 +17,6 @@ SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
 DIVIDES = frozenset({"Gather", "Slice", "Split"})
 """Operators that give a part of a tensor."""
 
-MOST_COPIES = 10
-"""Most COPIES between two operators that still count as neighbours. Chosen, not measured."""
-
 
 @dataclass(frozen=True, eq=False)
 class Attention:
@@ -60,24 +57,19 @@ class GraphQueries:
 
     def source(self, tensor: str) -> Node | None:
         """The node that computes a tensor's values, with copies skipped; None for graph inputs and constants."""
-        for _ in range(MOST_COPIES + 1):
-            node = self.model.maker(tensor)
-            if node is None or node.op not in COPIES:
-                return node
+        while (node := self.model.maker(tensor)) is not None and node.op in COPIES:
             tensor = node.inputs[0]
-        return None
+        return node
 
     def readers(self, tensor: str, copies: frozenset[str] = COPIES) -> Iterator[Edge]:
-        """The edges that read a tensor's values; for an operator of `copies`, the edges that read its result instead.
-
-        Operators that only read the shape do not count.
-        """
-        pending = [(e, 0) for e in self.model.edges(tensor)]
+        """The edges that read a tensor's values and not only its shape; for an operator of `copies`, the edges that
+        read its result instead."""
+        pending = self.model.edges(tensor)
         while pending:
-            edge, depth = pending.pop()
+            edge = pending.pop()
             node = self.model.user(edge)
-            if node is not None and node.op in copies and edge.index == 0 and depth < MOST_COPIES:
-                pending += [(e, depth + 1) for o in node.outputs if o for e in self.model.edges(o)]
+            if node is not None and node.op in copies and edge.index == 0:
+                pending += self.model.edges(node.outputs[0])
             elif node is None or node.op not in ASKS_SHAPE:
                 yield edge
 

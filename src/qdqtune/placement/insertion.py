@@ -1,7 +1,6 @@
 """Writes a float model with a placement as a Q/DQ model.
 
-Baselines, candidates and final models all come from here; the empty placement gives the baseline. `quantizations`
-decides scales, biases and clamps first, then nodes are written in one pass.
+`quantizations` decides scales, biases and clamps first, then nodes are written in one pass.
 
 A weight in a weight format is stored as integers behind a DequantizeLinear (kernels fuse it): a Gemm loses transB, and
 a Transpose of the constant is removed. Dynamic quantization puts a DynamicQuantizeLinear in front of the product, which

@@ -45,7 +45,14 @@ def strip_pairs(model: Model) -> Model:
     gone = {p.dq.index for p in pairs.values()}
     quantizing = [n for n in model.nodes if n.op == "QuantizeLinear"]
     gone |= {n.index for n in quantizing if all(use.node in gone for use in model.uses(n.outputs[0]))}
-    final = _output_names(model, source, {c.output[0] for c in clamps.values()})
+    final: dict[str, str] = {}  # float tensor to the name of the graph output that it can take over from its pair
+    clamped = {clamp.output[0] for clamp in clamps.values()}
+    for output in model.outputs:
+        tensor = source.get(output)
+        if tensor is None or any(use.slot < 0 for use in model.uses(output)) or _is_read_by_name(model, tensor):
+            continue
+        if tensor in model.producers or tensor in clamped:
+            final.setdefault(tensor, output)
     nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         if node.index not in gone:
@@ -63,18 +70,6 @@ def strip_pairs(model: Model) -> Model:
 
 def _is_read_by_name(model: Model, tensor: str) -> bool:
     return any(use.slot < 0 or use.node == GRAPH for use in model.uses(tensor))
-
-
-def _output_names(model: Model, source: Mapping[str, str], clamped: set[str]) -> Mapping[str, str]:
-    """Float tensor to the name of the graph output that it can take over from its pair."""
-    final: dict[str, str] = {}
-    for output in model.outputs:
-        tensor = source.get(output)
-        if tensor is None or any(use.slot < 0 for use in model.uses(output)) or _is_read_by_name(model, tensor):
-            continue
-        if tensor in model.producers or tensor in clamped:
-            final.setdefault(tensor, output)
-    return final
 
 
 def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str, str]) -> onnx.NodeProto:

@@ -7,7 +7,7 @@ An If copies what it passes on, so the switch of a large weight stands around th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -196,11 +196,14 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
             first = by_result[first.source]
             nodes = (*_nodes(qdq_model, first), *nodes)
         read = set[str]().union(*(node.input for node in nodes)) & qdq_model.constants.keys()
+        constants = {name: qdq_model.constants[name] for name in sorted(read)}
         kind: Kind = "bias" if pair.is_bias else "constant" if pair.is_constant else "activation"
+        before = qdq_model.maker(first.source)
         for tensor in dict.fromkeys(e.tensor for e in known):
             mine = tuple(e for e in known if e.tensor == tensor)
-            constants = {name: qdq_model.constants[name] for name in sorted(read)}
-            source = _before_clamp(float_model, qdq_model, tensor, first.source, kept)
+            clamp, source = float_model.maker(tensor), tensor
+            if clamp is not None and clamp.op in CLAMPS and clamp.name not in kept:  # the file has dropped it
+                source = tensor if before is not None and before.op in CLAMPS else clamp.inputs[0]
             pairs.append(FilePair(tensor, source, mine, nodes, constants, kind, pair.scale, pair.zero_point, pair.axis))
     order = {name: i for i, name in enumerate(float_model.index_of)}
     last = len(order)
@@ -218,15 +221,6 @@ def _nodes(model: Model, pair: Pair) -> tuple[onnx.NodeProto, ...]:
         return both
     # ONNX defines the division in the type of the scale, and ONNX Runtime has no kernel for two types.
     return helper.make_node("Cast", [pair.source], [""], to=scale), *both
-
-
-def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str, kept: Set[str]) -> str:
-    """The input of the Relu or Clip that makes a tensor, if the file has dropped that node; else the tensor."""
-    clamp, there = float_model.maker(tensor), qdq_model.maker(source)
-    is_clamped = there is not None and there.op in CLAMPS
-    if clamp is None or clamp.op not in CLAMPS or clamp.name in kept or is_clamped:
-        return tensor
-    return clamp.inputs[0]
 
 
 def representable(pair: FilePair) -> tuple[float, float]:
