@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from qdqtune.explanation.model_map import draw
 from qdqtune.explanation.page import render
-from qdqtune.explanation.report import Report, bars, report_of_run
+from qdqtune.explanation.report import Report, report_of_run
 from qdqtune.explanation.result_rows import Headline
 from qdqtune.explanation.units import Explanation
 from qdqtune.graph.model import Model
@@ -68,7 +68,7 @@ def made_up(count: int) -> Report:
         rows.append(row)
     drawn = draw(model, rows, {}, "tuned")
     verdict = Headline(f"{count} nodes", "A made-up network.", True)
-    return Report(f"{count} nodes", verdict, bars=bars(drawn), map=drawn)
+    return Report(f"{count} nodes", verdict, map=drawn)
 
 
 def look(browser: Browser, file: Path, repeats: int = 5) -> tuple[float, float, float, int, int, int]:

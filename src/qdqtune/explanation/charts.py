@@ -6,23 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from qdqtune.explanation.report import Point, Strip
+from qdqtune.explanation.report import Point
 from qdqtune.timing.ratios import Ratio
 from qdqtune.types import EQUAL_DB
-
-OUTSIDE = 0.02
-"""Share of the rounds at either end that may lie outside the axis; they are drawn at its end."""
-
-FINE = 1000
-"""Width of the box in which the dots of a comparison are drawn, in SVG units."""
-
-LANES = (5, 11, 2, 8, 13, 4, 10, 7)
-"""Heights at which dots are drawn by turns, so that they do not hide each other."""
-
-MOST_DOTS = 96
-"""Most dots of one comparison; of more rounds, some are left out at equal distances."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +45,9 @@ def ends(speed: Ratio) -> tuple[float, ...]:
     return tuple(v for v in (speed.low, speed.median, speed.high) if v is not None)
 
 
-def of_strips(strips: Sequence[Strip]) -> Axis:
-    """One axis for the speeds of several comparisons, which includes the speed 1."""
-    values = [1.0]
-    for strip in strips:
-        values += [*ends(strip.speed), *np.quantile(strip.rounds, [OUTSIDE, 1 - OUTSIDE]).tolist()]
-    return spanning(values)
-
-
-def dots(strip: Strip, axis: Axis) -> str:
-    """The rounds as an SVG path in a box of FINE by 16: strokes without length, whose round ends look like dots."""
-    chosen = np.linspace(0, len(strip.rounds) - 1, min(len(strip.rounds), MOST_DOTS)).round().astype(int)
-    places = (round(axis.place(strip.rounds[i]) * FINE / 100) for i in chosen)
-    return "".join(f"M{x} {LANES[i % len(LANES)]}h0" for i, x in enumerate(places))
+def of_speeds(speeds: Iterable[Ratio]) -> Axis:
+    """One axis for several comparisons, which includes the speed 1."""
+    return spanning([1.0, *(value for speed in speeds for value in ends(speed))])
 
 
 @dataclass(frozen=True)
@@ -90,7 +66,7 @@ class Scatter:
 
 def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) -> Scatter:
     """Axes that hold all points, a speed of 1 and the asked SQNR."""
-    x = spanning([1.0, *(v for p in points for v in ends(p.speed))], 0.08)
+    x = of_speeds(point.speed for point in points)
     levels = [p.sqnr_db for p in points if p.sqnr_db is not None and p.sqnr_db < EQUAL_DB]
     levels += [] if floor_db is None else [floor_db]
     y = spanning(levels or [0.0, 40.0], 0.15)

@@ -22,6 +22,9 @@ LONGEST = 200
 LEAST_REPEATED = 6
 """Fewest groups that one row stands for where a block repeats. Chosen, not measured."""
 
+BARS = 24
+"""Most groups in the chart of times; one more bar is for all others."""
+
 USUAL, MOST = 6, 40
 """From how many groups on a row ends where a module does, and how many it has at most. Chosen, not measured."""
 
@@ -58,6 +61,10 @@ class MapGroup:
     def name(self) -> str:
         """That of its first node that converts nothing."""
         return next((node.name for node in self.nodes if node.op not in QDQ), self.nodes[0].name)
+
+    @property
+    def longest(self) -> float:
+        return max(self.float_ms or 0.0, self.tuned_ms or 0.0)
 
     @property
     def reasons(self) -> Mapping[tuple[str, str], Sequence[str]]:
@@ -103,6 +110,13 @@ class Map:
     @property
     def groups(self) -> Sequence[MapGroup]:
         return [group for row in self.rows for group in row.groups]
+
+    @property
+    def bars(self) -> Sequence[MapGroup]:
+        """The groups with the most time, and one for all others; empty where times are unknown."""
+        groups = sorted((group for group in self.groups if group.longest), key=lambda group: -group.longest)
+        rest = [replace(together(groups[BARS:]), label="all others")] if groups[BARS:] else []
+        return [*groups[:BARS], *rest]
 
 
 def rows_of(groups: Sequence[MapGroup], keys: Sequence[object]) -> tuple[MapRow, ...]:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from qdqtune.errors import BadOption
-from qdqtune.explanation.formatting import became_in_words, built, duration, origin_in_words, tail, title
-from qdqtune.explanation.model_map import Map, MapGroup, draw, together
+from qdqtune.explanation.formatting import became_in_words, built, duration, origin_in_words, title
+from qdqtune.explanation.model_map import Map, draw
 from qdqtune.explanation.result_rows import Headline, is_judged, remarks, result_rows, verdict
 from qdqtune.explanation.units import disturbance, explanations
 from qdqtune.placement.reading import count_pairs
@@ -28,9 +28,6 @@ from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.store import job_of
 from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, sqnr_of
-
-BARS = 24
-"""Most bars in the chart of times; one more is for all other groups."""
 
 OWN = "your Q/DQ file"
 """The name of what ships beside the float model, if that is the user's file with its pairs."""
@@ -45,28 +42,19 @@ class Fact:
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class Strip:
-    """The rounds of one comparison as speeds, one for each, and the speed that follows from all rounds."""
-
-    name: str
-    rounds: tuple[float, ...]
-    speed: Ratio
-
-
 Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "failed", "costlier"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate of the search. `strip` compares it with the best candidate before it, `speed` is against the float
-    model. "costlier": by rule, where nothing is timed. `ships`: its placement is that of optimized_final.onnx."""
+    """A candidate of the search. `against_best` is its speed against the best candidate before it, `speed` against the
+    float model. "costlier": by rule, where nothing is timed. `ships`: its placement is that of optimized_final.onnx."""
 
     number: int
     origin: str
     outcome: Came
     told: str
-    strip: Strip | None
+    against_best: Ratio | None
     speed: float | None
     sqnr_db: float | None
     tensors: int
@@ -87,21 +75,6 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A row of the chart of times: groups that are alike, of which `node` is the first, or all others."""
-
-    name: str
-    node: str
-    float_ms: float
-    tuned_ms: float | None
-    conversion_ms: float
-
-    @property
-    def longest(self) -> float:
-        return max(self.float_ms, self.tuned_ms or 0.0)
-
-
-@dataclass(frozen=True)
 class Report:
     """A whole report, section by section; empty sections are left out."""
 
@@ -109,7 +82,6 @@ class Report:
     verdict: Headline
     facts: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
-    bars: tuple[Bar, ...] = ()
     bars_lead: str = ""
     map: Map | None = None
     points: tuple[Point, ...] = ()
@@ -117,7 +89,7 @@ class Report:
     has_accuracy: bool = True
     outputs: Mapping[str, float | None] = field(default_factory=dict)
     """The SQNR in dB of each float output where there are several, the worst first; None where it is equal."""
-    proof: tuple[Strip, ...] = ()
+    proof: tuple[Ratio, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     circumstances: tuple[Fact, ...] = ()
     commands: tuple[Fact, ...] = ()
@@ -141,24 +113,17 @@ def report_of_run(folder: Path) -> Report:
         verdict=verdict(run.summary),
         facts=tuple(_facts(run, summary)),
         notes=tuple(dict.fromkeys(filter(None, (run.log.ended, *run.log.notes, *remarks(summary))))),
-        bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
         points=tuple(_points(run)),
         floor_db=run.summary["min_sqnr_db"],
         has_accuracy=is_judged(run.summary),
         outputs=dict(sorted(by_output.items(), key=lambda each: inf if each[1] is None else each[1])),
-        proof=tuple(strip(f"builds {n}", each, ratio(each, plan)) for n, each in enumerate(run.proof, 1)),
+        proof=tuple(ratio(each, plan).inverse for each in run.proof),
         candidates=tuple(candidates(run)),
         circumstances=tuple(circumstances(run)),
         commands=tuple(commands(run)),
     )
-
-
-def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
-    """The rounds of a comparison, and the ratio `measured` in them, as speeds."""
-    rounds = tuple(a / b for a, b in zip(measurement.a, measurement.b, strict=True))
-    return Strip(name, rounds, measured.inverse)
 
 
 def _map(run: FinishedRun) -> Map:
@@ -166,25 +131,6 @@ def _map(run: FinishedRun) -> Map:
     tuned = OWN if run.keeps_own_pairs else "tuned" if run.placement else ""
     kernels = fusion_groups(run.model, run.shipped_layers)
     return draw(run.model, explanations(run), error_db, tuned, run.floats, kernels)
-
-
-def bars(drawn: Map) -> tuple[Bar, ...]:
-    """The groups of the map with the most time, and one bar for all others."""
-    groups = sorted(drawn.groups, key=lambda group: -max(group.float_ms or 0.0, group.tuned_ms or 0.0))
-    if not groups or not any(group.float_ms for group in groups):
-        return ()
-    rows = []
-    for group in groups[:BARS]:
-        many = f"{group.count} times, the first: " * (group.count > 1)
-        rows.append(_bar(group, group.label, many + tail(group.name)))
-    if groups[BARS:]:
-        rest = together(groups[BARS:])
-        rows.append(_bar(rest, f"the other {rest.count} groups", ""))
-    return tuple(bar for bar in rows if bar.longest)
-
-
-def _bar(group: MapGroup, name: str, node: str) -> Bar:
-    return Bar(name, node, group.float_ms or 0.0, group.tuned_ms, group.conversion_ms)
 
 
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:
@@ -248,7 +194,7 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
         measured = judge(trial, run.plan)
         shown = None
         if isinstance(trial.result, Measurement) and measured is not None:
-            shown = strip(f"candidate {trial.number}", trial.result, measured)
+            shown = measured.inverse
         result = outcome(trial, run.plan)
         is_costlier = isinstance(trial.result, CostsByRule) and result != "inaccurate"
         came: Came = "accepted" if trial.accepted else "costlier" if is_costlier else result
@@ -261,7 +207,7 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
             origin=origin_in_words(trial.proposal.origin),
             outcome=came,
             told=became,
-            strip=shown,
+            against_best=shown,
             speed=None if shown is None or trial.placement not in ratios else 1 / ratios[trial.placement],
             sqnr_db=trial.sqnr_db,
             tensors=count_pairs(trial.placement),

@@ -216,7 +216,7 @@ class _Table:
             float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
             conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
         )
-        slower = self._slower_here(row, unit)
+        slower = self._slower_here(row)
         elsewhere = [layer.elsewhere for layer in ran if layer.elsewhere]
         if elsewhere:
             detail = f"it runs {elsewhere[0]}"
@@ -406,14 +406,10 @@ class _Table:
         _, others, nearest = min(ranked, key=lambda each: each[:2], default=(False, 0, None))
         return nearest, others
 
-    def _slower_here(self, row: Explanation, unit: Unit) -> str:
-        """Why a unit takes clearly more in what ships than in the float model; empty if it does not, or by itself."""
+    def _slower_here(self, row: Explanation) -> str:
+        """A text if a unit only seems to take more in what ships, as a kernel of the float model has it inside."""
         if not row.ms or not row.float_ms or log(row.ms / row.float_ms) <= self._clear:
             return ""
-        if row.state == "8 bits" and row.ms - row.float_ms > NOISE * (self.run.shipped_ms or 0.0):
-            is_needed = self._costs is None or margin(self._costs, self._decision, unit) > 0
-            gain = "its neighbours gain more than it loses" if is_needed else "the model may be faster with it in float"
-            return f"slower itself, by its layer's time: {gain}"
         here = {name for own in row.nodes if own in self._layer_of for name in self._layer_of[own].nodes}
         for layer in self.run.float_layers:
             apart = [name for name in layer.nodes if name not in here]
