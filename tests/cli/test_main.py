@@ -1,17 +1,11 @@
 """The command line as a user meets it: options, exit codes, one line for every bad input, and what goes where."""
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -154,31 +148,6 @@ def test_ctrl_c_is_code_130_and_the_same_command_goes_on(model, tmp_path, call):
     code, _, again = call(*command)
     assert code == 0
     assert again.count("from the state file") >= 1
-
-
-def on_a_terminal(*arguments: object) -> bytes:
-    """All that a terminal of 100 columns gets of a command that succeeds."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    process = started(*arguments, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal hangs up when the process has ended
-        while part := os.read(ours, 65536):
-            shown += part
-    assert process.wait() == 0
-    return shown
-
-
-def test_on_a_terminal_a_picture_follows_the_run(model, tmp_path):
-    shown = on_a_terminal("tune", model, *SLOW, "-o", tmp_path / "out")
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert re.search(r"searching  \d+ of 12 builds  \d+ s  about \d+ s left", text)
-    assert "best 2.00x  cut: 2.00x [" in text
-    assert "proving the result on fresh builds" in text
-    assert b"\x1b[2K" in shown  # the picture is drawn in place
-    last = text.replace("\r", "").rstrip("\n").splitlines()
-    assert last[-1].endswith("is the tuned model; nobody has checked its accuracy")
 
 
 @pytest.mark.parametrize("again", [False, True])

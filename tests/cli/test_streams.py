@@ -199,6 +199,22 @@ TIMED = Measurement((1.0,), (1.0,))
 FASTER, BEST = Ratio(0.5, 0.4, 0.625), Ratio(0.8, 0.8, 0.8)
 
 
+@pytest.mark.parametrize(
+    ("term", "verbose", "moves"), [("xterm", False, True), ("xterm", True, False), ("dumb", False, False)]
+)
+def test_a_picture_follows_on_terminals_that_can_show_one(
+    term: str, verbose: bool, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = StringIO()
+    monkeypatch.setattr(
+        progress, "console", lambda **_: Console(file=screen, force_terminal=True, _environ={"TERM": term})
+    )
+    with progress.shown(verbose=verbose) as live:
+        live.stage("searching")
+        live.progress(1, 2)
+    assert ("\x1b[2K" in screen.getvalue()) is moves
+
+
 def test_a_note_above_the_picture_breaks_between_words() -> None:
     screen = StringIO()
     with progress.Progress(Console(file=screen, force_terminal=True, width=40), is_moving=True) as live:

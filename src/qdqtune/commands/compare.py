@@ -473,25 +473,24 @@ def compare_files(
         except EngineRefused as refused:
             rows.append(Row(str(file), reason=str(refused)))
     racing = [Path(row.file) for row in rows if not row.reason]
-    raced: dict[str, tuple[Compared, ...] | str] = {}
-    tails: dict[str, tuple[Tail, ...]] = {}
+    compared, tails = dict[str, tuple[Compared, ...]](), dict[str, tuple[Tail, ...]]()
     if reference_from is None and racing:
         observer.stage(f"timing {', '.join(file.name for file in racing)} against {first.name}")
         precision = EFFORTS["default"].precision_seconds
         racer = Racer(runner, plan, seed, views_of(timed, counts), observer, precision_seconds=precision)
-        raced = _raced(racer, first, racing)
-        running = [first, *(file for file in racing if not isinstance(raced[str(file)], str))]
-        if not runner.starts_processes:
-            observer.stage("timing single inferences")
-        tails = dict(zip(map(str, running), racer.tails(running), strict=False))
+        try:
+            race = racer.race([first, *racing], [(0, 1 + at) for at in range(len(racing))], "compare")
+            compared = {str(file): race.compared(0, at) for at, file in enumerate(racing, 1)}
+            if not runner.starts_processes:
+                observer.stage("timing single inferences")
+            tails = dict(zip(map(str, [first, *racing]), racer.tails([first, *racing]), strict=False))
+        except EngineRefused as refused:
+            rows = [row if row.reason else Row(row.file, reason=str(refused)) for row in rows]
     done = []
     for at, count in enumerate(counts):
         for row in rows:
-            compared = raced.get(row.file)
-            if isinstance(compared, str):
-                row = Row(row.file, reason=compared)
-            elif compared is not None:
-                one = compared[at]
+            if row.file in compared:
+                one = compared[row.file][at]
                 parts = [
                     Part(workload.name, workload.share, 1e3 * part.a_seconds, 1e3 * part.b_seconds, part.ratio)
                     for workload, part in zip(timed, one.by_workload, strict=False)
@@ -535,18 +534,6 @@ def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> R
         return replace(row, unlike=NOT_FINITE.reason)
     exact = accuracy(reference, outputs, scores)
     return replace(row, sqnr_db=exact.sqnr_db, accuracy=exact)
-
-
-def _raced(racer: Racer, first: Path, others: Sequence[Path]) -> dict[str, tuple[Compared, ...] | str]:
-    """What became of each file against the first, in each context, or why the engine failed on it. Where it fails in
-    the race of several, each races alone: one of them is to blame."""
-    try:
-        race = racer.race([first, *others], [(0, 1 + at) for at in range(len(others))], "compare")
-    except EngineRefused as refused:
-        if len(others) == 1:
-            return {str(others[0]): str(refused)}
-        return dict(ChainMap(*(_raced(racer, first, [other]) for other in others)))
-    return {str(other): race.compared(0, 1 + at) for at, other in enumerate(others)}
 
 
 TAGS: Mapping[Outcome, str] = {"undecided": "skipped", "missed": "failure", "failed": "error"}
