@@ -188,19 +188,16 @@ class Benchmark:
         if self._first is None:
             self.runner.feed(self.prepared(load(path)).samples.first(1)[0])
         handle = self.runner.load(path, log_name, fresh=True)
-        first, first_ms = self._first or (handle, None)
-        is_kept = False
+        if self._first is None:
+            rounds = compare_builds(self.runner, handle, handle, self.plan, 0, lambda _: False)
+            self._inputs, self._first = inputs, (handle, float(np.median(rounds.a)) * 1e3)
+            return self._first[1]
+        first, first_ms = self._first
         try:
             rounds = compare_builds(self.runner, first, handle, self.plan, 0, lambda _: False)
-            is_kept = first_ms is None
-        finally:
-            if not is_kept:
-                self.runner.unload(handle)
-        if first_ms is not None:
             return ratio(rounds, self.plan).median * first_ms
-        self._inputs = inputs
-        self._first = handle, float(np.median(rounds.a)) * 1e3
-        return self._first[1]
+        finally:
+            self.runner.unload(handle)
 
 
 class TensorRTPyBenchmark(Benchmark):

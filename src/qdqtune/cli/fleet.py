@@ -70,10 +70,6 @@ def start(
     return subprocess.Popen(**words, process_group=0, pass_fds=(pipe, *fds), **how)
 
 
-def is_driver() -> bool:
-    return os.environ.pop(DRIVER, None) is not None
-
-
 def run_on_ray() -> int:
     """Run the typed command in a child, since Ray ends a program without a message when its node is lost. Returns the
     exit code.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from qdqtune.cli.output import say, say_error, say_exception
+from qdqtune.cli.output import console, say, say_error
 from qdqtune.cli.streams import BEGUN, INTERRUPTED, end_with_parent, guarded, interrupts, lost_output
 from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
@@ -92,7 +92,7 @@ def _run(command: click.Command, name: str, given: Sequence[str], interrupted: E
         if interrupted.is_set():  # inside of a library that made another error of it
             say("interrupted")
             return INTERRUPTED
-        say_exception()
+        console(is_error=True).print_exception()
         return _failed("this is a defect of qdqtune: please report it with the lines above", DEFECT)
 
 

@@ -53,10 +53,6 @@ def say_notes(notes: Iterable[str]) -> None:
         say(f"note: {note}")
 
 
-def say_exception() -> None:
-    console(is_error=True).print_exception()
-
-
 def console(*, is_error: bool = False, **how: Any) -> Console:
     """A console on standard output or standard error. It takes no markup, and escapes control characters, since names
     in models may hold anything."""

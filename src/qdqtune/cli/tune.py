@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def tune_command(options: TuneArguments) -> int:
         if code in fleet.CODES and not (options.dry_run or options.quiet):
             say(f"what ships lies in {options.output_dir}/MODEL/optimized_final.onnx, with a report.html beside it")
         return code
-    if options.ray is not None and not fleet.is_driver():
+    if options.ray is not None and os.environ.pop(fleet.DRIVER, None) is None:
         return fleet.run_on_ray()
     return run(options)
 

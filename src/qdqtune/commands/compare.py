@@ -153,10 +153,6 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     timing_runs: int = COUNT("Rounds per pair of builds, 12 or more.", "Search", default=DEFAULT_ROUNDS, least=12)
     warmup_runs: int = WARMUP
 
-    @property
-    def plan(self) -> Plan:
-        return Plan((self.timing_runs,), warmup=self.warmup_runs)
-
 
 class CompareOptions(MetricOptions, EngineOptions, MeasureOptions):
     takes_several_threads: ClassVar[bool] = True
@@ -205,7 +201,10 @@ class Comparison(Shown):
         return [f"{row.name} cannot be compared: {row.reason}" for row in self.rows if row.reason]
 
     def in_words(self) -> str:
-        told = [f"{row.name} {f'failed, {row.reason}' if row.reason else row.told}" for row in self.rows]
+        told = []
+        for row in self.rows:
+            more = row.reason or (row.ratio.speedup if row.ratio else "")
+            told.append(f"{row.name} {', '.join(filter(None, [row.words, more]))}")
         return f"{'; '.join(told)} (against {self.first})"
 
     def table(self) -> Table:
@@ -318,7 +317,7 @@ def compare(
             files,
             runner,
             [{**sample, **fixed} for sample in judging],
-            options.plan,
+            Plan((options.timing_runs,), warmup=options.warmup_runs),
             has_real_samples=prepared.has_real_samples,
             mix=tuple(replace(one, inputs={**one.inputs, **fixed}) for one in prepared.mix),
             counts=counts if len(threads) > 1 else (None,),
@@ -395,10 +394,6 @@ class Row:
         low, high = self.ratio.low, self.ratio.high
         within = "" if low is None or high is None else f" within {100 * max(high - 1, 1 - low):.0f} %"
         return f"no difference seen{within}"
-
-    @property
-    def told(self) -> str:
-        return f"{self.words}, {self.ratio.speedup}" if self.ratio else self.words
 
     @property
     def verdict(self) -> Verdict | None:

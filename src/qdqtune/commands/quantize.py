@@ -302,14 +302,8 @@ class Quantized(Shown):
     scores: Scores = NO_SCORES
     is_finite: bool = True
     """Whether all outputs of both models are finite."""
-    hurried: tuple[str, ...] = ()
-    """What a time budget left out of calibration."""
     matched: CacheRanges | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
-
-    @property
-    def metric(self) -> tuple[float, float] | None:
-        return None if self.measured is None else (self.measured[0].value, self.measured[1].value)
 
     @property
     def output(self) -> Path:
@@ -358,8 +352,6 @@ class Quantized(Shown):
             yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
         if self.measured is not None:
             yield metric_in_words(*self.measured)
-        for why in self.hurried:
-            yield f"calibration was cut short: {why}; the same command with a larger `time_budget` takes all"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -377,7 +369,6 @@ class Quantized(Shown):
             "finite": self.is_finite,
             "samples": self.judged,
             "held_out": self.is_held_out,
-            "calibration_cut_short": list(self.hurried),
             "metric": None if self.measured is None else metric_json(*self.measured),
             "pairs": [] if self.damages is None else [damage.to_dict() for damage in self.damages.worst],
             "examined": None if self.damages is None else self.damages.to_dict(),
@@ -452,8 +443,9 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
             done = replace(done, damages=report, loudest=loudest)
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
-    notes = (*ready.notes, *done.notes)
-    return replace(done, notes=notes, matched=ready.matched, hurried=hurried)
+    told = (f"calibration was cut short: {why}; a larger `time_budget` takes all" for why in hurried)
+    notes = (*ready.notes, *done.notes, *told)
+    return replace(done, notes=notes, matched=ready.matched)
 
 
 def _check_options(options: QuantizeOptions) -> None:
