@@ -20,11 +20,11 @@ from models import build, normal, ranges
 from qdqtune import compare, quantize
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec, devices, open_engine
-from qdqtune.engines.devices import Device, allot, cores_for, divide_cores, leased
+from qdqtune.engines.devices import Device, allot, cores_for, leased
 from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.fake import FakeOptions
 from qdqtune.engines.formats import numeric_format, portable, weight_formats
-from qdqtune.engines.library_settings import PLAIN_OPTIONS, OnnxRuntimeOptions, plain
+from qdqtune.engines.library_settings import NAMES_FILES, OnnxRuntimeOptions, plain
 from qdqtune.engines.machine import instruction_sets, processor_name
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.tensorrt.options import CachedOptions
@@ -48,15 +48,18 @@ needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None
     [
         (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are cuda, fake"),
         (EngineSpec("onnxruntime", {"speed": 1}), "no option 'speed'; it has threads, provider"),
-        (EngineSpec("onnxruntime", {"threads": 0}), "'threads' of engine 'onnxruntime' is 0: Expected 'int' >= 1"),
+        (
+            EngineSpec("onnxruntime", {"threads": 0}),
+            "of engine 'onnxruntime': Expected 'int' >= 1 - at '$.threads'",
+        ),
         (
             EngineSpec("onnxruntime", {"threads": "two"}),
-            "option 'threads' of engine 'onnxruntime' is 'two': Expected 'int', got 'str'",
+            "Expected 'int', got 'str' - at '$.threads'",
         ),
-        (EngineSpec("onnxruntime", {"provider": None}), "is None: Expected 'str', got 'null'"),
-        (EngineSpec("fake", {"faults": ["hang"]}), "is ['hang']: Expected 'object | null', got 'array'"),
-        (EngineSpec("trtexec", {"plugin_libraries": "p.so"}), "is 'p.so': Expected 'array', got 'str'"),
-        (EngineSpec("trtexec", {"opt_shapes": {"x": ["1"]}}), "is {'x': ['1']}: Expected 'int', got 'str'"),
+        (EngineSpec("onnxruntime", {"provider": None}), "Expected 'str', got 'null' - at '$.provider'"),
+        (EngineSpec("fake", {"faults": ["hang"]}), "Expected 'object | null', got 'array' - at '$.faults'"),
+        (EngineSpec("trtexec", {"plugin_libraries": "p.so"}), "Expected 'array', got 'str' - at '$.plugin_libraries'"),
+        (EngineSpec("trtexec", {"opt_shapes": {"x": ["1"]}}), "Expected 'int', got 'str' - at '$.opt_shapes"),
         (EngineSpec("fake", {"faults": {"melt": "*"}}), "Invalid enum value 'melt'"),
     ],
 )
@@ -259,11 +262,9 @@ def test_options_of_providers_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize("kind", [FakeOptions, OnnxRuntimeOptions, CachedOptions, RtxOptions, TrtexecOptions])
 def test_what_is_a_text_is_plain_only_if_it_names_no_file(kind: Any) -> None:
-    names, hints = {field.name for field in fields(kind)}, get_type_hints(kind)
-    texts = {name for name in names if hints[name] in (str, str | None)}
-    assert texts & PLAIN_OPTIONS <= {"provider", "target"}
-    files = {"provider_options", "timing_cache", "plugin_libraries", "trtexec", "trtexec_args"}
-    assert names - PLAIN_OPTIONS <= files
+    hints = get_type_hints(kind)
+    texts = {field.name for field in fields(kind) if hints[field.name] in (str, str | None)}
+    assert texts - NAMES_FILES <= {"provider", "target"}
 
 
 # The processor: what /proc/cpuinfo tells of it
@@ -291,12 +292,14 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on 
 
 
 class TestDevices:
-    def test_physical_cores_are_not_divided_while_there_are_enough(self) -> None:
-        free = [[0, 4], [1, 5], [6], [3, 7]]
-        assert divide_cores(free, 3, 1) == [(0,), (1,), (6,)]
-        assert divide_cores(free, 3, 2) == [(0, 4), (1, 5), (6, 3)]
+    def test_physical_cores_are_not_divided_while_there_are_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(devices, "physical_cores", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
+        monkeypatch.setattr(devices, "is_free", lambda part: part != "core-2")
+        fake = EngineSpec("fake")
+        assert [device.cores for device in allot(fake, 3)] == [(0,), (1,), (6,)]
+        assert [device.cores for device in allot(fake, 3, 2)] == [(0, 4), (1, 5), (6, 3)]
         with pytest.raises(BadOption, match="4 of 2 cores each want 8 cores, and 7 are free"):
-            divide_cores(free, 4, 2)
+            allot(fake, 4, 2)
 
     def test_a_worker_has_a_core_for_each_thread(self) -> None:
         assert cores_for(EngineSpec("onnxruntime", {"threads": 4}), None) == 4

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from loaded_modules import absent
 from qdqtune.engines import EngineSpec, devices, normal, open_engine, threads_of
 from qdqtune.engines.facts import CPU_PROVIDER, ENGINES, OF_EP, PROVIDERS
 from qdqtune.engines.formats import numeric_format, weight_formats
@@ -62,6 +63,6 @@ def test_the_simulator_is_known_by_the_processor() -> None:
 
 @pytest.mark.parametrize("name", [n for n in PROVIDERS if ENGINES[n].plugin])
 def test_a_plug_in_that_is_not_installed_says_how(name, monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    with pytest.raises(EngineUnavailable, match=re.escape(f"is not installed: {ENGINES[name].install}")):
+    absent(monkeypatch, ENGINES[name].plugin)
+    with pytest.raises(EngineUnavailable, match=re.escape(f"): {ENGINES[name].install}")):
         open_engine(EngineSpec(name))

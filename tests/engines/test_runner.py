@@ -301,12 +301,6 @@ def test_the_log_folder_must_be_writable(tmp_path: Path) -> None:
         pass
 
 
-def test_a_worker_that_printed_nothing_leaves_no_log(tmp_path: Path) -> None:
-    with Runner(EngineSpec("fake"), log_dir=tmp_path / "logs") as runner:
-        runner.describe()
-    assert not list((tmp_path / "logs").iterdir())
-
-
 def held(runner: Runner) -> set[int]:
     """Numbers of the builds that the worker holds."""
     return {number for whose, number in runner._builds._held if whose == id(runner)}

@@ -129,16 +129,13 @@ def open_engine(spec: EngineSpec) -> Engine:
 def _options(create: Callable[..., Engine], spec: EngineSpec) -> Any:
     """The options of `spec` as `create` takes them."""
     facts, kind = spec.facts, get_type_hints(create)["options"]
-    hints = get_type_hints(kind, include_extras=True)
-    for name, value in sorted(spec.options.items()):
-        if name not in hints:
-            raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(hints)}")
-        try:
-            msgspec.convert(value, hints[name])
-        except msgspec.ValidationError as error:
-            raise BadOption(f"option {name!r} of engine {spec.name!r} is {value!r}: {one_line(error)}") from error
     own = {"provider": facts.ep} if facts.ep else {}
-    return kind(**{**own, **spec.options})
+    for name in sorted(spec.options.keys() - get_type_hints(kind).keys()):
+        raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(get_type_hints(kind))}")
+    try:
+        return msgspec.convert({**own, **spec.options}, kind)
+    except msgspec.ValidationError as error:
+        raise BadOption(f"options of engine {spec.name!r}: {one_line(error)}") from error
 
 
 @contextmanager

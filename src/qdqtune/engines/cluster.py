@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,6 @@ WAIT_SECONDS = 60.0
 
 LOCAL = "local"
 """The address that starts a cluster on this host for one run."""
-
-LONGEST_FOLDER = 20
-"""Characters of a folder's path with which the names of Ray's sockets fit into the 107 that Linux allows."""
 
 
 class WorkerActor:
@@ -169,8 +165,7 @@ def connected(address: str) -> Iterator[None]:
         return
     quiet: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     with contextlib.ExitStack() as stack:
-        usual = tempfile.gettempdir()
-        folder = stack.enter_context(Scratch(Path(usual if len(usual) <= LONGEST_FOLDER else "/tmp"), TEMPORARY))
+        folder = stack.enter_context(Scratch(Path("/tmp"), TEMPORARY))  # the paths of Ray's sockets must be short
         if address == LOCAL:
             quiet |= {"include_dashboard": False, "_temp_dir": str(folder)}
         try:

@@ -105,12 +105,9 @@ def is_free(part: str) -> bool:
     return taken is not None
 
 
-def load() -> float | None:
-    """How many processes wanted the cores in the last minute; None where the system does not say."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except OSError:
-        return None
+def load() -> float:
+    """How many processes wanted the cores in the last minute."""
+    return round(os.getloadavg()[0], 2)
 
 
 def needs_gpu(spec: EngineSpec) -> bool:
@@ -137,13 +134,6 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
     if len(gpus) < workers:
         raise BadOption(f"`workers` {workers} wants a GPU each, and this host has {len(gpus)} for us")
     free = [[core for core in together if is_free(f"core-{core}")] for together in physical_cores()]
-    parts = divide_cores(free, workers, each)
-    return tuple(Device(f"worker-{n + 1}", parts[n], gpus[n]) for n in range(workers))
-
-
-def divide_cores(free: Sequence[Sequence[int]], workers: int, each: int) -> list[tuple[int, ...]]:
-    """The `each` cores of each worker. `free` are logical cores that no run uses, grouped by physical core; a group is
-    split only if necessary."""
     count, wanted = sum(map(len, free)), workers * each
     if count < wanted:
         raise BadOption(
@@ -152,7 +142,7 @@ def divide_cores(free: Sequence[Sequence[int]], workers: int, each: int) -> list
         )
     whole = [cores for cores in free if cores]
     order = [cores[0] for cores in whole] if len(whole) >= wanted else list(chain.from_iterable(whole))
-    return [tuple(order[n * each : (n + 1) * each]) for n in range(workers)]
+    return tuple(Device(f"worker-{n + 1}", tuple(order[n * each : (n + 1) * each]), gpus[n]) for n in range(workers))
 
 
 def physical_cores() -> list[list[int]]:

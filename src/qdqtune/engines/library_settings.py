@@ -123,20 +123,16 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
     }
 
 
-PLAIN_OPTIONS = frozenset({
-    "threads", "provider", "fuse", "fuse_pairs", "rewrite", "precision",
-    "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target",
-    "seed", "noise", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
-})  # fmt: skip
-"""Options of all engines that name no file and no program."""
+NAMES_FILES = frozenset({"provider_options", "timing_cache", "plugin_libraries", "trtexec", "trtexec_args"})
+"""Options of all engines that may name files, libraries or programs."""
 
 
 def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
     """An engine that a file from elsewhere describes, with those of its options that cannot name files, libraries or
     programs; and the names of the others."""
     spec = normal(spec)
-    options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}
-    return EngineSpec(spec.name, options), [name for name in spec.options if name not in options]
+    options = {name: value for name, value in spec.options.items() if name not in NAMES_FILES}
+    return EngineSpec(spec.name, options), [name for name in spec.options if name in NAMES_FILES]
 
 
 def script_of(spec: EngineSpec) -> str:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from qdqtune.engines.devices import load, physical_cores, usable_cores
@@ -15,15 +14,13 @@ from qdqtune.engines.facts import facts_of
 
 Architecture = Literal["x86", "ARM", ""]
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {"x86_64": "x86", "amd64": "x86", "aarch64": "ARM", "arm64": "ARM"}
-)
+ARCHITECTURES: Mapping[str, Architecture] = {"x86_64": "x86", "amd64": "x86", "aarch64": "ARM", "arm64": "ARM"}
 """Architectures by the name of a machine, in lower case, as `platform.machine` gives it."""
 
-INSTRUCTION_SETS: Mapping[Architecture, tuple[str, ...]] = MappingProxyType({
+INSTRUCTION_SETS: Mapping[Architecture, tuple[str, ...]] = {
     "x86": ("avx2", "avx512_vnni", "avx_vnni", "amx_int8"),
     "ARM": ("asimddp", "i8mm", "sme"),
-})  # fmt: skip
+}
 """Instruction sets that decide which integer kernels run, as /proc/cpuinfo names them."""
 
 DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})

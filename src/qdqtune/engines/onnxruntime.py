@@ -8,7 +8,6 @@ not have.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module, metadata
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -37,8 +36,8 @@ from qdqtune.engines.library_settings import DENORMALS_AS_ZERO, OnnxRuntimeOptio
 from qdqtune.engines.machine import instruction_sets, processor_name, simulated
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.loading import data_files, nbytes
-from qdqtune.graph.model import Model, Node, graphs
-from qdqtune.graph.operators import ASKS_SHAPE, QDQ
+from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import QDQ
 from qdqtune.graph.saving import ONE_FILE_LIMIT
 from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QuantType, Tensors
 
@@ -96,10 +95,9 @@ def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
                 f"ONNX Runtime here has no provider {options.provider!r}; it has {', '.join(available)}{how}"
             )
         return OnnxRuntime(options)
-    if importlib.util.find_spec(table.plugin) is None:
-        raise EngineUnavailable(f"provider {table.ep} is not installed: {table.install}")
+    plugin = import_module(table.plugin)
     try:
-        _register(options.provider, import_module(table.plugin).get_library_path())
+        _register(options.provider, plugin.get_library_path())
     except Exception as error:  # what ONNX Runtime raises has no common class
         raise EngineUnavailable(f"provider {options.provider} does not load: {one_line(error)}") from error
     found = [device for device in ort.get_ep_devices() if device.ep_name == options.provider]
@@ -239,8 +237,15 @@ class OnnxRuntimeModel:
         In that session every node has a name, and a fused node is named after the nodes that it was made of.
         """
         model, feed = read_model(self._path), self._known_inputs(inputs)
-        if self._engine.table.compiles:
-            return self._partitions(model, self._engine.table)
+        if self._engine.table.compiles:  # a second session tells which nodes it runs as one, its log why not others
+            with TemporaryDirectory(prefix="profile-") as name:
+                log, entries = Path(name) / "log", {INPUT_FOLDER: str(self._path.parent), RECORD_ASSIGNMENT: "1"}
+                with output_to(log), refusals_in_words():
+                    source = model.proto.SerializeToString()
+                    session = self._engine.session(source, entries, log_severity_level=LOG_VERBOSE)
+                    found = session.get_provider_graph_assignment_info()
+                parts = [(part.ep_name, [(node.name, node.op_type) for node in part.get_nodes()]) for part in found]
+                return assigned_layers(model, parts, self._engine.table, log.read_text(errors="replace"))
         is_large = nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="profile-") as name:
             folder = Path(name)
@@ -267,17 +272,6 @@ class OnnxRuntimeModel:
                 profile = Path(session.end_profiling())
             files = folder / "optimized.onnx", profile
             return report(model, *files, plain, self._engine.table)
-
-    def _partitions(self, model: Model, table: EngineFacts) -> tuple[Layer, ...]:
-        """The layers of a provider that runs many nodes as one, without times: a second session tells which they are,
-        and its log why others run elsewhere."""
-        with TemporaryDirectory(prefix="profile-") as name:
-            log, entries = Path(name) / "log", {INPUT_FOLDER: str(self._path.parent), RECORD_ASSIGNMENT: "1"}
-            with output_to(log), refusals_in_words():
-                session = self._engine.session(model.proto.SerializeToString(), entries, log_severity_level=LOG_VERBOSE)
-                found = session.get_provider_graph_assignment_info()
-            parts = [(part.ep_name, [(node.name, node.op_type) for node in part.get_nodes()]) for part in found]
-            return assigned_layers(model, parts, table, log.read_text(encoding="utf-8", errors="replace"))
 
     def save(self, path: Path) -> None:
         """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, its
@@ -359,7 +353,7 @@ def report(
         event, kind = runs[-1][i][0]["args"], _kind(node, names)
         ep = event.get("provider", "")
         is_away = table.source and ep not in ("", table.ep) and kind != "copy"
-        where = elsewhere(name, node.op_type, ep, table, {}) if is_away else ""
+        where = elsewhere(name, ep, table, {}) if is_away else ""
         layers.append(Layer(name, names, _precision(node, event), time_ms, kind, elsewhere=where))
     return (*layers, *folded)
 
@@ -528,11 +522,8 @@ def assigned_layers(
     """A layer for each part that the provider runs as one, and for each node that runs elsewhere; without times.
 
     `parts` have the name of their provider, and names and operators of their nodes, as ONNX Runtime assigns them. `log`
-    is what it and the provider have said of that. Nodes in the body of an If or Loop count with that one.
+    is what it and the provider have said of that.
     """
-    bodies = list(graphs(model.proto.graph))[1:]
-    inner = {node.name for node in chain.from_iterable(body.node for body in bodies)}
-    parts = [(ep, nodes) for ep, nodes in parts if not all(name in inner for name, _ in nodes)]
     names = [tuple(name.removesuffix(IN_PASSES) for name, _ in nodes) for _, nodes in parts]
     covered, folded = cover(model, [Claim(each) for each in names])
     told, layers = own_words(table, log), list[Layer]()
@@ -540,7 +531,7 @@ def assigned_layers(
         name, op = own[0], nodes[0][1]
         kind: LayerKind = "quantize" if op in QDQ else "compute"
         if ep != table.ep:
-            layers.append(Layer(name, nodes_here, "", None, kind, elsewhere=elsewhere(name, op, ep, table, told)))
+            layers.append(Layer(name, nodes_here, "", None, kind, elsewhere=elsewhere(name, ep, table, told)))
             continue
         label = f"{table.ep} {1 + sum(not layer.elsewhere for layer in layers)}"
         precision = "INT8" if any(op in QDQ for _, op in nodes) else ""
@@ -548,17 +539,10 @@ def assigned_layers(
     return (*layers, *folded)
 
 
-def elsewhere(node: str, op: str, ep: str, table: EngineFacts, told: Mapping[str, str]) -> str:
-    """Where a node runs that the provider of `table` leaves to another, and why: the provider's own words, or else the
-    rule that holds for it."""
+def elsewhere(node: str, ep: str, table: EngineFacts, told: Mapping[str, str]) -> str:
+    """Where a node runs that the provider of `table` leaves to another, and the provider's own words of why."""
     where = "on the CPU" if ep == CPU_PROVIDER else f"on {ep}"
-    if node in told:
-        return f"{where}: {told[node]}"
-    if op.startswith("QLinear"):
-        return f"{where}: {op} is an operator on integers of ONNX Runtime's CPU; {table.ep} takes pairs in its place"
-    if op in ASKS_SHAPE:
-        return f"{where}: ONNX Runtime computes shapes there"
-    return f"{where}: {table.ep} says no reason; {table.source} lists what it takes"
+    return f"{where}: {told.get(node, f'{table.ep} says no reason; {table.source} lists what it takes')}"
 
 
 def own_words(table: EngineFacts, log: str) -> dict[str, str]:

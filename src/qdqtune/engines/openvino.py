@@ -24,7 +24,7 @@ import openvino as ov
 from qdqtune.engines import formats, machine, output_to, translated
 from qdqtune.engines.coverage import Claim, cover, read_model
 from qdqtune.engines.library_settings import OpenVinoOptions, openvino_configuration
-from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QuantType, Tensors
@@ -114,8 +114,6 @@ class OpenVinoModel:
 
     def save(self, path: Path) -> None:
         """Write an OpenVINO IR, and compile it: NAME.xml holds the graph, NAME.bin beside it the constants."""
-        if path.suffix != ".xml":
-            raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
         with refusals_in_words():
             ov.save_model(self._engine.core.read_model(str(self._path)), str(path), compress_to_fp16=False)
             self._engine.core.compile_model(str(path), DEVICE, self._engine.configuration())

@@ -50,8 +50,6 @@ def _engine(value: Any) -> str | EngineSpec:
 
 def _threads(value: Any) -> tuple[int, ...] | None:
     counts = [number_in(1, 9999, int, (), count) for count in names_of(value)]
-    if value is not None and not counts:
-        raise ValueError("no number of threads is named: give some, such as 1,4,16")
     return tuple(dict.fromkeys(counts)) or None
 
 

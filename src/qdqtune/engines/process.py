@@ -53,7 +53,7 @@ StartWorker = Callable[[Path, Device], Worker]
 class Program:
     """A running command that answers messages over its standard input and output, in a process group of its own: Ctrl-C
     in a terminal does not reach it, and one kill ends it with all that it has started. What it prints is appended to a
-    log, which is removed if it is empty. A `Worker`."""
+    log. A `Worker`."""
 
     location = ""
 
@@ -64,7 +64,6 @@ class Program:
             OutputError: the log cannot be written.
             OSError: the system starts no process.
         """
-        self._log = log
         with writing(log):
             output = log.open("ab")
         with output:
@@ -93,9 +92,6 @@ class Program:
         if self.exit_code(seconds) is None:
             end_group(self._process.pid)
         self._process.wait()
-        with contextlib.suppress(OSError):
-            if self._log.stat().st_size == 0:
-                self._log.unlink()
 
     def exit_code(self, seconds: float = 0.0) -> int | None:
         """The exit code, or the negative number of a signal; None if the process has not ended within so long."""

@@ -93,7 +93,7 @@ class Runner:
         self._start = start or start_worker
         self._worker: Worker | None = None
         self._log = log_dir / f"{device.name or 'worker'}.log"
-        self._mix: Mix = ()
+        self.mix: Mix = ()  # the inputs of `rounds` and `layers`
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
         self._builds = memory or MemoryBudget()  # those that workers hold; others are built again when they are needed
@@ -138,16 +138,11 @@ class Runner:
         """`Engine.numeric_format` in the worker process."""
         return cast(NumericFormat, self._ask("numeric_format", quant_type))
 
-    @property
-    def mix(self) -> Mix:
-        """The inputs of `rounds` and `layers`; empty before `feed`."""
-        return self._mix
-
     def feed(self, given: Tensors | Mix) -> None:
         """Set the inputs of `rounds` and `layers`: one sample, or several workloads."""
-        self._mix = as_workloads(given)
+        self.mix = as_workloads(given)
         if self._worker is not None:
-            self._ask("feed", self._mix)
+            self._ask("feed", self.mix)
 
     @property
     def starts_processes(self) -> bool:
@@ -293,7 +288,7 @@ class Runner:
         return _twice(ask)
 
     def _build(self, number: int, path: Path, log: Path, needed: Sequence[Handle] = ()) -> float:
-        size = 0 if self.memory is None else builds_for(self._mix) * (nbytes(path) + self._unpacked)
+        size = 0 if self.memory is None else builds_for(self.mix) * (nbytes(path) + self._unpacked)
         self._builds.make_room(size, frozenset((id(self), handle.build) for handle in needed))
         self._open()  # now, as a worker may end while it frees a build
         seconds: float = self._exchange("build", number, path, log, what=f"building {path.name}", log=log)
@@ -319,7 +314,7 @@ class Runner:
         extra = max(0.0, START_SECONDS - self._execution.seconds)
         what = "opening the engine"
         try:
-            self._exchange("open", spec, self._mix, what=what, extra=extra)
+            self._exchange("open", spec, self.mix, what=what, extra=extra)
         except QdqtuneError as error:
             self.close()
             if isinstance(error, EngineRefused) and error.failure.stage in ("timeout", "crash"):

@@ -40,8 +40,8 @@ def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"threads": 0}, "'threads' of engine 'openvino' is 0"),
-        ({"precision": "f64"}, "option 'precision' of engine 'openvino' is 'f64': Invalid enum"),
+        ({"threads": 0}, r"at '\$.threads'"),
+        ({"precision": "f64"}, "Invalid enum value 'f64'"),
         ({"provider": "x"}, "no option 'provider'; it has threads, precision"),
     ],
 )
@@ -90,7 +90,7 @@ def test_openvino_saves_an_ir_with_float32_weights(tmp_path: Path, monkeypatch: 
     built.save(tmp_path / "s.xml")
     weights = sum(np.asarray(v).nbytes for v in RESIDUAL_WEIGHTS.values())
     assert (tmp_path / "s.bin").stat().st_size >= weights
-    with pytest.raises(BadOption, match=r"give s\.xml"):
+    with pytest.raises(EngineFailure, match="'xml' extension"):
         built.save(tmp_path / "s.ir")
     monkeypatch.setattr("openvino.save_model", lambda _, path, **__: Path(path).write_text("<net/>"))
     with pytest.raises(EngineFailure):

@@ -131,7 +131,7 @@ def test_another_version_is_refused(far: Far, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("spec", "kind", "words"), [
     (EngineSpec("trtexec", {"trtexec": "/none"}), EngineUnavailable, "on board: there is no program '/none'"),
-    (EngineSpec("onnxruntime", {"threads": 0}), BadOption, "on board: option 'threads' of engine"),
+    (EngineSpec("onnxruntime", {"threads": 0}), BadOption, "on board: options of engine 'onnxruntime'"),
 ])  # fmt: skip
 def test_an_engine_that_cannot_be_opened_there_is_told_with_the_place(
     board: tuple[Far, Destination], tmp_path: Path, spec: EngineSpec, kind: type[Exception], words: str

@@ -303,17 +303,12 @@ def test_a_timing_cache_of_another_version_is_left_alone(rig: Rig) -> None:
 
 
 def test_plugin_libraries(rig: Rig) -> None:
-    library = rig.folder / "plugin.so"
-    with pytest.raises(BadOption, match=r"`engine_options` plugin_libraries.*plugin\.so"):
-        rig.open(plugin_libraries=[str(library)])
-    library.touch()
-    rig.open(plugin_libraries=[str(library)])
+    rig.open(plugin_libraries=["plugin.so"])
     rig.trt.seen.plugin = None
-    with pytest.raises(EngineUnavailable, match=r"plugin\.so cannot be loaded"):
-        rig.open(plugin_libraries=[str(library)])
-    (rig.folder / "raise.so").touch()
+    with pytest.raises(EngineUnavailable, match=r"plugin\.so cannot be loaded by TensorRT"):
+        rig.open(plugin_libraries=["plugin.so"])
     with pytest.raises(EngineUnavailable, match="undefined symbol"):
-        rig.open(plugin_libraries=[str(rig.folder / "raise.so")])
+        rig.open(plugin_libraries=["raise.so"])
 
 
 def test_without_a_gpu(rig: Rig) -> None:

@@ -217,10 +217,9 @@ def test_the_former_flag_for_scratch_memory_is_understood(tmp_path: Path, quanti
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"builder_level": 9}, "'builder_level' of engine 'trtexec' is 9: Expected 'int' <= 5"),
-        ({"workspace_mb": 0}, "'workspace_mb' of engine 'trtexec' is 0: Expected 'int' >= 1"),
+        ({"builder_level": 9}, r"Expected 'int' <= 5 - at '\$.builder_level'"),
+        ({"workspace_mb": 0}, r"Expected 'int' >= 1 - at '\$.workspace_mb'"),
         ({"trtexec_args": "--onnx=a.onnx"}, "--onnx is set by qdqtune"),
-        ({"trtexec_args": "fast"}, "'fast' is no flag"),
         ({"trtexec_args": "--a='b"}, "cannot be read"),
     ],
 )
@@ -275,15 +274,6 @@ def test_without_shapes_each_size_gets_a_plan(tmp_path: Path) -> None:
     built.time(ROWS, 1)
     built.time(ROWS, 1)
     assert [flags.get("optShapes") for flags in calls(tmp_path) if "onnx" in flags] == ["x:1x16", "x:3x16"]
-
-
-def test_shapes_for_some_dynamic_inputs_only(tmp_path: Path) -> None:
-    add = model_of([helper.make_node("Add", ["x", "u"], ["y"])], ["n"], {})
-    add.graph.input.append(helper.make_tensor_value_info("u", TensorProto.FLOAT, ["n"]))
-    onnx.save(add, tmp_path / "m.onnx")
-    engine = create(stand_in(tmp_path, "10.0"), opt_shapes={"x": [4]})
-    with pytest.raises(BadOption, match="input 'u' has dynamic sizes as well"):
-        engine.build(tmp_path / "m.onnx", tmp_path / "build.log")
 
 
 @pytest.mark.parametrize("version", ["8.6", "10.0"])

@@ -98,14 +98,12 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
     trt.init_libnvinfer_plugins(logger_of(trt), "")
     registry = trt.get_plugin_registry()
     for library in libraries:
-        if not Path(library).is_file():
-            raise BadOption(f"`engine_options` plugin_libraries: there is no file {library}")
         try:
             handle = registry.load_library(str(library))
         except (RuntimeError, TypeError, ValueError) as error:
             raise EngineUnavailable(f"plug-in library {library} cannot be loaded: {one_line(error)}") from error
         if handle is None:
-            raise EngineUnavailable(f"plug-in library {library} cannot be loaded: it needs TensorRT {trt.__version__}")
+            raise EngineUnavailable(f"plug-in library {library} cannot be loaded by TensorRT {trt.__version__}")
 
 
 def build_plan(trt: Any, model: Path, options: TensorRtOptions, times: TimingCache | None) -> Any:

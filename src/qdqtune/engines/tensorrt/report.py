@@ -89,14 +89,11 @@ def read_report(
 ) -> tuple[Layer, ...]:
     """One `Layer` for each layer of the engine, in order.
 
-    Args:
-        graph: the layer information: a file, or its text.
-        profile: the profile: a file, its text, or pairs of layer name and milliseconds. Without it times are None, as
-            is the time of a layer that it lacks: TensorRT does not time layers that do nothing.
-        model: the model that the engine was built from; weights are not needed. With it each node is in one layer, by
-            the name that `loading.load` gives it: a node that no layer mentions in the layer that absorbed it, and
-            nodes that depend on constants only in one last layer of kind "folded". Without it, a layer has the words
-            between the separators in its name, names of constants among them.
+    `graph` is the layer information, a file or its text; `profile` the profile, the same or pairs of layer name and
+    milliseconds. Times are None without it, and of layers that it lacks: TensorRT does not time those that do nothing.
+    With the `model` that the engine was built from, whose weights are not needed, each node is in one layer, by the
+    name that `loading.load` gives it. Without it, a layer has the words between the separators in its name, names of
+    constants among them.
 
     `precision` is the type of the values that the layer multiplies or, if unknown, of those that it writes. Rows of the
     profile that fit no layer become layers of kind "unknown" without nodes.
