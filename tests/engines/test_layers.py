@@ -23,7 +23,7 @@ from layer_reports import (
 from loaded_modules import absent, forgotten
 from models import attention, build
 from qdqtune.commands import quantize
-from qdqtune.engines.coverage import Claim, cover, read_model
+from qdqtune.engines.coverage import Claim, cover
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.runner import check_loads, checked_output
@@ -182,14 +182,6 @@ def test_shapes_that_were_known_in_advance_are_folded() -> None:
     }"""
     assert covered(text, [claim("flat", "x")]) == [{"flat"}, {"shape", "size"}]
     assert covered(text, [claim("shape"), claim("flat")]) == [{"shape", "size"}, {"flat"}, set()]
-
-
-def test_unnamed_nodes_have_the_names_that_loading_gives(tmp_path: Path) -> None:
-    model = text_model(CHAIN)
-    for node, name in zip(model.graph.node, ("", "Exp_2", "", "Exp_2"), strict=True):
-        node.name = name
-    onnx.save(model, tmp_path / "m.onnx")
-    assert [n.name for n in read_model(tmp_path / "m.onnx").nodes] == ["Neg_0", "Exp_2", "Exp_2_2", "Exp_2_3"]
 
 
 # What a provider leaves to another, counted on a small graph

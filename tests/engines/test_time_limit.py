@@ -1,40 +1,32 @@
 """What the user allows one build or inference holds wherever the model is run, calibration and checks included."""
 
-import numpy as np
-import onnx
-import pytest
-from onnx import numpy_helper
+from typing import Any
 
+import numpy as np
+import pytest
+
+from models import build
 from qdqtune.calibration.observe import outputs_on
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.loading import load_proto
 from runs import mixed, write
-
-ENDLESS = """<ir_version: 8, opset_import: ["": 17]>
-net (float[2,8] x) => (float[2,8] z) {
-    [first] y = MatMul(x, w)
-    [round] z = Loop(, on, y) <body = step (int64 i, bool go, float[2,8] v) => (bool more, float[2,8] u) {
-        more = Identity(go)
-        u = Relu(v)
-    }>
-}"""
+from workers import InProcess, Workers
 
 
-def endless() -> onnx.ModelProto:
-    """A loop whose condition always holds."""
-    proto: onnx.ModelProto = onnx.parser.parse_model(ENDLESS)
-    for name, value in (("w", np.eye(8, dtype=np.float32)), ("on", np.array(True))):
-        proto.graph.initializer.append(numpy_helper.from_array(value, name))
-    return proto
+class Slow(InProcess):
+    def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> Any:
+        if message[0] == "run":
+            raise TimeoutError
+        return super().ask(message, limit)
 
 
-def test_calibration_of_an_endless_loop_ends_in_one_line() -> None:
-    """With a process of its own: one that hangs is the point."""
-    sample = {"x": np.zeros((2, 8), np.float32)}
+def test_calibration_that_takes_too_long_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.engines.runner.start_worker", lambda *_: Slow(Workers()))
+    sample = {"x": np.zeros((2, 3, 4), np.float32)}
+    model = build("n (float[2,3,4] x) => (float[2,3,4] y) { y = Relu(x) }")
     with pytest.raises(EngineFailure, match="took longer than 1 s: `time_limit` gives it longer"):
-        list(outputs_on(load_proto(endless()), [sample], execution=Execution(1.0)))
+        list(outputs_on(model, [sample], execution=Execution(1.0)))
 
 
 @pytest.mark.parametrize("command", ["tune", "quantize", "apply", "check", "debug"])

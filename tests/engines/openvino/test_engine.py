@@ -7,12 +7,11 @@ from onnx import helper
 
 from engine_contract import EngineContract, model_of
 from layer_reports import RESIDUAL, RESIDUAL_WEIGHTS, text_model
-from loaded_modules import absent, forgotten
 from models import build, feeds, normal, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.facts import MOVED_ACROSS
 from qdqtune.engines.machine import products_saturate
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -28,13 +27,6 @@ class TestOpenVino(EngineContract):
     spec = SPEC
     saved = "saved.xml"
     subjects = (*EngineContract.subjects, "residual", "transformer, heads of 16", "weights of 8 bits")
-
-
-def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, "openvino")
-    forgotten(monkeypatch, "qdqtune.engines.openvino")
-    with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[openvino\]'"):
-        open_engine(SPEC)
 
 
 @pytest.mark.parametrize(

@@ -142,12 +142,6 @@ def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine().describe()["target"] == "sm89"
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, "tensorrt_rtx_bindings")
-    with pytest.raises(EngineUnavailable, match=r"cannot be loaded .*pip install 'qdqtune\[tensorrt-rtx\]'"):
-        engine()
-
-
 def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
     onnx.save(matmul_model(), tmp_path / "m.onnx")
     with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*`engine_options` opt_shapes=.*min_shapes="):
@@ -161,24 +155,17 @@ def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
         engine(opt_shapes={"x": [4, 16, 1]}).build(tmp_path / "m.onnx", tmp_path / "log")
 
 
-@pytest.mark.parametrize("kind", ["missing", "not onnx", "unknown operator", "dangling input", "no external data"])
+@pytest.mark.parametrize("kind", ["not onnx", "unknown operator"])
 def test_a_bad_model_is_refused_in_one_line_with_a_log(kind: str, tmp_path: Path) -> None:
     path, log = tmp_path / "bad.onnx", tmp_path / "log"
+    onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"], name="strange")], [1], {}), path)
     if kind == "not onnx":
         path.write_bytes(b"this is no model")
-    elif kind == "unknown operator":
-        onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"], name="strange")], [1], {}), path)
-    elif kind == "dangling input":
-        onnx.save(model_of([helper.make_node("Add", ["x", "nobody"], ["y"])], [1], {}), path)
-    elif kind == "no external data":
-        onnx.save(conv_model(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-        (tmp_path / "weights.bin").unlink()
     with pytest.raises(EngineFailure) as refusal:
-        engine(opt_shapes={} if kind != "no external data" else {"x": [1, 4, 8, 8]}).build(path, log)
+        engine().build(path, log)
     assert len(str(refusal.value).splitlines()) == 1
     assert log.read_text().strip()
-    if kind == "unknown operator":
-        assert "node 'strange'" in str(refusal.value)
+    assert ("node 'strange'" in str(refusal.value)) == (kind == "unknown operator")
 
 
 def test_external_data_beside_the_file_is_found(tmp_path: Path) -> None:
