@@ -66,6 +66,7 @@ refusals_in_words = partial(
         re.compile(r"^(?:Unsupported|ONNX Runtime only) .*?(IR version|Opset):? (\d+).*(?:: |till opset )(\d+).*"): (
             r"\1 \2 is later than its \3: pip install -U onnxruntime, or export with a lower opset"
         ),
+        re.compile(r"Fatal error: (\S+)\(\S+ is not a registered function/op"): r"it has no \1: export without it",
     },
 )
 """`translated`, without the beginning of messages: it often names a temporary file and a place in ONNX Runtime's

@@ -88,6 +88,15 @@ def test_a_later_onnx_is_refused_without_source_places(tmp_path: Path, ir_versio
         open_engine(EngineSpec("onnxruntime")).build(tmp_path / "new.onnx", tmp_path / "log")
 
 
+def test_an_operator_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    model = model_of([helper.make_node("Relu", ["x"], ["y"])], [2], {}, opset=17)
+    model.graph.node[0].domain = "my.ops"
+    model.opset_import.add(domain="my.ops", version=1)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(EngineFailure, match=r"^ONNX Runtime: it has no my\.ops:Relu: export without it$"):
+        open_engine(EngineSpec("onnxruntime")).build(tmp_path / "m.onnx", tmp_path / "log")
+
+
 def test_what_fails_while_it_runs_begins_with_the_node(tmp_path: Path) -> None:
     model = build("n (int64[1] x) => (float[1,4] y) { [look] y = Gather(w, x) }", {"w": normal(8, 4)})
     save(model, tmp_path / "m.onnx")
