@@ -26,7 +26,7 @@ from qdqtune.commands import quantize
 from qdqtune.engines.coverage import Claim, cover
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.fallback import fallback
-from qdqtune.engines.runner import check_loads, checked_output
+from qdqtune.engines.runner import checked_output
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
@@ -249,17 +249,16 @@ def test_a_file_that_the_engine_refuses_does_not_appear(tmp_path: Path, workers:
     assert workers.started == (engine != "tensorrt")  # a build of which takes minutes: the checker is asked
     with checked_output(target, engine, EXECUTION) as fresh:
         save(mixed(), fresh)
-    check_loads(target, engine)
 
 
 def test_without_the_engine_the_checker_decides(tmp_path, workers, monkeypatch):
     absent(monkeypatch, "openvino")
     forgotten(monkeypatch, "qdqtune.engines.openvino")  # which may have it already
-    save(mixed(), tmp_path / "m.onnx")
-    check_loads(tmp_path / "m.onnx", "openvino")
-    (tmp_path / "m.onnx").write_bytes(b"no model")
-    with pytest.raises(EngineFailure, match="no sound model"):
-        check_loads(tmp_path / "m.onnx", "openvino")
+    with checked_output(tmp_path / "m.onnx", "openvino", EXECUTION) as fresh:
+        save(mixed(), fresh)
+    refused = pytest.raises(EngineFailure, match="no sound model")
+    with refused, checked_output(tmp_path / "n.onnx", "openvino", EXECUTION) as fresh:
+        fresh.write_bytes(b"no model")
 
 
 def test_a_file_that_was_run_is_not_loaded_again(tmp_path: Path, workers: Workers) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 import onnx
 import pytest
 
-from qdqtune.commands.compare import CompareOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.fake import latency
 from qdqtune.engines.machine import MachineFacts
-from qdqtune.engines.options import EngineOptions
 from qdqtune.errors import BadOption, BadState
 from qdqtune.tuning import contexts
 from qdqtune.tuning.contexts import counts_of
@@ -131,12 +129,6 @@ def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
     assert [build.threads for build in workers.builds if build.log.stem == "glance"] == ([] if threads else [4, 1])
 
 
-def test_only_commands_that_time_files_take_several_numbers_of_threads() -> None:
-    assert CompareOptions(threads="1,4").spec().options["threads"] == 4
-    with pytest.raises(BadOption, match="`threads` takes one number here"):
-        EngineOptions(threads="1,4").spec()
-
-
 @pytest.mark.parametrize(
     ("load", "threads", "said"),
     [
@@ -162,7 +154,7 @@ def test_a_busy_machine_is_noted_before_the_run(
 
 
 def test_advice_about_another_machine_names_it() -> None:
-    board = MachineFacts(4, 4, "aarch64", False, "", "Linux", 3.0, "me@board")
+    board = MachineFacts(4, 4, "aarch64", False, "Linux", 3.0, "me@board")
     threads = {n: contexts.busy(EngineSpec("onnxruntime", {"threads": n}), board) for n in (1, 2, 8)}
     assert threads[1] is None
     assert "(3.0 processes want the 4 cores of me@board beside this run)" in str(threads[2])

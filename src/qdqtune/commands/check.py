@@ -256,12 +256,12 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
     path = options.model
     graph, is_report = load(path), options.graph_json is not None
     notes = () if is_report else tuple(filter(None, [options.spec(options.input_shapes).facts.unwatched]))
-    if not is_quantized(graph) and (is_report or not facts_of(options.engine_name).is_provider):
+    if not is_quantized(graph) and (is_report or not facts_of(options.engine_name).source):
         nothing = Layers("tensorrt" if is_report else options.engine_name, ())
         return Checked(path, graph, nothing, (), notes=notes)
     profile = _profile(options, graph)
     left = None
-    if facts_of(profile.engine).is_provider:
+    if facts_of(profile.engine).source:
         sizes = {name: shape for name, shape in profile.sizes.items() if name in graph.inputs}
         left = fallback(with_input_shapes(graph, sizes), profile.layers)
     findings = allow(unfused.check(graph, profile.layers, profile.numbers), options.allow_boundary)

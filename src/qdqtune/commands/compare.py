@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 from qdqtune.calibration.inputs import fixed_inputs, input_specs, listed
@@ -155,8 +155,6 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
 
 
 class CompareOptions(MetricOptions, EngineOptions, MeasureOptions):
-    takes_several_threads: ClassVar[bool] = True
-
     on: str | None = ON
     max_drop: float | None = number(
         "Exit code 4 if your metric is more than X below that of the first file. With `labels` the upper end of the "

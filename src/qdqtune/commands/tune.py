@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from qdqtune.calibration.options import RangeOptions
 from qdqtune.calibration.prepare import USUAL_JUDGED
@@ -52,8 +52,6 @@ NO_IMPROVEMENT = 3
 
 
 class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, RangeOptions):
-    takes_several_threads: ClassVar[bool] = True
-
     effort: Preset = choice(
         EFFORTS,
         "How many builds and rounds of measurements a search may spend; `builds` wins.",

@@ -120,22 +120,16 @@ def open_engine(spec: EngineSpec) -> Engine:
     facts = spec.facts
     try:
         create: Callable[..., Engine] = importlib.import_module(facts.module).create
-        return create(_options(create, spec))
+        kind = get_type_hints(create)["options"]
+        own = {"provider": facts.ep} if facts.ep else {}
+        for name in sorted(spec.options.keys() - get_type_hints(kind).keys()):
+            raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(get_type_hints(kind))}")
+        return create(msgspec.convert({**own, **spec.options}, kind))
+    except msgspec.ValidationError as error:
+        raise BadOption(f"options of engine {spec.name!r}: {one_line(error)}") from error
     except (ImportError, OSError) as error:
         remedy = f": {facts.install}" if facts.install else ""
         raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded ({one_line(error)}){remedy}") from error
-
-
-def _options(create: Callable[..., Engine], spec: EngineSpec) -> Any:
-    """The options of `spec` as `create` takes them."""
-    facts, kind = spec.facts, get_type_hints(create)["options"]
-    own = {"provider": facts.ep} if facts.ep else {}
-    for name in sorted(spec.options.keys() - get_type_hints(kind).keys()):
-        raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(get_type_hints(kind))}")
-    try:
-        return msgspec.convert({**own, **spec.options}, kind)
-    except msgspec.ValidationError as error:
-        raise BadOption(f"options of engine {spec.name!r}: {one_line(error)}") from error
 
 
 @contextmanager

@@ -16,6 +16,9 @@ from typing import Any
 from qdqtune.engines.execution import Deadline
 from qdqtune.errors import QdqtuneError
 
+LONGEST_WELCOME = 2**16
+"""Bytes that a shell may print before the greeting. Chosen, not measured."""
+
 VALUES = {
     "numpy": ("ndarray", "dtype"),
     **dict.fromkeys(("numpy._core.multiarray", "numpy.core.multiarray"), ("_reconstruct", "scalar")),
@@ -69,11 +72,11 @@ class Channel:
         except Exception as error:  # bytes from elsewhere: to read them may raise anything
             raise EOFError(f"what came is no answer: {type(error).__name__}: {error}") from error
 
-    def skip_to(self, mark: bytes, most: int, deadline: Deadline) -> None:
-        """Read past the first `mark`: a shell may print lines before. Raises as `recv`, also after `most` bytes."""
+    def skip_to(self, mark: bytes, deadline: Deadline) -> None:
+        """Read past the first `mark`: a shell may print lines before. Raises as `recv`, also after too many."""
         text = b""
         while not text.endswith(mark):
-            if len(text) > most:
+            if len(text) > LONGEST_WELCOME:
                 raise EOFError("no greeting")
             text += self._read(1, deadline)
 

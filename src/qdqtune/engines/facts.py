@@ -90,11 +90,6 @@ class EngineFacts:
     the first pattern that tells of it counts."""
 
     @property
-    def is_provider(self) -> bool:
-        """Whether it is an execution provider other than the CPU's, of which we see what it leaves to others."""
-        return bool(self.source)
-
-    @property
     def unwatched(self) -> str | None:
         """A line for users where ONNX Runtime runs a provider without a record; None elsewhere."""
         if not self.ep or self.ep in OF_EP:
@@ -267,7 +262,7 @@ ENGINES: Mapping[str, EngineFacts] = {
 }
 """What is known of each engine, by the name that `engine` has for it."""
 
-PROVIDERS = tuple(name for name, facts in ENGINES.items() if facts.is_provider)
+PROVIDERS = tuple(name for name, facts in ENGINES.items() if facts.source)
 
 OF_EP: Mapping[str, EngineFacts] = {facts.ep: facts for facts in ENGINES.values() if facts.ep}
 """The engines that are execution providers, by ONNX Runtime's name."""

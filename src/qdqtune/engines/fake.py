@@ -110,7 +110,11 @@ class Fake:
             for tensor in proto.graph.initializer:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
-            fault = self._fault(proto)
+            faults = self._options.faults or {}
+            pairs = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
+            named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and pairs & set(n.input)]
+            struck = (kind for kind, pattern in faults.items() if any(fnmatchcase(name, pattern) for name in named))
+            fault = next(struck, None)
             costs = CostModels(proto, self._options.threads)
             seconds = costs.of({}).seconds  # fails if the cost model cannot read the model
         except Exception as error:  # what protobuf, the checker and shape inference raise has no common class
@@ -124,13 +128,6 @@ class Fake:
         while fault == "hang":
             time.sleep(3600)
         return FakeModel(model, costs, self._options, self._random, spoiled=fault == "nan")
-
-    def _fault(self, proto: onnx.ModelProto) -> str | None:
-        faults = self._options.faults or {}
-        dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
-        named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
-        struck = (kind for kind, pattern in faults.items() if any(fnmatchcase(name, pattern) for name in named))
-        return next(struck, None)
 
 
 class FakeModel:

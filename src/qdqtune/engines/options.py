@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from qdqtune.engines import EngineSpec, normal
 from qdqtune.engines.execution import TIME_LIMIT, Execution
@@ -13,7 +13,6 @@ from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import as_json
-from qdqtune.errors import BadOption
 from qdqtune.options import (
     COUNT,
     SECONDS,
@@ -58,7 +57,7 @@ Threads = Option[tuple[int, ...] | None]
 
 THREADS = TEXT(
     "CPU threads of onnxruntime and openvino. One gives the most stable timing. tune, compare and verify take "
-    "several, such as 1,4: what tune ships is slower at none of them and faster at one.",
+    "several, such as 1,4: what tune ships is slower at none of them and faster at one. Others take the largest.",
     "Engine",
     "of a CPU; one is the steadiest",
     default_in_words="tune and compare: a thread for each physical core, as engines take by themselves; else 1",
@@ -70,9 +69,6 @@ THREADS = TEXT(
 
 class EngineOptions(Options):
     """Options that choose an engine and set how it runs."""
-
-    takes_several_threads: ClassVar[bool] = False
-    """Whether the command takes several numbers of `threads`."""
 
     engine: str | EngineSpec = TEXT(
         f"Engine to build and time on: {ENGINE_NAMES}.",
@@ -109,8 +105,6 @@ class EngineOptions(Options):
         `threads` is the default of that option for an engine on the CPU (None: 1). `input_shapes`, the shapes that the
         model is measured with, are the default of its option `opt_shapes`.
         """
-        if len(self.threads or ()) > 1 and not self.takes_several_threads:
-            raise BadOption("`threads` takes one number here; several are for tune, compare and verify")
         spec = self.engine_spec
         if isinstance(self.engine, EngineSpec):
             return spec

@@ -51,9 +51,6 @@ START_SECONDS = 90.0
 STORED_BYTES = 2**16
 """Size from which an array is sent by content. A smaller one is part of the request. Chosen, not measured."""
 
-LONGEST_WELCOME = 2**16
-"""Bytes that a shell may print before the greeting. Chosen, not measured."""
-
 ENDING_SECONDS = 3.0
 """How long the other side may take to remove its files before the way to it is cut. Chosen, not measured."""
 
@@ -197,7 +194,7 @@ class FarWorker:
 def greeting(program: Program, limit: float) -> dict[str, Any]:
     """What a program says first: its version, its host, and the facts of its machine. Raises as `Program.ask`."""
     deadline = Deadline(limit)
-    program.channel.skip_to(GREETING, LONGEST_WELCOME, deadline)
+    program.channel.skip_to(GREETING, deadline)
     words: dict[str, Any] = program.channel.recv(deadline)
     return words
 

@@ -396,26 +396,22 @@ def temporary_runner(spec: EngineSpec, execution: Execution) -> Iterator[Runner]
 
 @contextlib.contextmanager
 def checked_output(output: Path, engine: str, execution: Execution, *, is_run: bool = False) -> Iterator[Path]:
-    """Yield a path to write a model to. At the end the file is checked and renamed to `output`.
+    """Yield a path to write a model to. At the end the file is loaded in its engine, or checked with ONNX where that is
+    not installed or builds for minutes, and renamed to `output`.
 
     `is_run`: the block itself runs the file on ONNX Runtime, so it is not loaded there again.
     """
     with atomic_write(output, "model") as fresh:
         yield fresh
-        if not is_run or facts_of(engine).loaded_by not in ("", "onnxruntime"):
-            check_loads(fresh, engine, execution)
-
-
-def check_loads(model: Path, engine: str, execution: Execution = EXECUTION) -> None:
-    """Load a written model in its engine; where that is not installed or builds for minutes, check it with ONNX."""
-    loader = facts_of(engine).loaded_by
-    if loader:
-        spec = EngineSpec(loader)
-        with contextlib.suppress(EngineUnavailable), temporary_runner(spec, execution) as runner:
-            with rewording(f"{engine} does not load what was written, so nothing was kept"):
-                runner.load(model)
+        loader = facts_of(engine).loaded_by
+        if is_run and loader in ("", "onnxruntime"):
             return
-    try:
-        load(model)
-    except BadModel as error:
-        raise EngineFailure(f"what was written is no sound model, so nothing was kept: {error}") from error
+        if loader:
+            with contextlib.suppress(EngineUnavailable), temporary_runner(EngineSpec(loader), execution) as runner:
+                with rewording(f"{engine} does not load what was written, so nothing was kept"):
+                    runner.load(fresh)
+                return
+        try:
+            load(fresh)
+        except BadModel as error:
+            raise EngineFailure(f"what was written is no sound model, so nothing was kept: {error}") from error

@@ -99,7 +99,7 @@ def conclude(
         summary["percentiles_ms"] = {file: asdict(tail) for file, tail in tails.items()}
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
-    if settings.engine.facts.is_provider:
+    if settings.engine.facts.source:
         found = fallback(load(settings.output_dir / FINAL), run.bench.layers(built))
         summary["fallback"] = asdict(found)
         left.append(found.in_words())

@@ -116,7 +116,7 @@ def test_running_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
     onnx.save(conv_model(), tmp_path / "m.onnx")
     built = engine(opt_shapes={"x": [1, 4, 8, 8]}).build(tmp_path / "m.onnx", tmp_path / "log")
     for call in (lambda: built.run(IMAGE), lambda: built.time(IMAGE, 1)):
-        with pytest.raises(EngineUnavailable, match=r"for sm89 here: there is no such GPU; building, .* layers work"):
+        with pytest.raises(EngineUnavailable, match=r"for sm89 can run here: there is no such GPU; building"):
             call()
     built.save(tmp_path / "m.engine")
     assert (tmp_path / "m.engine").stat().st_size > 1000

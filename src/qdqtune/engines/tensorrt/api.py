@@ -83,22 +83,22 @@ class TensorRtModel:
             raise EngineFailure(f"TensorRT: {reason}")
         return engine
 
-    def _running(self, verb: str) -> Execution:
+    def _running(self) -> Execution:
         if self._execution is None:
             raise EngineUnavailable(
-                f"tensorrt-rtx cannot {verb} a model for {self._target} here: there is no such GPU; building, saving "
-                "and listing layers work"
+                f"no model for {self._target} can run here: there is no such GPU; building, saving and listing "
+                "layers work"
             )
         return self._execution
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        execution = self._running("run")
+        execution = self._running()
         with translated(self._cuda):
             return execution.run(inputs)
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`: GPU time by CUDA events, of a CUDA graph where the model can be captured."""
-        execution = self._running("time")
+        execution = self._running()
         with translated(self._cuda):
             return execution.time(inputs, runs)
 

@@ -41,8 +41,7 @@ class Cuda:
         except RuntimeError as failure:  # before version 13 cuda-python looks for the driver at the first call
             raise EngineUnavailable(f"this machine has no NVIDIA driver: {one_line(failure)}") from failure
         if int(error) or not count:
-            words = error.name if int(error) else "no device is visible"
-            raise EngineUnavailable(f"this machine has no NVIDIA GPU that CUDA can use ({words}); check nvidia-smi")
+            raise EngineUnavailable(f"CUDA can use no NVIDIA GPU of this machine ({error.name}); check nvidia-smi")
         properties = self.call("cudaGetDeviceProperties", self.call("cudaGetDevice"))
         version = self.call("cudaDriverGetVersion")
         self.name = properties.name.rstrip(b"\0").decode()
