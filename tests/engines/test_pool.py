@@ -3,7 +3,6 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +20,6 @@ from qdqtune.errors import EngineFailure, EngineUnavailable
 from workers import Workers
 
 
-def named(number: int) -> Callable[[object], tuple[int, object]]:
-    return lambda worker: (number, worker)
-
-
 def wait(event: threading.Event) -> None:
     """Wait as if for an engine."""
     while not event.wait(CHECK_SECONDS / 10):
@@ -32,17 +27,14 @@ def wait(event: threading.Event) -> None:
 
 
 class TestResults:
-    def test_every_job_has_one_result_and_all_workers_work(self) -> None:
+    def test_all_workers_work(self) -> None:
         barrier = threading.Barrier(3)
 
         def waits_for_others(_: str) -> int:
             return barrier.wait(timeout=60)
 
-        pool = WorkerPool(["a", "b", "c"])
-        assert sorted(arrived for _, arrived in pool.results([waits_for_others] * 3)) == [0, 1, 2]
-        results = dict(pool.results([named(n) for n in range(7)]))
-        assert sorted(results) == list(range(7))
-        assert all(results[n][0] == n for n in results)
+        results = WorkerPool(["a", "b", "c"]).results([waits_for_others] * 3)
+        assert sorted(arrived for _, arrived in results) == [0, 1, 2]
 
     def test_a_single_worker_does_each_job_on_demand(self) -> None:
         done: list[int] = []
@@ -100,7 +92,7 @@ class TestResults:
         with cancelled_by(check), pytest.raises(KeyboardInterrupt):
             next(results)
         assert threading.active_count() == before
-        assert dict(pool.results([named(0)]))[0][0] == 0
+        assert dict(pool.results([lambda _: "done"])) == {0: "done"}
 
 
 @given(count=st.integers(1, 5), losses=st.lists(st.integers(0, 11), max_size=4, unique=True), jobs=st.integers(1, 12))

@@ -292,40 +292,22 @@ def test_plugin_libraries(rig: Rig) -> None:
         rig.open(plugin_libraries=["raise.so"])
 
 
-def test_without_a_gpu(rig: Rig) -> None:
-    rig.cuda.devices = 0
-    with pytest.raises(EngineUnavailable, match="no NVIDIA GPU"):
-        rig.open()
-    rig.cuda.fail["cudaGetDeviceCount"] = rig.cuda.cudaError_t.cudaErrorInsufficientDriver
-    with pytest.raises(EngineUnavailable, match="cudaErrorInsufficientDriver"):
-        rig.open()
-
-
-def test_bindings_that_look_for_a_driver_at_the_first_call(rig: Rig) -> None:
+def test_what_is_missing_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
-    rig.cuda.__dict__["cudaGetDeviceCount"] = failing
-    with pytest.raises(EngineUnavailable, match=r"no NVIDIA driver: .*libcuda"):
-        rig.open()
+    def refused(words: str) -> None:
+        with pytest.raises(EngineUnavailable, match=words):
+            rig.open()
 
-
-def test_without_cuda_python(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.cuda.devices = 0
+    refused("no NVIDIA GPU")
+    rig.cuda.fail["cudaGetDeviceCount"] = rig.cuda.cudaError_t.cudaErrorInsufficientDriver
+    refused("cudaErrorInsufficientDriver")
+    del rig.cuda.fail["cudaGetDeviceCount"]
+    rig.cuda.__dict__["cudaGetDeviceCount"] = failing  # some bindings look for a driver at the first call
+    refused(r"no NVIDIA driver: .*libcuda")
     absent(monkeypatch, CUDA)
-    with pytest.raises(EngineUnavailable, match="pip install cuda-python"):
-        rig.open()
-
-
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, "tensorrt")
-    with pytest.raises(
-        EngineUnavailable, match=r"'tensorrt' cannot be loaded.*pip install 'qdqtune\[tensorrt\]'"
-    ) as error:
-        open_engine(EngineSpec("tensorrt"))
-    assert error.value.exit_code == 5
-
-
-def test_a_version_that_is_too_old(rig: Rig) -> None:
+    refused("pip install cuda-python")
     rig.trt.__dict__["IExecutionContext"] = object
-    with pytest.raises(EngineUnavailable, match=r"too old: install 8\.6"):
-        rig.open()
+    refused(r"too old: install 8\.6")

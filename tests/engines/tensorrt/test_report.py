@@ -206,12 +206,6 @@ def test_a_name_in_the_file_counts_before_one_of_the_parser() -> None:
     assert [x.nodes for x in layers] == [("Relu_0", "node_of_a"), ()]
 
 
-def test_of_several_nodes_with_one_name_each_stands_in_a_layer() -> None:
-    model = chain(node("Relu", "a", "x"), node("Exp", "b", "a"), node("Neg", "y", "b"))
-    model.graph.node[1].name = "a"
-    assert [x.nodes for x in read_report(named("a", "y"), None, model)] == [("a", "a_2"), ("y",)]
-
-
 def test_bodies_of_control_flow_do_not_count_as_constants() -> None:
     branch = helper.make_graph(
         [node("Neg", "n", "x")], "b", [], [helper.make_tensor_value_info("n", TensorProto.FLOAT, None)]
