@@ -7,7 +7,7 @@ import pytest
 from onnx import helper
 
 from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
-from models import run
+from models import build, run
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.fake import latency
 from qdqtune.errors import EngineFailure
@@ -29,46 +29,12 @@ def test_a_pair_around_a_small_operator_costs_and_around_a_large_one_gains() -> 
     assert gain(4) < 1 < gain(256)
 
 
-def _chain(quantized: set[str]) -> onnx.ModelProto:
-    """Conv, Softmax, Conv: the tensors in `quantized`, and both weights, carry a pair for their one reader."""
-    nodes, current = [], "x"
-    weight = np.ones((16, 16, 3, 3), np.float32)
-    constants = {"s": np.array(0.1, np.float32), "z": np.array(0, np.int8)}
-
-    def pair(tensor: str) -> str:
-        nodes.append(helper.make_node("QuantizeLinear", [tensor, "s", "z"], [f"{tensor}_q"]))
-        nodes.append(helper.make_node("DequantizeLinear", [f"{tensor}_q", "s", "z"], [f"{tensor}_d"]))
-        return f"{tensor}_d"
-
-    for op, out in (("Conv", "a"), ("Softmax", "b"), ("Conv", "y0")):
-        current = pair(current) if current in quantized else current
-        inputs = [current]
-        if op == "Conv":
-            constants[f"w_{out}"] = weight
-            inputs.append(pair(f"w_{out}"))
-        nodes.append(helper.make_node(op, inputs, [out], **({"pads": [1, 1, 1, 1]} if op == "Conv" else {})))
-        current = out
-    current = pair(current) if current in quantized else current
-    nodes.append(helper.make_node("Identity", [current], ["y"]))
-    return model_of(nodes, [1, 16, 16, 16], constants)
-
-
-def test_an_operator_without_integer_kernel_gains_nothing_from_pairs() -> None:
-    nothing, everything = latency(_chain(set())), latency(_chain({"x", "a", "b", "y0"}))
-    last_only = latency(_chain({"b", "y0"}))
-    half_a_pair = latency(_chain({"b"}))
-    assert last_only < nothing < half_a_pair
-    assert everything < nothing
-    assert latency(_chain({"a"})) > nothing
-
-
 def test_pairs_on_constants_are_folded() -> None:
-    without = _chain(set())
-    for node in [n for n in without.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]:
-        without.graph.node.remove(node)
-    for node in without.graph.node:
-        node.input[:] = [name.removesuffix("_d") for name in node.input]
-    assert latency(without) == latency(_chain(set()))
+    constants = {"w": np.ones((64, 64), np.float32), "s": np.float32(0.1), "z": np.int8(0)}
+    net = "n (float[8,64] x) => (float[8,64] y) { %s [mm] y = MatMul(x, %s) }"
+    pair = "[q] wq = QuantizeLinear(w, s, z) [d] wd = DequantizeLinear(wq, s, z)"
+    with_pair, without = (build(net % how, constants).to_proto() for how in ((pair, "wd"), ("", "w")))
+    assert latency(with_pair) == latency(without)
 
 
 def _samples(tmp_path: Path, count: int, **options: object) -> np.ndarray:

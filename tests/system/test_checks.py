@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from qdqtune.errors import OutputError
 from qdqtune.graph.saving import save
 from qdqtune.system import interpreter
 from qdqtune.system.checks import HEAD, LIST, below
-from qdqtune.system.writing import atomic_write, write_json
+from qdqtune.system.writing import SCRATCH, Scratch, atomic_write, sweep, write_json
 from qdqtune.tuning.loop import tune
-from runs import hopeless, mixed, room_for, settings, write
+from runs import environment, hopeless, mixed, room_for, settings, write
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 
@@ -204,6 +205,63 @@ def test_a_file_that_cannot_be_listed_is_not_left_as_one_of_nobodys(tmp_path: Pa
     with room_for(2020), pytest.raises(OutputError, match="File too large"):
         write_json(tmp_path / "summary", {"a": 1}, "record")
     assert names(tmp_path) == {LIST}
+
+
+# Temporary folders of processes that were killed
+def test_folders_of_a_killed_run_are_removed_and_others_stay(tmp_path: Path) -> None:
+    target = tmp_path / "r.onnx"
+    script = f"""
+import os, pathlib
+from qdqtune.system.writing import atomic_write
+with atomic_write(pathlib.Path({str(target)!r})) as fresh:
+    fresh.write_bytes(b"half")
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, env=environment()).returncode == -9
+    (left,) = tmp_path.iterdir()
+    (tmp_path / ".qdqtune-mine").mkdir()
+    (tmp_path / ".qdqtune-mine" / "notes.txt").touch()
+    with Scratch(tmp_path) as busy, atomic_write(target) as fresh:
+        fresh.write_bytes(NEW)
+        assert busy.exists()
+    assert not left.exists()
+    assert names(tmp_path) == {"r.onnx", ".qdqtune-mine"}
+    assert names(tmp_path / ".qdqtune-mine") == {"notes.txt"}
+
+
+def test_a_folder_that_another_process_takes_for_one_that_was_left_is_made_again(tmp_path, monkeypatch):
+    taken: list[str] = []
+
+    def made(*how: object) -> str:
+        path = tempfile_mkdtemp(*how)
+        if not taken:
+            taken.append(path)
+            sweep(tmp_path, SCRATCH)
+        return path
+
+    tempfile_mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    with Scratch(tmp_path) as folder:
+        assert taken[0] != str(folder)
+        assert folder.exists()
+    assert not names(tmp_path)
+
+
+def test_a_removal_that_is_interrupted_closes_its_lock_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = Scratch(tmp_path)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scratch.close()
+    with (tmp_path / "other").open("wb") as other:  # which gets the number of the lock
+        scratch.close()
+        other.write(NEW)
+    sweep(tmp_path, SCRATCH)
+    assert names(tmp_path) == {"other"}
 
 
 # How Python processes are started and ended
