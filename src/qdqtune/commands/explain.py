@@ -45,13 +45,7 @@ class Explained(Shown):
         """The units by state and reason, or one by one if only some were asked for."""
         if self.is_part:
             rows = [
-                (
-                    ", ".join(row.nodes),
-                    ", ".join(row.operators),
-                    _runs_in(row),
-                    row.why,
-                    *_times(row),
-                )
+                (", ".join(row.nodes), ", ".join(row.operators), _runs_in(row), row.why, *_times(row))
                 for row in self.rows
             ]
             columns = ("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms")
@@ -62,7 +56,7 @@ class Explained(Shown):
         ]
         both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
         sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))
-        is_timed = all(row.ms is not None for row in self.rows)
+        is_timed = any(row.ms is not None or row.float_ms is not None for row in self.rows)
         caption = self.caution if is_timed else "no times: this run measured no layers"
         titles = ("nodes", "runs in", "ms", f"{self.floats}, ms", "why not in 8 bits", "such as")
         return Table(titles, sums, caption)

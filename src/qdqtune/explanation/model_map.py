@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from qdqtune.explanation.formatting import counted
 from qdqtune.explanation.units import IN_ADVANCE, Explanation, total
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
@@ -242,7 +243,7 @@ def draw(
         boxes.append(
             MapGroup(
                 nodes=nodes,
-                label=f"{len(nodes)} nodes" if state in hidden else group_label([node.op for node in nodes]),
+                label=counted(len(nodes), "node") if state in hidden else group_label([node.op for node in nodes]),
                 state=state,
                 float_ms=total(row.float_ms for row in group),
                 tuned_ms=total(row.ms for row in group) if tuned else None,

@@ -105,7 +105,11 @@ def report_of_run(folder: Path) -> Report:
     run = read_run(folder)
     if not (folder / BASELINE).is_file():
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
-    drawn, summary = _map(run), msgspec.to_builtins(run.summary)
+    error_db = {tensor: sqnr_of(noise) or 0.0 if noise else EQUAL_DB for tensor, noise in run.alone.items()}
+    tuned = OWN if run.keeps_own_pairs else "tuned" if run.placement else ""
+    kernels = fusion_groups(run.model, run.shipped_layers)
+    drawn = draw(run.model, explanations(run), error_db, tuned, run.floats, kernels)
+    summary = msgspec.to_builtins(run.summary)
     plan = replace(run.plan, looks=run.log.proof)
     by_output: Mapping[str, float | None] = (summary["output_accuracy"] or {}).get("by_output", {})
     return Report(
@@ -124,13 +128,6 @@ def report_of_run(folder: Path) -> Report:
         circumstances=tuple(circumstances(run)),
         commands=tuple(commands(run)),
     )
-
-
-def _map(run: FinishedRun) -> Map:
-    error_db = {tensor: sqnr_of(noise) or 0.0 if noise else EQUAL_DB for tensor, noise in run.alone.items()}
-    tuned = OWN if run.keeps_own_pairs else "tuned" if run.placement else ""
-    kernels = fusion_groups(run.model, run.shipped_layers)
-    return draw(run.model, explanations(run), error_db, tuned, run.floats, kernels)
 
 
 def _bars_lead(drawn: Map, run: FinishedRun) -> str:
