@@ -136,14 +136,6 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
         assert np.array_equal(found.values()[:, 1:], weight[:, 1:])
 
 
-@pytest.mark.parametrize("name", ["w8", "w8b32a", "w4b32", "w4b32a"])
-@pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_weights_whose_squares_overflow_are_rounded_by_their_largest(name: str) -> None:
-    huge = WEIGHT * np.float32(1e25)
-    found = rounded_weight(huge, WeightFormat.named(name)).values()
-    assert np.abs(found - huge).max() < 0.1 * np.abs(huge).max()
-
-
 def test_a_range_covers_a_clamp_only_if_both_of_its_ends_do() -> None:
     step = np.float32(0.5)
     assert Quantization(QType.UINT8, step).covers(0.0, 127.5)

@@ -72,11 +72,6 @@ def test_a_fixed_input_decides_ifs(file: Path, rate: int, nodes: int) -> None:
     np.testing.assert_allclose(outputs(loaded.to_proto(), {"x": x})[0], np.maximum(hidden, 0) + x, rtol=1e-6)
 
 
-def test_without_fixed_inputs_ifs_stay() -> None:
-    text = CHOICE.replace("Equal(rate, k)", "Constant<value=bool {1}>()").replace(", w)", ", x)")
-    assert [n.op for n in load_proto(model(text)).nodes].count("If") == 1
-
-
 def test_a_branch_may_return_a_constant_and_one_tensor_twice(file: Path) -> None:
     proto = model("""g (float[2] x, bool c) => (float[2] y, float[2] z, float[2] u) {
         y, z, u = If(c) <

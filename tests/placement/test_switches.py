@@ -4,12 +4,11 @@ import numpy as np
 import onnx
 import pytest
 
-from models import FORMATS, Arrays, attention, build, conv_net, evaluate, feeds, normal, ranges, run, tapped
+from models import FORMATS, Arrays, attention, conv_net, feeds, ranges, run, tapped
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.stripping import strip_pairs
 from qdqtune.placement.switches import SWITCH, file_pairs, with_file_pairs
 from qdqtune.types import Placement
 
@@ -47,27 +46,3 @@ def test_a_bias_that_the_float_model_lacks_is_no_pair_on_nothing() -> None:
     del first.input[2:]
     _, unmatched = file_pairs(load_proto(proto), quantized(conv_net(), "uint8"))
     assert not unmatched
-
-
-def test_scales_of_another_type_than_the_values_run() -> None:
-    """Opset 23: float16 values with float32 scales, for which ONNX Runtime has no kernel."""
-    text = """net (float16[N,4] x) => (float16[N,4] y) {
-        [q] q = QuantizeLinear(x, s, z)
-        [dq] d = DequantizeLinear <output_dtype=10> (q, s, z)
-        [wq] e = DequantizeLinear <output_dtype=10> (w, s, z)
-        [mm] m = MatMul(d, e)
-        [q2] p = QuantizeLinear(m, s, z)
-        [dq2] f = DequantizeLinear(p, s, z)
-        [cast] c = Cast <to=10> (f)
-        [relu] y = Relu(c)
-    }"""
-    numbers = {"s": np.float32(0.03), "z": np.int8(0), "w": np.arange(16, dtype=np.int8).reshape(4, 4)}
-    file = load_proto(build(text, numbers, opset=23).to_proto())
-    stripped = strip_pairs(file)
-    assert [n.op for n in stripped.nodes] == ["MatMul", "Cast", "Cast", "Relu"]
-    pairs, unmatched = file_pairs(stripped, file)
-    assert not unmatched
-    samples = [{"x": normal(2, 4).astype(np.float16)}]
-    (found,), (expected,) = run(with_file_pairs(stripped, pairs, file), samples), evaluate(file, samples)
-    np.testing.assert_allclose(found["y"], expected["y"], atol=0.031)
-    assert found["y"].dtype == np.float16

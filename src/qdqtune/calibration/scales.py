@@ -257,8 +257,7 @@ def rounded_weight(weight: Array, weight_format: WeightFormat) -> RoundedWeight:
 
 def _least_error_scale(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
     """Scale and zero point [blocks, out] of the least squared error over a weight [blocks, block, out]."""
-    least: Array | None = None
-    best = zero = np.zeros(())
+    least, best, zero = np.full(1, np.inf, np.float32), np.ones(1, np.float32), np.zeros(1, np.float32)
     for scale, centre in _candidate_scales(weight, weight_format):
         shifted = _rounded(weight, scale, centre, weight_format)
         if weight_format.bits == 4:  # the scale that fits these integers best
@@ -269,8 +268,6 @@ def _least_error_scale(weight: Array, weight_format: WeightFormat) -> tuple[Arra
         shifted *= scale
         shifted -= weight
         error = np.square(shifted, out=shifted).sum(axis=1, keepdims=True)
-        if least is None:  # also where the error of huge weights is infinite
-            least, best, zero = error, scale, centre
         better = error < least
         least, best, zero = (np.where(better, a, b) for a, b in ((error, least), (scale, best), (centre, zero)))
     return best[:, 0], zero[:, 0]

@@ -15,7 +15,7 @@ from qdqtune.errors import BadOption, check_file, one_line, reading
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.placement.possible import computable, format_refusal, weight_at
+from qdqtune.placement.possible import can_have, computable, weight_at
 from qdqtune.system.writing import atomic_write
 from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 
@@ -140,7 +140,7 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
     formats = {
         same[edge]: weight_format
         for edge, weight_format in placement.weight_formats.items()
-        if (weight := weight_at(model, same[edge])) is not None and format_refusal(weight, weight_format) is None
+        if (weight := weight_at(model, same[edge])) is not None and can_have(weight, weight_format)
     }
     lost = (e for e in same if e not in known and same[e] not in formats)
     wide = (fits for edge, fits in known.items() if edge in placement.wide)

@@ -24,9 +24,9 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.graph.simplifying import UniqueNames, names_in
-from qdqtune.placement.possible import every_edge, possible_edges, refusal, unscaled, weight_at
+from qdqtune.placement.possible import possible_edges, weight_at
 from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, float_type
 from qdqtune.placement.weight_only import BLOCK_OPSET, FormattedWeights
 from qdqtune.types import Array, Edge, NumericFormat, Placement, WeightFormat
@@ -76,15 +76,11 @@ class Inserter:
         model = self._model
         if placement.wide and self._format.wide is None:
             raise ValueError("the engine's number format has no activations in 16 bits")
-        for edge in sorted(placement.edges - self._possible if placement.edges else ()):
-            problem: str | None = "the model has no such edge"
-            if edge in every_edge(model):
-                node = GRAPH if edge.is_graph_output else model.index_of[edge.node]
-                problem = refusal(model, edge.tensor, node, edge.index) or unscaled(model, edge.tensor, self._ranges)
-            raise ValueError(f"no pair can stand on {edge}: {problem}")
+        if placement.edges and not placement.edges <= self._possible:
+            raise ValueError(f"no pair can stand on {min(placement.edges - self._possible)}")
         for edge, weight_format in placement.weight_only:
-            if (problem := self._weights.problem(edge, weight_format)) is not None:
-                raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}: {problem}")
+            if not self._weights.can_have(edge, weight_format):
+                raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}")
         is_half = any(float_type(model, t) != np.float32 for t in {e.tensor for e in placement.edges})
         needed = max(self._format.opset, 19 if is_half else 13)
         if placement.edges and model.opset < needed:

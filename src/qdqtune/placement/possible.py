@@ -1,8 +1,8 @@
 """Where pairs and weight formats can stand, why not elsewhere, and how many bits the tensors of a placement have.
 
-`refusal` checks the structure of the graph, and `unscaled` whether the tensor has a scale: a pair needs both. A weight
-with a `types.WeightFormat` has no pair (weight-only quantization): `weight_at` and `format_refusal` check whether it
-can. `biased_layers` finds the layers whose bias can be corrected.
+`refusal` checks the structure of the graph; a pair also needs a scale. A weight with a `types.WeightFormat` has no pair
+(weight-only quantization): `weight_at` and `can_have` check whether it can. `biased_layers` finds the layers whose bias
+can be corrected.
 
 A node writes as many bits as it reads. Where a reader of a tensor wants other bits, a DequantizeLinear of the one type
 and a QuantizeLinear of the other convert it; engines make one operator of the two.
@@ -64,14 +64,6 @@ def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
     return refusal(model, tensor, node, slot) is None
 
 
-def unscaled(model: Model, tensor: str, ranges: Ranges) -> str | None:
-    """Why a tensor has no scale, as its range is unknown or its values are not finite; None if it has one."""
-    constant = model.constants.get(tensor)
-    if constant is None:
-        return None if tensor in ranges.activations else "its range is unknown"
-    return None if np.isfinite(constant.array()).all() else "its values are not all finite"
-
-
 def every_edge(model: Model) -> frozenset[Edge]:
     edges = {Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs)}
     return frozenset(edges.union(*(node.into for node in model.nodes)))
@@ -86,7 +78,9 @@ def able_edges(model: Model) -> frozenset[Edge]:
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     """Every edge that can carry a pair, of tensors that have a scale."""
     able = able_edges(model)
-    scaled = {t for t in {e.tensor for e in able} if unscaled(model, t, ranges) is None}
+    constants = {e.tensor for e in able} & model.constants.keys()
+    scaled = {t for t in constants if np.isfinite(model.constants[t].array()).all()}
+    scaled |= ranges.activations.keys() - model.constants.keys()
     return frozenset(e for e in able if e.tensor in scaled)
 
 
@@ -159,13 +153,11 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
     return None
 
 
-def format_refusal(weight: Weight, weight_format: WeightFormat) -> str | None:
-    """Why a weight cannot have a weight format, by its shape and operator; None if it can."""
+def can_have(weight: Weight, weight_format: WeightFormat) -> bool:
+    """Whether a weight can have a weight format: its inputs make whole blocks; dynamic quantization takes float32."""
     if weight_format.block is not None and weight.shape[0] % weight_format.block:
-        return f"its {weight.shape[0]} inputs are no multiple of the {weight_format.block} of a block"
-    if weight_format.dynamic and weight.constant.dtype != onnx.TensorProto.FLOAT:
-        return "dynamic quantization takes float32 activations"
-    return None
+        return False
+    return not weight_format.dynamic or weight.constant.dtype == onnx.TensorProto.FLOAT
 
 
 def weight_only_edges(model: Model) -> frozenset[Edge]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
-from qdqtune.placement.possible import compute_edges, consistent, format_refusal, weight_at
+from qdqtune.placement.possible import can_have, compute_edges, consistent, weight_at
 from qdqtune.types import Edge, Placement, WeightFormat
 
 STATIC = COMPUTE | INTEGER_KERNELS | {
@@ -105,7 +105,7 @@ def weight_only(model: Model, edges: Iterable[Edge], wanted: Sequence[WeightForm
     for edge in edges:
         weight = weight_at(model, edge)
         for weight_format in () if weight is None else wanted:
-            if weight is not None and format_refusal(weight, weight_format) is None:
+            if weight is not None and can_have(weight, weight_format):
                 formats[edge] = weight_format
                 break
     return Placement.of((), formats.items())

@@ -20,7 +20,7 @@ from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.graph.simplifying import UniqueNames, drop_unused, names_in
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.reading import Pair, counterpart, dequantized, ends, is_conversion, pairs_of, twins_of
+from qdqtune.placement.reading import counterpart, dequantized, ends, is_conversion, pairs_of, twins_of
 from qdqtune.types import Array, Edge
 
 SWITCH = "__switch_"
@@ -191,10 +191,11 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
         # A bias may be new: correcting biases gives one to a Conv that had none.
         if (len(known) < len(edges) or not known) and not pair.is_bias:
             unmatched.append(pair.dq.name)
-        nodes, first = _nodes(qdq_model, pair), pair
+        first, chain = pair, [pair.q, pair.dq]
         while first.source in by_result:
             first = by_result[first.source]
-            nodes = (*_nodes(qdq_model, first), *nodes)
+            chain = [first.q, first.dq, *chain]
+        nodes = tuple(qdq_model.proto.graph.node[node.index] for node in chain if node is not None)
         read = set[str]().union(*(node.input for node in nodes)) & qdq_model.constants.keys()
         constants = {name: qdq_model.constants[name] for name in sorted(read)}
         kind: Kind = "bias" if pair.is_bias else "constant" if pair.is_constant else "activation"
@@ -209,18 +210,6 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
     last = len(order)
     pairs.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
     return tuple(pairs), tuple(unmatched)
-
-
-def _nodes(model: Model, pair: Pair) -> tuple[onnx.NodeProto, ...]:
-    protos = model.proto.graph.node
-    if pair.q is None:
-        return (protos[pair.dq.index],)
-    info, scale = model.tensors.get(pair.source), model.constants[pair.q.inputs[1]].dtype
-    both = protos[pair.q.index], protos[pair.dq.index]
-    if info is None or info.dtype == scale:
-        return both
-    # ONNX defines the division in the type of the scale, and ONNX Runtime has no kernel for two types.
-    return helper.make_node("Cast", [pair.source], [""], to=scale), *both
 
 
 def representable(pair: FilePair) -> tuple[float, float]:

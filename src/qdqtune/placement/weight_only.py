@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.scales import INTEGER_TYPE, rounded_weight
 from qdqtune.graph.model import Constant, Model
-from qdqtune.placement.possible import Weight, format_refusal, weight_at, weight_only_edges
+from qdqtune.placement.possible import Weight, can_have, weight_at, weight_only_edges
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 BLOCK_OPSET = 21
@@ -32,12 +32,10 @@ class FormattedWeights:
     def _able(self) -> frozenset[Edge]:
         return weight_only_edges(self._model)
 
-    def problem(self, edge: Edge, weight_format: WeightFormat) -> str | None:
-        """Why the weight at an edge cannot have a weight format; None if it can."""
+    def can_have(self, edge: Edge, weight_format: WeightFormat) -> bool:
+        """Whether there is a weight of finite values at an edge that can have a weight format."""
         weight = weight_at(self._model, edge)
-        if weight is None or edge not in self._able:
-            return "no product reads a matrix of finite weights there"
-        return format_refusal(weight, weight_format)
+        return weight is not None and edge in self._able and can_have(weight, weight_format)
 
     def opset(self, placement: Placement) -> int:
         """The least opset that the weight formats of a placement need; 0 for none."""

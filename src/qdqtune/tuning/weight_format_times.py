@@ -26,7 +26,7 @@ from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import format_refusal, weight_at, weight_only_edges
+from qdqtune.placement.possible import can_have, weight_at, weight_only_edges
 from qdqtune.search.costs.attribution import DYNAMIC_CONVERSION, attribute
 from qdqtune.search.costs.units import FormatShares
 from qdqtune.system.writing import temporary_folder
@@ -140,7 +140,7 @@ def format_shares(
         runner.feed(before)
     found = {}
     for edge, weight in weights.items():
-        able = [s for s in wanted if shares.get(s.name, PAYS) < PAYS and format_refusal(weight, s) is None]
+        able = [s for s in wanted if shares.get(s.name, PAYS) < PAYS and can_have(weight, s)]
         if able:
             found[edge] = {s: shares[s.name] for s in able}
     return found
