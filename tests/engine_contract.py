@@ -97,12 +97,12 @@ def named(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 class EngineContract:
-    """Inherit, and set `spec`; the `subjects` that the engine is asked about, graphs or a requirement; names of those
-    requirements that it does not meet; and `saved`: a good name for what it saves, None if it saves nothing."""
+    """Inherit, and set `spec`; the graphs that the engine is asked about as `subjects`; names of those requirements
+    that it does not meet; and `saved`: a good name for what it saves, None if it saves nothing."""
 
     spec: EngineSpec
     saved: str | None = "saved.plan"
-    subjects = (PLAIN, "dynamic shapes", "refusals")
+    subjects = (PLAIN, "dynamic shapes")
     unmet = frozenset[str]()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -113,9 +113,27 @@ class EngineContract:
     def test_it_meets_the_requirements(self, subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("qdqtune.commands.qualification.SIDE", 8)
         contract = [one._replace(subjects=(subject,)) for one in CONTRACT if subject in one.subjects]
-        contract += [one for one in CONTRACT if one.name == subject]
         seen = qualify(DoctorOptions(engine=self.spec), Silent(), contract).checks
         assert {one.check for one in seen if one.state != "held"} == self.unmet & {one.name for one in contract}
+
+    @pytest.mark.parametrize("text", ["y = NoSuchOp(x)", "y = Add(x, nobody)"])
+    def test_a_file_that_is_no_model_is_refused_in_one_line(
+        self, engine: Engine, tmp_path: Path, log: Path, text: str
+    ) -> None:
+        head = '<ir_version: 8, opset_import: ["": 17]>'
+        onnx.save(onnx.parser.parse_model(f"{head} net (float[1] x) => (float[1] y) {{{text}}}"), tmp_path / "m.onnx")
+        with pytest.raises(EngineFailure) as refusal:
+            engine.build(tmp_path / "m.onnx", log).run({"x": np.zeros(1, np.float32)})
+        assert len(str(refusal.value).splitlines()) == 1
+
+    @pytest.mark.parametrize("inputs", [{}, {"x": np.zeros((1, 1, 2, 2), np.float32)}], ids=["none", "other sizes"])
+    def test_inputs_that_do_not_fit_are_refused_in_one_line(
+        self, engine: Engine, tmp_path: Path, log: Path, inputs: dict[str, Any]
+    ) -> None:
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        with pytest.raises(EngineFailure) as refusal:
+            engine.build(tmp_path / "m.onnx", log).run(inputs)
+        assert len(str(refusal.value).splitlines()) == 1
 
     def opened(self) -> Engine:
         return open_engine(self.spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -141,9 +140,6 @@ DQ = "DequantizeLinear"
 ORDER = ("float compute", "standalone pair", "reformat", "elsewhere", "boundary")
 """The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
 
-OF_WEIGHTS = re.compile(r"[wW][48]")
-"""Matches the precision of a layer that reads weights of 4 or 8 bits."""
-
 
 class CheckOptions(LayersOptions):
     allow_boundary: Names = WORDS(
@@ -184,9 +180,7 @@ class Checked(Shown):
         failing = [finding for finding in self.findings if finding.fails]
         running, spent = time_of(self.running), time_of(failing)
         share = f", {spent:.3f} of {running:.3f} ms" if running and spent is not None else ""
-        on_weights = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in self.running)
-        also = f", {on_weights} on weights in fewer bits" if on_weights else ""
-        count = f"{self.profile.in_8_bits} of {len(self.running)} layers in 8 bits{also}"
+        count = f"{self.profile.in_8_bits} of {len(self.running)} layers in 8 bits"
         ran = f"{placed(placement_in(strip_pairs(self.graph), self.graph))}, {count}"
         notes = counted(len(self.findings) - len(failing), "note")
         return f"{self.model} on {self.profile.where}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"

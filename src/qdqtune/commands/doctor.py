@@ -37,8 +37,8 @@ OPENING_SECONDS = 120.0
 
 class DoctorOptions(EngineOptions):
     qualify: bool = SWITCH(
-        "Check what qdqtune claims of `engine`, on small graphs of its own: builds, layers, 8 bits, outputs and "
-        "refusals. With --json, to send with a report.",
+        "Check what qdqtune claims of `engine`, on small graphs of its own: builds, layers, 8 bits and outputs. With "
+        "--json, to send with a report.",
         "Engine",
         "check what we claim of the engine",
     )

@@ -73,13 +73,6 @@ engines. Chosen, not measured."""
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
 """Of models as text: with LayerNormalization, and for TensorRT 8.6 as well."""
 
-NO_MODELS = {
-    "an unknown operator": f"{HEAD} net (float[1] x) => (float y) {{y = NoSuchOp(x)}}",
-    "a tensor that nothing makes": f"{HEAD} net (float[1] x) => (float y) {{y = Add(x, nobody)}}",
-}
-WRONG_INPUTS = {"no input": {}, "an input of other sizes": {"x": np.zeros((1, 1, 2, 2), np.float32)}}
-"""Models and inputs that no engine may accept."""
-
 PLAIN = "convolutions"
 
 
@@ -267,20 +260,6 @@ class Bench:
             return self.runner.layers(handle, RUNS)
 
 
-def _refuses(bench: Bench, subject: str) -> str:
-    file = bench.plain(PLAIN)
-    if subject in NO_MODELS:
-        file = bench.folder / "refused.onnx"
-        onnx.save(parser.parse_model(NO_MODELS[subject]), file)
-    try:
-        bench.runner.outputs_of(file, [WRONG_INPUTS.get(subject, {})])
-    except EngineRefused as refused:
-        if refused.failure.stage not in ("build", "run") or len(str(refused).splitlines()) != 1:
-            raise
-        return str(refused)
-    raise EngineFailure("it is accepted")
-
-
 def _reports_layers(bench: Bench, graph: str) -> str:
     """Graphs build in float, and with pairs or stored weights by our rules; each node is in one layer, with a time."""
     counts = []
@@ -359,7 +338,6 @@ class Requirement(NamedTuple):
 
 
 CONTRACT = (
-    Requirement("refusals", (*NO_MODELS, *WRONG_INPUTS), _refuses, runs=True),
     Requirement("layers", tuple(GRAPHS), _reports_layers),
     Requirement("8 bits", tuple(GRAPHS), _keeps_8_bits),
     Requirement("numbers", tuple(GRAPHS), _agrees_with_simulation, runs=True),
