@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,14 +155,19 @@ def parsed_json(text: str, **how: Any) -> Any:
     """The value of a JSON text; `how` are arguments of `json.loads`.
 
     Raises:
-        ValueError: the text is no JSON, is nested too deeply, or has NaN or Infinity.
+        ValueError: the text is no JSON, is nested too deeply, or has NaN, Infinity or numbers that no float can hold.
     """
 
     def refused(word: str) -> None:
         raise ValueError(f"{word} is no number of JSON's")
 
+    def finite(digits: str) -> float:
+        if math.isinf(number := float(digits)):
+            raise ValueError(f"{digits[:20]} is beyond all numbers")
+        return number
+
     try:
-        return json.loads(text, parse_constant=refused, **how)
+        return json.loads(text, parse_constant=refused, parse_float=finite, **how)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

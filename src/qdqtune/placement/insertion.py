@@ -58,22 +58,9 @@ class Inserter:
         Raises:
             ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
         """
-        if self._model.opset < max(self._weights.opset(placement), BLOCK_OPSET if placement.wide else 0):
-            return self._raised.insert(placement)
-        self._check(placement)
-        decision, names = self._quantizer.decide(placement), UniqueNames(self._names)
-        return _Writer(self._model, self._format, self._weights, decision, placement, names).written()
-
-    @cached_property
-    def _raised(self) -> Inserter:
-        return Inserter(with_opset(self._model, BLOCK_OPSET), self._ranges, self._format)
-
-    @cached_property
-    def _possible(self) -> frozenset[Edge]:
-        return possible_edges(self._model, self._ranges)
-
-    def _check(self, placement: Placement) -> None:
         model = self._model
+        if model.opset < max(self._weights.opset(placement), BLOCK_OPSET if placement.wide else 0):
+            return self._raised.insert(placement)
         if placement.wide and self._format.wide is None:
             raise ValueError("the engine's number format has no activations in 16 bits")
         if placement.edges and not placement.edges <= self._possible:
@@ -85,6 +72,16 @@ class Inserter:
         needed = max(self._format.opset, 19 if is_half else 13)
         if placement.edges and model.opset < needed:
             raise ValueError(f"the model has opset {model.opset}, its pairs need {needed}")
+        decision, names = self._quantizer.decide(placement), UniqueNames(self._names)
+        return _Writer(model, self._format, self._weights, decision, placement, names).written()
+
+    @cached_property
+    def _raised(self) -> Inserter:
+        return Inserter(with_opset(self._model, BLOCK_OPSET), self._ranges, self._format)
+
+    @cached_property
+    def _possible(self) -> frozenset[Edge]:
+        return possible_edges(self._model, self._ranges)
 
 
 class _Writer:
