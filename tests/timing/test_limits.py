@@ -217,16 +217,12 @@ def test_other_searches_try_a_guess_within_the_limit(model: Path, limit: float, 
 
 
 class TestWhatCannotBe:
-    @pytest.mark.parametrize("limit", [20.0, None])
-    def test_a_float_model_that_draws_random_numbers_misses_any_limit(self, tmp_path: Path, limit) -> None:
+    def test_a_float_model_that_draws_random_numbers_misses_any_limit(self, tmp_path: Path) -> None:
         net = build("net (float[2,8] x) => (float[2,8] y) { h = MatMul(x, w) n = RandomNormalLike(h) y = Add(h, n) }",
                     {"w": normal(8, 8)})  # fmt: skip
-        asked = settings(write(net, tmp_path), min_sqnr=limit)
-        if limit is None:
-            assert not tune(asked).unmet
-        else:
-            with pytest.raises(BadOption, match=r"differs from itself: .* is \d+\.\d dB"):
-                tune(asked)
+        result = tune(settings(write(net, tmp_path), min_sqnr=20.0, builds=4))
+        assert result.shipped == "baseline"
+        assert any("draws random numbers" in note for note in result.notes)
 
     def test_a_model_without_float_outputs_has_no_ratio(self, tmp_path: Path) -> None:
         net = build("net (float[2,8] x) => (int64[2,1] y) { h = MatMul(x, w) y = ArgMax <axis=1> (h) }",

@@ -28,7 +28,7 @@ from qdqtune.tuning import file_race
 from qdqtune.tuning.bench import UNTIMED, Bench, Candidates, Conditions, TrialWorker, profiled_runs
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.file_race import Racer, Tail
-from qdqtune.tuning.store import Caveat, Store, job_of
+from qdqtune.tuning.store import Store, job_of
 from qdqtune.types import Measurement, Mix, Placement, Proposal, Times, Trial, Turn, Workload
 from refusals import or_raise
 from runs import hopeless, mixed, write
@@ -497,13 +497,8 @@ def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_v
     runner = Script(twice_as_fast)
     assert racer(runner).tails(files) == (), "100 inferences of a second take too long"
     monkeypatch.setattr(file_race, "SINGLES_SECONDS", 600.0)
-    hurried = Caveat()
-    assert racer(runner, lacks=lambda _: True).tails(files, hurried) == ()
-    assert hurried == Caveat(is_hurried=True), "with more time they may be told"
     assert racer(runner).tails(files) == ((Tail(2000.0, 2000.0),), (Tail(1000.0, 1000.0),))
     assert runner.rounds_taken == 200
-    assert racer(runner, lacks=lambda seconds: seconds > 300).tails(files)
-    assert runner.rounds_taken == 200 + 100, "fewer where time is short"
     assert racer(Script(broken="fast")).tails(files) == ()
     assert not runner.present
 

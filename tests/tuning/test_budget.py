@@ -189,11 +189,11 @@ def test_a_large_gain_is_proven_in_the_last_of_the_time(tmp_path: Path, clock: C
     steps = " ".join(f"x{n + 1} = MatMul(x{n}, w)" for n in range(8))
     products = f"net (float[64, 256] x0) => (float[64, 256] x8) {{ {steps} }}"
     model = build(products, {"w": normal(256, 256, scale=0.1)})
-    result, _ = slow_run(write(model, tmp_path, count=SAMPLES), workers, 0.2, 16.0)
+    result, _ = slow_run(write(model, tmp_path, count=SAMPLES), workers, 0.2, 15.0)
     (trial,) = result.history
     assert isinstance(trial.result, Measurement)
     assert len(trial.result.a) == BRIEF_LOOKS[0]
-    assert (result.shipped, clock.now - 1000.0 <= 1.1 * 16.0) == ("tuned", True)
+    assert (result.shipped, clock.now - 1000.0 <= 1.1 * 15.0) == ("tuned", True)
     assert result.summary["proof_builds"] == 2
     assert WIDE_FOR_TIME in result.notes
 
@@ -276,19 +276,6 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     assert not [note for note in result.notes if note.startswith("`time_budget` has ended")]
     assert [note for note in result.notes if note.startswith("the search ended after")]
     assert notes.notes == []  # all samples were seen
-
-
-def test_percentiles_are_left_out_before_a_build_where_time_is_over(
-    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Sequence[Path]] = []
-    monkeypatch.setattr("qdqtune.tuning.file_race.Racer.tails", lambda _, files, __: asked.append(files) or ())
-    result, _ = slow_run(model, workers, 0.2, 60.0)
-    assert result.shipped == "tuned"
-    assert not asked
-    for _ in range(2):  # what cannot be told is not asked for again
-        slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
-        assert len(asked) == 1
 
 
 def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:

@@ -287,9 +287,6 @@ CANNOT_RUN = "the engine cannot run the float model", BaselineFailed
 TOGETHER = 2 * 2**30
 """Bytes of the models whose builds race together, at most; at least one candidate races. Chosen, not measured."""
 
-REPEATED = 2
-"""Samples on which the float model is run again. Chosen, not measured."""
-
 
 class Bench:
     """Measures placements of one model, in any order."""
@@ -480,18 +477,6 @@ class Bench:
             return measured or self._store.memo(key, tuple[Layer, ...], profiled, caveat)
         except EngineRefused:
             return ()
-
-    def repeatability(self) -> Accuracy:
-        """The float model's outputs against those of the same build run again: no candidate can be more exact."""
-
-        def again() -> Accuracy:
-            samples = self._conditions.samples[:REPEATED]
-            with rewording("the engine cannot run the float model again", BaselineFailed):
-                outputs = self._runner.outputs(self._worker.load(Placement(), "baseline"), samples)
-            reference, scores = self.reference[: len(samples)], self.scores.first(len(samples))
-            return accuracy(reference, outputs, scores)
-
-        return self._store.memo("repeatability", Accuracy, again)
 
     @property
     def _worker(self) -> TrialWorker:

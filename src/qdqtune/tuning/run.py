@@ -285,13 +285,6 @@ FIRST, LESSONS = 3, 2
 from each batch, so that many workers do not spend all builds right after the first. Measured by benchmarks/batches.py:
 with two the files are at most 0.4 % slower than by one build at a time, with one up to 4 %."""
 
-GLANCE_ROUNDS, GLANCE_SHARE = 3, 0.05
-"""Rounds of the glance at one thread, each of four inferences or more, and the share of the time left of a time budget
-that it may take. Chosen, not measured."""
-
-CLEARLY_LESS = 0.9
-"""The most of the time at all threads that one thread may take to be told of. Chosen, not measured."""
-
 DROP = 0.01
 """By which share the user's metric may fall if the user sets no limit on it. Chosen, not measured."""
 
@@ -496,9 +489,6 @@ def open_run(ready: Ready) -> Iterator[Run]:
         has_other_float = bool(settings.from_qdq or settings.fix_inputs or subject.changes)
         budget = Budget.of(settings, bench, ready.execution.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
-        note = _at_one_thread(ready, bench)
-        if note is not None:
-            subject = replace(subject, notes=(*subject.notes, note))
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         # As many candidates at a time as there were workers when the search began: a resumed search proposes the same
@@ -534,38 +524,6 @@ def open_run(ready: Ready) -> Iterator[Run]:
         )
 
 
-def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
-    """A note if the float model is faster at one thread than at those that the engine takes by default, as a few
-    rounds at each tell. Not looked at where the user names the threads, for large models, or where time is short.
-    """
-    settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
-    is_usual = settings.threads is None and settings.engine.facts.is_threaded and settings.is_timed
-    if count in (None, 1) or not is_usual or runner.memory is not None:
-        return None
-    floats = bench.floats
-    takes = 2 * floats.build_seconds + 2 * GLANCE_ROUNDS * (1 + count) * floats.seconds
-    if ready.execution.ends is not None and takes > GLANCE_SHARE * (ready.execution.ends - time.monotonic()):
-        return None
-    file, before, counts = ready.constants.write(ready.subject.model, "glance"), runner.mix, (count, 1)
-    runner.feed(at_each(ready.subject.mix, counts))
-    try:
-        handle = runner.load(file, "glance")
-        try:
-            times = runner.timed(handle, GLANCE_ROUNDS, settings.plan.turn_seconds)
-            seconds = np.array(times.seconds[0])  # [round, call]
-        finally:
-            runner.unload(handle)
-    except EngineRefused:
-        return None
-    finally:
-        runner.feed(before)
-        file.unlink()
-    usual, one = (1e3 * float(np.median(seconds @ view.shares)) for view in views_of(ready.subject.mix, counts))
-    if one > CLEARLY_LESS * usual:
-        return None
-    return f"the float model takes {one:.3g} ms at one thread and {usual:.3g} ms at {count}: `threads` 1 tunes for one"
-
-
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
     fullest = engine_rules.place(subject.shaped, subject.possible, "qnn", settings.quant_type)
     return RuleCosts(subject.shaped, fullest.placement, has_wide=subject.numbers.wide is not None)
@@ -580,8 +538,6 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
     asked = Limits(floor, min_agreement=equal if settings.has_samples else None)  # random outputs show no scores
     asked.check(bench.floats.kinds, bench.floats.scores)
     limits = _about(bench, settings.limits)
-    if not budget.is_late and settings.is_timed:  # a simulator computes the same again, and floats slowly
-        _check_repeatability(limits, bench)
     has_room = budget.room(()) or budget.is_brief(())
     if evaluation is None or not (has_room or settings.from_qdq):  # no candidate follows that may ship
         return limits
@@ -600,7 +556,6 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
             "the loss on these samples decides, and a limit on the outputs as without a metric"
         )
         limits = replace(_about(bench, settings.floor), max_drop=max_drop)
-        _check_repeatability(limits, bench)
     return replace(limits, before=before, max_drop=max_drop)
 
 
@@ -611,17 +566,3 @@ def _about(bench: Bench, limits: Limits) -> Limits:
     if all(kind == "f" for kind in kinds) and not bench.floats.scores.axis:
         limits = replace(limits, min_agreement=None)
     return limits
-
-
-def _check_repeatability(limits: Limits, bench: Bench) -> None:
-    """Refuse limits that the float model itself misses, as it draws random numbers, or the engine sums in any order.
-
-    Raises:
-        BadOption: a second run of the same build differs by more than the limits allow.
-    """
-    if not limits.are_set or (missed := limits.missed(bench.repeatability())) is None:
-        return
-    raise BadOption(
-        f"the float model differs from itself: in a second run of the same build {missed}. Take the randomness out of "
-        "the model, or lower the limit (`min_sqnr` none, `min_agreement` none)"
-    )

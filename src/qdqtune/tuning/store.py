@@ -37,7 +37,7 @@ run mixes two kinds of candidates. A test notices such a change."""
 BEGINNING = b'{"key": "run", '
 """The beginning of every state file."""
 
-OF_THE_START = ("ranges", "float:", "repeatability", "metric:")
+OF_THE_START = ("ranges", "float:", "metric:")
 """Beginnings of keys from before the first candidate."""
 
 IN_A_HURRY = ", in a hurry"

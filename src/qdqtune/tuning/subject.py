@@ -33,6 +33,7 @@ from qdqtune.graph.float16 import OPSET, Precision, converted, load_for
 from qdqtune.graph.inference import with_float_type
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import RANDOM
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import BIAS_SAMPLES, LEAST_SAMPLES, fitted, with_wide
 from qdqtune.numerics.half_precision import NAMES, in_half_precision
@@ -192,6 +193,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no `calibration_data`: {come} from random inputs, so latency is real but accuracy is not")
     notes += prepared.hints
+    if drawn := [node.name for node in prepared.shaped.nodes if node.op in RANDOM - {"Dropout"}]:
+        notes.append(f"node {drawn[0]} draws random numbers: where outputs depend on them, no candidate holds a limit")
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
     shaped = prepared.shaped
