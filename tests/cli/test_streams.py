@@ -240,9 +240,7 @@ def test_a_line_says_how_fast_and_why_not(
     result = Failure("build", "no kernel") if ratio is None else TIMED
     opponent = Placement() if against == 1.0 else OTHER
     trial = Trial(3, Proposal("static", PAIR), opponent, result, accuracy=Accuracy(15.14))
-    state = State(
-        3, 11, best_ratio, best, 1.0, None, replayed=False, ratio=ratio, against_ratio=against, missed="20 dB"
-    )
+    state = State(3, 11, best_ratio, best, 1.0, None, replayed=False, ratio=ratio, missed="20 dB")
     speed = "" if ratio is None else f"{ratio.speedup}, "
     line = progress.line(trial, outcome, state)
     assert line.startswith(f"   3   3/11 builds  best {1 / best_ratio:.2f}x  static: {speed}{words}")

@@ -189,20 +189,9 @@ def test_too_few_rounds_bound_nothing() -> None:
     assert found.speedup == "2.00x [too few measurements]"
 
 
-@pytest.mark.parametrize(
-    ("ratio", "rival", "told"),
-    [
-        (Ratio(1.04, 1.002, 1.08), 1.0, "0.962x [0.926x, 0.998x]"),
-        (Ratio(0.999, 0.997, 0.9996), 1.0, "1.0010x [1.0004x, 1.0030x]"),
-        (Ratio(0.9, 0.8, 1.001), 1.0, "1.11x [1.00x, 1.25x]"),
-        (Ratio(0.52, 0.501, 0.6), 0.5, "1.923x [1.667x, 1.996x]"),
-        (Ratio(0.9, None, 0.95), 1.0, "1.11x [1.05x, ?]"),
-    ],
-)
-def test_a_written_interval_reaches_the_rival_only_where_the_verdict_is_open(
-    ratio: Ratio, rival: float, told: str
-) -> None:
-    assert ratio.speedup_beside(rival) == told
+def test_intervals_as_users_see_them() -> None:
+    assert Ratio(0.9, 0.8, 1.001).speedup == "1.11x [1.00x, 1.25x]"
+    assert Ratio(0.9, None, 0.95).speedup == "1.11x [1.05x, ?]"
     assert str(Ratio(0.5, 0.41, 0.6)) == "0.500 [0.410, 0.600]"
 
 

@@ -277,7 +277,7 @@ def parse_graph_json(path: str | Path) -> list[Layer]:
 
 def create_fusion_groups(trt_layers: Sequence[Layer], graph: GraphLike) -> list[Group]:
     """The names of the nodes that each layer runs, in graph order; what no layer mentions is a group of its own."""
-    return list(from_layers(as_model(graph), trt_layers, "").groups)
+    return list(from_layers(as_model(graph), trt_layers).groups)
 
 
 def generate_graph_json(

@@ -131,7 +131,7 @@ def line(trial: Trial, outcome: str, state: State, *, is_new: bool = False) -> s
         figures += [f"{counted(left, 'node')} elsewhere", f"{counted(wide, 'tensor')} read in 16 bits"]
         figures.append(decibels(trial.sqnr_db) if state.judged else "accuracy not measured")
     elif state.ratio is not None:
-        figures.append(state.ratio.speedup_beside(state.against_ratio))
+        figures.append(state.ratio.speedup)
         figures += [] if trial.metric is None else [f"metric {trial.metric:g}"]
     became = became_in_words(trial, outcome, is_best=state.best == trial.placement, missed=state.missed)
     where = f" in pattern {proposal.pattern[:8]}" if proposal.pattern else ""

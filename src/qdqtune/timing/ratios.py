@@ -80,13 +80,9 @@ EQUAL = 0.005
 """Files whose ratio is within this of 1 count as equal: more rounds are not worth their time. Chosen, not measured."""
 
 
-MOST_DIGITS = 6
-"""The most digits of a speedup behind the point."""
-
-
-def speed(ratio: float, digits: int = 2) -> str:
+def speed(ratio: float) -> str:
     """How many times as fast a model is that takes this share of the time, as users see it."""
-    return f"{1 / ratio:.{digits}f}x"
+    return f"{1 / ratio:.2f}x"
 
 
 @dataclass(frozen=True)
@@ -118,20 +114,10 @@ class Ratio:
     @property
     def speedup(self) -> str:
         """How many times as fast b is as a, with the interval: 1.50x [1.42x, 1.61x]; or 1.50x [too few rounds]."""
-        return self.speedup_beside(1.0)
-
-    def speedup_beside(self, rival: float) -> str:
-        """The same for a verdict about a rival that takes the share `rival` of a's time: with more digits where the
-        interval, as it is written, would reach the rival although it does not."""
         if self.low is None and self.high is None:
             return f"{speed(self.median)} [too few measurements]"
-        verdict, ends = self.scaled(1 / rival).verdict, (self.high, self.low)
-        near = self.high if verdict == "faster" else self.low if verdict == "slower" else None
-        digits = next(
-            (n for n in range(2, MOST_DIGITS) if near is None or speed(near, n) != speed(rival, n)), MOST_DIGITS
-        )
-        low, high = ("?" if end is None else speed(end, digits) for end in ends)
-        return f"{speed(self.median, digits)} [{low}, {high}]"
+        low, high = ("?" if end is None else speed(end) for end in (self.high, self.low))
+        return f"{speed(self.median)} [{low}, {high}]"
 
     def scaled(self, by: float) -> Ratio:
         """The ratio of b to a third model, where `by` is the ratio of a to that model."""
@@ -291,9 +277,9 @@ def _least_distance(free: int, pairs: int, error: float) -> float:
     return float(brentq(excess, 0.0, 10.0))
 
 
-WIDE, VERY_WIDE = 0.05, 0.25
-"""An interval that reaches further than this to either side is told with more pairs of builds where they are cheap; and
-further than this, users are told why. Chosen, not measured."""
+WIDE = 0.05
+"""An interval that reaches further than this to either side is told with more pairs of builds where they are cheap.
+Chosen, not measured."""
 
 UNLIKELY = 0.05
 """The chance of a verdict below which further rounds are not worth their time. Chosen, not measured."""
@@ -310,8 +296,8 @@ def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
     return bool(abs(np.log(found.median)) + moves < width * np.sqrt(share))
 
 
-def is_wide(found: Ratio, most: float = WIDE) -> bool:
-    return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * most)
+def is_wide(found: Ratio) -> bool:
+    return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * WIDE)
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:

@@ -43,14 +43,10 @@ def counts_of(
         return (own,)
     if not asked or min(asked) < 1:
         raise BadOption("`threads` wants whole numbers from 1 on, such as 1,4,16")
-    is_real = engine.facts.is_threaded
-    if machine is not None and is_real and max(asked) > machine.cores:
-        raise BadOption(f"{max(asked)} threads: {machine.where} has {machine.cores} cores for us")
-    if machine is None and is_real and is_here and max(asked) > (cores := usable_cores()):
-        raise BadOption(
-            f"`threads` {max(asked)}: only {cores} core{'s' * (cores > 1)} can be used here; give at most {cores}, or "
-            "tune where there are more"
-        )
+    cores = usable_cores() if machine is None else machine.cores
+    if engine.facts.is_threaded and (is_here or machine is not None) and max(asked) > cores:
+        where = "here" if machine is None else f"on {machine.where}"
+        raise BadOption(f"`threads` {max(asked)}: {cores} core{'s' * (cores > 1)} can be used {where}; give no more")
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
 
@@ -59,9 +55,8 @@ def tuned_for(counts: Sequence[int | None], *, is_default: bool) -> str | None:
     numbers = [str(count) for count in counts if count is not None]
     if not numbers:
         return None
-    listed = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
     by_default = ", the default here" if is_default else ""
-    return f"{listed} thread{'s' * (numbers != ['1'])}{by_default}; other numbers were not measured"
+    return f"{', '.join(numbers)} thread{'s' * (numbers != ['1'])}{by_default}; other numbers were not measured"
 
 
 def at_each(mix: Mix, counts: Sequence[int | None]) -> Mix:
@@ -90,14 +85,12 @@ def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
         return None
     threads = engine.options.get("threads", 1)
     if machine is None:
-        usable, cores, processes, where = usable_cores(), os.cpu_count() or 1, load() or 0.0, ""
+        usable, cores, processes, where = usable_cores(), os.cpu_count() or 1, load() or 0.0, "this machine"
     else:
         usable, cores, processes, where = machine.cores, machine.cores, machine.load or 0.0, machine.where
     if isinstance(threads, int) and threads > usable:
-        whose = f"the {usable} core{'s' * (usable > 1)} that this process may use{where and f' on {where}'}"
-        return f"`threads` {threads} is more than {whose}: threads wait for each other, and times say little"
+        return f"`threads` {threads}: this process may use {usable} cores of {where}, so threads wait for each other"
     if processes + threads <= cores + 0.5:
         return None
-    wanted = f"the {cores} core{'s' * (cores > 1)} of {where or 'this machine'}"
-    share = f"{processes:.1f} processes want {wanted} beside this run"
+    share = f"{processes:.1f} processes want the {cores} cores of {where} beside this run"
     return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"

@@ -34,7 +34,7 @@ from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.folder import BASELINE, FRONT, RAW, REGION_MODELS
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
 from qdqtune.tuning.proof import chosen_by_rule, prove, prove_front
-from qdqtune.tuning.result import Result, RunLogWriter, conclude, standing
+from qdqtune.tuning.result import Result, RunLogWriter, conclude
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, open_run, prepared, rule_costs, try_metric
@@ -255,8 +255,6 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     mode.end(history)
     late = mode.shortfall or shortfall
-    if (earlier := standing(run, proof, late)) is not None:
-        return earlier
     return conclude(run, history, proof, of_mode=mode.notes, front=rows, shortfall=late, log=log)
 
 
@@ -321,7 +319,6 @@ def _state(trials: Sequence[Trial], run: Run, seconds: float, *, replayed: bool)
     if budget.seconds_left is not None:
         expected = max(0.0, min(expected, budget.seconds_left))
     floats, ratio = ratios_to_float(trials, plan), judge(last, plan)
-    against = floats[last.against]
     return State(
         builds=1 + len(trials),
         limit=1 + budget.builds,
@@ -330,8 +327,7 @@ def _state(trials: Sequence[Trial], run: Run, seconds: float, *, replayed: bool)
         seconds=seconds,
         seconds_left=expected + budget.proof_seconds(1),
         replayed=replayed,
-        ratio=None if ratio is None else ratio.scaled(against),
-        against_ratio=against,
+        ratio=None if ratio is None else ratio.scaled(floats[last.against]),
         missed=run.limits.why_refused(last),
         timed=run.settings.is_timed,
         judged=run.settings.has_samples,

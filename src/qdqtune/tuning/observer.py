@@ -22,9 +22,8 @@ class State:
     `builds` were spent and `limit` are allowed, the float model's build included in both. `best_ratio` is the time of
     the best placement over the float model's: the product of the accepted ratios. `seconds_left` is an estimate for the
     whole run, proof included. `replayed`: the trial was read from the state file. `ratio` is the trial's ratio to the
-    float model, None if it failed; `against_ratio` that of the placement that it was compared with. `missed` names the
-    limit on accuracy that it misses, if any. `timed` is False where costs by rule stand in the place of times,
-    `judged` where inputs are random, so that outputs say nothing of accuracy.
+    float model, None if it failed. `missed` names the limit on accuracy that it misses, if any. `timed` is False where
+    costs by rule stand in the place of times, `judged` where inputs are random: outputs say nothing of accuracy then.
     """
 
     builds: int
@@ -35,7 +34,6 @@ class State:
     seconds_left: float | None
     replayed: bool
     ratio: Ratio | None = None
-    against_ratio: float = 1.0
     missed: str | None = None
     timed: bool = True
     judged: bool = True

@@ -6,14 +6,14 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import this_machine
-from qdqtune.errors import BadOption, BadState, EngineRefused
+from qdqtune.errors import EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.scores import equal_share
@@ -23,10 +23,9 @@ from qdqtune.placement.reading import count_pairs
 from qdqtune.search import products_left_in_float, ratios_to_float
 from qdqtune.search.regions import cache
 from qdqtune.system.writing import named, write_json
-from qdqtune.timing.ratios import VERY_WIDE, Plan, Ratio, is_wide, with_ratios
+from qdqtune.timing.ratios import Plan, Ratio, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
-from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
@@ -36,10 +35,6 @@ from qdqtune.tuning.store import Shipped, job_of, plain
 from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
-
-WIDE_FOR_TIME = (
-    "`time_budget` had room for few builds of each file in the proof: with more time the interval is narrower"
-)
 
 
 @dataclass(frozen=True)
@@ -122,36 +117,6 @@ def conclude(
     )
 
 
-def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
-    """The result that an earlier session has left in the output folder, if time has ended this one before it proved
-    anything as fast; else None. Its file is written anew, everything else stands as it is."""
-    settings, folder = run.settings, run.settings.output_dir
-    is_judged = not settings.withholds_pairs and not (settings.has_metric and run.limits.before is None)
-    if shortfall is None or settings.front or not is_judged or not (folder / SUMMARY).is_file():
-        return None
-    try:
-        earlier = read_run(folder)
-        summary, trial, notes, history = earlier.summary, earlier.trial, earlier.log.notes, earlier.history
-    except (BadOption, BadState):  # somebody has changed or removed its files
-        return None
-    ratio, is_own = summary["ratio"], summary["shipped"] == "tuned" and "front" not in summary
-    if not is_own or trial is None or ratio is None or ratio >= (proof.time_to_float or 1.0):
-        return None
-    trial = replace(trial, holds=run.limits.on_outputs(trial.accuracy))
-    if not run.limits.with_metric(trial, run.bench.metric).holds:
-        return None
-    run.candidates.write_whole(trial.placement, folder / FINAL)
-    told = "what ships is what an earlier session with more time has proven"
-    return Result(
-        shipped="tuned",
-        placement=trial.placement,
-        ratio=Ratio(ratio, summary["ratio_low"], summary["ratio_high"]),
-        summary=plain(summary),
-        history=history,
-        notes=tuple(dict.fromkeys([*notes, shortfall, told])),
-    )
-
-
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
     settings, standings = run.settings, proof.contexts
     if (machine := settings.machine) is not None:
@@ -169,11 +134,8 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
                 f"{slower}: it has no 8-bit kernels for them, so no other pairs were tried"
             )
             break
-    if settings.is_timed:
-        if proof.ratio is None:
-            doubts.append(best_undecided(history, settings.plan))
-        elif settings.time_budget is not None and is_wide(proof.ratio, VERY_WIDE):
-            doubts.append(WIDE_FOR_TIME)
+    if settings.is_timed and proof.ratio is None:
+        doubts.append(best_undecided(history, settings.plan))
     if proof.shipped == "tuned" and run.subject.rules_placement:
         doubts.append(beside_rules(proof.in_file, run.subject.rules_placement, history, settings.plan))
     yield from filter(None, doubts)

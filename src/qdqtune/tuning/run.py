@@ -72,9 +72,6 @@ its time. Chosen, not measured."""
 LEARNING = 3
 """A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
 
-SPARE = 2.0
-"""Time left at the end of a search is told if it is this many times that of the proof. Chosen, not measured."""
-
 FURTHER_SHARE = 0.25
 """The share of a time budget that is kept for further blocks of builds in the proof, where the best candidate may need
 them. Chosen, not measured."""
@@ -260,8 +257,7 @@ class Budget:
         return not self.lacks(self.brief_and_proof - self.grace)
 
     def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
-        """What to tell the user if time has ended a search that had builds left, or if it ended with time to spare. To
-        be called as soon as it ended."""
+        """What to tell the user if time has ended a search that had builds left. To be called as soon as it ended."""
         if not trials:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
@@ -270,14 +266,10 @@ class Budget:
             needed = f"{takes:.0f} s after reading the model and calibration"
             told = f"`time_budget` had no room for a candidate: one and its proof take some {needed}"
             return f"{told}; give {more} s more at least"
-        left, spent = self.room(trials, pace, reserve), 1 + len(trials)
-        if len(trials) < self.builds and not left:
-            told = f"`time_budget` has ended the search after {spent} of {1 + self.builds} builds"
-            return f"{told}: with more time the same command goes on from there"
-        if self.seconds_left is None or self.seconds_left < max(SPARE * self.proof_seconds(1), self.further):
+        if len(trials) >= self.builds or self.room(trials, pace, reserve):
             return None
-        why = "more `builds` would use it" if len(trials) >= self.builds else "nothing more is predicted to gain"
-        return f"the search ended after {spent} builds with much of `time_budget` to spare: {why}"
+        told = f"`time_budget` has ended the search after {1 + len(trials)} of {1 + self.builds} builds"
+        return f"{told}: with more time the same command goes on from there"
 
 
 FIRST, LESSONS = 3, 2

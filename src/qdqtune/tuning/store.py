@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -328,26 +328,28 @@ def _encoded(value: Any) -> object:
 
 
 def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    """Refuse a fingerprint that differs from that of the file, and name the first difference: the model's, if it is
-    another."""
-    for names, was, now in sorted(_differences(old, new, ()), key=lambda difference: difference[0] != ("model",)):
-        words = " ".join(names).replace("_", " ").split()
-        label = " ".join(dict.fromkeys(words))  # "engine engine" becomes "engine"
-        made = f"with {label} {_shown(was)}, now it is {_shown(now)}"
-        if names == ("model",):
-            made = "with another model, or the file has changed since then"
-        raise BadState(
-            f"{path} was made {made}: use the same command, another `output_dir`, or `restart` to start over"
-        )
+    """Refuse a fingerprint that differs from that of the file, and name the first difference: the model's, or else the
+    engine's name, if these differ."""
+    was, now = _flat(old), _flat(new)
+    different = [name for name in {**now, **was} if was.get(name) != now.get(name)]
+    if not different:
+        return
+    name = min(different, key=lambda name: (name != "model", name != "engine engine"))
+    label = " ".join(dict.fromkeys(name.replace("_", " ").split()))  # "engine engine" becomes "engine"
+    made = f"with {label} {_shown(was.get(name))}, now it is {_shown(now.get(name))}"
+    if name == "model":
+        made = "with another model, or the file has changed since then"
+    raise BadState(f"{path} was made {made}: use the same command, another `output_dir`, or `restart` to start over")
 
 
-def _differences(old: Any, new: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        own = names[-1] if names else None  # first the engine's name: another engine differs in device and version, too
-        for name in sorted((*new, *sorted(old.keys() - new.keys())), key=lambda name: name != own):
-            yield from _differences(old.get(name), new.get(name), (*names, name))
-    elif old != new:
-        yield names, old, new
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The values in nested maps, each by the keys that lead to it."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    rows: dict[str, Any] = {}
+    for key, one in value.items():
+        rows |= _flat(one, f"{name} {key}".lstrip())
+    return rows
 
 
 def _shown(value: object) -> str:

@@ -38,23 +38,15 @@ SHAPE_LENGTH = 64
 class Grouping:
     """Every node of a model once: in a group, or among those that the engine computes in advance (`folded`).
 
-    `nameless` are layers that name no node of the model; `origin` says in words where the groups come from.
+    `nameless` are layers that name no node of the model.
     """
 
     groups: tuple[Group, ...]
     folded: Group
     nameless: tuple[str, ...]
-    origin: str
-
-    def lines(self) -> list[str]:
-        head = f"{len(self.groups)} groups {self.origin}"
-        groups = [f"  {' + '.join(group)}" for group in self.groups]
-        folded = [f"{len(self.folded)} nodes are computed in advance: {', '.join(self.folded)}"] if self.folded else []
-        nameless = [f"layer {name!r} names no node of the model" for name in self.nameless]
-        return [head, *groups, *folded, *nameless]
 
 
-def from_layers(model: Model, layers: Sequence[Layer], origin: str) -> Grouping:
+def from_layers(model: Model, layers: Sequence[Layer]) -> Grouping:
     """One group for each layer. A node that two layers name belongs to the first; a node that no layer names is a
     group of its own."""
     taken: set[str] = set()
@@ -73,7 +65,7 @@ def from_layers(model: Model, layers: Sequence[Layer], origin: str) -> Grouping:
             nameless.append(layer.name)
     groups += [(node.name,) for node in model.nodes if node.name not in taken]
     groups.sort(key=lambda group: model.index_of[group[0]])
-    return Grouping(tuple(groups), tuple(folded), tuple(nameless), origin)
+    return Grouping(tuple(groups), tuple(folded), tuple(nameless))
 
 
 def from_file(model: Model, path: Path) -> Grouping:
@@ -86,13 +78,12 @@ def from_file(model: Model, path: Path) -> Grouping:
         layers = read_report(path, None, _named(model))
     except BadOption as error:
         raise BadOption(f"`graph_json` {path}: {error}") from error
-    return from_layers(model, layers, f"from {path.name}")
+    return from_layers(model, layers)
 
 
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
     """A group for each compute operator, with what engines usually fuse into it: if the engine reports no layers."""
-    layers = [Layer(group[0], group, "", None, "compute") for group in usual_groups(model, possible)]
-    return from_layers(model, layers, "as engines usually fuse, since this one reports no layers")
+    return from_layers(model, [Layer(group[0], group, "", None, "compute") for group in usual_groups(model, possible)])
 
 
 def _named(model: Model) -> onnx.ModelProto:

@@ -265,8 +265,6 @@ class Profiler:
             raise EngineRefused(Failure("build", str(error))) from error
 
 
-GROUP_LOG = "subgraphs.log"
-
 SMALL = 0.002
 """Equal groups that together take less than this share of the model's time are not measured. Chosen, not measured."""
 
@@ -349,13 +347,11 @@ def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], st
     )
     notes = list[str]()
     if grouped.nameless:
-        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{GROUP_LOG}")
+        count, first = len(grouped.nameless), grouped.nameless[0]
+        notes.append(f"{count} layers of the report name no node of the model, the first is {first!r}")
     if not is_timed:
         what = "no layer times" if layers else "no layers"
         notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
-    log = settings.output_dir / LOGS / GROUP_LOG
-    with writing(log):
-        log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
     late = sum(one.failures.get("") == NO_TIME for one in profiles.values())
     untimed = f"{late} of {len(profiles)} groups were fully timed"
     shortfall = f"`time_budget` ended before {untimed}: with more time the same command goes on from there"
@@ -375,7 +371,7 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
             with atomic_write(stem.with_name(stem.name + ending)) as fresh:
                 shutil.copyfile(source, fresh)
     if layers:
-        return groups.from_layers(subject.shaped, layers, "as the engine's layer report has them")
+        return groups.from_layers(subject.shaped, layers)
     return groups.by_rules(subject.shaped, subject.possible)
 
 

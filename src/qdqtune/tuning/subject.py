@@ -42,9 +42,8 @@ from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.search.regions import cache, discovery, patterns
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.tuning import subgraph_groups as groups
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
 from qdqtune.tuning.settings import SIMULATOR_SLOWNESS, Settings
@@ -141,8 +140,7 @@ class Subject:
 def open_subject(settings: Settings, runner: Runner, execution: Execution, rewrites: Rewrites | None = None) -> Subject:
     """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run.
 
-    Without `rewrites`, those that the settings name are made, and the other files that the settings name are read once,
-    so that errors in them show before the run begins.
+    Without `rewrites`, those that the settings name are made.
 
     Raises:
         InputError: model, data or options cannot be used, or not together.
@@ -151,7 +149,6 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     check_device(settings.engine, runner)
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
-    is_first = rewrites is None
     if rewrites is None:
         # Nothing that the engine makes by itself where the user's other files name nodes.
         names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
@@ -206,13 +203,6 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     )
     grouped = patterns.group(shaped, regions)
     chosen = filtered(shaped, grouped, settings.node_filter)
-    if is_first:
-        if settings.pattern_cache is not None:
-            cache.read_cache(settings.pattern_cache)
-        if settings.graph_json is not None:
-            groups.from_file(shaped, settings.graph_json)
-        if settings.calibration_cache is not None:
-            ranges_of(settings.calibration_cache, shaped)
     return Subject(
         prepared=prepared,
         numbers=numbers,

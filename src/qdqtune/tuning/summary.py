@@ -206,10 +206,7 @@ def read_summary(folder: Path) -> Summary:
     """
     summary = read_json(folder / SUMMARY, Summary)
     if summary is None:
-        if not folder.is_dir():
-            state = "is no folder" if folder.exists() else "does not exist"
-            raise BadOption(f"{folder} {state}: name the output folder of a finished qdqtune tune")
-        raise BadOption(f"{folder} holds no finished run: let qdqtune tune write to it, and come to its end")
+        raise BadOption(f"{folder} holds no finished run: name a folder where qdqtune tune came to its end")
     return summary
 
 
