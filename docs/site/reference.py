@@ -82,7 +82,7 @@ FILES = {
     f"{FRONT}/": "A model for each point from the fastest to the most exact; with `front`.",
     RAW: "All groups that gain alone, before validation; with `mode` subgraph.",
     f"{GROUP_MODELS}/": "Each group as a model; with `mode` subgraph.",
-    PROGRESS: "Progress, from which a run goes on if the state file is lost; with `mode` subgraph.",
+    PROGRESS: "Progress, for people and scripts; with `mode` subgraph.",
     "MODEL.fp16.graph.json": "The groups as trtexec exported them, with `.build.log`; with `mode` subgraph.",
     f"{REGION_MODELS}/": "The whole model with the best scheme of each pattern; with `mode` region.",
     STATE: "Every measurement with all its samples, from which a run goes on.",

@@ -83,7 +83,7 @@ def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
     assert json.loads(printed) == json.loads((out / "summary.json").read_text())
     code, printed, _ = call("tune", tuned, *QUICK, *data, "-o", tmp_path / "dry", "--dry-run", "--json")
     assert code == 0
-    told = {"regions", "patterns", "builds", "latency", "seconds", "notes", "rewrite_builds"}
+    told = {"regions", "patterns", "builds", "latency", "seconds", "notes"}
     assert json.loads(printed).keys() == told
     target = tmp_path / "made.onnx"
     code, printed, _ = call("apply", tuned, "--placement", out / "placement.yaml", *data, "-o", target, "--json")

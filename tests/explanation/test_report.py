@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from qdqtune.commands.explain import explain_run
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import Axis, scatter, spanning
-from qdqtune.explanation.formatting import builds, built, title
+from qdqtune.explanation.formatting import title
 from qdqtune.explanation.model_map import MapGroup, MapNode, draw, rows_of
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import OWN, Point, report_of_run
@@ -318,14 +317,6 @@ def test_a_block_that_repeats_is_one_row_and_other_rows_end_with_modules() -> No
 
 
 # Counts and names as text: the same wherever people read of them
-@pytest.mark.parametrize("counts", list(product([1, 8], [0, 3], [0, 4])))
-def test_builds_for_rewrites_are_told_beside_those_of_the_search(counts: tuple[int, int, int]) -> None:
-    search, rewrites, proof = counts
-    summary = {"builds": search + rewrites, "proof_builds": proof, "rewrites": {"builds": rewrites}}
-    assert built(summary) == builds(*counts)
-    assert [int(number) for number in re.findall(r"\d+", built(summary))] == [n for n in counts if n]
-
-
 @pytest.mark.parametrize(
     ("path", "told"),
     [

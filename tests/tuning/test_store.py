@@ -29,7 +29,6 @@ from qdqtune.errors import (
 from qdqtune.numerics.scores import Score, Scores
 from qdqtune.search.costs.profiles import SchemeResult
 from qdqtune.system.checks import LIST, Stamps
-from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import store as kinds
 from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
@@ -286,7 +285,6 @@ EVERY: tuple[Any, ...] = (
         seconds=0.1, turn_seconds=0.2, build_seconds=1.5, start_seconds=0.0, kinds=("f", "i"),
         scores=Scores({"y": 1}, {"y": 10}, {}, "none"),
     ),
-    kinds.TriedRewrites((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",)),
     Times((((1.0, 2.0),), ((2.0, 1.0),)), (0.5, 0.5)),
     SchemeResult("full", PLACEMENT, MEASURED, LAYERS),
     kinds.ConversationRecord(

@@ -9,9 +9,8 @@ import pytest
 
 from conftest import Call
 from models import build, feeds, normal, run
-from observers import Log
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption, BadState
+from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import subgraph_mode as prepare
@@ -59,28 +58,6 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
     assert min(rows["second"]["schemes_ms"].values()) < rows["second"]["float_ms"]
     assert min(rows["softmax"]["schemes_ms"].values()) >= rows["softmax"]["float_ms"]
     assert {edge.node for edge in result.placement} >= {"first", "second"}
-
-
-def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: Workers) -> None:
-    first = mixed_run(tmp_path, "subgraph")
-    before, out = len(workers.builds), tmp_path / "out"
-    kept = (out / "autotune_cache.json").read_text()
-    for path in sorted(out.rglob("*"), reverse=True):
-        if path.name != ".qdqtune":  # the list says that the file of progress is ours
-            path.rmdir() if path.is_dir() else path.unlink()
-    (out / "autotune_cache.json").write_text(kept)
-    heard = Log()
-    again = mixed_run(tmp_path, "subgraph", heard)
-    assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
-    assert again.history == first.history
-    assert again.summary["pairs"] == first.summary["pairs"]
-    assert (out / "subgraphs" / "group_001.onnx").exists()
-    assert any("is gone: this run goes on from" in note for note in heard.notes)
-    for name in ("autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):
-        (out / name).unlink(missing_ok=True)
-    (out / "autotune_cache.json").write_text(kept.replace('"crc', '"crd', 5))
-    with pytest.raises(BadState, match="is damaged"):
-        mixed_run(tmp_path, "subgraph")
 
 
 def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:

@@ -33,7 +33,7 @@ from qdqtune.engines.options import WorkerOptions
 from qdqtune.engines.process import NODE_LOST
 from qdqtune.engines.remote import Destination
 from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.explanation.formatting import builds, counted, duration
+from qdqtune.explanation.formatting import counted, duration
 from qdqtune.options import options_of
 from qdqtune.system.interpreter import end_group, python
 from qdqtune.timing.ratios import speed
@@ -101,8 +101,7 @@ def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Term
     elif all("latency" in row for row in rows):
         cells = []
         for row in rows:
-            spent = builds(row["builds"] - row["rewrite_builds"], row["rewrite_builds"])
-            cells.append((row["model"], spent, f"{row['latency'] * 1e3:.3f}", duration(row["seconds"])))
+            cells.append((row["model"], str(row["builds"]), f"{row['latency'] * 1e3:.3f}", duration(row["seconds"])))
         show(Table(("model", "builds", "latency, ms", "about"), cells))
     else:
         show(_table(rows))

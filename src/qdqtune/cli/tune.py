@@ -17,7 +17,7 @@ from qdqtune.commands.inputs import check_options
 from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.errors import BadOption, InputError, QdqtuneError, one_line
-from qdqtune.explanation.formatting import builds, duration
+from qdqtune.explanation.formatting import duration
 from qdqtune.graph.model_folder import graphs_in, without_graph
 from qdqtune.options import FILE, REQUIRED, SWITCH, File, flags_of, options_of, text_of, texts_of
 from qdqtune.placement.files import parsed_yaml
@@ -90,7 +90,7 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
         if options.as_machine:
             print_json(vars(result))
         else:
-            spent = builds(result.builds - result.rewrite_builds, result.rewrite_builds)
+            spent = str(result.builds)
             if settings.time_budget is not None:
                 spent += f" within the {duration(settings.time_budget)}"
             print_lines([

@@ -57,6 +57,7 @@ class EngineFacts:
     merges: tuple[str, ...] = ()
     """The rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a pair
     stands in front of the nodes."""
+    rewrites: tuple[str, ...] = ()  # the others that make models faster on it: `tune` makes them unless told otherwise
     precision: Literal["fp32", "fp16"] = "fp32"  # the usual one of what stays in float
     types_since: int = 0  # the first major version that takes types from the graph; earlier ones choose them
     loaded_by: str = "onnxruntime"
@@ -107,7 +108,9 @@ class EngineFacts:
         return "fp32" if major.isdecimal() and int(major) < self.types_since else self.precision
 
 
-FAKE = EngineFacts(name="fake", module="qdqtune.engines.fake", fp8=SYMMETRIC_FP8, is_modelled=True)
+FAKE = EngineFacts(
+    name="fake", module="qdqtune.engines.fake", fp8=SYMMETRIC_FP8, is_modelled=True, rewrites=("hardswish",)
+)
 
 ONNXRUNTIME = EngineFacts(
     name="onnxruntime",
@@ -116,6 +119,7 @@ ONNXRUNTIME = EngineFacts(
     numbers=replace(ASYMMETRIC, shared_scale_ops=ONNXRUNTIME_SHARED),
     weights=("w4b32a", "w4b32", "w4b128", "w4b128a", "w8", "w8b32", "w8b128", "d8"),
     merges=("gelu",),
+    rewrites=("hardswish",),
     saves=OPTIMIZED,
     is_threaded=True,
     ep=CPU_PROVIDER,

@@ -22,16 +22,10 @@ def title(model: Path) -> str:
     return f"{folder}/{model.name}" if model.name == "model.onnx" and folder else model.name
 
 
-def builds(search: int, rewrites: int = 0, proof: int = 0) -> str:
-    """Counts of engine builds: those of the search, as the option `builds` counts them, and the others."""
-    besides = {"for rewrites": rewrites, "for the proof": proof}
-    return " and ".join([str(search), *(f"{number} {what}" for what, number in besides.items() if number)])
-
-
 def built(summary: Mapping[str, Any]) -> str:
-    """The builds of a finished run. Its summary counts those for rewrites with those of the search."""
-    rewrites = summary.get("rewrites", {}).get("builds", 0)
-    return builds(summary["builds"] - rewrites, rewrites, summary["proof_builds"])
+    """The builds of a finished run, as the option `builds` counts them, and those of the proof."""
+    proof = summary["proof_builds"]
+    return f"{summary['builds']} and {proof} for the proof" if proof else str(summary["builds"])
 
 
 def duration(seconds: float) -> str:

@@ -22,7 +22,6 @@ from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import check_run
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import FloatRecord, read_journal
 from qdqtune.tuning.subject import CALIBRATION_SHARE, PAIRED, open_subject
@@ -30,8 +29,7 @@ from qdqtune.tuning.subject import CALIBRATION_SHARE, PAIRED, open_subject
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take, in seconds; `latency` is that of the float model. `rewrite_builds` are those of `builds`
-    that rewrites may take. `notes` are for the user."""
+    """What a run would take, in seconds; `latency` is that of the float model. `notes` are for the user."""
 
     regions: int
     patterns: int
@@ -39,7 +37,6 @@ class Estimate:
     latency: float
     seconds: float
     notes: tuple[str, ...] = ()
-    rewrite_builds: int = 0
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
@@ -89,10 +86,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     candidate = trial_seconds(plan, floats, len(subject.accuracy), profiled_runs(latency))
     copies = FEW_BUILDS if launch else USUAL_BUILDS
     proof = len(settings.thread_counts) * 2 * copies * (build + each_round * settings.proof[0])
-    rewrite_builds = most_builds(settings, subject)
-    rewriting = rewrite_builds * (build + each_round * plan.looks[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
-    seconds = calibrating + rewriting + (1 + trials) * candidate + proof
+    seconds = calibrating + (1 + trials) * candidate + proof
     if settings.time_budget is not None:
         before = min(calibrating, CALIBRATION_SHARE * settings.time_budget) + seconds - calibrating - trials * candidate
         trials = max(0, min(trials, int((settings.time_budget - before) / candidate)))
@@ -100,9 +95,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     return Estimate(
         regions=sum(len(pattern.instances) for pattern in subject.tuned),
         patterns=len(subject.tuned),
-        builds=trials + 1 + rewrite_builds,
+        builds=trials + 1,
         latency=latency,
         seconds=seconds,
         notes=subject.notes,
-        rewrite_builds=rewrite_builds,
     )

@@ -13,7 +13,7 @@ from typing import IO, Self
 
 from qdqtune.calibration.samples import files_named
 from qdqtune.engines.tensorrt.options import timing_cache
-from qdqtune.errors import BadOption, BadState, parsed_json, writing
+from qdqtune.errors import BadOption, BadState, writing
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model_folder import companions
 from qdqtune.graph.saving import CONSTANTS, data_of
@@ -32,7 +32,7 @@ from qdqtune.system.checks import (
 )
 from qdqtune.system.writing import SCRATCH, WORKERS, append_lines, sweep
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import BEGINNING, may_continue
+from qdqtune.tuning.store import may_continue
 
 LOGS = "logs"
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
@@ -148,25 +148,6 @@ def _present(folder: Path, lines: Collection[str]) -> Iterator[Output]:
                 is_named = path.parent == folder / part and any(path.match(pattern) for pattern in patterns)
                 must_be_ours = is_named and f"{part}/" not in lines
                 yield Output(path, "`output_dir`", is_ours if must_be_ours else Path.exists, folder, makes_folder=True)
-
-
-def restored_state(settings: Settings) -> str | None:
-    """Restore the state file of a run in subgraph mode from its progress file, if only that is left.
-
-    Returns a note for the user; None if there was nothing to do."""
-    path = settings.output_dir / PROGRESS
-    if settings.mode != "subgraph" or settings.restart or settings.state.exists():
-        return None
-    try:
-        lines = parsed_json(path.read_text(encoding="utf-8"))["state"]
-        content = "".join(f"{line}\n" for line in lines).encode()
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
-    if not content.startswith(BEGINNING):  # of another version
-        return None
-    with writing(settings.state):
-        settings.state.write_bytes(content)
-    return f"{settings.state} is gone: this run goes on from {path}; `restart` starts over"
 
 
 def _locked(folder: Path) -> IO[bytes]:

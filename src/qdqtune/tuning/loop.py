@@ -35,7 +35,6 @@ from qdqtune.tuning.folder import BASELINE, FRONT, RAW, REGION_MODELS
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
 from qdqtune.tuning.proof import chosen_by_rule, prove, prove_front
 from qdqtune.tuning.result import Result, RunLogWriter, conclude
-from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, open_run, prepared, rule_costs, try_metric
 from qdqtune.tuning.settings import EFFORTS, Settings
@@ -221,8 +220,7 @@ def tune(settings: Settings, observer: Observer | None = None, begun: float | No
         if (note := busy(settings.engine, settings.machine)) is not None:
             observer.note(note)
         try_metric(ready)
-        chosen = with_rewrites(ready) if settings.is_timed else ready
-        with open_run(chosen) as run:
+        with open_run(ready) as run:
             return _searched_and_proven(run, log)
 
 

@@ -43,7 +43,8 @@ class Proof:
     itself, and `metric` is the user's metric of it.
 
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
-    inputs that were fixed; both None where nothing is proven. Seconds per inference are medians, those of the final
+    inputs that were fixed, `to_rewritten` that of a file with pairs to the rewritten model without; all None where
+    nothing is proven. Seconds per inference are medians, those of the final
     file None if nobody has timed it; both None where nothing is timed. `contexts` has the comparison with the float
     model in each context.
     """
@@ -51,6 +52,7 @@ class Proof:
     shipped: Shipped
     ratio: Ratio | None = None
     to_given: Ratio | None = None
+    to_rewritten: Ratio | None = None
     float_seconds: float | None = None
     final_seconds: float | None = None
     notes: tuple[str, ...] = ()
@@ -133,10 +135,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         is_given = field.given is not None
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     is_other = is_given and (field.has_other_float or bool(run.subject.changes))
-    if attempts:
-        seconds = attempts[-1].to_float[0].a_seconds
-    else:  # the float build is that of the rewritten model
-        seconds = run.bench.floats.seconds / (run.found.ratio if is_other and not settings.from_qdq else 1.0)
+    seconds = attempts[-1].to_float[0].a_seconds if attempts else run.bench.floats.seconds
     unproven = Proof(
         shipped="given" if is_other else "baseline",
         float_seconds=seconds,
@@ -333,6 +332,7 @@ def proof_of(won: Attempt, notes: Sequence[str], builds: int, store: Store) -> P
         shipped="tuned",
         ratio=best.ratio,
         to_given=won.to_given[won.to_float.index(best)].ratio if won.to_given else None,
+        to_rewritten=won.to_rewritten[won.to_float.index(best)].ratio if won.to_rewritten else None,
         float_seconds=best.a_seconds,
         final_seconds=best.b_seconds,
         notes=tuple(notes),

@@ -97,7 +97,7 @@ def conclude(
     else:
         run.bench.layers(built, run.budget.lacks)  # kept in the state file for the report
     summary["seconds"] = round(log.seconds, 3)
-    notes = (*left, *subject.notes, *run.found.notes, *of_mode, *proof.notes)
+    notes = (*left, *subject.notes, *of_mode, *proof.notes)
     notes = (*notes, *_doubts(history, proof, run, shortfall))
     spent, most = 1 + len(history), 1 + run.budget.builds
     ended = f"the search ended as all {most} builds were spent"
@@ -153,11 +153,10 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         weights_16=len(wide_weights(subject.shaped, final)),
     )
     rewrites: dict[str, Any] = {"folded": subject.rewrites.folded, "names": list(subject.rewrites.names)}
-    if run.found.tried:
-        rewrites["builds"] = run.found.builds
     is_only_rewritten = subject.precision == "fp32" and not settings.fix_inputs  # else these gave a part
-    if run.found.names and tuned is not None and is_only_rewritten:
-        rewrites |= {"gave": run.found.ratio, "placement_gave": tuned.median / run.found.ratio}
+    if subject.rewrites.names and tuned is not None and is_only_rewritten:
+        by_placement = proof.to_rewritten.median if proof.to_rewritten else 1.0
+        rewrites |= {"gave": tuned.median / by_placement, "placement_gave": by_placement}
     summary = {
         "format": FORMAT,
         "model": named(str(settings.model)),
@@ -178,7 +177,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
         "by_threads": rows_by_threads(proof.contexts),
         **({"workloads": rows_by_workload(proof.contexts, subject.mix)} if len(subject.mix) > 1 else {}),
-        "builds": 1 + run.found.builds + len(history),
+        "builds": 1 + len(history),
         "proof_builds": proof.builds,
         "trials": len(history),
         "pairs": count_pairs(final),

@@ -36,11 +36,11 @@ from qdqtune.timing.ratios import BLOCK_LOOKS, FEW_BUILDS, FEWEST_BUILDS, USUAL_
 from qdqtune.tuning.bench import CANNOT_RUN, Bench, ByRule, Candidates, Conditions, TrialWorker, metric_key
 from qdqtune.tuning.contexts import at_each, views_of
 from qdqtune.tuning.file_race import Racer
-from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
+from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import SLOWER
-from qdqtune.tuning.store import NO_REWRITES, Store, TriedRewrites
+from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint_of, open_subject
 from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Measurement, Placement, Trial
@@ -287,7 +287,7 @@ class Ready:
 
     `given` are the user's model files as they were when the run began. `execution` is how models are run; it ends with
     the time budget. Files of candidates refer to `constants`. `others` measure besides `runner`, each on a device of
-    its own. `found` are the rewrites that were tried.
+    its own.
     """
 
     settings: Settings
@@ -301,7 +301,6 @@ class Ready:
     execution: Execution
     constants: ConstantFile
     others: tuple[Runner, ...] = ()
-    found: TriedRewrites = NO_REWRITES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,8 +384,6 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
             for device in devices
         ]
         observer.stage(f"reading {settings.model.name}")
-        if (note := restored_state(settings)) is not None:
-            observer.note(note)
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
         asked_outputs(settings.scores, subject.shaped.outputs)  # refuses other names before the work begins

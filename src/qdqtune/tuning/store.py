@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path, PurePath
 from threading import RLock
 from typing import IO, Any, Literal, Self, TypeVar
@@ -27,7 +26,6 @@ from qdqtune.errors import BadState, EngineRefused, Failure, parsed_json, readin
 from qdqtune.numerics.scores import NO_SCORES, Scores
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
-from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Placement, Trial
 
 VERSION = 5
@@ -204,22 +202,6 @@ class Store(Journal):
                 self._append({"key": line.key + ending, **row})
             self.lines[line.key] = line
 
-    def forget(self, but: str) -> None:
-        """Forget everything that was measured but the value of one key, as another float model is measured from now
-        on."""
-        kept = self.lines.get(but)
-        with writing(self.path):
-            self._file.truncate(0)
-        self._append(_head(self))
-        self.lines.clear()
-        if kept is not None:
-            self._write(kept, on_disk=True)
-
-    def text(self) -> list[str]:
-        """The lines of the file, without an incomplete last one."""
-        self._file.seek(0)
-        return self._file.read().decode().split("\n")[:-1]
-
     def _append(self, row: Mapping[str, Any]) -> None:
         with writing(self.path):
             write_through(self._file, line_of(row))
@@ -395,44 +377,6 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     start_seconds: float
     kinds: tuple[str, ...] = ()
     scores: Scores = NO_SCORES
-
-
-Form = Literal["float", "pairs"]
-"""How two models are compared: both in float, or both with pairs where the engine's rules place them."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A rewrite that was tried. `ratio`: the time with it over that without, None if it failed."""
-
-    name: str
-    form: Form
-    ratio: Ratio | None
-    kept: bool
-
-
-@dataclass(frozen=True)
-class TriedRewrites:
-    """The rewrites that were tried before the search, in the order of trying, and the builds that they took. If
-    `is_open`, time or an accident of the engine has cut that short: the next session tries them anew."""
-
-    tried: tuple[Tried, ...] = ()
-    builds: int = 0
-    notes: tuple[str, ...] = ()
-    is_open: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of rewrites that are kept."""
-        return tuple(one.name for one in self.tried if one.kept)
-
-    @property
-    def ratio(self) -> float:
-        """Time of the rewritten model over that without rewrites: the product of the ratios of the rewrites kept."""
-        return prod(one.ratio.median for one in self.tried if one.kept and one.ratio)
-
-
-NO_REWRITES = TriedRewrites()
 
 
 class ConversationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -45,7 +45,6 @@ from qdqtune.tuning.folder import GROUP_MODELS, LOGS, PROGRESS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraph_groups import Grouping, Resolved, borders, extract, is_shape, resolve
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Layer, Placement, Trial
@@ -274,15 +273,10 @@ model what gained alone. Chosen, not measured."""
 
 
 class ProgressFile(Silent):
-    """An observer that writes the progress of a run to a file for people and scripts, anew after each result.
+    """An observer that writes the progress of a run to a file for people and scripts, anew after each result."""
 
-    The file also holds the lines of the state file, so that `restored_state` can restore it. Every method raises
-    OutputError if the file cannot be written.
-    """
-
-    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind], store: Store) -> None:
-        self._path, self._store = folder / PROGRESS, store
-        self._left = len(kinds)
+    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind]) -> None:
+        self._path, self._left = folder / PROGRESS, len(kinds)
         self._groups: dict[int, dict[str, Any]] = {}
         for kind in kinds:
             groups = [[parts.model.nodes[n].name for n in unit.nodes] for unit in kind.units]
@@ -305,8 +299,8 @@ class ProgressFile(Silent):
 
     def _write(self) -> None:
         phase = "timing groups alone" if self._left else "validating on the whole model"
-        content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
-        write_json(self._path, content | {"state": self._store.text()})
+        groups = list(self._groups.values())
+        write_json(self._path, {"phase": phase, "profiling": groups, "validation": self._validation})
 
 
 def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], str | None]:
@@ -333,7 +327,7 @@ def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], st
     varying, memory = spans(settings.engine), run.runner.memory
     resolved = resolve(subject.model, subject.shaped, subject.feed, varying, memory, run.execution)
     kinds = _kinds(parts, grouped, resolved, times)
-    progress = ProgressFile(settings.output_dir, parts, kinds, run.store)
+    progress = ProgressFile(settings.output_dir, parts, kinds)
     with Profiler(run, parts, resolved, deadline, timed=is_timed) as profiler:
         by_kind = profiler.all(kinds, progress.timed)
     profiles = {unit.number: passthrough_profile(parts, unit, times[unit.number]) for unit in parts.units}

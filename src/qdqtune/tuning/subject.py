@@ -137,10 +137,8 @@ class Subject:
         return {name: given[name] for name in FOREMOST if name in given}
 
 
-def open_subject(settings: Settings, runner: Runner, execution: Execution, rewrites: Rewrites | None = None) -> Subject:
+def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Subject:
     """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run.
-
-    Without `rewrites`, those that the settings name are made.
 
     Raises:
         InputError: model, data or options cannot be used, or not together.
@@ -149,11 +147,11 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
     check_device(settings.engine, runner)
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
-    if rewrites is None:
-        # Nothing that the engine makes by itself where the user's other files name nodes.
-        names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
-        merged = () if names_nodes else settings.engine.facts.merges
-        rewrites = Rewrites() if settings.from_qdq else allowed(settings.rewrites, merged)
+    # Only what the user names where other files of the user name nodes.
+    names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
+    facts = settings.engine.facts
+    by_default = () if names_nodes else (*facts.merges, *facts.rewrites)
+    rewrites = Rewrites() if settings.from_qdq else allowed(settings.rewrites, by_default)
     numbers = runner.numeric_format(settings.quant_type)
     if settings.portable:
         numbers = portable(settings.engine.name, numbers)
@@ -163,6 +161,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution, rewri
         usual = settings.engine.facts.usual_precision(runner.describe().get("version", ""))
     wanted: Precision = settings.precision or usual
     model, quantized, made = _loaded(settings, numbers, wanted, rewrites)
+    faster = tuple(name for name in made.merged if name in facts.rewrites)
+    made = replace(made, names=(*faster, *made.names), merged=tuple(n for n in made.merged if n not in faster))
     imported = None if quantized is None else read_placement(model, quantized, settings.quant_type)
     source = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*source, settings.workloads, (settings.model.parent,))
@@ -403,15 +403,15 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
 
 def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
     """The graph that a run tunes in a model: without pairs, and with what rewrites make of a float model, if it is
-    tuned in float32 and no rewrite is made that has to be faster first. What an engine merges by itself is merged if
-    `engine` names it.
+    tuned in float32. Those that depend on the engine are made if `engine` names it.
 
     Raises:
         BadOption: there is no such rewrite.
     """
     if is_quantized(model):
         return Rewrites().of(strip_pairs(model))
-    return allowed(rewrites, facts_of(engine).merges if engine else ()).of(model)
+    facts = facts_of(engine) if engine else None
+    return allowed(rewrites, () if facts is None else (*facts.merges, *facts.rewrites)).of(model)
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
@@ -454,7 +454,7 @@ class CalibrationData(msgspec.Struct, frozen=True):
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that measurements depend on; budgets are no part of it, nor are the rounds that they have room for:
-    candidates and rewrites that a plan with fewer rounds has left open are measured again (see `ratios.is_cut_short`).
+    candidates that a plan with fewer rounds has left open are measured again (see `ratios.is_cut_short`).
     Blocks of the proof are kept by the content of the files and by the looks, see `Racer`.
 
     Options come before entries that follow from them, so that the first difference is the one that the user made.

@@ -81,7 +81,6 @@ class Rewritten(TypedDict):
 
     folded: bool
     names: list[str]
-    builds: NotRequired[Count]
     gave: NotRequired[Positive]
     placement_gave: NotRequired[Positive]
 
