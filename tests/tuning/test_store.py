@@ -422,6 +422,20 @@ def test_a_folder_has_one_run_at_a_time(model: Path) -> None:
     OutputFolder(settings(model)).__exit__()
 
 
+def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for out in ("mine", "new/folder"):
+        with pytest.raises(BadState), OutputFolder(settings(model, output_dir=tmp_path / out)):
+            raise BadState("refused")
+    assert sorted(tmp_path.rglob("*")) == before
+    with OutputFolder(settings(model, output_dir=tmp_path / "new")):
+        (tmp_path / "new" / "logs" / "worker.log").write_text("what the engine has said")
+    assert (tmp_path / "new" / LIST).exists()
+
+
 @pytest.mark.parametrize("end", [10, -3])
 def test_a_list_whose_writer_was_killed_is_gone_on_with(model: Path, end: int) -> None:
     told = settings(model)

@@ -7,7 +7,9 @@ are never overwritten or deleted: a run that would need the name of such a file 
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -31,7 +33,7 @@ from qdqtune.system.checks import (
     written_as,
 )
 from qdqtune.system.writing import SCRATCH, WORKERS, append_lines, sweep
-from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import may_continue
 
 LOGS = "logs"
@@ -69,7 +71,8 @@ class OutputFolder:
         self.path = settings.output_dir
         self._list = self.path / LIST
         check_run(settings)
-        logs = self.path / LOGS
+        is_new, logs = not self._list.exists(), self.path / LOGS
+        self._made = tuple(folder for folder in (logs, *logs.parents) if is_new and not folder.exists())
         with writing(f"to {self.path}"):
             logs.mkdir(parents=True, exist_ok=True)
             self._file = _locked(self.path)
@@ -83,7 +86,13 @@ class OutputFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()  # which unlocks the folder
+        """Unlock the folder. If the run has not written a file, remove the list and the folders that it made."""
+        with self._file, suppress(OSError):
+            logs, files = self.path / LOGS, [self.path / name for name in (*self._ours, STATE)]
+            if logs in self._made and not any(logs.iterdir()) and not any(file.is_file() for file in files):
+                self._list.unlink()
+                for folder in self._made:
+                    folder.rmdir()
 
     def claim(self, path: Path) -> Path:
         """Add a path to the list before its file is written; gives the path."""
@@ -158,13 +167,17 @@ def _locked(folder: Path) -> IO[bytes]:
         OutputError: it is a link out of the folder.
     """
     check_inside(folder / LIST, folder)
-    file = (folder / LIST).open("ab", buffering=0)
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise BadState(f"{folder} is in use by another run: choose another `output_dir`") from error
-    return file
+    while True:
+        file = (folder / LIST).open("ab", buffering=0)
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise BadState(f"{folder} is in use by another run: choose another `output_dir`") from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), (folder / LIST).stat()):
+                return file
+        file.close()  # a run that ended meanwhile has removed it
 
 
 def _files(settings: Settings) -> Iterator[str]:
