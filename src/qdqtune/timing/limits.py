@@ -43,11 +43,7 @@ class Limits:
 
     def check(self, kinds: Collection[str], scores: Scores) -> None:
         """Refuse limits about outputs that a model does not have; `kinds` are those of its outputs (NumPy's
-        `dtype.kind`).
-
-        Raises:
-            BadOption: no output tells whether a limit holds.
-        """
+        `dtype.kind`)."""
         if self.min_sqnr is not None and "f" not in kinds:
             other = "use `min_agreement` or `evaluate`"
             raise BadOption(f"`min_sqnr` is about float outputs, and the model has none: {other}")

@@ -154,11 +154,7 @@ class TrialWorker:
 
     def trials(self, untimed: Sequence[Trial], batch: Batch) -> list[Trial]:
         """Measure candidates that are compared with the same placement, all in the same rounds. `untimed` are their
-        trials without results; the last ones are left out if the deadline comes before they are built.
-
-        Raises:
-            EngineFailure: the engine refuses the other placement, which it has built before.
-        """
+        trials without results; the last ones are left out if the deadline comes before they are built."""
         trials = dict[int, Trial]()
         entrants = list[Entrant]()
         by_rule, begun = self._conditions.by_rule, time.monotonic()
@@ -324,12 +320,7 @@ class Bench:
         result was in the store; the last ones are left out if the deadline comes before they are built.
         `is_brief`: there is time for a few rounds only.
 
-        Results are stored at once. Closing the iterator ends the measurements that are running.
-
-        Raises:
-            BaselineFailed: the engine cannot run the float model.
-            EngineFailure: the engine refuses the other placement, which it has built before.
-        """
+        Results are stored at once. Closing the iterator ends the measurements that are running."""
         asked = [Trial(place, proposal, against, UNTIMED) for place, proposal in enumerate(proposals, number)]
         done = {trial.number: known for trial in asked if (known := self._known(trial)) is not None}
         recalled = set(done)
@@ -391,7 +382,6 @@ class Bench:
 
         Raises:
             EngineRefused: there is none, see `metrics.evaluate`.
-            BadOption: the user's function fails, or no output fits the labels.
         """
         evaluation = self._conditions.evaluation
         assert evaluation is not None  # it is asked for with `evaluate`, `labels` or `metric` only
@@ -410,8 +400,6 @@ class Bench:
 
         Raises:
             EngineRefused: the engine does not run the file, or outputs are not finite.
-            BadOption: the user's function fails.
-            BaselineFailed: the engine cannot run the float model.
         """
         evaluation = self._conditions.evaluation
         judged = len(self._conditions.samples)
@@ -488,12 +476,7 @@ class Bench:
 
     @cached_property
     def floats(self) -> FloatRecord:
-        """The float model as it was built and run when the run began.
-
-        Raises:
-            BadOption: an output that the user names as scores holds none.
-            BaselineFailed: the engine cannot build or run it.
-        """
+        """The float model as it was built and run when the run began."""
         calls = ",".join(f"{call.threads}:{call.share:.3f}" for call in self._runner.mix)
         key = f"float:{len(self._conditions.samples)} samples, {calls}"
         return self._store.memo(key, FloatRecord, self._measured_float)

@@ -29,11 +29,7 @@ def counts_of(
 ) -> tuple[int | None, ...]:
     """The numbers of threads at which a result has to hold, that of the engine first: those `asked` for, by default the
     engine's. It may run on any of several machines (not `is_here`), or on another `machine`. Just None for an engine
-    that does not compute on a CPU's threads.
-
-    Raises:
-        BadOption: the engine has no threads to be told, or this process has no room for so many.
-    """
+    that does not compute on a CPU's threads."""
     own = threads_of(engine)
     if own is None:
         if asked is not None and len(asked) > 1:

@@ -148,11 +148,7 @@ def copy_companions(run: Run) -> None:
 
 
 def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """The SHA-256 of each of these models in a folder, and of the files of their external data, by name from there.
-
-    Raises:
-        BadModel: one cannot be read.
-    """
+    """The SHA-256 of each of these models in a folder, and of the files of their external data, by name from there."""
     found = {}
     for file in (file for name in names for file in files_of(folder / name)):
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts or not file.is_file():
@@ -175,11 +171,7 @@ def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
 
 
 def read_settings(folder: Path) -> DeploySettings:
-    """The settings in the folder of a run.
-
-    Raises:
-        BadOption: there are none, or they are damaged.
-    """
+    """The settings in the folder of a run."""
     settings = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
     if settings is None:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} is not there: name the output folder of a finished qdqtune tune")

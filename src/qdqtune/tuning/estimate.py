@@ -40,11 +40,7 @@ class Estimate:
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
-    """Estimate what `tune` would take. Calibrates on three samples at most, and leaves no state.
-
-    Raises:
-        QdqtuneError: as `tune` does before its search.
-    """
+    """Estimate what `tune` would take. Calibrates on three samples at most, and leaves no state."""
     if not settings.is_timed:
         untimed = simulated(settings.engine.name, settings.machine)
         raise BadOption(f"{untimed}, so no time can be estimated: `builds` and `time_budget` bound a run")

@@ -215,12 +215,7 @@ class FinishedRun:
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """Read a finished run. Its state file is the one that summary.json names, or else the folder's.
-
-    Raises:
-        BadOption: the folder holds none.
-        BadState: its state file is damaged, or missing.
-    """
+    """Read a finished run. Its state file is the one that summary.json names, or else the folder's."""
     summary = read_summary(folder)
     state = Path(summary["state_file"] or folder / STATE)
     if not state.is_file():

@@ -61,13 +61,7 @@ class OutputFolder:
     """The output folder of one run, made if it is missing, and locked against other processes. A context manager."""
 
     def __init__(self, settings: Settings) -> None:
-        """Make and lock the folder, and list the files that this run will write.
-
-        Raises:
-            BadOption: an input, or a file that no run has written, would be overwritten.
-            BadState: another run uses the folder.
-            OutputError: it cannot be written, or a link leads out of it.
-        """
+        """Make and lock the folder, and list the files that this run will write."""
         self.path = settings.output_dir
         self._list = self.path / LIST
         check_run(settings)
@@ -121,11 +115,7 @@ class OutputFolder:
 
 
 def check_run(settings: Settings) -> None:
-    """Check that a run may write all files that its settings name, and those of its folder.
-
-    Raises:
-        BadOption, BadState, OutputError: it may not write one.
-    """
+    """Check that a run may write all files that its settings name, and those of its folder."""
     folder, state, times = settings.output_dir, settings.state, settings.engine.options.get("timing_cache")
     check_inside(folder / LIST, folder)
     lines = listed(folder)
@@ -160,12 +150,7 @@ def _present(folder: Path, lines: Collection[str]) -> Iterator[Output]:
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """The list of an output folder, opened and locked. Closing it, or the end of the process, unlocks it.
-
-    Raises:
-        BadState: another run has locked it.
-        OutputError: it is a link out of the folder.
-    """
+    """The list of an output folder, opened and locked. Closing it, or the end of the process, unlocks it."""
     check_inside(folder / LIST, folder)
     while True:
         file = (folder / LIST).open("ab", buffering=0)

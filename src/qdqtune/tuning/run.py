@@ -345,11 +345,7 @@ class Run(Ready):
 
 @contextmanager
 def prepared(settings: Settings, observer: Observer, begun: float | None = None) -> Iterator[Ready]:
-    """Lock the output folder, start the engine, and read the model and the state file.
-
-    Raises:
-        QdqtuneError: see `errors`.
-    """
+    """Lock the output folder, start the engine, and read the model and the state file."""
     ends = settings.time_budget
     if ends is not None:
         ends += time.monotonic() if begun is None else begun
@@ -407,11 +403,7 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
 
 def try_metric(ready: Ready) -> None:
     """Ask the user's own function about the float model, if no earlier session has: one that fails is told before the
-    work of the run begins. The answer is kept, as a function may take long.
-
-    Raises:
-        BadOption, BaselineFailed: the function fails, or the engine on the float model.
-    """
+    work of the run begins. The answer is kept, as a function may take long."""
     metric, runner = ready.evaluation, ready.runner
     if not isinstance(metric, Evaluation) or ready.store.has(metric_key(metric)):
         return
@@ -442,11 +434,7 @@ def _asking(metric: Metric, ends: float | None) -> Iterator[None]:
 
 @contextmanager
 def open_run(ready: Ready) -> Iterator[Run]:
-    """Calibrate the model, and measure it in float.
-
-    Raises:
-        QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
-    """
+    """Calibrate the model, and measure it in float."""
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     with ExitStack() as stack:
         subject = calibrated(ready.subject, settings, store, observer, ready.execution.ends)

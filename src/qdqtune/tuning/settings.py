@@ -97,11 +97,7 @@ class Settings(SearchOptions):
     `threads` are the numbers of threads that the model will run with: what ships is slower at none of them, and faster
     at one. None: that of the `engine`, which the user did not name.
     `machine` is the other machine that measures (`on`); None: this one, or a cluster.
-    The fields behind it are set by `qdqtune.autotune` alone, which explains them.
-
-    Raises:
-        BadOption: options exclude each other, or leave nothing to do.
-    """
+    The fields behind it are set by `qdqtune.autotune` alone, which explains them."""
 
     model: Path = field(kw_only=False)
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))

@@ -70,7 +70,6 @@ class Line(msgspec.Struct):
 
         Raises:
             EngineRefused: there is a failure in its place.
-            BadState: it is of another type.
         """
         if self.failure is not None:
             raise EngineRefused(self.failure)
@@ -124,12 +123,7 @@ class Store(Journal):
 
     def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NO_STAMPS) -> None:
         """Open or create `path` for a run with that fingerprint, a struct or a map. Nothing more is written once one of
-        the files `given` has changed.
-
-        Raises:
-            BadState: the file is damaged, belongs to another run, or is in use.
-            OutputError: it cannot be written, is a link out of its folder, or has other hard links.
-        """
+        the files `given` has changed."""
         self.path = path
         self._given, self._lock = given, RLock()
         check_inside(path, path.parent)
@@ -179,12 +173,7 @@ class Store(Journal):
 
     def put(self, key: str, value: T, *, on_disk: bool = True, order: Literal["deterministic"] | None = None) -> T:
         """Write a value to disk, where it survives a kill of the process; or keep it for this session only. For `order`
-        see `plain`.
-
-        Raises:
-            BadModel: a file in `given` has changed since the run began.
-            OutputError: the disk is full, or the file is gone.
-        """
+        see `plain`."""
         self._write(Line(key, plain(value, order)), on_disk=on_disk)
         return value
 
@@ -228,11 +217,7 @@ def damaged(where: str) -> BadState:
 
 
 def may_continue(path: Path) -> bool:
-    """True if a file is a state file, empty, or the beginning of one, so that a run may go on or start over in it.
-
-    Raises:
-        BadState: it is another file, or a state file of ModelOpt's autotuner.
-    """
+    """True if a file is a state file, empty, or the beginning of one, so that a run may go on or start over in it."""
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
     if not start.startswith(BEGINNING[: len(start)]):
@@ -241,11 +226,7 @@ def may_continue(path: Path) -> bool:
 
 
 def read_journal(path: Path) -> Journal | None:
-    """Read a state file without locking it; None if it has no complete line yet.
-
-    Raises:
-        BadState: it is damaged, or no state file of this version.
-    """
+    """Read a state file without locking it; None if it has no complete line yet."""
     with reading(path, BadState):
         content = path.read_bytes()
     return _journal(content, path)
@@ -278,11 +259,7 @@ def _journal(content: bytes, path: Path) -> Journal | None:
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
-    """JSON values as a line of a state file.
-
-    Raises:
-        ValueError: a number is infinite or not a number.
-    """
+    """JSON values as a line of a state file."""
     text = json.dumps(row, allow_nan=False)
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 

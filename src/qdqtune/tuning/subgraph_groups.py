@@ -69,11 +69,7 @@ def from_layers(model: Model, layers: Sequence[Layer]) -> Grouping:
 
 
 def from_file(model: Model, path: Path) -> Grouping:
-    """The groups of a layer report that trtexec --exportLayerInfo wrote.
-
-    Raises:
-        BadOption: the file cannot be read, is cut short, or is of another model.
-    """
+    """The groups of a layer report that trtexec --exportLayerInfo wrote."""
     try:
         layers = read_report(path, None, _named(model))
     except BadOption as error:
@@ -114,12 +110,7 @@ def resolve(
     execution: Execution = EXECUTION,
 ) -> Resolved:
     """Shapes of all tensors, by shape inference; those that it does not find, by running the model once on `sample`.
-    `shaped` has the input shapes of that, `spans` those that each dynamic input may take.
-
-    Raises:
-        BadOption: a span does not fit the model.
-        BadModel: ONNX Runtime cannot run the model.
-    """
+    `shaped` has the input shapes of that, `spans` those that each dynamic input may take."""
     sizes = {name: np.shape(array) for name, array in sample.items()} | _known(shaped)
     made = _made(shaped, range(len(shaped.nodes)))
     unknown = [t for t in made if t not in sizes and t in shaped.tensors]
@@ -170,11 +161,7 @@ def is_shape(model: Model, tensor: str, sizes: Sizes) -> bool:
 def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mapping[str, Array]) -> Model:
     """A group of nodes as a model of its own, which shares the weights of the whole model.
 
-    Inputs have the shape of the measurement, or open sizes where they vary; those in `baked` become constants.
-
-    Raises:
-        BadOption: the type of an input or output of the group is unknown.
-    """
+    Inputs have the shape of the measurement, or open sizes where they vary; those in `baked` become constants."""
     reads, writes = borders(model, nodes)
     inputs = [t for t in reads if t not in baked]
     made, used = _made(model, nodes), _used(model, nodes)

@@ -155,11 +155,7 @@ class Profiler:
         return profiles
 
     def _extracted(self, kind: GroupKind, shapes: Mapping[str, Array]) -> _Part:
-        """The first group of a kind as a model, in which the `shapes` that others compute are constants.
-
-        Raises:
-            BadOption: it cannot be a model.
-        """
+        """The first group of a kind as a model, in which the `shapes` that others compute are constants."""
         parts, unit = self._parts, kind.first
         model = extract(self._subject.shaped, unit.nodes, self._resolved, shapes)
         own = {e for e in parts.possible if e.node in model.index_of}
@@ -305,11 +301,7 @@ class ProgressFile(Silent):
 
 def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], str | None]:
     """Group the nodes of a model, time the distinct groups alone, and select those that gain. Gives the search that
-    starts from them, an observer of that search, notes, and what to tell the user if time was short.
-
-    Raises:
-        QdqtuneError: `graph_json` cannot be used, a file cannot be written, or the engine cannot run the float model.
-    """
+    starts from them, an observer of that search, notes, and what to tell the user if time was short."""
     settings, subject, observer = run.settings, run.subject, run.observer
     deadline = run.budget.deadline
     if deadline is not None:

@@ -138,12 +138,7 @@ class Subject:
 
 
 def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Subject:
-    """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run.
-
-    Raises:
-        InputError: model, data or options cannot be used, or not together.
-        EngineUnavailable: the engine times nothing here.
-    """
+    """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run."""
     check_device(settings.engine, runner)
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
@@ -221,12 +216,7 @@ def calibrated(
     subject: Subject, settings: Settings, store: Store, observer: Observer, ends: float | None = None
 ) -> Subject:
     """The subject with ranges: from the state file if it has them, else found on the samples; on fewer of them if
-    `ends`, the time of `time.monotonic` at which the run has to end, is near.
-
-    Raises:
-        BadModel: the model has no tensor that could be quantized.
-        InputError: the calibration cache or the samples cannot be used, or a Q/DQ model not be read (`from_qdq`).
-    """
+    `ends`, the time of `time.monotonic` at which the run has to end, is near."""
     record = store.get("ranges", RangesRecord)
     if settings.calibration_cache is not None:
         matched = ranges_of(settings.calibration_cache, subject.shaped)
@@ -403,11 +393,7 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
 
 def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
     """The graph that a run tunes in a model: without pairs, and with what rewrites make of a float model, if it is
-    tuned in float32. Those that depend on the engine are made if `engine` names it.
-
-    Raises:
-        BadOption: there is no such rewrite.
-    """
+    tuned in float32. Those that depend on the engine are made if `engine` names it."""
     if is_quantized(model):
         return Rewrites().of(strip_pairs(model))
     facts = facts_of(engine) if engine else None
@@ -426,11 +412,7 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
 
 
 def check_device(spec: EngineSpec, runner: Runner) -> None:
-    """Refuse an engine that can build nothing, or builds and times nothing.
-
-    Raises:
-        EngineUnavailable: it cannot be opened, or builds for a device that this machine does not have.
-    """
+    """Refuse an engine that can build nothing, or builds and times nothing."""
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:
@@ -483,11 +465,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
-    """The fingerprint of a run; `engine` is the description that the engine gives of itself.
-
-    Raises:
-        BadOption: a file that an option names cannot be read.
-    """
+    """The fingerprint of a run; `engine` is the description that the engine gives of itself."""
     formats, data = settings.formats, subject.prepared.samples.digest
     return Fingerprint(
         mode=settings.mode,

@@ -198,11 +198,7 @@ def keeps_own_pairs(summary: Mapping[str, Any]) -> bool:
 
 
 def read_summary(folder: Path) -> Summary:
-    """Read summary.json.
-
-    Raises:
-        BadOption: the folder holds no finished run, or the file is damaged.
-    """
+    """Read summary.json."""
     summary = read_json(folder / SUMMARY, Summary)
     if summary is None:
         raise BadOption(f"{folder} holds no finished run: name a folder where qdqtune tune came to its end")
@@ -210,11 +206,7 @@ def read_summary(folder: Path) -> Summary:
 
 
 def read_json(path: Path, form: type[T]) -> T | None:
-    """The content of a JSON file that a run has written; None if there is no file.
-
-    Raises:
-        BadOption: the file is damaged.
-    """
+    """The content of a JSON file that a run has written; None if there is no file."""
     if not path.exists():
         return None
     try:

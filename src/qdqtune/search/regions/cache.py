@@ -44,11 +44,7 @@ def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str
 
 
 def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
-    """The schemes of a pattern cache by pattern digest, best first.
-
-    Raises:
-        BadOption: the file is missing, or is no pattern cache of this version.
-    """
+    """The schemes of a pattern cache by pattern digest, best first."""
     try:
         content = msgspec.convert(read_yaml(path, "pattern cache"), _Content)
     except ValueError as error:

@@ -97,11 +97,7 @@ def _holds(model: Model, region: Region, operators: frozenset[str]) -> bool:
 
 
 def resolve(pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]:
-    """The edges of a scheme in an instance of its pattern.
-
-    Raises:
-        ValueError: the scheme has points that the pattern lacks.
-    """
+    """The edges of a scheme in an instance of its pattern."""
     edges = pattern.edges[region]
     unknown = scheme - edges.keys()
     if unknown:
