@@ -94,7 +94,7 @@ def test_the_usual_number_is_the_engines() -> None:
 @pytest.mark.parametrize(
     ("engine", "asked", "said"),
     [
-        ("onnxruntime", (1, 9999), r"`threads` 9999: \d+ cores? can be used here; give no more"),
+        ("onnxruntime", (1, 9999), r"`threads` 9999: only \d+ cores? can be used here"),
         ("onnxruntime", (), "such as 1,4,16"),
         ("tensorrt", (1, 4), "is about the threads of a CPU"),
     ],

@@ -27,7 +27,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import count_pairs, is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.timing.ratios import USUAL_BUILDS, Plan, judge, speed
+from qdqtune.timing.ratios import USUAL_BUILDS, Plan, speed
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -390,34 +390,6 @@ def test_a_model_without_anything_to_quantize_is_refused(tmp_path: Path) -> None
         tune(settings(model))
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_no_random_network_gets_slower(tmp_path: Path, number: int) -> None:
-    model = write(random_network(number), tmp_path)
-    result = tune(settings(model, builds=22, seed=number))
-    never_slower(model)
-    accepted = [judge(t, Plan(turn_seconds=0.0)) for t in result.history if t.accepted]
-    assert all(found is not None and found.verdict == "faster" for found in accepted)
-
-
-def random_network(number: int) -> Model:
-    """A chain of products of random width with something between them, and a residual here and there."""
-    rng = np.random.default_rng(number)
-    lines, weights, x, width, last = [], {}, "x", 32, ""
-    for k in range(5):
-        wide = int(rng.choice([8, 32, 128]))
-        weights[f"w{k}"] = normal(width, wide, scale=0.2, seed=k)
-        lines.append(f"[mul{k}] a{k} = MatMul({x}, w{k})")
-        op = rng.choice(["Relu", "Tanh", "Softmax", "Abs"])
-        lines.append(f"[op{k}] b{k} = {op}(a{k})")
-        x, width = f"b{k}", wide
-        if last and rng.random() < 0.5 and weights[f"w{k}"].shape[0] == wide:
-            lines.append(f"[add{k}] c{k} = Add(b{k}, {last})")
-            x = f"c{k}"
-        last = x
-    lines.append(f"[end] y = Sigmoid({x})")
-    return build(f"net (float[8,8,32] x) => (float[8,8,{width}] y) {{ {' '.join(lines)} }}", weights)
-
-
 def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Path, workers: Workers) -> None:
     """At one false win per thousand comparisons, a hundred comparisons give none."""
     workers.slower = lambda build: 1e-4 / cost(build.path)
@@ -448,7 +420,7 @@ def test_half_precision_that_is_slower_or_not_timed_ships_for_nobody(tmp_path: P
 @pytest.mark.parametrize(("body", "words"), [
     ("raise RuntimeError('no pictures')", "failed: RuntimeError: no pictures"),
     ("return float('nan')", "fails on the float model: the metric of .* is nan"),
-    ("return predict()", "failed: TypeError: .*called with `predict`, which takes"),
+    ("return predict()", "failed: TypeError: .*missing 1 required"),
     ("return predict({})", "fails on the float model: .*x"),
 ])  # fmt: skip
 def test_a_metric_that_fails_is_told_before_calibration(tmp_path: Path, body: str, words: str) -> None:

@@ -76,14 +76,6 @@ def test_a_run_goes_on_and_other_workloads_are_refused(model: Path, workers: Wor
         tune(settings(model, {}, calibration_data=str(model.with_name("prefill.npz"))))
 
 
-def test_points_of_a_front_are_proven_on_the_mean_of_calls(model: Path, workers: Workers) -> None:
-    result = tune(settings(model, WEIGHTS, front=True, builds=16))
-    for row in result.summary["front"]:
-        file = model.parent / "out" / row["file"]
-        assert row["ratio"] == pytest.approx(mean(file) / mean(model))
-    assert result.summary["front"]
-
-
 def test_the_command_shows_each_workload_and_what_is_wrong_with_one(model: Path, call: Any) -> None:
     folder = model.parent
     asked = ["tune", model, "--engine", "fake", "-o", folder / "out", "-q", "--calibration-method", "minmax",

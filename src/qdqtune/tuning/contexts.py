@@ -42,7 +42,7 @@ def counts_of(
     cores = usable_cores() if machine is None else machine.cores
     if engine.facts.is_threaded and (is_here or machine is not None) and max(asked) > cores:
         where = "here" if machine is None else f"on {machine.where}"
-        raise BadOption(f"`threads` {max(asked)}: {cores} core{'s' * (cores > 1)} can be used {where}; give no more")
+        raise BadOption(f"`threads` {max(asked)}: only {cores} core{'s' * (cores > 1)} can be used {where}")
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
 

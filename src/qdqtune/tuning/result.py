@@ -220,8 +220,7 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
     missing = able if is_withheld else [t for t in able if t.holds is False]
     holding = [ratios[t.placement] for t in able if t.holds and not is_withheld]
     fastest = min(missing, key=lambda t: ratios[t.placement], default=None)
-    is_candidate = proof.shipped == "tuned" and proof.trial is not None
-    ships = ratios.get(proof.placement) if is_candidate else None
+    ships = ratios.get(proof.placement) if proof.shipped == "tuned" and proof.trial is not None else None
     if fastest is None or ratios[fastest.placement] >= min([ships or proof.time_to_float or 1.0, *holding]):
         return None
     row = {"ratio": ratios[fastest.placement], "sqnr_db": None, "agreement": None}

@@ -73,11 +73,9 @@ def rows_by_threads(contexts: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def rows_by_workload(contexts: Sequence[Compared], mix: Mix) -> list[dict[str, Any]]:
-    """The rows `workloads` of summary.json: names and shares, with figures where something is proven."""
-    named = [{"name": w.name, "share": w.share} for w in mix]
-    if not contexts:
-        return named
-    return [row | one.figures for row, one in zip(named, first_faster(contexts).by_workload, strict=False)]
+    """The rows `workloads` of summary.json; none where nothing is proven."""
+    parts = first_faster(contexts).by_workload if contexts else ()
+    return [{"name": w.name, "share": w.share} | one.figures for w, one in zip(mix, parts, strict=False)]
 
 
 ALIKE = 1.02

@@ -180,14 +180,12 @@ class Profiler:
             return kind.untimed(NO_TIME)
         with atomic_write(part.path) as fresh:
             self._constants.save(part.model, fresh)
-        nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
-        name = f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}"
-        name += f", {len(kind.units)} times)" if len(kind.units) > 1 else ")"
+        name = self._parts.model.nodes[kind.first.nodes[0]].name
         with ExitStack() as loaded:
 
             @cache
             def float_form() -> Handle:
-                self._run.observer.stage(f"timing group {kind.number} of {count} alone: {name}")
+                self._run.observer.stage(f"timing group {kind.number} of {count} alone, that of {name}")
                 self._runner.feed({name: values()[name] for name in part.model.inputs})
                 handle = self._loaded(part.path)
                 loaded.callback(self._runner.unload, handle)

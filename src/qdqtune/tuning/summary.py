@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
@@ -43,17 +43,11 @@ class AtThreads(Figures):
     threads: int
 
 
-class OnWorkload(TypedDict, total=False):
-    """A comparison on one of several workloads; without figures if nothing was proven."""
+class OnWorkload(Figures):
+    """A comparison on one of several workloads."""
 
-    name: Required[str]
-    share: Required[float]
-    ratio: Positive
-    low: Positive | None
-    high: Positive | None
-    verdict: Verdict
-    baseline_ms: Positive
-    final_ms: Positive
+    name: str
+    share: float
 
 
 class FrontPoint(TypedDict):
