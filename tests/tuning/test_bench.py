@@ -371,14 +371,6 @@ def test_builds_that_differ_as_much_as_the_files_are_followed_by_more(files: lis
     def uneven(file: str, build: int) -> float:
         return twice_as_fast(file, build) * (0.6 if build % 3 else 1.4)
 
-    runner = Script(uneven)
-    race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
-    assert race.builds > 4
-    assert {log.split("_")[1] for log in runner.logs} >= {"0", "1", "2", "3"}
-    assert race.builds == 16 or race.compared(0, 1)[0].ratio.verdict != "undecided"
-
-
-def test_each_block_of_builds_draws_its_own_order_of_rounds(files: list[Path]) -> None:
     seeds: list[int] = []
 
     class Seeded(Script):
@@ -386,10 +378,12 @@ def test_each_block_of_builds_draws_its_own_order_of_rounds(files: list[Path]) -
             seeds.append(seed)
             return super().rounds(handles, numbers, **more)
 
-    uneven = Seeded(lambda file, build: twice_as_fast(file, build) * (0.6 if build % 3 else 1.4))
-    race = racer(uneven).race(files, FIRST_AGAINST_SECOND, "proof")
-    assert sorted(set(seeds)) == [*range(7, 7 + len(race.blocks))]
-    assert len(race.blocks) > 1
+    runner = Seeded(uneven)
+    race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
+    assert race.builds > 4
+    assert sorted(set(seeds)) == [*range(7, 7 + len(race.blocks))], "each block draws an order of its own"
+    assert {log.split("_")[1] for log in runner.logs} >= {"0", "1", "2", "3"}
+    assert race.builds == 16 or race.compared(0, 1)[0].ratio.verdict != "undecided"
 
 
 def test_it_ends_where_time_lacks(files: list[Path]) -> None:
@@ -417,6 +411,8 @@ def test_blocks_are_kept_by_the_content_of_the_files(files: list[Path], tmp_path
         other = Script(lambda *_: 1.0)
         racer(other, store=store).race(changed, FIRST_AGAINST_SECOND, "proof")
         assert len(other.logs) == 4
+        replace(racer(silent, store=store), plan=Plan((16,))).race(renamed, FIRST_AGAINST_SECOND, "proof")
+        assert silent.logs, "rounds of another plan"
 
 
 def test_what_is_wide_is_made_narrower_in_the_session_that_has_time_for_it_and_not_again(
@@ -463,14 +459,6 @@ def test_a_race_that_ended_early_for_want_of_time_is_run_again_by_the_next_sessi
             race = racer(script, store=store, lacks=lambda _, lacks=lacks: lacks).race(files, FIRST_AGAINST_SECOND, "x")
             assert script.logs
             assert max(len(one) for one in race.blocks[0].times.seconds) == rounds
-
-
-def test_rounds_of_another_plan_are_not_taken_for_those_of_this_one(files: list[Path], tmp_path: Path) -> None:
-    with Store(tmp_path / "state.yaml", {"model": "m"}) as store:
-        racer(Script(twice_as_fast), store=store).race(files, FIRST_AGAINST_SECOND, "proof")
-        script = Script(twice_as_fast)
-        replace(racer(script, store=store), plan=Plan((16,))).race(files, FIRST_AGAINST_SECOND, "proof")
-        assert script.logs
 
 
 def test_as_many_files_race_together_as_fit_into_memory(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

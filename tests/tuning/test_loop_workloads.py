@@ -45,15 +45,6 @@ def test_the_mean_over_calls_decides_and_each_workload_is_reported_by_compare_as
     assert "decode, 80% of the calls" in call(*compared)[1]
 
 
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("mode", ["region", "subgraph"])
-def test_other_modes_have_workloads_as_well(model: Path, mode: Any) -> None:
-    result = tune(settings(model, WEIGHTS, mode=mode, cut_seed=False, builds=20))
-    final = model.parent / "out" / "optimized_final.onnx"
-    assert result.ratio is not None
-    assert result.ratio.median == pytest.approx(mean(final) / mean(model))
-
-
 def test_the_shares_decide_which_placement_is_best(model: Path, workers: Workers) -> None:
     """A conversion that prefill pays for is not worth it where nearly all calls decode."""
     often = tune(settings(model, {"decode": 1000, "prefill": 1}, output_dir=model.parent / "often"))

@@ -71,17 +71,6 @@ def test_a_summary_is_read_as_it_was_written(tuned: Path) -> None:
     assert plain(read_summary(folder)) == json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"ratio": 0.0}, {"builds": -1}, {"shipped": "mine"}, {"by_threads": None}],
-)  # fmt: skip
-def test_values_that_no_run_writes_are_refused(change: dict[str, object], tuned: Path, tmp_path: Path) -> None:
-    whole = json.loads((tuned.parent / "out" / "summary.json").read_text())
-    (tmp_path / "summary.json").write_text(json.dumps(whole | change))
-    with pytest.raises(BadOption, match=r"summary\.json is not what a run has written"):
-        read_summary(tmp_path)
-
-
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(BadOption, match="holds no finished run"):

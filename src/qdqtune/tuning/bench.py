@@ -351,11 +351,11 @@ class Bench:
                     failed = failure(trial)
                     is_lost = failed is not None and failed.is_transient
                     stored = replace(trial, number=0)
-                    self._store.put(_key(trial), stored, on_disk=not is_lost, order="deterministic")
+                    self._store.put(f"trial:{job_of(trial)}", stored, on_disk=not is_lost, order="deterministic")
                 yield from trials
 
     def _known(self, asked: Trial) -> Trial | None:
-        trial = self._store.get(_key(asked), Trial)
+        trial = self._store.get(f"trial:{job_of(asked)}", Trial)
         if trial is None or (asked.proposal.wants_layers and trial.layers is None and failure(trial) is None):
             return None  # or it was measured by a search that did not ask for layers
         judged = trial.accuracy or Accuracy()
@@ -527,7 +527,3 @@ class Bench:
 def metric_key(metric: Metric, of: str = FLOAT.digest) -> str:
     """The key of a metric in the state file: `of` is the digest of a placement, or names a file."""
     return f"metric:{metric.digest}:{of}"
-
-
-def _key(trial: Trial) -> str:
-    return f"trial:{job_of(trial)}"

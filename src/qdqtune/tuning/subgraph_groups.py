@@ -70,8 +70,11 @@ def from_layers(model: Model, layers: Sequence[Layer]) -> Grouping:
 
 def from_file(model: Model, path: Path) -> Grouping:
     """The groups of a layer report that trtexec --exportLayerInfo wrote."""
+    proto = deepcopy(model.proto)
+    for name in model.large:  # whose names `read_report` looks up
+        proto.graph.initializer.add(name=name)
     try:
-        layers = read_report(path, None, _named(model))
+        layers = read_report(path, None, proto)
     except BadOption as error:
         raise BadOption(f"`graph_json` {path}: {error}") from error
     return from_layers(model, layers)
@@ -80,14 +83,6 @@ def from_file(model: Model, path: Path) -> Grouping:
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
     """A group for each compute operator, with what engines usually fuse into it: if the engine reports no layers."""
     return from_layers(model, [Layer(group[0], group, "", None, "compute") for group in usual_groups(model, possible)])
-
-
-def _named(model: Model) -> onnx.ModelProto:
-    """A copy of the graph with an empty initializer for each large constant, whose name `read_report` looks up."""
-    proto = deepcopy(model.proto)
-    for name in model.large:
-        proto.graph.initializer.add(name=name)
-    return proto
 
 
 # ---------------------------------------------------------------- a group as a model of its own

@@ -155,7 +155,20 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
     if not settings.from_qdq and settings.precision is None:
         usual = settings.engine.facts.usual_precision(runner.describe().get("version", ""))
     wanted: Precision = settings.precision or usual
-    model, quantized, made = _loaded(settings, numbers, wanted, rewrites)
+    model, made = load_for(settings.model, wanted, settings.fix_inputs, numbers.opset, rewrites)
+    quantized = None
+    if settings.from_qdq:
+        quantized = _typed(settings, converted(model, wanted))
+        if not is_quantized(quantized):
+            raise BadOption(f"{settings.model} has no Q/DQ pairs: leave `from_qdq` out")
+        model = Rewrites().of(strip_pairs(quantized))
+    else:
+        model = _typed(settings, model)
+        if is_quantized(model):
+            raise BadModel(
+                f"{settings.model} already has Q/DQ pairs: give `from_qdq` to strip them and search from there, "
+                "or tune the float model"
+            )
     faster = tuple(name for name in made.merged if name in facts.rewrites)
     made = replace(made, names=(*faster, *made.names), merged=tuple(n for n in made.merged if n not in faster))
     imported = None if quantized is None else read_placement(model, quantized, settings.quant_type)
@@ -343,25 +356,6 @@ def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> 
         return Placement()
     possible = possible_edges(subject.shaped, ranges)
     return engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
-
-
-def _loaded(
-    settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
-) -> tuple[Model, Model | None, Rewrites]:
-    """The float model, with `from_qdq` the Q/DQ model that it was made of (else None), and the rewrites made."""
-    model, made = load_for(settings.model, precision, settings.fix_inputs, numbers.opset, rewrites)
-    if settings.from_qdq:
-        model = _typed(settings, converted(model, precision))
-        if not is_quantized(model):
-            raise BadOption(f"{settings.model} has no Q/DQ pairs: leave `from_qdq` out")
-        return Rewrites().of(strip_pairs(model)), model, made
-    model = _typed(settings, model)
-    if is_quantized(model):
-        raise BadModel(
-            f"{settings.model} already has Q/DQ pairs: give `from_qdq` to strip them and search from there, "
-            "or tune the float model"
-        )
-    return model, None, made
 
 
 def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:

@@ -203,23 +203,6 @@ def _layers(
     size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
 ) -> tuple[Layer, ...]:
     """The layers of a model that holds one product in float and in each weight format, several copies of each."""
-    model = _side_by_side(size, wanted)
-    formats = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(size.copies)]
-    dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
-    random = np.random.default_rng(0)
-    mix = tuple(
-        Workload({"x": random.standard_normal((rows, size.inputs)).astype(dtype)}, workload.share)
-        for rows, workload in zip(size.rows, subject.mix, strict=True)
-    )
-    once = sum(size.rows) * size.inputs * size.columns * (1 + len(wanted)) * size.copies
-    runs = int(min(max(OPERATIONS / once, PRODUCT_RUNS[0]), PRODUCT_RUNS[1]))
-    with temporary_folder() as folder, writing(folder):
-        path = folder / "weight_formats.onnx"
-        save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), formats)), path)
-        return runner.report(path, at_each(mix, counts), runs, f"weight_formats_{size.name}")
-
-
-def _side_by_side(size: Size, wanted: Sequence[WeightFormat]) -> Model:
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     rows = size.rows[0] if len(size.rows) == 1 else None
     random, large, nodes, outputs = np.random.default_rng(1), dict[str, Constant](), [], []
@@ -232,5 +215,16 @@ def _side_by_side(size: Size, wanted: Sequence[WeightFormat]) -> Model:
             outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, size.columns]))
     given = [helper.make_tensor_value_info("x", size.dtype, [rows, size.inputs])]
     graph = helper.make_graph(nodes, "weight_formats", given, outputs)
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    return Model(proto, large)
+    model = Model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), large)
+    formats = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(size.copies)]
+    random = np.random.default_rng(0)
+    mix = tuple(
+        Workload({"x": random.standard_normal((rows, size.inputs)).astype(dtype)}, workload.share)
+        for rows, workload in zip(size.rows, subject.mix, strict=True)
+    )
+    once = sum(size.rows) * size.inputs * size.columns * (1 + len(wanted)) * size.copies
+    runs = int(min(max(OPERATIONS / once, PRODUCT_RUNS[0]), PRODUCT_RUNS[1]))
+    with temporary_folder() as folder, writing(folder):
+        path = folder / "weight_formats.onnx"
+        save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), formats)), path)
+        return runner.report(path, at_each(mix, counts), runs, f"weight_formats_{size.name}")

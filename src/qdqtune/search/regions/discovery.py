@@ -112,7 +112,8 @@ def find(
     `max_sequence_size` bounds leaves. Blocks of at most `min_topdown_size` nodes with at most one heavy operator are
     not divided. Method auto takes names where more than 60 % of the nodes have them.
     """
-    paths = [_path(node.name) for node in model.nodes]
+    names = (node.name for node in model.nodes)  # a path is () for a node of the model itself, None where there is none
+    paths = [tuple(name.split("/")[1:-1]) if name.startswith("/") else None for name in names]
     if method == "auto":
         method = "names" if sum(map(bool, paths)) > NAMED_SHARE * len(paths) else "topology"
     flow, structure = Flow(model), Structure(model)
@@ -232,11 +233,6 @@ def _numbered(structure: Structure, tree: _Tree, method: Literal["names", "topol
 # ---------------------------------------------------------------- groups by names
 
 Path = tuple[str, ...]
-
-
-def _path(name: str) -> Path | None:
-    """The module path in a node name, () for a node of the model itself; None where the name has no path."""
-    return tuple(name.split("/")[1:-1]) if name.startswith("/") else None
 
 
 def _modules(flow: Flow, paths: list[Path | None], whole: int) -> Outline:
