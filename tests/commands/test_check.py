@@ -260,15 +260,6 @@ def test_the_table_tells_what_runs_elsewhere_escapes_names_and_ends() -> None:
 
 
 # `build`: what an engine saves of a model arrives whole, and replaces nothing that is read
-def test_build_writes_what_the_engine_saves(call, float_file, tmp_path):
-    target = tmp_path / "built.onnx"
-    code, out, err = call("build", float_file, "-o", target)
-    assert (code, err) == (0, "")
-    assert out.startswith(f"{target}: an optimized ONNX file, 0.0 MB, built in ")
-    computes_the_same(target, tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [LIST, "built.onnx", "float.onnx", "log"]
-
-
 @pytest.mark.parametrize("threshold", [0, 64])
 @pytest.mark.parametrize("location", ["built.onnx.data", "sub/weights.bin"])
 def test_a_model_with_external_data_is_built(threshold, location, call, tmp_path):

@@ -264,10 +264,6 @@ def compare(
 ) -> Comparison:
     """Time every other file against the first, in the same rounds on fresh builds of all. Where nothing else says which
     sizes inputs have, random ones have `shapes`.
-
-    Raises:
-        InputError: files, samples or options cannot be used, or not together.
-        EngineFailure: the engine cannot build or run the first file.
     """
     execution, machine = on_device(options.on, execution_of(options))
     workloads = options.workloads

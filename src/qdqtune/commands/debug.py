@@ -449,13 +449,7 @@ def _range(ends: tuple[float, float]) -> str:
 
 
 def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
-    """Find what breaks the outputs of a quantized model. Models and samples lie in files (see `on_disk`).
-
-    Raises:
-        InputError: models or data cannot be used, or not together, or there are no data.
-        EngineFailure: an engine does not run the float model, or ONNX Runtime not the pairs.
-        EngineUnavailable: the engine is missing.
-    """
+    """Find what breaks the outputs of a quantized model. Models and samples lie in files (see `on_disk`)."""
     observer, model = observer or Silent(), options.model
     observer.stage(f"reading {model.name}")
     plain, file, quantized = _models(options)

@@ -190,11 +190,7 @@ class Result(Shown, result.Result):
 
 
 def tune(settings: Settings, observer: Observer | None = None, begun: float | None = None) -> Result:
-    """Find the fastest placement, prove it, and write it to the output folder. `begun`: see `tuning.loop.tune`.
-
-    Raises:
-        QdqtuneError: see `tuning.loop.tune`.
-    """
+    """Find the fastest placement, prove it, and write it to the output folder. `begun`: see `tuning.loop.tune`."""
     done = loop.tune(settings, observer, begun)
     return Result(**vars(done), folder=settings.output_dir)
 
