@@ -114,9 +114,6 @@ def test_a_model_is_shaped_where_all_workloads_agree(tmp_path: Path) -> None:
     empty = prepare(load(model), Data(input_shapes={"ids": (1, 5), "past": (1, 2, 0, 32)}))
     assert empty.shaped.tensors["present"].shape == (1, 2, 5, 32)
     assert empty.samples.first(1)[0]["past"].shape == (1, 2, 0, 32)
-    with pytest.raises(
-        BadOption,
-        match=r"dynamic dimensions: .* ids:1x64 `input_shapes` past:1x2x64x32$",
-    ):
+    with pytest.raises(BadOption, match=r"dynamic dimensions: .* ids:1x64 `input_shapes` past:1x2x64x32$"):
         prepare(load(model), Data())
     assert [w.share for w in open_workloads(files, load(model), (), EXECUTION)] == [0.5, 0.5]

@@ -10,14 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from models import FP8, INT8, PLAIN, REDUCED, normal
-from qdqtune.calibration.scales import (
-    Quantization,
-    Range,
-    of_range,
-    of_weight,
-    quantize,
-    rounded_weight,
-)
+from qdqtune.calibration.scales import Quantization, Range, of_range, of_weight, quantize, rounded_weight
 from qdqtune.types import Array, NumericFormat, QType, WeightFormat
 
 SIGNED = NumericFormat(QType.INT8, QType.INT8, symmetric=False)

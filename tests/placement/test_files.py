@@ -12,13 +12,7 @@ from models import ranges
 from qdqtune.calibration.scales import Calibration
 from qdqtune.errors import BadOption, Failure
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.placement.files import (
-    PlacementFile,
-    existing,
-    read_placement_file,
-    write_placement,
-    write_yaml,
-)
+from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement, write_yaml
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import cache_of, content_of, read_cache

@@ -18,14 +18,7 @@ from qdqtune.graph.model import GRAPH, Model
 from qdqtune.placement import engine_rules
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter, insert
-from qdqtune.placement.possible import (
-    can_carry,
-    computable,
-    possible_edges,
-    weight_role,
-    wide_tensors,
-    wide_weights,
-)
+from qdqtune.placement.possible import can_carry, computable, possible_edges, weight_role, wide_tensors, wide_weights
 from qdqtune.placement.reading import read_placement
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.types import Edge, Placement, QType

@@ -9,22 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import (
-    FORMATS,
-    FP8,
-    INT8,
-    REDUCED,
-    UINT8,
-    build,
-    case,
-    feeds,
-    normal,
-    placements,
-    ranges,
-    run,
-    sqnr,
-    static,
-)
+from models import FORMATS, FP8, INT8, REDUCED, UINT8, build, case, feeds, normal, placements, ranges, run, sqnr, static
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.model import LARGE_BYTES, Model

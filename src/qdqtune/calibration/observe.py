@@ -154,10 +154,7 @@ def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], exec
 
 
 def outputs_on(
-    model: Model,
-    samples: Iterable[Sample],
-    budget: MemoryBudget | None = None,
-    execution: Execution = EXECUTION,
+    model: Model, samples: Iterable[Sample], budget: MemoryBudget | None = None, execution: Execution = EXECUTION
 ) -> Iterator[dict[str, Array]]:
     """All outputs of a model by name, sample by sample. `budget` is the memory budget of engines that run meanwhile.
 

@@ -58,11 +58,7 @@ def settings_files(source: Path, folders: Sequence[Path]) -> list[Path]:
 
 
 def raw_samples(
-    source: Path,
-    files: Sequence[Path],
-    specs: tuple[InputSpec, ...],
-    folders: Sequence[Path],
-    limit: int | None,
+    source: Path, files: Sequence[Path], specs: tuple[InputSpec, ...], folders: Sequence[Path], limit: int | None
 ) -> Callable[[int | None], Iterator[dict[str, Array]]]:
     """A function that gives the samples in the `files` of `raw_files` for the inputs `specs`; `folders` are those of
     the model. A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left

@@ -125,7 +125,7 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
             _convert_tensor(constant, half)
     proto.graph.node.extend(casts)
     try:
-        return checked(proto, {t: _in_type(c, half) if t in in_half else c for t, c in model.large.items()})
+        return checked(proto, {t: in_type(c, half) if t in in_half else c for t, c in model.large.items()})
     except BadModel as error:
         raise BadModel(f"cannot convert the model to float16: {error}") from error
 
@@ -186,12 +186,12 @@ def _convert(node: onnx.NodeProto, half: int) -> None:
 
 
 def _convert_tensor(tensor: onnx.TensorProto, half: int) -> None:
-    constant = _in_type(Constant.of(numpy_helper.to_array(tensor)), half)
+    constant = in_type(Constant.of(numpy_helper.to_array(tensor)), half)
     tensor.ClearField("float_data")
     tensor.data_type, tensor.raw_data = half, bytes(constant.data())
 
 
-def _in_type(constant: Constant, half: int) -> Constant:
+def in_type(constant: Constant, half: int) -> Constant:
     """A constant in half precision, converted when it is read."""
 
     def read() -> Array:

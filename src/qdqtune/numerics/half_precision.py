@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
@@ -25,20 +24,12 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import ConstraintUnmet, EngineRefused, first_of
-from qdqtune.graph.float16 import (
-    HALF_TYPES,
-    HalfPrecision,
-    Precision,
-    blocked,
-    converted,
-    is_float32,
-    rounded_to_float16,
-)
+from qdqtune.graph.float16 import HALF_TYPES, HalfPrecision, Precision, blocked, converted, in_type, is_float32
 from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, NORMALIZATIONS, elements
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, check_finite, closeness_of, is_finite
-from qdqtune.types import Accuracy, Array, Sample
+from qdqtune.types import Accuracy, Sample
 
 NAMES: Mapping[HalfPrecision, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
@@ -280,11 +271,7 @@ def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Mo
 
 
 def _rounded(constant: Constant, precision: HalfPrecision) -> Constant:
-    """A constant with the values after the conversion: finite ones stay finite, and none becomes zero."""
-
-    def read() -> Array:
-        values = constant.array()
-        half = rounded_to_float16(values) if precision == "fp16" else values.astype(ml_dtypes.bfloat16)
-        return np.asarray(half.astype(np.float32))
-
-    return Constant(f"{constant.key}:{precision}:rounded", TensorProto.FLOAT, constant.shape, read)
+    """A constant with the values after the conversion."""
+    half = in_type(constant, HALF_TYPES[precision])
+    key = f"{half.key}:rounded"
+    return Constant(key, TensorProto.FLOAT, constant.shape, lambda: half.array().astype(np.float32))
