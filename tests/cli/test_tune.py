@@ -197,6 +197,17 @@ def test_dry_run_refuses_a_metric_before_it_reads_the_model(call, tmp_path):
     assert "nowhere" in err
 
 
+@pytest.mark.usefixtures("workers")
+def test_dry_run_calls_the_metric(call, model, tmp_path):
+    (tmp_path / "metric.py").write_text("def nan(predict):\n    return float('nan')\n")
+    code, _, err = call("tune", model, *QUICK, "-o", tmp_path / "out", "--dry-run", "--evaluate",
+                        f"{tmp_path}/metric.py:nan")  # fmt: skip
+    assert code == 5
+    assert re.search(
+        r"^error: --evaluate .*metric.py:nan fails on the float model: the metric of .* is nan$", err, re.M
+    )
+
+
 def test_dry_run_says_what_would_be_done_and_does_nothing(call, model, monkeypatch, tmp_path):
     asked, turns = list[float](), Runner.turns
     monkeypatch.setattr(

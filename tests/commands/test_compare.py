@@ -82,6 +82,16 @@ def test_compare_tells_each_number_of_threads(call, tuned):
     assert call("compare", tuned, final, "--engine", "fake", "--threads", "1;4")[0] == 2
 
 
+@pytest.mark.usefixtures("workers")
+def test_percentiles_of_a_quieter_machine_than_that_of_the_medians_are_not_told(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.tuning.file_race.Racer.tails", lambda *_: ((Tail(1e-6, 1e-6),), (Tail(9.0, 9.0),)))
+    done = compare(tuned, tuned.parent / "out" / "optimized_final.onnx", engine="fake")
+    assert done.rows[0].percentiles_ms is None
+    assert "single inferences" not in done.table().caption
+
+
 def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned):
     final = tuned.parent / "out" / "optimized_final.onnx"
     faults = 'faults={"refuse": "*"}'

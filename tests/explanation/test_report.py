@@ -51,12 +51,14 @@ def test_figures_are_numbers_with_small_print_and_names_are_text(finished: Path)
     judged |= {"by_output": {"scores": None, "boxes": 24.1}}
     hostile = "</script><img src=x onerror=alert(1)>\u202edetsurt"
     summary = json.loads((finished / "summary.json").read_text())
+    assert summary["percentiles_ms"]["final"]["p99"] < summary["percentiles_ms"]["baseline"]["p90"]
     summary |= {"model": hostile, "by_threads": rows}
     summary |= {"ratio_to_given": 0.25, "output_accuracy": judged, "output_sqnr_db": 24.1}
     (finished / "summary.json").write_text(json.dumps(summary))
     report = report_of_run(finished)
     assert "search" in report.notes[0], "why it ended"
     told = {fact.name: (fact.value, fact.hint) for fact in report.facts}
+    assert told["p90, p99 of single inferences"][0].endswith(" ms")
     assert told["latency, 4 threads"] == ("1.000 ms", "float: 2.000 ms")
     assert told["speedup [interval]"] == ("2.00x [1.67x, 2.50x]", "")
     assert ("4.00x", "") in [value for name, value in told.items() if name.startswith("speedup over ")]

@@ -209,6 +209,23 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
 
 
+def test_a_session_with_less_time_leaves_what_an_earlier_one_has_proven(model: Path, workers: Workers) -> None:
+    first, _ = slow_run(model, workers, 0.2, 200.0)
+    assert first.shipped == "tuned"
+    out = model.parent / "out"
+    files = {
+        path: path.read_bytes()
+        for path in out.iterdir()
+        if path.suffix in (".onnx", ".json") or path.stem == "placement"
+    }
+    second, _ = slow_run(model, workers, 3.8, 60.0)
+    assert second.notes[-1] == "what ships is what an earlier session with more time has proven"
+    assert (second.shipped, second.placement, second.ratio) == ("tuned", first.placement, first.ratio)
+    assert {path: path.read_bytes() for path in files} == files
+    strict, _ = slow_run(model, workers, 3.8, 60.0, min_sqnr=150.0)
+    assert strict.shipped == "baseline", "a limit that the earlier result does not hold"
+
+
 def test_a_candidate_without_time_for_its_proof_is_told_of(
     model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +265,21 @@ def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -
     assert [note for note in result.notes if note.startswith(told)]
     result, notes = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
     assert not [note for note in result.notes if note.startswith("`time_budget` has ended")]
+    assert [note for note in result.notes if note.startswith("the search ended after")]
     assert notes.notes == []  # all samples were seen
+
+
+def test_percentiles_are_left_out_before_a_build_where_time_is_over(
+    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[Path]] = []
+    monkeypatch.setattr("qdqtune.tuning.file_race.Racer.tails", lambda _, files, __: asked.append(files) or ())
+    result, _ = slow_run(model, workers, 0.2, 60.0)
+    assert result.shipped == "tuned"
+    assert not asked
+    for _ in range(2):  # what cannot be told is not asked for again
+        slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
+        assert len(asked) == 1
 
 
 def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:

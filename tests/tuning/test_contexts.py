@@ -1,5 +1,6 @@
 """A result holds at every number of threads that it is deployed with, or it does not ship."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import onnx
 import pytest
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.fake import latency
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.errors import BadOption, BadState
@@ -105,6 +107,26 @@ def test_numbers_that_nothing_can_be_proven_at(model: Path, engine: str, asked: 
 
 
 # What is told
+
+
+@pytest.mark.parametrize(("at_four", "threads", "is_told"), [(8.0, None, True), (8.0, (4,), False), (1.0, None, False)])
+def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
+    model: Path,
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
+    at_four: float,
+    threads: tuple[int, ...] | None,
+    is_told: bool,
+) -> None:
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], is_threaded=True))
+    monkeypatch.setattr(contexts, "usable_cores", lambda: 4)
+    workers.slower = lambda build: at_four if build.threads == 4 else 1.0
+    result = run(model, threads, engine=EngineSpec("fake", {"threads": 4}), builds=3)
+    one, four = 1e3 * cost(model, 1), 1e3 * cost(model, 4) * at_four
+    told = f"the float model takes {one:.3g} ms at one thread and {four:.3g} ms at 4: `threads` 1 tunes for one"
+    assert (told in result.notes) is is_told
+    assert any("at one thread" in note for note in result.notes) is is_told
+    assert [build.threads for build in workers.builds if build.log.stem == "glance"] == ([] if threads else [4, 1])
 
 
 @pytest.mark.parametrize(

@@ -355,8 +355,8 @@ class Part:
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `first_percentiles_ms` and `percentiles_ms` are those of single inferences, None where they were not timed.
-    `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `threads` is
+    `first_percentiles_ms` and `percentiles_ms` are those of single inferences, None where they were not timed, or
+    contradict the medians. `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `threads` is
     set if several numbers of threads were asked for; `workloads` has a part for each of several. `scores` are those in
     the outputs, None if inputs are random. `metric` is that of the first file and of this one, if one is asked for.
     """
@@ -488,7 +488,8 @@ def compare_files(
                 row = replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, workloads=tuple(parts))
                 if row.file in tails:
                     first_tail, tail = tails[str(first)][at], tails[row.file][at]
-                    row = replace(row, first_percentiles_ms=first_tail, percentiles_ms=tail)
+                    if len(timed) > 1 or (first_tail.fits(first_ms) and tail.fits(ms)):
+                        row = replace(row, first_percentiles_ms=first_tail, percentiles_ms=tail)
             done.append(replace(row, threads=count if len(counts) > 1 else None))
     return done
 

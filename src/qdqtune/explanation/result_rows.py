@@ -167,6 +167,9 @@ def _latency_rows(summary: Mapping[str, Any]) -> list[Row]:
     else:
         ratio = Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"])
         rows.append(Row("speedup [interval]", "1x", ratio.speedup))
+    if percentiles := summary.get("percentiles_ms"):
+        cells = [f"{one['p90']:.3f}, {one['p99']:.3f} ms" for one in (percentiles["baseline"], percentiles["final"])]
+        rows.append(Row("p90, p99 of single inferences", *cells))
     for row in summary.get("workloads", []):
         rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
     return rows

@@ -15,7 +15,7 @@ from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
-from qdqtune.numerics.metrics import load_evaluation, open_metric
+from qdqtune.numerics.metrics import evaluate, load_evaluation, open_metric
 from qdqtune.numerics.scores import asked_outputs
 from qdqtune.timing.ratios import FEW_BUILDS, USUAL_BUILDS
 from qdqtune.tuning.bench import profiled_runs, trial_seconds
@@ -46,14 +46,13 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         raise BadOption(f"{untimed}, so no time can be estimated: `builds` and `time_budget` bound a run")
     observer = observer or Silent()
     execution, _ = on_device(settings.on, Execution(settings.time_limit), settings.machine)
-    if settings.evaluate is not None:
-        load_evaluation(settings.evaluate, execution)
+    function = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
     check_run(settings)
     with temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
         asked_outputs(settings.scores, subject.shaped.outputs)
-        open_metric(None, settings, subject.prepared)  # refuses wrong labels
+        open_metric(None, settings, subject.prepared)
         if settings.state.exists() and not settings.restart:
             read_journal(settings.state)  # as a run does at this point: it may be damaged
         runner.feed(at_each(subject.mix, settings.thread_counts))
@@ -62,6 +61,13 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
             handle = runner.load(settings.model, "estimate")
             rounds = runner.timed(handle, 2, settings.plan.turn_seconds)
         launch = runner.start_seconds
+        evaluating = 0.0
+        if function is not None:
+            observer.stage(f"evaluating the float model with {function.source}")
+            begun = time.monotonic()
+            with rewording(f"`evaluate` {function.source} fails on the float model", BaselineFailed):
+                evaluate(function, runner, handle)
+            evaluating = time.monotonic() - begun
         calibrating = 0.0
         if settings.calibration_cache is None:
             observer.stage("timing what calibration takes")
@@ -71,7 +77,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
                 calibrate(prepared.shaped, prepared.calibration.first(count), how, execution=prepared.execution)
                 taken.append(time.monotonic() - begun)
             count, each = sum(1 for _ in prepared.calibration), max(0.0, taken[1] - taken[0]) / 2
-            calibrating = taken[0] + (count - 1 + PAIRED * inferences(prepared.shaped, how, count)) * each
+            biases = inferences(prepared.shaped, how, count) * PAIRED * each
+            calibrating = taken[0] + (count - 1) * each + biases
     latency = float(np.median(np.array(rounds.seconds[0]) @ rounds.shares))
     schemes = len(subject.tuned) * settings.config.schemes_per_region
     has_products = any(node.op in COMPUTE for node in subject.shaped.nodes)
@@ -83,7 +90,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     copies = FEW_BUILDS if launch else USUAL_BUILDS
     proof = len(settings.thread_counts) * 2 * copies * (build + each_round * settings.proof[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
-    seconds = calibrating + (1 + trials) * candidate + proof
+    seconds = calibrating + 2 * evaluating + (1 + trials) * candidate + proof
     if settings.time_budget is not None:
         before = min(calibrating, CALIBRATION_SHARE * settings.time_budget) + seconds - calibrating - trials * candidate
         trials = max(0, min(trials, int((settings.time_budget - before) / candidate)))

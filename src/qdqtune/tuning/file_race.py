@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -31,9 +31,12 @@ MOST_BYTES = 2 * 2**30
 """Bytes of the files of one race, at most; at least one file races against those that it has to beat. Chosen, not
 measured."""
 
-SINGLES, SINGLES_SECONDS = 200, 20.0
-"""Single inferences of each file whose percentiles are told; the most seconds that those of all files may take, else
-none are told. Chosen, not measured."""
+SINGLES, FEWEST_SINGLES, SINGLES_SECONDS = 200, 100, 20.0
+"""Single inferences of each file whose percentiles are told, the fewest for which they are, and the most seconds that
+those of all files may take. Chosen, not measured."""
+
+BELOW = 0.999
+"""A p90 below this share of the median contradicts it. The rest is rounding."""
 
 MOST_TRIES = 3
 """How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
@@ -53,6 +56,11 @@ class Tail:
         weights = np.cumsum(np.broadcast_to(shares, seconds.shape).ravel()[order])
         places = np.searchsorted(weights, [0.9 * weights[-1], 0.99 * weights[-1]])
         return cls(*(1e3 * seconds.ravel()[order[places]]).tolist())
+
+    def fits(self, median_ms: float) -> bool:
+        """Whether single inferences and the rounds with this median met the same machine: it may have been busier in
+        the rounds, which came before."""
+        return self.p90 >= BELOW * median_ms
 
     @property
     def in_words(self) -> str:
@@ -157,25 +165,34 @@ class Racer:
                 failures[file] = refused.failure
         return failures
 
-    def tails(self, files: Sequence[Path]) -> tuple[tuple[Tail, ...], ...]:
+    def tails(self, files: Sequence[Path], caveat: Caveat | None = None) -> tuple[tuple[Tail, ...], ...]:
         """For each file, its tail in each of the `views`, from single inferences that the files take in turn; nothing
-        where these take too long, or the engine fails or starts a process to time a model."""
+        where an inference takes too long, time is over, or the engine fails or starts a process to time a model. The
+        `caveat` says whether another attempt may tell them."""
+        caveat = caveat or Caveat()
         if self.runner.starts_processes:
             return ()
-        with ExitStack() as stack, suppress(EngineRefused):
-            handles = list[Handle]()
-            for at, file in enumerate(files):
-                handles.append(self.runner.load(file, f"single_{at}", fresh=True))
-                stack.callback(self.runner.unload, handles[-1])
-            turns = self.runner.turns(handles, 0.0)
-            if SINGLES * len(files) * sum(turn.seconds for turn in turns) > SINGLES_SECONDS:
-                return ()
-            single = [Turn(1, 1, turn.seconds) for turn in turns]
-            warmup = self.plan.warmups(max(turn.seconds for turn in turns))
-            times = self.runner.rounds(handles, range(SINGLES), seed=self.seed, turns=single, warmup=warmup)
-            seconds = [np.array(rounds) for rounds in times.seconds]
-            return tuple(tuple(Tail.of(one, view.shares) for view in self.views) for one in seconds)
-        return ()
+        try:
+            with ExitStack() as stack:
+                handles = list[Handle]()
+                for at, file in enumerate(files):
+                    handles.append(self.runner.load(file, f"single_{at}", fresh=True))
+                    stack.callback(self.runner.unload, handles[-1])
+                turns = self.runner.turns(handles, 0.0)
+                each = len(files) * sum(turn.seconds for turn in turns)
+                counts = [count for count in (SINGLES, FEWEST_SINGLES) if count * each <= SINGLES_SECONDS]
+                count = next((n for n in counts if not self.lacks(n * each)), 0)
+                if not count:
+                    caveat.is_hurried = bool(counts)
+                    return ()
+                single = [Turn(1, 1, turn.seconds) for turn in turns]
+                warmup = self.plan.warmups(max(turn.seconds for turn in turns))
+                times = self.runner.rounds(handles, range(count), seed=self.seed, turns=single, warmup=warmup)
+        except EngineRefused as refused:
+            caveat.is_lost = refused.is_transient
+            return ()
+        seconds = [np.array(rounds) for rounds in times.seconds]
+        return tuple(tuple(Tail.of(one, view.shares) for view in self.views) for one in seconds)
 
     def _block(
         self, files: Sequence[Path], key: str, comparisons: Comparisons, builds: int, number: int, name: str

@@ -34,7 +34,7 @@ from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.folder import BASELINE, FRONT, RAW, REGION_MODELS
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
 from qdqtune.tuning.proof import chosen_by_rule, prove, prove_front
-from qdqtune.tuning.result import Result, RunLogWriter, conclude
+from qdqtune.tuning.result import Result, RunLogWriter, conclude, standing
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, open_run, prepared, rule_costs, try_metric
 from qdqtune.tuning.settings import EFFORTS, Settings
@@ -253,6 +253,8 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     mode.end(history)
     late = mode.shortfall or shortfall
+    if (earlier := standing(run, proof, late)) is not None:
+        return earlier
     return conclude(run, history, proof, of_mode=mode.notes, front=rows, shortfall=late, log=log)
 
 

@@ -6,14 +6,14 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import this_machine
-from qdqtune.errors import EngineRefused
+from qdqtune.errors import BadOption, BadState, EngineRefused
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.scores import equal_share
@@ -26,12 +26,14 @@ from qdqtune.system.writing import named, write_json
 from qdqtune.timing.ratios import Plan, Ratio, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
-from qdqtune.tuning.folder import FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.file_race import FEWEST_SINGLES, Tail
+from qdqtune.tuning.finished import read_run
+from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
-from qdqtune.tuning.store import Shipped, job_of, plain
+from qdqtune.tuning.store import Caveat, Shipped, job_of, plain
 from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
@@ -88,6 +90,9 @@ def conclude(
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [settings.engine.facts.unwatched]))
+    tails = _tails(proof, run)
+    if tails and (len(subject.mix) > 1 or all(tail.fits(summary[f"{file}_ms"]) for file, tail in tails.items())):
+        summary["percentiles_ms"] = {file: asdict(tail) for file, tail in tails.items()}
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
     if settings.engine.facts.source:
@@ -114,6 +119,36 @@ def conclude(
         summary=summary,
         history=tuple(history),
         notes=notes,
+    )
+
+
+def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
+    """The result that an earlier session has left in the output folder, if time has ended this one before it proved
+    anything as fast; else None. Its file is written anew, everything else stands as it is."""
+    settings, folder = run.settings, run.settings.output_dir
+    is_judged = not settings.withholds_pairs and not (settings.has_metric and run.limits.before is None)
+    if shortfall is None or settings.front or not is_judged or not (folder / SUMMARY).is_file():
+        return None
+    try:
+        earlier = read_run(folder)
+        summary, trial, notes, history = earlier.summary, earlier.trial, earlier.log.notes, earlier.history
+    except (BadOption, BadState):  # somebody has changed or removed its files
+        return None
+    ratio, is_own = summary["ratio"], summary["shipped"] == "tuned" and "front" not in summary
+    if not is_own or trial is None or ratio is None or ratio >= (proof.time_to_float or 1.0):
+        return None
+    trial = replace(trial, holds=run.limits.on_outputs(trial.accuracy))
+    if not run.limits.with_metric(trial, run.bench.metric).holds:
+        return None
+    run.candidates.write_whole(trial.placement, folder / FINAL)
+    told = "what ships is what an earlier session with more time has proven"
+    return Result(
+        shipped="tuned",
+        placement=trial.placement,
+        ratio=Ratio(ratio, summary["ratio_low"], summary["ratio_high"]),
+        summary=plain(summary),
+        history=history,
+        notes=tuple(dict.fromkeys([*notes, shortfall, told])),
     )
 
 
@@ -209,6 +244,26 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         except EngineRefused:
             metric = None
     return summary | run.limits.summary(history, settings.plan, metric, is_tuned=is_tuned)
+
+
+def _tails(proof: Proof, run: Run) -> dict[str, Tail]:
+    """The percentiles of single inferences of the float model and the tuned one, measured once; empty where another
+    file ships, at several numbers of threads, and where they were not measured."""
+    settings, floats, caveat = run.settings, run.bench.floats, Caveat()
+    if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
+        return {}
+
+    def measured() -> tuple[tuple[Tail, ...], ...]:
+        if run.racer.lacks(2 * floats.build_seconds + 2 * FEWEST_SINGLES * floats.seconds):
+            caveat.is_hurried = True
+            return ()
+        has_other_float = settings.from_qdq or settings.fix_inputs
+        before = settings.output_dir / BASELINE if has_other_float else settings.model
+        return run.racer.tails([before, settings.output_dir / FINAL], caveat)
+
+    key = f"tails:{proof.placement.digest}"
+    tails = run.store.memo(key, tuple[tuple[Tail, ...], ...], measured, caveat)
+    return {name: tail for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:

@@ -72,6 +72,9 @@ its time. Chosen, not measured."""
 LEARNING = 3
 """A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
 
+SPARE = 2.0
+"""Time left at the end of a search is told if it is this many times that of the proof. Chosen, not measured."""
+
 FURTHER_SHARE = 0.25
 """The share of a time budget that is kept for further blocks of builds in the proof, where the best candidate may need
 them. Chosen, not measured."""
@@ -257,7 +260,8 @@ class Budget:
         return not self.lacks(self.brief_and_proof - self.grace)
 
     def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
-        """What to tell the user if time has ended a search that had builds left. To be called as soon as it ended."""
+        """What to tell the user if time has ended a search that had builds left, or if it ended with time to spare. To
+        be called as soon as it ended."""
         if not trials:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
@@ -266,16 +270,27 @@ class Budget:
             needed = f"{takes:.0f} s after reading the model and calibration"
             told = f"`time_budget` had no room for a candidate: one and its proof take some {needed}"
             return f"{told}; give {more} s more at least"
-        if len(trials) >= self.builds or self.room(trials, pace, reserve):
+        left, spent = self.room(trials, pace, reserve), 1 + len(trials)
+        if len(trials) < self.builds and not left:
+            told = f"`time_budget` has ended the search after {spent} of {1 + self.builds} builds"
+            return f"{told}: with more time the same command goes on from there"
+        if self.seconds_left is None or self.seconds_left < max(SPARE * self.proof_seconds(1), self.further):
             return None
-        told = f"`time_budget` has ended the search after {1 + len(trials)} of {1 + self.builds} builds"
-        return f"{told}: with more time the same command goes on from there"
+        why = "more `builds` would use it" if len(trials) >= self.builds else "nothing more is predicted to gain"
+        return f"the search ended after {spent} builds with much of `time_budget` to spare: {why}"
 
 
 FIRST, LESSONS = 3, 2
 """Builds of the first batch, which prices every fusion group; and batches that are to follow it in a search that learns
 from each batch, so that many workers do not spend all builds right after the first. Measured by benchmarks/batches.py:
 with two the files are at most 0.4 % slower than by one build at a time, with one up to 4 %."""
+
+GLANCE_ROUNDS, GLANCE_SHARE = 3, 0.05
+"""Rounds of the glance at one thread, each of four inferences or more, and the share of the time left of a time budget
+that it may take. Chosen, not measured."""
+
+CLEARLY_LESS = 0.9
+"""The most of the time at all threads that one thread may take to be told of. Chosen, not measured."""
 
 DROP = 0.01
 """By which share the user's metric may fall if the user sets no limit on it. Chosen, not measured."""
@@ -466,6 +481,9 @@ def open_run(ready: Ready) -> Iterator[Run]:
         has_other_float = bool(settings.from_qdq or settings.fix_inputs or subject.changes)
         budget = Budget.of(settings, bench, ready.execution.ends, has_other_float=has_other_float)
         settings = replace(settings, proof=budget.proof)
+        note = _at_one_thread(ready, bench)
+        if note is not None:
+            subject = replace(subject, notes=(*subject.notes, note))
         bench.deadline = budget.deadline
         limits = _limits(settings, ready.evaluation, bench, budget, observer)
         # As many candidates at a time as there were workers when the search began: a resumed search proposes the same
@@ -499,6 +517,38 @@ def open_run(ready: Ready) -> Iterator[Run]:
             width=width,
             learning_width=learning_width,
         )
+
+
+def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
+    """A note if the float model is faster at one thread than at those that the engine takes by default, as a few
+    rounds at each tell. Not looked at where the user names the threads, for large models, or where time is short.
+    """
+    settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
+    is_usual = settings.threads is None and settings.engine.facts.is_threaded and settings.is_timed
+    if count in (None, 1) or not is_usual or runner.memory is not None:
+        return None
+    floats = bench.floats
+    takes = 2 * floats.build_seconds + 2 * GLANCE_ROUNDS * (1 + count) * floats.seconds
+    if ready.execution.ends is not None and takes > GLANCE_SHARE * (ready.execution.ends - time.monotonic()):
+        return None
+    file, before, counts = ready.constants.write(ready.subject.model, "glance"), runner.mix, (count, 1)
+    runner.feed(at_each(ready.subject.mix, counts))
+    try:
+        handle = runner.load(file, "glance")
+        try:
+            times = runner.timed(handle, GLANCE_ROUNDS, settings.plan.turn_seconds)
+            seconds = np.array(times.seconds[0])  # [round, call]
+        finally:
+            runner.unload(handle)
+    except EngineRefused:
+        return None
+    finally:
+        runner.feed(before)
+        file.unlink()
+    usual, one = (1e3 * float(np.median(seconds @ view.shares)) for view in views_of(ready.subject.mix, counts))
+    if one > CLEARLY_LESS * usual:
+        return None
+    return f"the float model takes {one:.3g} ms at one thread and {usual:.3g} ms at {count}: `threads` 1 tunes for one"
 
 
 def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:

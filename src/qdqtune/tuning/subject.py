@@ -42,8 +42,9 @@ from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import NO_WIDE, possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
+from qdqtune.tuning import subgraph_groups as groups
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import Division
 from qdqtune.tuning.settings import SIMULATOR_SLOWNESS, Settings
@@ -211,6 +212,13 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
     )
     grouped = patterns.group(shaped, regions)
     chosen = filtered(shaped, grouped, settings.node_filter)
+    # The user's other files are read once here, so that errors in them show before the run begins.
+    if settings.pattern_cache is not None:
+        cache.read_cache(settings.pattern_cache)
+    if settings.graph_json is not None:
+        groups.from_file(shaped, settings.graph_json)
+    if settings.calibration_cache is not None:
+        ranges_of(settings.calibration_cache, shaped)
     return Subject(
         prepared=prepared,
         numbers=numbers,

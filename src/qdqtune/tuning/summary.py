@@ -124,6 +124,7 @@ class Summary(TypedDict):
     ratio_to_given: Positive | None
     by_threads: list[AtThreads]
     workloads: NotRequired[list[OnWorkload]]
+    percentiles_ms: NotRequired[dict[str, dict[Literal["p90", "p99"], Positive]]]
     builds: Count
     proof_builds: Count
     trials: Count
