@@ -63,7 +63,19 @@ def number_in(least: float, most: float, make: type, words: Sequence[str], value
     bounds = "" if least == -LARGEST else f" from {least:g}"
     bounds += "" if most == LARGEST else f" up to {most:g}"
     bounds += "".join(f" or {word}" for word in words)
-    raise ValueError(f"{value!r:.60} is no {'whole ' if make is int else ''}number{bounds}")
+    raise ValueError(f"{value!r:.60} is no {'whole ' if make is int else ''}number{bounds}{_without_unit(value, most)}")
+
+
+def _without_unit(value: Any, most: float) -> str:
+    """What to give in place of a number with a unit, and of percents; empty for other values."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z%]*)", str(value).strip())
+    if match is None:
+        return ""
+    number, unit = match.groups()
+    is_percent = unit == "%" or (most == 1 and not unit)
+    if is_percent and 0 < float(number) <= 100:
+        return f": {float(number) / 100:g} is {number} %"
+    return f": give {number} alone" if unit else ""
 
 
 def _seconds(value: Any) -> float:

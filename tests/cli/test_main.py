@@ -40,6 +40,16 @@ finally:
     assert not loaded & {"numpy", "onnx", "scipy", "onnxruntime", "qdqtune.options", "qdqtune.engines"}
 
 
+@pytest.mark.parametrize(("more", "words"), [([], "starting\ninterrupted\n"), (["-q"], "interrupted\n")])
+def test_a_word_appears_before_the_module_of_a_search_is_imported(more, words, call, monkeypatch):
+    def interrupt(name: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "qdqtune.cli.tune")
+    monkeypatch.setattr(main.importlib, "import_module", interrupt)
+    assert call("tune", "model.onnx", *more) == (130, "", words)
+
+
 def test_words_that_are_no_command(call):
     code, out, err = call("--version")
     assert (code, err) == (0, "")
@@ -221,7 +231,9 @@ def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call
         (["m", "--time-limit", "9999999h"], "'9999999h' is no duration up to a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no number"),
         (["m", "--min-sqnr=-1e308"], "is no number from -1000 up to 1000 or auto or none"),
-        (["m", "--min-agreement", "98"], "is no number from 0 up to 1 or auto or none"),
+        (["m", "--min-sqnr", "20dB"], "up to 1000 or auto or none: give 20 alone"),
+        (["m", "--min-agreement", "98"], "is no number from 0 up to 1 or auto or none: 0.98 is 98 %"),
+        (["m", "--max-drop", "1%"], ": 0.01 is 1 %"),
         (["a.npz"], "error: MODEL: a.npz is no ONNX file"),
         (["m", "--engine", "TensorRT"], "tensorrt-rtx, trtexec"),
         (["m", "--threads", "9999999999999999"], "'9999999999999999' is no whole number from 1 up to 9999"),

@@ -38,6 +38,9 @@ COMPLETING = "_QDQTUNE_COMPLETE"
 """The environment variable of click: `_QDQTUNE_COMPLETE=bash_source qdqtune` prints what makes bash complete options,
 and the shell asks for completions with it."""
 
+SILENT = frozenset({"-q", "--quiet", "-h", "--help", "--help-all"})
+"""Flags with which `tune` shows no progress."""
+
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
@@ -116,6 +119,10 @@ class Later(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
+        # The module of `tune` takes a second to import: a word appears before, but not while a shell completes a line.
+        is_run = SILENT.isdisjoint(args) and not extra.get("resilient_parsing")
+        if self.name == "tune" and self._module not in sys.modules and is_run:
+            print("starting", file=sys.stderr)
         return self.command.make_context(info_name, args, parent, **extra)
 
 
