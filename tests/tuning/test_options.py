@@ -19,7 +19,7 @@ def test_numbers_of_threads_are_told_in_every_form(given: Any, expected: tuple[i
     assert EngineOptions(threads=given).threads == expected
 
 
-@pytest.mark.parametrize("given", ["1;4", "0", "-2", "1.5", "10000", []])
+@pytest.mark.parametrize("given", ["1;4", "0", "-2", "1.5", "10000"])
 def test_what_is_no_number_of_threads_is_refused(given: Any) -> None:
     with pytest.raises(BadOption, match=r"no (whole number from 1 up to 9999|number of threads)"):
         EngineOptions(threads=given)

@@ -306,6 +306,11 @@ class Quantized(Shown):
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
 
     @property
+    def metric(self) -> tuple[float, float] | None:
+        """The user's metric before and after; None without one."""
+        return None if self.measured is None else (self.measured[0].value, self.measured[1].value)
+
+    @property
     def output(self) -> Path:
         return self.options.target
 
