@@ -171,7 +171,6 @@ def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
 
 
 def read_settings(folder: Path) -> DeploySettings:
-    """The settings in the folder of a run."""
     settings = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
     if settings is None:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} is not there: name the output folder of a finished qdqtune tune")

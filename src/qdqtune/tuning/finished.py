@@ -62,7 +62,6 @@ class FinishedRun:
 
     @cached_property
     def limits(self) -> Limits:
-        """The limits on accuracy that candidates had to hold."""
         summary = self.summary
         metrics = self.records.values("metric:", Score)
         before = next((metrics[key] for key in reversed(metrics) if key.endswith(Placement().digest)), None)
@@ -88,12 +87,10 @@ class FinishedRun:
 
     @cached_property
     def model(self) -> Model:
-        """The float model as it was measured."""
         return with_input_shapes(load(self.folder / BASELINE), self.fingerprint.input_shapes)
 
     @property
     def keeps_own_pairs(self) -> bool:
-        """Whether what ships is the user's Q/DQ file as it is."""
         return keeps_own_pairs(self.summary)
 
     @cached_property

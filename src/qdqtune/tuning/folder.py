@@ -61,7 +61,6 @@ class OutputFolder:
     """The output folder of one run, made if it is missing, and locked against other processes. A context manager."""
 
     def __init__(self, settings: Settings) -> None:
-        """Make and lock the folder, and list the files that this run will write."""
         self.path = settings.output_dir
         self._list = self.path / LIST
         check_run(settings)

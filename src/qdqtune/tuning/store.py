@@ -98,7 +98,6 @@ class Journal:
         return None if line is None else line.read(kind)
 
     def has(self, key: str) -> bool:
-        """Whether a key has a value or a failure."""
         return key in self.lines
 
     def values(self, start: str, kind: type[T]) -> dict[str, T]:
@@ -259,7 +258,6 @@ def _journal(content: bytes, path: Path) -> Journal | None:
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
-    """JSON values as a line of a state file."""
     text = json.dumps(row, allow_nan=False)
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
@@ -335,7 +333,6 @@ def job_of(trial: Trial) -> str:
 
 
 def proof_key(placement: Placement) -> str:
-    """The key of the rounds that prove a placement."""
     return f"proof:{placement.digest}"
 
 

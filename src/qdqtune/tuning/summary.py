@@ -193,7 +193,6 @@ def keeps_own_pairs(summary: Mapping[str, Any]) -> bool:
 
 
 def read_summary(folder: Path) -> Summary:
-    """Read summary.json."""
     summary = read_json(folder / SUMMARY, Summary)
     if summary is None:
         raise BadOption(f"{folder} holds no finished run: name a folder where qdqtune tune came to its end")
