@@ -291,6 +291,6 @@ class _Writer:
 def quantized(constant: Constant, quantization: Quantization) -> Constant:
     """The quantized form of a constant, computed when it is written or read."""
     scale = hashlib.sha256(quantization.scale.tobytes()).hexdigest()[:16]
-    key = f"{constant.key}:{quantization.qtype.dtype}:{quantization.axis}:{quantization.zero_point}:{scale}"
+    key = f"{constant.key}:{quantization.qtype.value}:{quantization.axis}:{quantization.zero_point}:{scale}"
     dtype = helper.np_dtype_to_tensor_dtype(quantization.qtype.dtype)
     return Constant(key, dtype, constant.shape, lambda: scales.quantize(constant.array(), quantization))
