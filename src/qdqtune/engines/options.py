@@ -131,7 +131,8 @@ def _machine(value: Any) -> str:
 
 
 ON = TEXT(
-    "Build, run and time on this machine, over SSH; PYTHON, by default python3, is the one there that has qdqtune.",
+    "Build, run and time on this machine, over SSH, or over adb with adb:SERIAL in place of USER@HOST; PYTHON, by "
+    "default python3, is the one there that has qdqtune.",
     "Engine",
     convert=_machine,
     metavar="USER@HOST[:PYTHON]",

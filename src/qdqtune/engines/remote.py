@@ -1,4 +1,4 @@
-"""Another machine over SSH, and a worker there: model files and large arrays go there by content, each once.
+"""Another machine over SSH or adb, and a worker there: model files and large arrays go there by content, each once.
 
 `Destination` starts a command of the system's `ssh`, so that names, keys and jumps of ~/.ssh/config hold. There
 `python -m qdqtune.engines.remote` greets with what is known of the machine, and answers messages: `missing` asks which
@@ -42,8 +42,10 @@ from qdqtune.version import __version__
 SSH = (
     "ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ClearAllForwardings=yes",
     "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4",
+    "-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", "ControlPath=~/.ssh/qdqtune-%C",
 )  # fmt: skip
-"""The program: no password prompt that nobody sees, and an end where the network is gone for a minute."""
+"""The program: no password prompt that nobody sees, an end where the network is gone for a minute, and one connection
+for all workers there."""
 
 START_SECONDS = 90.0
 """How long a machine may take to answer: a small board imports NumPy for seconds. Chosen, not measured."""
@@ -62,14 +64,16 @@ NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|
 
 @dataclass(frozen=True)
 class Destination:
-    """What to connect to, as `ssh` takes it, and the Python there."""
+    """What to connect to, as `ssh` takes it or `adb:` with a serial number, if one is given; and the Python there."""
 
     host: str
     python: str = USUAL_PYTHON
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
-        """Of `[user@]host[:python]` or `ssh://[user@]host[:port][/path/of/python]`."""
+        """Of `[user@]host[:python]`, `ssh://[user@]host[:port][/python]` or `adb:[serial][:/python]`."""
+        if (board := re.fullmatch(r"(adb:[^:/\s]*(?::\d+)?)(?::(/\S+))?", text)) is not None:
+            return cls(board[1], board[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
         if found is None:
             raise BadOption(
@@ -81,6 +85,9 @@ class Destination:
     def command(self, module: str) -> list[str]:
         """The command that runs a module there. The path of the Python is relative to the home folder there."""
         words = f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"
+        if self.host.startswith("adb:"):
+            serial = self.host.removeprefix("adb:")
+            return ["adb", *(["-s", serial] if serial else []), "shell", "-T", words]
         return [*SSH, "--", self.host, words]
 
     def start(self, log: Path, device: Device, cores: int = 0) -> FarWorker:
@@ -123,11 +130,11 @@ class Destination:
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
-    """Why no worker has started, and what to do, from the exit code of `ssh` and what it has printed."""
+    """Why no worker has started, and what to do, from the exit code of `ssh` or `adb` and what it has printed."""
     host, python = destination.host, destination.python
     lines = [line for line in printed if not NOISE.search(line)]
     last = one_line(lines[-1] if lines else f"exit code {code}")
-    if code == 255:
+    if code == 255 and not host.startswith("adb:"):
         reason = re.sub(r"^ssh: |[.\s]+$", "", last)
         return f"ssh to {host} fails ({reason}): ssh -o BatchMode=yes {host} has to work, without a password"
     return (

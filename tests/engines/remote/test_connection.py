@@ -345,3 +345,11 @@ def test_other_commands_run_on_another_machine_as_well(
     found = json.loads(said)
     assert (found["engine"], found["machine"]) == ("fake", "board")
     assert found["layers"] == json.loads(call("check", "--layers", tuned, "--engine", "fake", "--json")[1])["layers"]
+
+
+def test_a_board_is_reached_by_adb() -> None:
+    command = Destination.parsed("adb:10.0.0.2:5555:/opt/env/bin/python").command("m")
+    assert command == ["adb", "-s", "10.0.0.2:5555", "shell", "-T", "exec /opt/env/bin/python -P -m m"]
+    assert Destination.parsed("adb:").command("m") == ["adb", "shell", "-T", "exec python3 -P -m m"]
+    reason = why_not(Destination("adb:a"), 255, ["error: closed"])
+    assert reason.startswith("no worker starts with python3 on adb:a (error: closed): it has to be Python 3.11")
