@@ -280,3 +280,9 @@ def test_long_cells_are_broken_between_words_where_there_is_no_terminal(capsys: 
     assert max(map(len, lines)) < 60 + len(path) + 30
     assert f" {path}, 4 threads" in lines[3]
     assert [word.rstrip(",") for line in lines[3:] for word in line.split() if "Conv" in word][-1] == "/layer29/Conv"
+
+
+def test_numbers_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    output.show(shown.Table(("model", "ms"), [("a.onnx", "9.5"), ("b.onnx", "1234.5")]))
+    *_, one, other = [line.rstrip() for line in capsys.readouterr().out.splitlines() if ".onnx" in line]
+    assert len(one) == len(other)

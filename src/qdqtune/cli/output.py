@@ -111,8 +111,9 @@ def show(table: Table) -> None:
         longest = max(map(len, " ".join([column, *cells]).split()), default=0)
         numbers = sum(cell[0] in "0123456789+-" for cell in cells)
         justify: JustifyMethod = "right" if 2 * numbers > len(cells) else "left"
+        least = min(SHORT, longest) or None
         most = None if here.is_terminal else max(LONG_CELL, longest + LONG_CELL // 4)  # beside a path a short word
-        drawn.add_column(Text(column), justify, overflow="fold", min_width=min(SHORT, longest) or None, max_width=most)
+        drawn.add_column(Text(column), justify=justify, overflow="fold", min_width=least, max_width=most)
     for row in table.rows:
         drawn.add_row(*(Text(escaped(cell)) for cell in row))  # names may hold anything
     here.print(drawn)
