@@ -31,7 +31,7 @@ from qdqtune.commands.doctor import (
 from qdqtune.commands.qualification import CONTRACT, PLAIN
 from qdqtune.engines import Built, EngineSpec, devices, open_engine
 from qdqtune.engines.facts import ENGINES
-from qdqtune.errors import EngineUnavailable
+from qdqtune.errors import EngineRefused, EngineUnavailable, Failure
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import Layer, Tensors
 from workers import Workers
@@ -244,6 +244,15 @@ def the_one(spec: EngineSpec) -> tuple[str, str]:
 
 def broken(seen: dict[tuple[str, str], tuple[str, str]]) -> set[tuple[str, str]]:
     return {where for where, (state, _) in seen.items() if state == "not held"}
+
+
+def test_a_graph_that_is_refused_is_not_taken_for_a_lack_of_fp8(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise EngineRefused(Failure("build", "no such kernel"))
+
+    only("layers", PLAIN)
+    monkeypatch.setattr(qualification, "quantize", refuse)
+    assert the_one(FAKE) == ("not held", "no such kernel")
 
 
 # Engines that do what we claim
