@@ -259,6 +259,8 @@ def test_dynamic_sizes_are_refused_with_the_option_that_sets_them() -> None:
     with pytest.raises(BadOption, match=r"run with, like `input_shapes` m:1x64 `input_shapes` past:1x4x64x8$"):
         open_samples(None, model("int64[N,T] m, float[N,4,P,8] past"))
     assert open_samples(None, model("float[N,3] x")).first(1)[0]["x"].shape == (1, 3)
+    with pytest.raises(BadModel, match=r"too large to make up: x: float32\[9999999999,9999999999\]; give smaller"):
+        open_samples(None, model("float[9999999999,9999999999] x")).first(1)
 
 
 def test_inputs_of_unknown_rank_and_of_strings_are_refused() -> None:

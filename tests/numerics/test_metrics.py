@@ -165,7 +165,7 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("l.txt", "3\n1\n4\n"), ("l.csv", "file,label\na.png,3\nb.png,1\n\nc.png,4\n")]
+    ("name", "text"), [("l.txt", "3\n1\n4\n"), ("l.csv", "file,Label\na.png,3\nb.png,1\n\nc.png,4\n")]
 )
 def test_class_numbers_in_text(tmp_path: Path, name: str, text: str) -> None:
     found = read_labels(written(tmp_path, name, text))

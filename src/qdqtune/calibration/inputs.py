@@ -83,7 +83,10 @@ def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count:
     def produce() -> Iterator[Sample]:
         for i in range(count):
             rng = np.random.default_rng((seed, i))
-            yield {s.name: draw(rng, s) for s in specs}
+            try:
+                yield {s.name: draw(rng, s) for s in specs}
+            except (MemoryError, ValueError) as error:  # numpy: no memory, or a size beyond its limits
+                raise BadModel(f"inputs are too large to make up: {listed(specs)}; give smaller sizes") from error
 
     return produce
 

@@ -167,7 +167,8 @@ def digest_of(source: str, execution: Execution, folders: Sequence[Path]) -> str
         for path in files:
             with reading(f"calibration data {path}", BadData):
                 check_file(path)
-                yield hashlib.sha256(path.read_bytes()).digest()
+                with path.open("rb") as file:
+                    yield hashlib.file_digest(file, "sha256").digest()
 
     return hashlib.sha256(b"".join(read_in_thread(digests, source, execution))).hexdigest()[:16]
 

@@ -90,7 +90,8 @@ class Command(click.Command):
                 raise click.BadOptionUsage(error.option_name, message, ctx) from error
             if not ctx.resilient_parsing:
                 if rest:
-                    hint = "; samples are `calibration_data`" if hasattr(self.kind, "calibration_data") else ""
+                    takes_data = hasattr(self.kind, "calibration_data") and not rest[0].endswith(".onnx")
+                    hint = "; samples are `calibration_data`" if takes_data else ""
                     ctx.fail(with_flags(f"Got unexpected extra argument ({' '.join(rest)}){hint}"))
                 options = self.kind(**{name: word for name, word in ctx.params.items() if word not in (None, ())})
                 check_options(options)

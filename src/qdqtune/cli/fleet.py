@@ -214,7 +214,8 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOption
     """The options that were typed for each model, which goes to a folder of its own."""
     for model, folder in named(list(dict.fromkeys(models))).items():
         if not model.exists():
-            raise BadOption(f"cannot read the model {model}: No such file or directory; check the path")
+            hint = "check the path" if model.suffix else "several values of one option are parted by commas, like 8,1"
+            raise BadOption(f"cannot read the model {model}: No such file or directory; {hint}")
         yield replace(options, model=model, output_dir=options.output_dir / folder)
 
 

@@ -474,6 +474,7 @@ def compare_files(
                 observer.stage("timing single inferences")
             tails = dict(zip(map(str, [first, *racing]), racer.tails([first, *racing]), strict=False))
         except EngineRefused as refused:
+            compared = {}  # also where only single inferences were refused
             rows = [row if row.reason else Row(row.file, reason=str(refused)) for row in rows]
     done = []
     for at, count in enumerate(counts):

@@ -137,9 +137,10 @@ def why_not(destination: Destination, code: int, printed: list[str]) -> str:
     if code == 255 and not host.startswith("adb:"):
         reason = re.sub(r"^ssh: |[.\s]+$", "", last)
         return f"ssh to {host} fails ({reason}): ssh -o BatchMode=yes {host} has to work, without a password"
+    named = f"{host}/PATH" if host.startswith("ssh://") else f"{host}:PATH"
     return (
         f"no worker starts with {python} on {host} ({last}): it has to be Python 3.11 or later with qdqtune "
-        f"{__version__}; `on` {host}:PATH names another"
+        f"{__version__}; `on` {named} names another"
     )
 
 

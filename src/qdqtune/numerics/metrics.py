@@ -157,6 +157,10 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
             value = call_in_thread(score, f"`evaluate` {evaluation.source}", evaluation.execution, tasks)
     except BudgetEnded as ended:
         raise EngineRefused(Failure("timeout", str(ended))) from ended
+    except BadOption as error:
+        if isinstance(error.__cause__, TypeError):
+            raise BadOption(f"{error} (it is called with `predict`, which takes {{input name: array}})") from error
+        raise
     finally:
         is_over.set()
     array = np.asarray(value)
@@ -190,7 +194,8 @@ def read_labels(path: Path) -> Array:
         elif ending in (".csv", ".txt"):
             lines = path.read_text(encoding="utf-8-sig").splitlines()
             cells = [line.rpartition(",")[2].strip() for line in lines if line.strip()]
-            labels = np.array(cells[1:] if cells[:1] in ([LABELS], ["label"]) else cells, np.float64)
+            has_header = bool(cells) and cells[0].lower() in (LABELS, "label")
+            labels = np.array(cells[1:] if has_header else cells, np.float64)
         else:
             raise BadData(f"labels {path} are in no form that is read: give {FORMS}")
         if labels.dtype.kind not in "biuf":

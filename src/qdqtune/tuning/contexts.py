@@ -42,7 +42,8 @@ def counts_of(
     cores = usable_cores() if machine is None else machine.cores
     if engine.facts.is_threaded and (is_here or machine is not None) and max(asked) > cores:
         where = "here" if machine is None else f"on {machine.where}"
-        raise BadOption(f"`threads` {max(asked)}: only {cores} core{'s' * (cores > 1)} can be used {where}")
+        usable = f"only {cores} core{'s' * (cores > 1)} can be used {where}"
+        raise BadOption(f"`threads` {max(asked)}: {usable}; give at most {cores}, or tune where there are more")
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
 
@@ -85,8 +86,9 @@ def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
     else:
         usable, cores, processes, where = machine.cores, machine.cores, machine.load or 0.0, machine.where
     if isinstance(threads, int) and threads > usable:
-        return f"`threads` {threads}: this process may use {usable} cores of {where}, so threads wait for each other"
+        ours = f"{usable} core{'s' * (usable > 1)} of {where}"
+        return f"`threads` {threads}: this process may use {ours}, so threads wait for each other, and times say little"
     if processes + threads <= cores + 0.5:
         return None
-    share = f"{processes:.1f} processes want the {cores} cores of {where} beside this run"
+    share = f"{processes:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where} beside this run"
     return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"
