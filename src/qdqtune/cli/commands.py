@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from qdqtune.cli import progress
 from qdqtune.cli.command import Terminal, begun, command
-from qdqtune.cli.output import flags, present, print_json, print_lines, say_error, with_flags
+from qdqtune.cli.output import flags, present, print_json, print_lines, print_parts, say_error, say_notes, with_flags
 from qdqtune.commands.build import BuildOptions, build
-from qdqtune.commands.check import CheckOptions, check, layers
+from qdqtune.commands.check import Checked, CheckOptions, Layers, check, layers
 from qdqtune.commands.compare import RUNS, CompareOptions, Gated, compare, junit, markdown
 from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.doctor import DoctorOptions, doctor_elsewhere, examine
@@ -25,7 +25,7 @@ from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.verify import VerifyOptions, verify
 from qdqtune.errors import BadOption, EngineFailure, InputError
 from qdqtune.explanation.report import report_of_run
-from qdqtune.options import OF_RUN, OUTPUT, REQUIRED, SWITCH, File, MaybeFile, Option, each
+from qdqtune.options import OF_RUN, OUTPUT, REQUIRED, SWITCH, File, MaybeFile, Option, each, options_of
 from qdqtune.system.checks import Output, check_outputs, in_list, record, written_as
 from qdqtune.system.writing import atomic_write
 from qdqtune.tuning.folder import REPORT
@@ -151,6 +151,9 @@ def build_command(options: BuildOptions, terminal: Terminal) -> int:
 
 
 class CheckArguments(Terminal, CheckOptions):
+    model: Any = MODEL(
+        "ONNX files.", default=REQUIRED, convert=each(single_model), is_repeated=True, metavar="MODEL..."
+    )
     layers: bool = SWITCH(
         "Show the layers that the engine makes of MODEL instead, the longest first, and the nodes that each covers. "
         "Times are of profiled inferences: they say where the time goes, and add up to more than the latency.",
@@ -173,9 +176,21 @@ def check_command(options: CheckArguments) -> int:
     qdqtune check model.onnx --layers --engine openvino
     qdqtune check model.qdq.onnx --graph-json layers.json --profile-json profile.json
     """
-    if options.layers:
-        return _run(layers, options, options)
-    return _run(check, options, options)
+    models: tuple[Path, ...] = options.model
+    if len(models) > 1 and options.graph_json is not None:
+        raise BadOption("`graph_json` is about one model: name that alone")
+    results: list[Layers | Checked] = []
+    for model in models:
+        values = {name: getattr(options, name) for name in options_of(CheckOptions)}
+        one = CheckOptions(**values | {"model": model})
+        done = layers(one) if options.layers else check(one)
+        results.append(done)
+        say_notes(done.notes)
+        if not options.as_machine:
+            print_parts(done.parts())
+    if options.as_machine:
+        print_json(results[0].to_dict() if len(models) == 1 else [done.to_dict() for done in results])
+    return max(done.exit_code for done in results)
 
 
 @command(DebugOptions)
