@@ -219,11 +219,22 @@ def test_a_session_with_less_time_leaves_what_an_earlier_one_has_proven(model: P
         if path.suffix in (".onnx", ".json") or path.stem == "placement"
     }
     second, _ = slow_run(model, workers, 3.8, 60.0)
-    assert second.notes[-1] == "what ships is what an earlier session with more time has proven"
+    assert second.notes[-1].startswith("what ships is what an earlier session has proven: in its time this one")
     assert (second.shipped, second.placement, second.ratio) == ("tuned", first.placement, first.ratio)
     assert {path: path.read_bytes() for path in files} == files
     strict, _ = slow_run(model, workers, 3.8, 60.0, min_sqnr=150.0)
     assert strict.shipped == "baseline", "a limit that the earlier result does not hold"
+
+
+def test_what_is_proven_better_replaces_a_luckier_result(model: Path, workers: Workers) -> None:
+    slow_run(model, workers, 0.2, 35.0)
+    file = model.parent / "out" / "summary.json"
+    lucky = json.loads(file.read_text()) | {"ratio": 0.1, "ratio_low": 0.1, "ratio_high": 0.99}
+    file.write_text(json.dumps(lucky))
+    second, _ = slow_run(model, workers, 0.2, 35.0)
+    assert [note for note in second.notes if note.startswith("`time_budget` has ended the search")]
+    assert second.ratio is not None
+    assert 0.1 < second.ratio.median
 
 
 def test_a_candidate_without_time_for_its_proof_is_told_of(

@@ -124,24 +124,33 @@ def conclude(
 
 def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
     """The result that an earlier session has left in the output folder, if time has ended this one before it proved
-    anything as fast; else None. Its file is written anew, everything else stands as it is."""
+    anything as fast; else None. Its file is written anew, everything else stands as it is.
+
+    Of two proven results the one whose interval ends at the faster speed ships: medians of sessions with few rounds
+    would favour the luckier one."""
     settings, folder = run.settings, run.settings.output_dir
     is_judged = not settings.withholds_pairs and not (settings.has_metric and run.limits.before is None)
     if shortfall is None or settings.front or not is_judged or not (folder / SUMMARY).is_file():
         return None
     try:
         earlier = read_run(folder)
-        summary, trial, notes, history = earlier.summary, earlier.trial, earlier.log.notes, earlier.history
+        summary, trial, history = earlier.summary, earlier.trial, earlier.history
+        notes = [note for note in earlier.log.notes if note != earlier.log.ended]
     except (BadOption, BadState):  # somebody has changed or removed its files
         return None
     ratio, is_own = summary["ratio"], summary["shipped"] == "tuned" and "front" not in summary
-    if not is_own or trial is None or ratio is None or ratio >= (proof.time_to_float or 1.0):
+    if not is_own or trial is None or ratio is None:
+        return None
+    before, now = ratio, proof.time_to_float or 1.0
+    if proof.ratio is not None:
+        before, now = summary["ratio_high"] or 1.0, proof.ratio.high or 1.0
+    if before >= now:
         return None
     trial = replace(trial, holds=run.limits.on_outputs(trial.accuracy))
     if not run.limits.with_metric(trial, run.bench.metric).holds:
         return None
     run.candidates.write_whole(trial.placement, folder / FINAL)
-    told = "what ships is what an earlier session with more time has proven"
+    told = "what ships is what an earlier session has proven: in its time this one has proven nothing as fast"
     return Result(
         shipped="tuned",
         placement=trial.placement,
