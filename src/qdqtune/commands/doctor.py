@@ -27,7 +27,7 @@ from qdqtune.engines.machine import (
 from qdqtune.engines.options import ON, EngineOptions
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
+from qdqtune.errors import EngineUnavailable, QdqtuneError
 from qdqtune.explanation.formatting import counted
 from qdqtune.options import SWITCH
 
@@ -143,7 +143,7 @@ def engine_state(name: str) -> EngineState:
         version = described.get("plugin", described["version"])
         return EngineState(name, "simulated" if simulated(name) else "usable", version, described["device"])
     except QdqtuneError as error:
-        reason = one_line(error)
+        reason = str(error)
     if facts.ahead_of_time:
         with contextlib.suppress(QdqtuneError):
             described = _described(EngineSpec(name, facts.ahead_of_time))

@@ -75,10 +75,10 @@ class Destination:
         if (board := re.fullmatch(r"(adb:[^:/\s]*(?::\d+)?)(?::(/\S+))?", text)) is not None:
             return cls(board[1], board[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
-        if found is None:
+        if found is None or text.startswith("adb:"):
             raise BadOption(
-                f"`on` {text!r} is no machine: give user@host, user@host:path/of/python or "
-                "ssh://user@host:port/path/of/python"
+                f"`on` {text!r} is no machine: give user@host, user@host:path/of/python, "
+                "ssh://user@host:port/path/of/python or adb:SERIAL:/path/of/python"
             )
         return cls(found[1] or found[3], found[2] or found[4] or USUAL_PYTHON)
 

@@ -98,7 +98,8 @@ def test_a_run_finds_on_another_machine_what_it_finds_here_and_leaves_nothing(
     ("nowhere", "ssh to nowhere fails (Could not resolve hostname nowhere"),
     ("board:/none/python", "no worker starts with /none/python on board ("),
     ("board:/bin/echo", "no worker starts with /bin/echo on board (exit code 0): it has to be Python 3.11 or"),
-    ("-oProxyCommand=x", "is no machine: give user@host, user@host:path/of/python or ssh://user@host:port/path"),
+    ("-oProxyCommand=x", "is no machine: give user@host, user@host:path/of/python, ssh://user@host:port/path"),
+    ("adb:a b", "path/of/python or adb:SERIAL:/path/of/python"),
 ])  # fmt: skip
 def test_a_line_says_what_is_missing(far: Far, on: str, words: str, call: Callable[..., Any]) -> None:
     (line,) = call("doctor", f"--on={on}")[2].splitlines()
