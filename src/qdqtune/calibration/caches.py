@@ -1,8 +1,8 @@
 """Calibration caches of TensorRT: their ranges by tensor name, and which tensors of a model these are.
 
-Files are the text of TensorRT's calibrators, of every algorithm and version; Polygraphy, trtexec and ModelOpt write it
-too. Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape after the
-node (see `RESHAPED`). A tensor without an entry stays in float.
+Files are text as TensorRT's calibrators write it, of every algorithm and version; Polygraphy, trtexec and ModelOpt
+write it too. Most entries have the names of tensors in the ONNX file. TensorRT names the tensor in front of a reshape
+after the node (see `RESHAPED`). A tensor without an entry stays in float.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ RESHAPED = COMPUTE | AVERAGE_POOLS | {"BatchNormalization", "GlobalMaxPool", "Ma
 
 @dataclass(frozen=True)
 class CacheRanges:
-    """The ranges that a cache gives a model; `source` is its header.
+    """The ranges that a cache gives a model; `source` is the first line of the file.
 
-    `tensors` have an entry of their name. `lacking` are tensors without a range that operators with integer kernels
-    read, which so stay in float. `unused` are the entries that no tensor takes, or that have no usable scale.
+    `tensors` have an entry under their own name. `lacking` are tensors that operators with integer kernels read, but
+    that have no range, and so stay in float. `unused` are the entries that match no tensor, or that have no usable
+    scale.
     """
 
     source: str
@@ -64,8 +65,8 @@ class CacheRanges:
 
 
 def read_cache(path: Path) -> tuple[str, dict[str, Range | None]]:
-    """The header of a file, and its ranges by tensor name, in its order; None where an entry is no usable scale: not
-    finite, negative, or too small. A scale s is the range [-127 s, 127 s], which has that scale."""
+    """The first line of a file, and its ranges by tensor name; None where a scale cannot be used: not finite, negative,
+    or too small. A scale s stands for the range [-127 s, 127 s]."""
     with reading(f"calibration cache {path}", BadData):
         text = path.read_bytes().decode("utf-8-sig", errors="replace")
     header, *lines = [line.strip() for line in text.split("\n")]

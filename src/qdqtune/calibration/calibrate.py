@@ -30,7 +30,7 @@ class Histogram:
     BINS = 2048
 
     def __init__(self, *, counts: bool = True) -> None:
-        """Without `counts` only the lowest and the highest value are kept."""
+        """Without `counts`, only the lowest and the highest value are kept."""
         self._has_counts = counts
         self._counts = np.zeros(2 * self.BINS, np.int64)
         self._width = 0.0
@@ -65,7 +65,7 @@ class Histogram:
 
     @property
     def whole(self) -> Range | None:
-        """The range of all values; None if one is not finite, or there is none."""
+        """The range of all values; None if one is not finite, or if there are none."""
         return Range(self._low, self._high) if np.isfinite(self._low) and np.isfinite(self._high) else None
 
     def range(self, percentile: float) -> Range | None:
@@ -80,9 +80,9 @@ class Histogram:
         return Range(max(low, self._low), min(max(high, max(low, self._low)), self._high))
 
     def least_error(self, numbers: NumericFormat) -> Range | None:
-        """The range whose quantization has the least mean squared error, of rounding inside and clipping outside.
+        """The range for which quantization has the least mean squared error, of rounding inside and clipping outside.
 
-        Both ends are moved in together first, then each by itself.
+        First both ends are moved in together, then each by itself.
         """
         whole = self.whole
         if whole is None or self._width == 0.0:
@@ -131,7 +131,7 @@ def _estimated_errors(counts: Array, centres: Array, lows: Array, highs: Array, 
 
 
 def candidate_tensors(model: Model) -> tuple[str, ...]:
-    """The float activations that nodes or outputs of the main graph read, in graph order; not those without values."""
+    """The float activations that nodes or outputs of the main graph read, in graph order; without empty ones."""
     found = []
     for tensor in (*model.inputs, *(o for n in model.nodes for o in n.outputs if o)):
         info = model.tensors.get(tensor)

@@ -19,8 +19,6 @@ from qdqtune.types import Array, Sample
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Name, type and shape of an input; an unknown dimension is None."""
-
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int | None, ...]
@@ -36,7 +34,6 @@ class InputSpec:
 
 
 def input_specs(model: Model) -> tuple[InputSpec, ...]:
-    """The inputs that a caller must give."""
     specs = []
     for name in model.inputs:
         info = model.tensors.get(name)
@@ -49,7 +46,8 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """Values for those inputs of `file` that `fix_inputs` has made constant elsewhere."""
+    """Values for those inputs of `file` that the option `fix_inputs` makes constant in the model it is compared
+    with."""
     specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
     own = [(specs[name], value) for name, value in fixed.items() if name in specs]
     return {s.name: np.full([d or 1 for d in s.shape], value).astype(s.dtype) for s, value in own}
@@ -64,7 +62,8 @@ PICTURE, SEQUENCE = 224, 64
 
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
-    """A function that makes `count` samples: normal floats, booleans, and integers within every lookup table."""
+    """A function that makes `count` samples: normal floats, booleans, and integers that are valid indices of every
+    table that the model looks up with them."""
     if hints := size_hints(model, specs):
         raise BadOption(
             f"input {next(s for s in specs if None in s.shape[1:])} has dynamic dimensions: give `calibration_data`, "
@@ -92,8 +91,8 @@ def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count:
 
 
 def size_hints(model: Model, specs: Iterable[InputSpec]) -> list[str]:
-    """For each input with open sizes besides the first, the option that gives likely ones: one for what is the first
-    size of an input, those of a picture if height and width are open, else of a sequence."""
+    """For each input with dynamic sizes besides the first, an option that sets likely ones: 1 for the batch, and the
+    usual side of a picture (if height and width are dynamic) or length of a sequence."""
     hints = []
     symbols = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in model.proto.graph.input}
     batches = {names[0] for names in symbols.values() if names and names[0]}
@@ -109,7 +108,7 @@ def size_hints(model: Model, specs: Iterable[InputSpec]) -> list[str]:
 
 
 def _index_end(model: Model, name: str) -> int:
-    """The end of the valid integers for an input: the length of the shortest table that it indexes, else 2."""
+    """The end of the range of valid integers for an input: the length of the shortest table that it indexes, else 2."""
     tables, copies = [], {name}
     for node in model.nodes:
         if node.op == "Gather" and node.inputs[1] in copies and node.inputs[0] in model.constants:

@@ -46,13 +46,13 @@ ModelRun = Callable[[Iterable[Sample]], Outputs]
 
 
 class Session:
-    """ONNX Runtime in a worker process: runs models on samples, one model after the other."""
+    """ONNX Runtime in a worker process; it can run several models, one after the other."""
 
     def __init__(self, runner: Runner, constants: ConstantFile, at_once: int, files: ExitStack) -> None:
         self._runner, self._constants, self._at_once, self._files = runner, constants, at_once, files
 
     def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs:
-        """The outputs of a model that is built for this call only."""
+        """The outputs of a model on all samples; the build is deleted afterwards."""
         path = self._constants.write(model, name)
         try:
             return self._runner.outputs_of(path, samples, self._at_once)
@@ -60,12 +60,13 @@ class Session:
             path.unlink()
 
     def load(self, model: Model, name: str) -> ModelRun:
-        """A function that runs the model, which is built at its first call and stays built until the session ends."""
+        """A function that runs the model. The model is built at the first call and stays loaded until the session
+        ends."""
         return self._files.enter_context(self.loaded(model, name))
 
     @contextmanager
     def loaded(self, model: Model, name: str) -> Iterator[ModelRun]:
-        """The same for a model that stays built in the block only."""
+        """As `load`, but the model is only loaded inside the block."""
         path = self._constants.write(model, name)
         with ExitStack() as built:
             built.callback(path.unlink)
@@ -88,8 +89,8 @@ def onnxruntime_session(
     unpacked: int = 0,
     **options: bool,
 ) -> Iterator[Session]:
-    """A session with these `options` of the onnxruntime engine. At most `at_once` samples run at the same time; for
-    `memory` and `unpacked` see `Runner`."""
+    """A session with these `options` of the onnxruntime engine, which runs at most `at_once` samples at the same time.
+    For `memory` and `unpacked` see `Runner`."""
     at_once = min(usable_cores(), at_once)
     spec = EngineSpec("onnxruntime", {"threads": usable_cores() // at_once, **options})
     with (
@@ -106,7 +107,7 @@ def running(
     model: Model, execution: Execution = EXECUTION, *, fuse: bool = True, budget: MemoryBudget | None = None
 ) -> Iterator[ModelRun]:
     """A function that runs a model, one sample after the other. If the model cannot be built, each call raises
-    EngineRefused. `budget` is the memory budget of engines that run meanwhile."""
+    EngineRefused. `budget` is the memory budget that it shares with other engines."""
     with _one_at_a_time(model, execution, fuse=fuse, budget=budget) as session:
         yield session.load(model, "observed")
 
@@ -128,11 +129,11 @@ def observe(
     *,
     widen: bool = True,
 ) -> Iterator[tuple[str, Array]]:
-    """Each of the tensors with its value on each sample, in memory that does not grow with their number.
+    """Each of `tensors` with its value on each sample, in memory that does not grow with the number of samples.
 
-    Tensors come in batches that fit into `BATCH_BYTES`, in order, and each batch sample by sample. Each takes a pass
-    over the samples, so these must not be an iterator. float16 and bfloat16 values are converted to float32 if `widen`.
-    For `budget` and errors see `outputs_on`."""
+    Tensors come in batches that fit into `BATCH_BYTES`, in order, and each batch sample by sample. Each batch takes a
+    pass over the samples, so these must not be an iterator. With `widen`, float16 and bfloat16 become float32. For
+    `budget` and errors see `outputs_on`."""
     is_fused = len(model.nodes) + len(tensors) <= MOST_OPTIMIZED
     with _one_at_a_time(model, execution, fuse=is_fused, budget=budget) as session:
         for batch in _batches(model, tensors, samples, session):
@@ -148,7 +149,6 @@ def observe(
 
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
-    """How many passes over the samples `observe` takes for these tensors."""
     with _one_at_a_time(model, execution, fuse=len(model.nodes) <= MOST_OPTIMIZED) as session:
         return sum(1 for _ in _batches(model, tensors, samples, session))
 
@@ -156,7 +156,8 @@ def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], exec
 def outputs_on(
     model: Model, samples: Iterable[Sample], budget: MemoryBudget | None = None, execution: Execution = EXECUTION
 ) -> Iterator[dict[str, Array]]:
-    """All outputs of a model by name, sample by sample. `budget` is the memory budget of engines that run meanwhile.
+    """All outputs of a model by name, sample by sample. `budget` is the memory budget that it shares with other
+    engines.
 
     Raises:
         BadData: no sample.
@@ -169,7 +170,6 @@ def outputs_on(
 
 
 def _on_each(run: ModelRun, samples: Iterable[Sample]) -> Iterator[dict[str, Array]]:
-    """The outputs on one sample after the other. Raises as `outputs_on` does."""
     sample = None
     for sample in samples:
         try:
@@ -186,7 +186,7 @@ def _on_each(run: ModelRun, samples: Iterable[Sample]) -> Iterator[dict[str, Arr
 
 
 def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto]) -> Model:
-    """The model with `nodes` at its end, and the first output of each of them as its outputs."""
+    """The model with `nodes` appended; its outputs are their first outputs."""
     proto = deepcopy(model.proto)
     proto.graph.node.extend(nodes)
     del proto.graph.output[:]
@@ -198,7 +198,6 @@ def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto]) -> Model:
 def _batches(
     model: Model, tensors: Sequence[str], samples: Iterable[Sample], session: Session
 ) -> Iterator[tuple[str, ...]]:
-    """The tensors in order, in batches of at most `BATCH_BYTES` (but at least one tensor)."""
     if len(tensors) < 2:
         yield from filter(None, [tuple(tensors)])
         return

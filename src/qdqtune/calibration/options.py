@@ -39,8 +39,6 @@ SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch
 
 
 class DataOptions(Options):
-    """Options for the inputs of a model."""
-
     calibration_data: Option[str | None] = SOURCE(
         "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Also a folder of pictures, "
         "or a .txt with a text a line, made arrays by preprocessor_config.json or tokenizer.json beside them or the "
@@ -72,8 +70,6 @@ def _method(value: Any) -> str:
 
 
 class RangeOptions(Options):
-    """Options for how ranges are found."""
-
     calibration_method: str | None = choice(
         Method,
         "How ranges are found. minmax: all values; percentile: without outliers, percentile:99.9 without a thousandth; "
@@ -98,12 +94,11 @@ class RangeOptions(Options):
 
     @property
     def has_method(self) -> bool:
-        """Whether an option says how ranges are found."""
+        """Whether the user has set any option about ranges."""
         return self.calibration_method is not None or self.bias_correction is not None
 
     @property
     def calibration(self) -> Calibration:
-        """How ranges are found: the given options, and defaults for the others."""
         usual = DEFAULT_CALIBRATION
         name, _, share = (self.calibration_method or usual.method).partition(":")
         corrects = usual.bias_correction if self.bias_correction is None else self.bias_correction
@@ -111,8 +106,6 @@ class RangeOptions(Options):
 
 
 class CacheOption(Options):
-    """The option for a file with scales."""
-
     calibration_cache: MaybeFile = FILE(
         "Take scales from a calibration cache of TensorRT (calib.cache of trtexec or Polygraphy) in place of data. "
         "Tensors that it lacks stay in float.",
@@ -121,8 +114,6 @@ class CacheOption(Options):
 
 
 class RewriteOption(Options):
-    """The option for rewrites of the float model."""
-
     rewrites: str = TEXT(
         "auto: change the float model first where no output changes and it pays; apply does what its placement says. "
         f"off: keep the graph as it is. Or what you name, by commas: {', '.join(REWRITTEN)}.",
@@ -133,8 +124,6 @@ class RewriteOption(Options):
 
 
 class FixOption(Options):
-    """The option for inputs that become constants."""
-
     fix_inputs: ValuesByInput = VALUES(
         "Make an input constant; an If that it decides is folded. Repeatable.", "Model", flags="--fix-input"
     )

@@ -44,9 +44,9 @@ JUDGED_BYTES = 2.0**27
 
 @dataclass(frozen=True)
 class Data:
-    """The inputs of a model: a source of samples (None for random inputs) and their largest number, the shapes of
-    dynamic inputs, the seed of everything random, and workloads, which are the samples if there is no other source.
-    `folders` are those of the model, where the settings for raw data may lie."""
+    """Where samples come from: a source (None for random inputs) and the largest number of samples, the shapes of
+    dynamic inputs, the random seed, and workloads, which serve as samples if there is no source. `folders` are those of
+    the model, where the settings for raw data may lie."""
 
     calibration_data: str | None = None
     calibration_samples: int | None = None
@@ -58,11 +58,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Prepared:
-    """`model` as it was read, which ships; `shaped` has the input `sizes` of the measurement, except where those of
-    workloads differ.
+    """A model with its samples. `model` has the dynamic sizes of the file and is what ships; `shaped` has the `sizes`
+    at which it is measured, except those that differ between workloads.
 
-    Outputs are compared on the samples `judging`, which are held out of calibration if `is_held_out`. `execution` is
-    how the model is run. Samples are from `data`, without the inputs `fixed`, which were made constants.
+    Outputs are compared on the samples `judging`, which calibration does not use if `is_held_out`. `execution` has time
+    limits and the like for running the model. `data` are where samples came from; `fixed` are inputs that were made
+    constants.
     """
 
     model: Model
@@ -79,23 +80,22 @@ class Prepared:
 
     @property
     def mix(self) -> Mix:
-        """The workloads to time: those given, or else the first sample."""
+        """The workloads to time: those of the user, or else the first sample."""
         return self.workloads or (Workload(self.samples.first(1)[0]),)
 
     @property
     def has_real_samples(self) -> bool:
-        """Whether the samples are the user's, so that outputs on them tell something about accuracy."""
+        """Whether samples are the user's: outputs on random inputs say nothing about accuracy."""
         return not self.samples.is_random
 
     @property
     def real(self) -> tuple[Sample, ...]:
-        """The samples on which outputs are compared, none where these are random."""
+        """The samples on which outputs are compared; none if inputs are random."""
         return self.judging if self.has_real_samples else ()
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Notes of every command that places pairs: on samples that are all alike, and on compute operators that no
-        pair can reach."""
+        """Warnings about samples that are all alike, and about compute operators that no pair can reach."""
         notes = []
         if self.judging and self.has_real_samples and not self.workloads:
             wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
@@ -109,8 +109,8 @@ class Prepared:
         return tuple(notes)
 
     def sized_for(self, engine: str) -> tuple[Self, tuple[str, ...]]:
-        """For an engine that takes fixed sizes only, the same with open sizes of inputs fixed to those of the first
-        workload or sample, also in what ships, and a note; else the same."""
+        """For an engine that takes fixed sizes only: this with dynamic sizes fixed to those of the first workload or
+        sample, also in the model that ships, and a note about it. For other engines: this, and no note."""
         facts, known = facts_of(engine), self.model.tensors
         is_open = any(None in (known[name].shape or (None,)) for name in self.model.inputs)
         if not facts.has_fixed_sizes or not is_open:
@@ -121,7 +121,6 @@ class Prepared:
         return replace(self, model=shaped, shaped=shaped), (note,)
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat, tensors: Sequence[str] | None = None) -> Ranges:
-        """Calibrate (see `calibrate`): the ranges of these `tensors`, or of all."""
         return calibrate(self.shaped, self.calibration, how, numbers=numbers, tensors=tensors, execution=self.execution)
 
 
@@ -136,9 +135,9 @@ def prepare(
 ) -> Prepared:
     """Shape a model and open its samples. All commands call this, so that they compare outputs on the same samples.
 
-    Outputs are compared on samples that a limit on calibration leaves out, if they are `LEAST_JUDGED` at least. Else
-    every fifth sample is held out of calibration, as many as are compared (`most` at most), unless there would be fewer
-    than that or samples are random. An engine that is so many times `slower` than a CPU gets fewer."""
+    If the limit on calibration samples leaves out `LEAST_JUDGED` or more, outputs are compared on those. Else every
+    fifth sample is held out of calibration for that, `most` at most, unless they would be fewer than `LEAST_JUDGED` or
+    inputs are random. An engine that is `slower` than a CPU by this factor gets fewer."""
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
         raise BadOption("`workloads` brings the shapes of all inputs: leave `input_shapes` out")
@@ -179,7 +178,8 @@ def prepare(
 
 
 def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
-    """Why pairs cannot reach compute operators, in words; None if they do."""
+    """A message if no pair can reach the compute operators of a model (they are in bodies of If nodes, say); else
+    None."""
     if operators := integer_operators(model):
         names = ", ".join(operators)
         return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"
@@ -214,7 +214,7 @@ def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
 
 
 def deciding_inputs(model: Model) -> list[str]:
-    """The inputs of one integer or boolean from which conditions of If are computed: others carry data."""
+    """The inputs with one integer or boolean on which conditions of If nodes depend."""
     waiting = [node.inputs[0] for node in model.nodes if node.op == "If"]
     seen: set[str] = set()
     while waiting:

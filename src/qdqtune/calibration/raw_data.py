@@ -1,7 +1,7 @@
-"""Calibration data that are no arrays yet: a folder of pictures, or a file of texts.
+"""Makes arrays of calibration data that are files of another kind: a folder of pictures, or a file of texts.
 
-The files that say how to make arrays of them (preprocessor_config.json, tokenizer.json) lie beside the data, or else
-beside the model. Pictures are prepared by the steps of Transformers' image processors; others are refused.
+The files that say how (preprocessor_config.json, tokenizer.json) lie beside the data, or else beside the model.
+Pictures are prepared by the steps of Transformers' image processors; settings with other steps are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Maker = Callable[[Sequence[Any]], dict[str, Array]]
 
 
 def raw_files(source: Path) -> list[Path]:
-    """The files of raw data in order; empty if the source holds none."""
+    """The picture or text files of a source, in order; empty if there are none."""
     if source.suffix == TEXT_ENDING and source.is_file():
         return [source]
     if not source.is_dir():
@@ -52,7 +52,7 @@ def raw_files(source: Path) -> list[Path]:
 
 
 def settings_files(source: Path, folders: Sequence[Path]) -> list[Path]:
-    """The files that say how to make arrays of raw data: those beside the data, or else in `folders` of the model."""
+    """The preprocessor or tokenizer files for raw data: those beside the data, or else in the model's `folders`."""
     places = _places(source, folders)
     return [path for path in (first_beside(names, places) for names in SETTINGS) if path is not None]
 
@@ -60,9 +60,9 @@ def settings_files(source: Path, folders: Sequence[Path]) -> list[Path]:
 def raw_samples(
     source: Path, files: Sequence[Path], specs: tuple[InputSpec, ...], folders: Sequence[Path], limit: int | None
 ) -> Callable[[int | None], Iterator[dict[str, Array]]]:
-    """A function that gives the samples in the `files` of `raw_files` for the inputs `specs`; `folders` are those of
-    the model. A sample has as many pictures or texts as the batch of the model, one if that is dynamic; what is left
-    over at the end is not used. With a `limit` on samples, see `spread`; the function takes the number of `others`."""
+    """A function that yields samples for the inputs `specs`, from the `files` of `raw_files`; `folders` are those of
+    the model. A sample has as many pictures or texts as the batch size of the model (1 if dynamic); an incomplete last
+    sample is dropped. `limit` is `count` in `spread`, and the argument of the function is `others` there."""
     places = _places(source, folders)
     spec, make = texts_for(specs, places, source) if source.is_file() else pictures_for(specs, places, source)
     batch = spec.shape[0] or 1
@@ -88,8 +88,8 @@ def _places(source: Path, folders: Sequence[Path]) -> list[Path]:
 
 
 def spread(items: Iterable[T], total: int, count: int | None, others: int | None = None) -> Iterator[T]:
-    """At most `count` of so many items, or all, at even distances, as data are often sorted by class; with `others` at
-    most so many of the items that are left by these, at even distances as well."""
+    """At most `count` of `total` items, or all, at even distances, since data are often sorted by class. With `others`:
+    at most so many of the remaining items instead, also at even distances."""
     if count is None:
         return iter(items)
     numbers: Sequence[int] = range(total)
@@ -124,7 +124,7 @@ BILINEAR = 2
 
 
 class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a preprocessor_config.json, with the defaults of Transformers."""
+    """The values of a preprocessor_config.json, with the defaults of Transformers."""
 
     do_resize: bool = True
     size: dict[str, int | None] | int | None = None
@@ -160,8 +160,8 @@ def _picture_settings(path: Path) -> PictureSettings:
 
 
 def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) -> tuple[InputSpec, Maker]:
-    """The input of a model that takes pictures, and what makes its array of their files; the settings lie in one of the
-    folders `places`."""
+    """The input of a model that takes pictures, and a function that makes its array of picture files; the settings lie
+    in one of the folders `places`."""
     fitting = [s for s in specs if len(s.shape) == 4 and not CHANNELS.isdisjoint((s.shape[1], s.shape[3]))]
     fitting = [spec for spec in fitting if spec.name == "pixel_values"] or fitting
     if len(fitting) != 1:
@@ -254,10 +254,10 @@ USUAL_TOKENS, MOST_TOKENS = 512, 10**6
 
 
 def texts_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) -> tuple[InputSpec, Maker]:
-    """The input of token ids of a model, and what makes its inputs of texts, but for those that no text gives; the
-    tokenizer lies in one of the folders `places`.
+    """The input of a model that takes token ids, and a function that makes the text inputs (ids, mask ...) of texts;
+    the tokenizer lies in one of the folders `places`.
 
-    Texts are cut and padded to the length of the model's inputs. Where that is dynamic, they keep their own up to the
+    Texts are cut and padded to the length of the model's inputs. If that is dynamic, they keep their length, up to the
     number of tokens that tokenizer_config.json or config.json names."""
     ids = next((spec for spec in specs if spec.name == IDS and len(spec.shape) == 2), None)
     if ids is None:

@@ -36,9 +36,9 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class Samples:
-    """A source of samples that can be iterated several times. `digest` identifies its content; `origin` is for
-    messages. `others` gives at most so many of those that a limit leaves out; None without a limit, and of a callable,
-    which may never end."""
+    """A source of samples that can be iterated several times. `digest` identifies its content; `origin` names it in
+    messages. `others(n)` yields at most n samples that the limit left out; None if there is no limit, or for a
+    callable, which may never end."""
 
     origin: str
     digest: str
@@ -50,8 +50,8 @@ class Samples:
         return self.produce()
 
     def apart(self, least: int, most: int) -> tuple[Samples, Samples] | None:
-        """The samples without every fifth one, and these held-out ones, of which there are at most `most`; None if
-        there would be fewer than `least`."""
+        """Splits off every fifth sample, at most `most`. Returns the other samples and those held out; None if fewer
+        than `least` would be held out."""
         if len(self.first(HELD_OUT * least)) < HELD_OUT * least:
             return None
         end = HELD_OUT * most
@@ -65,11 +65,10 @@ class Samples:
         return replace(self, produce=kept), replace(self, produce=held_out)
 
     def spread(self, count: int) -> list[Sample]:
-        """At most `count` samples at even distances, in two passes."""
+        """At most `count` samples at even distances; reads the source twice."""
         return list(spread(self, sum(1 for _ in self), count)) or self.first(count)
 
     def first(self, count: int) -> list[Sample]:
-        """The first `count` samples, or all if there are fewer."""
         found = list(islice(iter(self), count))
         if not found:
             raise BadData(f"{self.origin} holds no sample: give a hundred typical ones")
@@ -89,10 +88,11 @@ def open_samples(
     """Calibration samples from `source`: an .npz, a folder of .npy/.npz, raw data (see `raw_data`), or
     `module:callable`; None for random inputs. `folders` are those of the model.
 
-    Arrays have the names of inputs. One of the input's rank has a sample per batch (`a[i:i+1]` for batch 1), one of a
-    higher rank has a sample per entry (`a[i]`); a single sample is repeated for all. A callable returns an iterable of
-    dictionaries, or of arrays if the model has one input; it is called for each pass. Of more samples than `limit`
-    those at even distances are taken, of a callable the first. Arrays of `fixed` inputs are ignored."""
+    Arrays have the names of inputs. An array of the input's rank is cut into batches (`a[i:i+1]` for batch 1), one of a
+    higher rank has a sample per entry (`a[i]`); an array with one sample is repeated for all. A callable returns an
+    iterable of dictionaries, or of arrays if the model has one input; it is called for each pass. If there are more
+    than `limit` samples, it takes them at even distances, or the first ones of a callable. Arrays of `fixed` inputs are
+    ignored."""
     specs = input_specs(model)
     if source is None:
         count = limit or 8
@@ -146,7 +146,7 @@ def open_samples(
 
 
 def _files_of(source: str) -> list[Path]:
-    """The files of arrays in order; empty if the source is neither such a file nor a folder of some."""
+    """The .npy and .npz files of a source in order; empty if it is neither such a file nor a folder of some."""
     path = Path(source)
     if path.suffix == ".npz" or (path.is_file() and path.suffix != TEXT_ENDING):
         return [path]
@@ -156,7 +156,7 @@ def _files_of(source: str) -> list[Path]:
 
 
 def digest_of(source: str, execution: Execution, folders: Sequence[Path]) -> str | None:
-    """The digest of samples in files; None for a callable, which would have to be imported."""
+    """A hash of the samples in files; None for a callable, which would have to be imported."""
     files = _files_of(source)
     if not files and (raw := raw_files(Path(source))):
         files = [*raw, *settings_files(Path(source), folders)]
@@ -174,15 +174,14 @@ def digest_of(source: str, execution: Execution, folders: Sequence[Path]) -> str
 
 
 def read_sample(path: Path, model: Model, fixed: Collection[str], execution: Execution) -> Sample:
-    """The arrays of a file as one sample."""
     specs = input_specs(model)
     (arrays,) = read_in_thread(lambda: iter([read_arrays(path, specs)]), str(path), execution)
     return _sample(arrays, specs, fixed, str(path))
 
 
 def files_named(source: str | None) -> list[Path]:
-    """The files of calibration data or a metric: an .npz, the files of a folder, or those that may be the module of a
-    callable, which is not imported."""
+    """The files that a source of calibration data or a metric may read: an .npz, the files of a folder, or the module
+    file of a callable, which is not imported."""
     if source is None:
         return []
     path, place = Path(source), source.rpartition(":")[0]
@@ -217,7 +216,7 @@ def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Arra
 def _split(
     arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
 ) -> Iterator[Sample]:
-    """The samples in one set of arrays, each of which stacks the values of all samples or is one for all."""
+    """The samples in one set of arrays, each of which stacks the values of all samples, or has one value for all."""
     checked = _checked(arrays, specs, fixed, origin)
     stacks = {spec.name: _stacked(checked[spec.name], spec, origin) for spec in specs}
     counts = {name: len(stack) for name, stack in stacks.items()}
@@ -262,7 +261,7 @@ def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], ori
 def _checked(
     arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
 ) -> dict[str, Array]:
-    """The arrays of the inputs, which must have exactly their names and types."""
+    """The arrays of the inputs; refuses other names and types."""
     missing = [s.name for s in specs if s.name not in arrays]
     unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in (*fixed, LABELS)]
     if missing or unknown:

@@ -1,7 +1,7 @@
-"""Ranges and scales: how ranges are found, and the arithmetic of quantization, of pairs and of weight formats alone.
+"""Ranges and scales: how ranges are found, and the arithmetic of quantization, for pairs and for weight formats.
 
-Formulas are those of the ONNX operators: q = saturate(round_half_even(x / scale) + zero_point) and
-x' = (q - zero_point) * scale.
+Formulas are those of the ONNX operators: q = saturate(round_half_even(x / scale) + zero_point) and x' = (q -
+zero_point) * scale.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Range:
 
     @property
     def magnitude(self) -> float:
-        """The largest absolute value."""
         return max(abs(self.low), abs(self.high))
 
 
@@ -44,11 +43,11 @@ class Range:
 class Ranges:
     """The result of calibration: `activations` has the range of each activation.
 
-    For a model that came with Q/DQ pairs it also has the ranges of other constants, and `weights` the scales of
-    weights. `shifts`, by output channel, are added to the bias of a node whose input and weight carry pairs.
-    `is_given`: the ranges are the user's, and no tensor gets a wider one to share its scale with others. `wide` has the
-    ranges of activations in 16 bits, which hold every value: clipping gains nothing there. A tensor without one takes
-    that of `activations`.
+    For a model that came with Q/DQ pairs, it also has the ranges of other constants, and `weights` the scales of
+    weights. `shifts`: corrections of biases by node name and output channel, for nodes whose input and weight carry
+    pairs. `is_given`: the user gave the ranges, so none is widened to share its scale with others. `wide` has the
+    ranges for activations in 16 bits: those of all values, since clipping gains nothing there. A tensor without one
+    takes that of `activations`.
     """
 
     activations: Mapping[str, Range]
@@ -64,7 +63,8 @@ Method = Literal["minmax", "percentile", "mse"]
 @dataclass(frozen=True)
 class Calibration:
     """How ranges are found. minmax: all values. percentile: `percentile` % of the values, without outliers at both
-    ends. mse: the least squared error. `bias_correction` keeps the means of the outputs of quantized layers."""
+    ends. mse: the least squared error. `bias_correction` corrects biases so that the outputs of quantized layers keep
+    their means."""
 
     method: Method = "minmax"
     percentile: float = 99.99
@@ -75,7 +75,7 @@ class Calibration:
             raise ValueError("percentile lies in (50, 100]")
 
     def chosen(self, ranges: Ranges) -> Calibration:
-        """This calibration, without bias correction if it was tried and not used for `ranges`."""
+        """This calibration, without bias correction if `ranges` have none: it was tried, and gained nothing."""
         return replace(self, bias_correction=bool(ranges.shifts))
 
     def __str__(self) -> str:
@@ -97,19 +97,19 @@ class Quantization:
     axis: int | None = None
 
     def covers(self, low: float, high: float) -> bool:
-        """Whether saturation clips to [low, high], up to half a step."""
+        """Whether the pair's saturation clips to [low, high], with a tolerance of half a step."""
         scale = float(self.scale)
         lowest, highest = ((end - self.zero_point) * scale for end in (self.qtype.low, self.qtype.high))
         return lowest >= low - 5e-7 * scale and highest <= high + 0.5 * scale
 
 
 def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32, *, wide: bool = False) -> Quantization:
-    """The scale and zero point of an activation of this range, in the engine's format, in 8 bits or if `wide` in 16.
+    """The scale and zero point of an activation with this range, in the engine's format, in 8 bits or if `wide` in 16.
 
     Symmetric: scale = max|x| / the largest number. Asymmetric: the range is widened to hold zero, which must be exact
-    for padding and Relu, then scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). All zeros
-    have the scale of values up to 1. The scale is a normal number of `dtype`, the tensor's own: engines may take
-    subnormal ones for zero.
+    for padding and Relu, then scale = (high - low) / 255 (or / 65535) and zero point = round(-low / scale). If all
+    values are zero, the range is taken as up to 1. The scale is at least the smallest normal number of `dtype`, the
+    tensor's type, since engines may take subnormal ones for zero.
     """
     qtype = QType.UINT8 if fmt.unsigned and values.low >= 0 else fmt.activation
     qtype = fmt.wide if wide and fmt.wide is not None else qtype
@@ -132,8 +132,8 @@ def of_weight(
 ) -> Quantization:
     """The symmetric scale of a weight, per channel along `axis` if the format says so.
 
-    scale = max|w| / 127, or / 64 where 7 bits must do, or / 448 for E4M3, or if `wide` / `LARGEST_WIDE`. `given` scales
-    (of a model that came quantized) are kept; `floor` raises scales that are too small for an int32 bias.
+    scale = max|w| / 127; / 64 where weights have 7 bits; / 448 for E4M3; if `wide` / `LARGEST_WIDE`. Scales that are
+    `given` (by a model that came quantized) are kept; `floor` raises scales that are too small for an int32 bias.
     """
     axis, qtype = axis if fmt.per_channel else None, QType.INT16 if wide else fmt.weight
     if given is not None:
@@ -151,7 +151,6 @@ def of_weight(
 
 
 def quantize(values: Array, quantization: Quantization) -> Array:
-    """Quantized values, as the QuantizeLinear operator gives them."""
     scaled = np.array(values, np.float32)  # in place, since a weight may be half of a model
     scaled /= _along(quantization, values.ndim)
     qtype = quantization.qtype
@@ -162,7 +161,7 @@ def quantize(values: Array, quantization: Quantization) -> Array:
 
 
 def dequantize(values: Array, quantization: Quantization) -> Array:
-    """The float64 values of quantized ones: (q - zero point) * scale."""
+    """(q - zero point) * scale, in float64."""
     zero, scale = quantization.zero_point, _along(quantization, values.ndim)
     return np.asarray((values.astype(np.float64) - zero) * scale.astype(np.float64))
 
@@ -174,8 +173,8 @@ def _along(quantization: Quantization, rank: int) -> Array:
 
 
 def _full(magnitude: Any) -> Array:
-    """The magnitude, or 1 in place of zero: with a scale of 1 the int32 bias of zero weights would lose precision, and
-    QNN adds wrongly what has 64 times the scale of the sum (in 8 bits; 16,384 times in 16)."""
+    """The magnitude, or 1 (a small scale) in place of zero: with a scale of 1, the int32 bias of zero weights would be
+    coarse, and QNN adds wrongly if an input has 64 times the scale of the sum (16,384 times in 16 bits)."""
     return np.where(np.asarray(magnitude) == 0, 1.0, np.asarray(magnitude, np.float64))
 
 
@@ -208,15 +207,14 @@ INTEGER_TYPE = {
 
 @dataclass(frozen=True, eq=False)
 class RoundedWeight:
-    """A weight [in, out] as integers of that shape; its values are (integer - zero point) * scale. Scale and zero point
-    are [in / block, out], or [out] without blocks; of signed integers the latter is None."""
+    """A weight [in, out] as integers of that shape: values are (integer - zero point) * scale. Scale and zero point are
+    [in / block, out], or [out] without blocks; signed integers have no zero point (None)."""
 
     integers: Array
     scale: Array
     zero_point: Array | None = None
 
     def values(self) -> Array:
-        """The float32 weights that the integers stand for."""
         count = len(self.scale) if self.scale.ndim == 2 else 1
         blocks = self.integers.astype(np.float32).reshape(count, -1, self.integers.shape[1])
         if self.zero_point is not None:
@@ -226,7 +224,7 @@ class RoundedWeight:
 
 
 def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
-    """The smallest and the largest integer of a format. Signed ones of 8 bits exclude -128, as in pairs."""
+    """The smallest and the largest integer of a weight format. Signed 8 bits exclude -128, as in pairs."""
     if not weight_format.symmetric:
         return 0, 2**weight_format.bits - 1
     high: int = 2 ** (weight_format.bits - 1) - 1
@@ -234,8 +232,8 @@ def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
 
 
 def rounded_weight(weight: Array, weight_format: WeightFormat) -> RoundedWeight:
-    """A weight [in, out] of float32 or float16, rounded to the nearest. The block divides `in`; scales have the type of
-    the weight."""
+    """A float32 or float16 weight [in, out], rounded to a weight format; the block size must divide `in`. Scales have
+    the type of the weight."""
     rows, columns = weight.shape
     block = weight_format.block or rows
     kind = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
@@ -256,7 +254,7 @@ def rounded_weight(weight: Array, weight_format: WeightFormat) -> RoundedWeight:
 
 
 def _least_error_scale(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
-    """Scale and zero point [blocks, out] of the least squared error over a weight [blocks, block, out]."""
+    """Scale and zero point [blocks, out] with the least squared error, for a weight [blocks, block, out]."""
     least, best, zero = np.full(1, np.inf, np.float32), np.ones(1, np.float32), np.zeros(1, np.float32)
     for scale, centre in _candidate_scales(weight, weight_format):
         shifted = _rounded(weight, scale, centre, weight_format)
@@ -274,7 +272,7 @@ def _least_error_scale(weight: Array, weight_format: WeightFormat) -> tuple[Arra
 
 
 def _rounded(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat) -> Array:
-    """The integers of a weight, less the zero point `centre`."""
+    """The integers of a weight minus the zero point `centre`."""
     steps = np.asarray(weight / scale)  # in place from here on, as memory takes most of the time
     np.rint(steps, out=steps)
     steps += centre
@@ -284,7 +282,7 @@ def _rounded(weight: Array, scale: Array, centre: Array, weight_format: WeightFo
 
 
 def _candidate_scales(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:
-    """Candidates for scales and zero points, each [blocks, 1, out]; the scale of a block of zeros is 1."""
+    """Candidates for scales and zero points, each [blocks, 1, out]; a block of zeros gets scale 1."""
     low, high = integer_ends(weight_format)
     shares = SHRINKS if weight_format.bits == 4 else SHRINKS[:1]
     if weight_format.symmetric:

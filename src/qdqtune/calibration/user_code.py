@@ -1,5 +1,6 @@
-"""Code of the user: functions imported by name, their errors in one line, all that they do within a time limit. It runs
-in a thread, so that the caller can give up and Ctrl-C works."""
+"""Runs code of the user: imports functions by name, turns their exceptions into one line, and limits their time. The
+code runs in a thread, so that the caller can give up and Ctrl-C works.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ T = TypeVar("T")
 
 def import_callable(source: str, what: str, execution: Execution) -> tuple[Callable[..., Any], str]:
     """The callable that `module:callable` or `path/to/file.py:callable` names, and 16 hex digits of a hash of its name
-    and the text of its module; `what` says in errors what it is for.
+    and its module's text; `what` says in errors what it is for.
 
-    Modules are searched in the current folder first, and afterwards last: the user's function may import modules there
-    when it is called, but a numpy.py there must not hide the real one.
+    While it is imported, modules are searched in the current folder first; afterwards last: the function may import
+    modules from there when it is called, but a numpy.py there must not hide the real one.
     """
     place, _, attribute = source.rpartition(":")
     if not place:
@@ -103,17 +104,17 @@ def call_in_thread(
     function: Callable[[], T], what: str, execution: Execution, tasks: SimpleQueue[Any] | None = None
 ) -> T:
     """The result of a function, which is called in a thread, within the time limits of `execution`; `what` names it in
-    errors. Callables that come through `tasks` meanwhile are called here, and their time does not count.
+    errors. Functions that the thread puts into `tasks` are called in the calling thread, and their time does not count.
 
-    What the function and the callables raise is raised here, or TooSlow or Cancelled. A thread that exceeds the limit
-    is abandoned: the process does not wait for it.
+    Raises what the function or the tasks raise, TooSlow, or Cancelled. A thread that exceeds the limit is abandoned:
+    the process does not wait for it.
     """
     (result,) = _from_thread(lambda: iter([function()]), what, execution, tasks)
     return result
 
 
 def read_in_thread(make: Callable[[], Iterator[T]], origin: str, execution: Execution) -> Iterator[T]:
-    """The items of an iterator, which is created and run in a thread, as in `call_in_thread`."""
+    """The items of an iterator that is created and run in a thread, with the limits of `call_in_thread`."""
     return _from_thread(make, f"reading {origin}", execution, hint=", `calibration_samples` takes fewer")
 
 
@@ -124,13 +125,13 @@ def _from_thread(
     tasks: SimpleQueue[Any] | None = None,
     hint: str = "",
 ) -> Iterator[T]:
-    """The items of an iterator that a thread makes and runs. `what` it does stands in errors, and `hint` is what the
-    user can do beside giving more time."""
+    """The items of an iterator that is created and run in a thread. Errors say `what` it does, and with `hint` what the
+    user can do besides allowing more time."""
     answers = SimpleQueue[Any]() if tasks is None else tasks
     wanted = SimpleQueue[bool]()
 
     def give() -> None:
-        """Answer each request with the next item in a tuple, with None at the end, or with the exception."""
+        """For each request, put the next item in a tuple into the queue; at the end None, or the exception."""
         try:
             items = None
             while wanted.get():
@@ -140,7 +141,7 @@ def _from_thread(
             answers.put(error)
 
     def awaited(begun: float) -> Any:
-        """The next answer. Many fast answers have the limits of a slow one."""
+        """The next answer; the time limit also holds for the sum of many fast answers."""
         while True:
             waited = monotonic() - begun
             if waited >= CHECK_SECONDS:
@@ -177,7 +178,7 @@ def _from_thread(
 
 
 def checked_count(items: Iterable[T], origin: str) -> Iterator[T]:
-    """`items`, one after the other, while their number is plausible."""
+    """`items`, one after the other; refuses an implausible number of them."""
     for number, item in enumerate(items, 1):
         if number > MOST_GENERATED:
             raise BadData(

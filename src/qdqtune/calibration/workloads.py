@@ -21,7 +21,7 @@ from qdqtune.types import Mix, Workload
 
 @dataclass(frozen=True)
 class WorkloadFile:
-    """A file with the arrays of one call by input name, and its weight among the workloads."""
+    """A file with the input arrays of one kind of call, and the weight of these calls among all."""
 
     path: Path
     weight: float = 1.0
@@ -35,7 +35,7 @@ class WorkloadFile:
 
 
 def _file(text: str) -> WorkloadFile:
-    """A workload from FILE:WEIGHT; 1 if left out."""
+    """A workload from the text FILE:WEIGHT; the weight is 1 if left out."""
     file, colon, weight = check_name(text).rpartition(":")
     if not colon or Path(text).exists():
         return WorkloadFile(Path(text))
@@ -70,7 +70,7 @@ WorkloadsOption = Option[tuple[WorkloadFile, ...]]
 
 
 def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collection[str], execution: Execution) -> Mix:
-    """Read the workloads of a model. Arrays of `fixed` inputs, which were made constants, are ignored."""
+    """Read the workloads of a model. Arrays of `fixed` inputs are ignored."""
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise BadOption(
@@ -95,7 +95,7 @@ def description(mix: Mix) -> str:
 
 
 def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str]) -> dict[str, Span]:
-    """The smallest, the most frequent and the largest sizes of each input, except those `fixed`."""
+    """The smallest, the most frequent and the largest shape of each input, except those `fixed`."""
     shapes = {file: {name: a.shape for name, a in read_arrays(file.path).items()} for file in files}
     spans = {}
     for name, usual in shapes[max(files, key=lambda file: file.weight)].items():

@@ -53,8 +53,8 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
 
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
-    """Make every constant of the main graph an initializer or, if large, an entry of `large`. An initializer that is a
-    graph input as well stays both, as it is no constant: callers may override it."""
+    """Turn Constant nodes of the main graph into initializers, and move large initializers to `large`. An initializer
+    that is also a graph input stays as it is: callers may override it."""
     pairs = [(node, _lifted(node)) for node in graph.node]
     replace(graph.node, [node for node, tensor in pairs if tensor is None])
     lifted = [tensor for _, tensor in pairs if tensor is not None]
@@ -73,7 +73,7 @@ def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None
 
 
 def replace(field: MutableSequence[M], messages: Iterable[M]) -> None:
-    """Set the elements of a repeated field; they may be among its present ones."""
+    """Set all elements of a repeated field; `messages` may be elements of the field itself."""
     messages = list(messages)
     del field[:]
     field.extend(messages)
@@ -121,7 +121,7 @@ def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
-    """The file of a constant's external data, their offset and length there."""
+    """The file of a constant's external data, with their offset and length in bytes."""
     what = f"external data of constant {tensor.name!r}"
     if tensor.data_type not in SIZED:
         raise BadModel(f"{what}: unknown element type ({tensor.data_type})")
@@ -148,7 +148,8 @@ def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
 
 
 def _values(place: tuple[Path, int, int], seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Read a constant. Its file is not memory-mapped, since the process would crash if the file became shorter."""
+    """Read a constant's values from `place` (file, offset, length). The file is not memory-mapped, since the process
+    would crash if the file became shorter."""
     values = _bytes(*place)
     seen.check()
     return np.frombuffer(values, dtype).reshape(shape)

@@ -54,7 +54,8 @@ def load_for(
     min_opset: int,
     rewrites: Rewrites = NO_REWRITES,
 ) -> tuple[Model, Rewrites]:
-    """A model, not converted yet, with at least the opset that pairs at `precision` need, and its rewrites."""
+    """The rewritten model, still in float32, with at least the opset that pairs at `precision` need; and the rewrites
+    that found something to change."""
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
@@ -63,15 +64,14 @@ def load_for(
 
 
 def is_float32(model: Model) -> bool:
-    """Whether any node makes float32 values, which could be converted."""
     return any(_holds_float32(model, t) for t in model.producers)
 
 
 def converted(model: Model, precision: Precision, kept: Collection[str] = ()) -> Model:
     """`model` in a precision. Half precision needs opset 19.
 
-    Graph inputs and outputs stay float32, with a Cast at each where a node reads or makes it. So do these nodes, and
-    the tensors between them: nodes that are `blocked`, and those named in `kept`."""
+    Graph inputs and outputs stay float32 and get a Cast. Nodes that are `blocked` or named in `kept` stay float32, and
+    so do tensors that only such nodes read."""
     if precision == "fp32":
         return model
     half = HALF_TYPES[precision]
@@ -140,7 +140,7 @@ def blocked(model: Model) -> set[int]:
 
 
 def kept_in(half: Model, model: Model) -> set[str]:
-    """The names of the nodes that were in `kept` when `half` was made of `model`."""
+    """The names that `converted` had as `kept` when it made `half` from `model`."""
     makers = (half.nodes[i] for t, i in half.producers.items() if _holds_float32(half, t))
     full, always = {n.name for n in makers if n.op != "Cast"}, blocked(model)
     return {n.name for n in model.nodes if n.name in full and n.index not in always}
@@ -173,7 +173,7 @@ def _unsafe() -> frozenset[str]:
 
 
 def _convert(node: onnx.NodeProto, half: int) -> None:
-    """Convert what the attributes of a node hold, in place."""
+    """Convert float32 attributes of a node to half precision, in place."""
     for attribute in node.attribute:
         if attribute.t.data_type == TensorProto.FLOAT:
             _convert_tensor(attribute.t, half)

@@ -62,7 +62,8 @@ def weights_computed(model: Model) -> Model:
 
 
 def decided(model: Model) -> dict[str, TensorInfo]:
-    """The type and shape of every tensor, with those that follow from values that constants and shapes determine."""
+    """The type and shape of every tensor. Nodes are computed where constants and known shapes determine the result, so
+    that shapes behind them become known, too."""
     known, infos = dict(model.constants), dict(model.tensors)
     for node in model.nodes:
         if node.domain or node.captures:
@@ -149,8 +150,8 @@ def _when_read(
 
 
 def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
-    """`model` with these input sizes and the shapes that follow. A symbolic dimension gets one value everywhere; None
-    leaves a size as it is."""
+    """`model` with these shapes of inputs by name, and the shapes that follow. A symbolic dimension gets one value
+    everywhere; None leaves a dimension as it is."""
     if shapes:
         model = _with_sizes(model, shapes)
     inputs = (info for name, info in model.tensors.items() if name in model.inputs)
@@ -221,7 +222,7 @@ def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
 
 
 def with_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """A copy with the large constants as graph inputs, for functions that need the whole graph."""
+    """A copy with the large constants as graph inputs, for ONNX functions that take the whole graph as one protobuf."""
     copy = deepcopy(proto)
     for name, constant in large.items():
         copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))

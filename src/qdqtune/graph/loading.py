@@ -107,7 +107,7 @@ def with_opset(model: Model, opset: int) -> Model:
 
 
 def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
-    """The model of `proto`, whose nodes are sorted in place, with types and shapes inferred."""
+    """Sort the nodes of `proto` in place, infer types and shapes, and check the model."""
     _sort(proto.graph)
     _check(proto, large)
     return Model(infer(proto, large), large)
@@ -133,7 +133,7 @@ def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
 
 
 def _fits(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> bool:
-    """Whether a tensor's type and shape in the file can be those that its node makes."""
+    """Whether the type and shape that the file lists for a tensor are compatible with those that its node produces."""
     if kind_of(listed) not in ("", kind_of(made)):
         return False
     one, other = listed.type.tensor_type, made.type.tensor_type
@@ -175,14 +175,13 @@ def data_files(path: Path) -> tuple[str, ...]:
 
 
 def nbytes(model: Path) -> int:
-    """Size of a model file with its external data."""
     _, outside = _outside(Content(model, stamp(model)))  # first: it says why a file cannot be read
     return model.stat().st_size + outside
 
 
 @lru_cache(maxsize=64)
 def _outside(file: Content) -> tuple[tuple[str, ...], int]:
-    """The names and the bytes of what a model file has outside of it."""
+    """The names of a model's external data files, and the bytes that the model reads from them."""
     proto = read(file.path)
     tensors = chain(proto.graph.initializer, inner_tensors(proto))
     named = {e.value for t in tensors for e in t.external_data if e.key == "location"}
@@ -193,7 +192,7 @@ def _outside(file: Content) -> tuple[tuple[str, ...], int]:
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Name unnamed nodes by operator and position; a name that is in use already gets a number."""
+    """Name unnamed nodes by operator and position; a name that is already in use gets a number."""
     names, taken = UniqueNames(node.name for node in graph.node), set[str]()
     for i, node in enumerate(graph.node):
         if not node.name or node.name in taken:
@@ -289,7 +288,7 @@ def _keep_sampling(graph: onnx.GraphProto) -> None:
 
 
 def check_outputs(proto: onnx.ModelProto) -> None:
-    """Refuse outputs that are no tensors: sequences, maps and optional values cannot be compared."""
+    """Refuse models with outputs that are sequences, maps or optional values, which cannot be compared."""
     for value in proto.graph.output:
         if value.type.WhichOneof("value") not in (None, "tensor_type"):
             kind = f"of type {kind_of(value)}"

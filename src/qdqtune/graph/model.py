@@ -116,17 +116,16 @@ class Constant:
 
     @property
     def nbytes(self) -> int:
-        """Size of the values as files hold them."""
         return size_of(self.dtype, self.shape)
 
     def data(self) -> bytes | memoryview:
-        """The bytes of the values as files hold them: several values of less than 8 bits in a byte."""
+        """The bytes of the values as ONNX files store them; types of less than 8 bits are packed."""
         array = self.array()
         return numpy_helper.from_array(array).raw_data if self.dtype in PACKED else _bytes(array)
 
     @staticmethod
     def of(array: Array) -> Constant:
-        """A constant with these values, which stay in memory."""
+        """A constant with values in memory."""
         array = np.asarray(array, order="C")
         data = repr(array.tolist()).encode() if array.dtype.hasobject else _bytes(array)  # objects are strings
         key = content_key(array.dtype, array.shape, data)
@@ -139,15 +138,14 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """An ONNX model whose nodes have unique names and whose constants are all initializers, small ones in `proto`,
-    `large` ones by name; `constants` has both. Treat all of it as read only: stages make new models."""
+    """An ONNX model with unique node names. All its constants are initializers: small ones in `proto`, large ones in
+    `large`, by name; `constants` has both. Treat it as read only: every change makes a new model."""
 
     proto: onnx.ModelProto
     large: Mapping[str, Constant] = field(default_factory=dict)
 
     @property
     def opset(self) -> int:
-        """Version of the default operator set."""
         return opset_of(self.proto)
 
     @cached_property
@@ -161,12 +159,12 @@ class Model:
 
     @cached_property
     def producers(self) -> Mapping[str, int]:
-        """Tensor to the index of the node that makes it; graph inputs and constants are absent."""
+        """Index of the node that makes a tensor, by tensor; without graph inputs and constants."""
         return {name: n.index for n in self.nodes for name in n.outputs if name}
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Use, ...]]:
-        """Tensor to its uses, in graph order, graph outputs last."""
+        """The uses of each tensor, in graph order, graph outputs last."""
         uses = defaultdict[str, list[Use]](list)
         for node in self.nodes:
             for i, name in enumerate(node.inputs):
@@ -184,7 +182,6 @@ class Model:
         return Edge(tensor, "" if use.node == GRAPH else self.nodes[use.node].name, use.slot)
 
     def edges(self, tensor: str) -> list[Edge]:
-        """Every edge out of a tensor, graph outputs included."""
         return [self.edge(tensor, use) for use in self.uses(tensor)]
 
     def node(self, name: str) -> Node:
@@ -195,18 +192,17 @@ class Model:
         return self.node(edge.node) if edge.node else None
 
     def maker(self, tensor: str) -> Node | None:
-        """The node that makes a tensor; None for graph inputs and constants."""
         index = self.producers.get(tensor)
         return None if index is None else self.nodes[index]
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the graph inputs that a caller must feed."""
+        """Names of the graph inputs without a default, which a caller must feed."""
         return tuple(i.name for i in self.proto.graph.input if i.name not in self.overridable)
 
     @cached_property
     def overridable(self) -> frozenset[str]:
-        """Names of the graph inputs that a caller may feed: initializers hold their defaults."""
+        """Names of the graph inputs that have an initializer as their default."""
         listed = {i.name for i in self.proto.graph.input}
         return frozenset(t.name for t in self.proto.graph.initializer if t.name in listed)
 
@@ -216,13 +212,13 @@ class Model:
 
     @cached_property
     def constants(self) -> Mapping[str, Constant]:
-        """Every constant by tensor name, small and large; what callers may override is none."""
+        """All constants by tensor name; without initializers that are also graph inputs, which callers may override."""
         small = (t for t in self.proto.graph.initializer if t.name not in self.overridable)
         return {t.name: _inline(t) for t in small} | dict(self.large)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Type and shape of every tensor that shape inference reached."""
+        """Type and shape of every tensor for which they are known."""
         graph = self.proto.graph
         infos = {
             v.name: TensorInfo.of(v)
@@ -234,7 +230,7 @@ class Model:
 
     @cached_property
     def frame(self) -> onnx.ModelProto:
-        """The protobuf without nodes, constants, and types of inner tensors."""
+        """A copy of the protobuf without its nodes, constants, and types of inner tensors."""
         bare = deepcopy(self.proto)
         del bare.graph.node[:], bare.graph.initializer[:], bare.graph.value_info[:]
         return bare
@@ -248,7 +244,6 @@ class Model:
         return digest.hexdigest()[:32]
 
     def to_proto(self) -> onnx.ModelProto:
-        """A protobuf with all constants inside."""
         whole = deepcopy(self.proto)
         for name, constant in self.large.items():
             whole.graph.initializer.append(constant.to_proto(name))
@@ -256,7 +251,6 @@ class Model:
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
-    """Version of the default operator set; 1 if the file imports none."""
     return next((o.version for o in proto.opset_import if o.domain in DEFAULT), 1)
 
 
@@ -286,7 +280,7 @@ def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, C
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The graphs that a node carries in its attributes."""
+    """The subgraphs in a node's attributes (If, Loop, Scan)."""
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
@@ -300,13 +294,12 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def defined(graph: onnx.GraphProto) -> set[str]:
-    """Names of the tensors that a graph defines: inputs, constants, and outputs of nodes."""
     made = {name for node in graph.node for name in node.output if name}
     return {v.name for v in graph.input} | {t.name for t in graph.initializer} | made
 
 
 def captured(graph: onnx.GraphProto) -> set[str]:
-    """Names that a body reads but does not define."""
+    """Names of outer tensors that a subgraph reads."""
     read = {o.name for o in graph.output}
     for node in graph.node:
         read.update(name for name in node.input if name)

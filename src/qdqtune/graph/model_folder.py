@@ -28,15 +28,15 @@ VERSION = re.compile(r"(.+)[._](?:qdq|quantized|optimized|fp16|bf16|u?int8|bnb4|
 
 
 def graphs_in(folder: Path) -> list[Path]:
-    """The ONNX files in a folder, or else in its subfolder `onnx`, sorted by name. Left out are other versions of a
-    graph: model_quantized.onnx beside model.onnx."""
+    """The ONNX files in a folder, or else in its subfolder `onnx`, sorted by name. Variants of a graph, such as
+    model_quantized.onnx beside model.onnx, are left out."""
     found = sorted(folder.glob("*.onnx")) or sorted((folder / SUBFOLDER).glob("*.onnx"))
     stems = {path.stem for path in found}
     return [path for path in found if not ((made := VERSION.fullmatch(path.stem)) and made[1] in stems)]
 
 
 def model_in(path: Path) -> Path:
-    """The only graph of a folder; a path that is no folder is returned as it is."""
+    """The only ONNX file in a folder; a path that is no folder is returned as it is."""
     if not path.is_dir():
         return path
     found = graphs_in(path)
@@ -49,7 +49,7 @@ def model_in(path: Path) -> Path:
 
 
 def without_graph(folder: Path) -> str:
-    """What to do about a folder without an ONNX file, in words."""
+    """The error message for a folder without an ONNX file."""
     how = "name an ONNX file, or a folder that holds some"
     if (folder / CONFIG).is_file():
         how = f"make one with optimum-cli export onnx --model {folder} NEW_FOLDER, and name that folder"
@@ -57,13 +57,14 @@ def without_graph(folder: Path) -> str:
 
 
 def companions(model: Path) -> list[Path]:
-    """The settings and tokenizers beside a model file, for Transformers; empty if it is in no folder of Optimum's."""
+    """The settings and tokenizers beside a model file that Hugging Face's Optimum exported; empty for other models."""
     config = first_beside([CONFIG], [model.parent])
     return [] if config is None else [file for name in COMPANIONS if (file := config.parent / name).is_file()]
 
 
 def first_beside(names: Iterable[str], folders: Iterable[Path]) -> Path | None:
-    """The first file with one of these names in these folders, or in those above that hold graphs in a subfolder."""
+    """The first existing file with one of these names in `folders`; of a folder `onnx`, the folder above is searched,
+    too."""
     for folder in folders:
         above = [folder.absolute().parent] if folder.absolute().name == SUBFOLDER else []
         for place in (folder, *above):

@@ -123,42 +123,41 @@ def is_float(model: Model, tensor: str) -> bool:
 
 
 def may_be_float(model: Model, tensor: str) -> bool:
-    """Whether a tensor may hold floats: its type is float or unknown."""
     info = model.tensors.get(tensor)
     return info is None or info.is_float
 
 
 def is_dilated(node: Node) -> bool:
-    """Whether a convolution says that its kernel has gaps; one of a single point has none even so."""
+    """Whether a convolution has a `dilations` attribute other than 1, even if its kernel is 1x1."""
     return node.op in CONVOLUTIONS and not node.domain and any(gap != 1 for gap in node.attributes.get("dilations", ()))
 
 
 def takes_data(node: Node, slot: int) -> bool:
-    """Whether input `slot` is data and not a setting (see `SETTINGS_FROM`)."""
+    """Whether input `slot` is data and not a setting, such as a shape or axes (see `SETTINGS_FROM`)."""
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
 
 
 def output_channels(node: Node, weight: Sequence[int]) -> int:
-    """Of a Conv, ConvTranspose or Gemm whose weight has this shape."""
+    """The number of output channels of a Conv, ConvTranspose or Gemm whose weight has this shape."""
     if node.op == "ConvTranspose":
         return weight[1] * int(node.attributes.get("group", 1))
     return weight[1 if node.op == "Gemm" and not node.attributes.get("transB", 0) else 0]
 
 
 def integer_operators(model: Model) -> list[str]:
-    """The integer operators of a model that was quantized before."""
+    """Names of the integer operators in a model, which show that it was quantized before."""
     return sorted({node.op for node in model.nodes if node.op in INTEGER or node.op.startswith("QLinear")})
 
 
 def elements(model: Model, tensor: str) -> float:
-    """The number of a tensor's elements; an unknown dimension counts as 1."""
+    """The number of elements of a tensor; an unknown dimension counts as 1."""
     info = model.tensors.get(tensor)
     return float(math.prod([d or 1 for d in (info.shape if info else None) or ()]))
 
 
 def work(model: Model, node: Node) -> float:
-    """The number of multiplications of a compute operator, or of elements that another operator writes; an unknown
-    dimension counts as 1."""
+    """The number of multiplications of a Conv, MatMul or the like; for other operators the number of elements they
+    write. An unknown dimension counts as 1."""
     written = elements(model, node.outputs[0]) if node.outputs else 1.0
     if node.op not in COMPUTE or len(node.inputs) < 2:
         return written
@@ -170,7 +169,7 @@ def work(model: Model, node: Node) -> float:
 
 
 def reduced_axes(model: Model, node: Node) -> Sequence[int]:
-    """The axes of a reduction, from its attribute or a constant; empty if they are not given or not constant."""
+    """The axes of a reduction; empty if they are not given or not constant."""
     axes = node.attributes.get("axes")
     if axes is None and len(node.inputs) > 1 and node.inputs[1] in model.constants:
         axes = model.constants[node.inputs[1]].array().tolist()

@@ -34,8 +34,8 @@ FORMULA_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Match:
-    """An operator that computes what a node and those in front of it make of the tensor `source` and of constants.
-    `operands` are its further inputs: names of constants, or new constants."""
+    """A single operator that replaces a group of nodes: it computes their result from the tensor `source`. `operands`
+    are its further inputs: names of constants, or new constants."""
 
     op: str
     source: str
@@ -48,7 +48,8 @@ Matcher = Callable[[Model, Node], Match | None]
 
 
 def with_merged(model: Model, op: str, matcher: Matcher, opset: int) -> Model:
-    """`model` with one node `op` for the nodes of each match, at least at `opset`; the same object if there is none."""
+    """`model` with one `op` node in place of each group of nodes that `matcher` finds, in opset `opset` or later; the
+    same object if there is no match."""
     taken: set[int] = set()
     matches: dict[int, Match] = {}
     for node in reversed(model.nodes):
@@ -94,8 +95,8 @@ FACTORS: Mapping[str, int] = {"Mul": 2, "Div": 1, "Reciprocal": 0}
 
 
 def product(model: Model, tensor: str) -> tuple[float, list[str], list[str]]:
-    """The product that a tensor is, through all Mul, Div and Reciprocal nodes in front that nothing else reads: a
-    number, the tensors that are its factors, and its divisors."""
+    """Writes a tensor as number * factors / divisors: follows Mul, Div and Reciprocal nodes backwards while nothing
+    else reads their results. Returns the number, the factors, and the divisors."""
     factors: list[str] = []
     divisors: list[str] = []
     value, pending = 1.0, [(tensor, True)]
@@ -116,7 +117,7 @@ Gate = tuple[str, float]
 
 
 def gelu_gate(model: Model, tensor: str) -> Gate | None:
-    """Matches 1 + erf(x / sqrt 2), which a Gelu multiplies with x / 2."""
+    """Matches 1 + erf(x / sqrt 2), the part of a Gelu that is multiplied with x / 2."""
     one, other = _sum(model, tensor)
     erf = maker(model, other)
     if erf is None or erf.op != "Erf" or not _is_close(one, 1.0):
@@ -127,7 +128,7 @@ def gelu_gate(model: Model, tensor: str) -> Gate | None:
 
 
 def hard_swish_gate(model: Model, tensor: str) -> Gate | None:
-    """Matches HardSigmoid(x) of slope 1/6, or clip(x + 3, 0, 6), which is six times that."""
+    """Matches the part of a HardSwish that is multiplied with x: HardSigmoid(x) of slope 1/6, or clip(x + 3, 0, 6)."""
     node = maker(model, tensor)
     if node is not None and node.op == "HardSigmoid":
         slope, shift = node.attributes.get("alpha", 0.2), node.attributes.get("beta", 0.5)
@@ -139,7 +140,7 @@ def hard_swish_gate(model: Model, tensor: str) -> Gate | None:
 
 
 def gated(model: Model, node: Node, op: str, gate: Callable[[Model, str], Gate | None]) -> Match | None:
-    """Matches x gate(x) times the number of the gate."""
+    """Matches x * gate(x) * c, where `gate` says which constant c makes it the operator `op`."""
     scale, factors, divisors = product(model, node.outputs[0])
     for i, tensor in enumerate(factors):
         found = gate(model, tensor)
@@ -150,8 +151,8 @@ def gated(model: Model, node: Node, op: str, gate: Callable[[Model, str], Gate |
 
 
 def normalization(model: Model, node: Node) -> Match | None:
-    """Matches t / sqrt(mean t^2 + epsilon) over the last axis, with a scale vector or without, as RMSNormalization; if
-    t is x - mean x as LayerNormalization of x, with a bias vector or without."""
+    """Matches t / sqrt(mean t^2 + epsilon) over the last axis as RMSNormalization, or as LayerNormalization of x if t
+    is x - mean x. A scale vector, and for LayerNormalization a bias vector, may follow."""
     biases = [t for t in node.inputs if t in model.constants] if node.op == "Add" else []
     whole = next((t for t in node.inputs if t not in biases), "") if biases else node.outputs[0]
     factor, factors, divisors = product(model, whole)
@@ -202,7 +203,6 @@ def reader(model: Model, node: Node) -> Node | None:
 
 
 def number(model: Model, tensor: str) -> float | None:
-    """The value of a constant with one float32 element; None for other tensors."""
     constant = model.constants.get(tensor)
     if constant is None or constant.shape not in ((), (1,)) or constant.dtype != TensorProto.FLOAT:
         return None
@@ -210,7 +210,7 @@ def number(model: Model, tensor: str) -> float | None:
 
 
 def _sum(model: Model, tensor: str) -> tuple[float, str]:
-    """The number and the tensor whose sum a tensor is; 0 and no tensor if it is no such sum."""
+    """The constant number and the other tensor whose sum a tensor is; (0, "") if it is no such sum."""
     node = maker(model, tensor)
     for i, part in enumerate(node.inputs if node is not None and node.op == "Add" else ()):
         if node is not None and (shift := number(model, part)) is not None:
@@ -238,7 +238,8 @@ FOLD = "fold"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A function that returns the same object if there is nothing to do, and the operator that it `makes`, if any."""
+    """A function that rewrites a model (it returns the same object if there is nothing to do), and the operator type
+    that it `makes`, if any."""
 
     apply: Callable[[Model], Model]
     makes: str = ""
@@ -249,9 +250,8 @@ def merging(op: str, matcher: Matcher, opset: int) -> Rewrite:
 
 
 def without_reciprocals(model: Model) -> Model:
-    """`model` with a Div of 1 by x for each Reciprocal of x of float32; the same object if there is none.
-
-    The 1 is a constant, which gets a pair of its own with a scale that fits it.
+    """`model` with 1 / x as a Div for each float32 Reciprocal of x; the same object if there is none. The constant 1
+    gets its own pair, whose scale fits it.
     """
     one, nodes, is_changed = UniqueNames(names_in(model.proto.graph)).fresh("one"), [], False
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
@@ -265,8 +265,8 @@ def without_reciprocals(model: Model) -> Model:
 
 
 def without_needless_dilations(model: Model) -> Model:
-    """`model` with a dilation of 1 for each convolution whose kernel is one point, which no dilation changes; the same
-    object if there is none."""
+    """`model` with a dilation of 1 for each 1x1 convolution, where dilation has no effect; the same object if there is
+    none."""
     nodes, is_changed = list(model.proto.graph.node), False
     for node in filter(is_dilated, model.nodes):
         weight = model.constants.get(node.inputs[1])
@@ -292,9 +292,8 @@ REWRITE_NAMES = (FOLD, *REWRITES)
 
 @dataclass(frozen=True)
 class Rewrites:
-    """The rewrites of a float model: weights are always computed (`weights_computed`), then follow `folded`, if set,
-    those of `merged`, which the engine would make by itself, and those of `names`, each in order. One of `merged` that
-    fails is left out."""
+    """The rewrites to apply to a float model, in this order: constant weights are computed (always), `folded` if set,
+    `merged` (those that the engine makes by itself; one that fails is skipped), then `names`."""
 
     folded: bool = False
     names: tuple[str, ...] = ()
@@ -306,11 +305,10 @@ class Rewrites:
             raise ValueError(f"there is no rewrite {unknown}; there are {', '.join(REWRITE_NAMES)}")
 
     def of(self, model: Model) -> Model:
-        """The rewritten model."""
         return self.made(model)[0]
 
     def made(self, model: Model) -> tuple[Model, Rewrites]:
-        """The rewritten model, and these rewrites with those of `merged` alone that found something to do."""
+        """The rewritten model, and these rewrites without those of `merged` that changed nothing."""
         model, merged = weights_computed(model), list[str]()
         if self.folded:
             model = folded(model)
@@ -324,13 +322,13 @@ class Rewrites:
 
 
 def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
-    """The names of the rewrites that create operators in `after` which are not in `before`."""
+    """The names of the rewrites that make operator types which are in `after` and not in `before`."""
     return ordered([name for name, r in REWRITES.items() if r.makes in after and r.makes not in before])
 
 
 def allowed(value: str, merged: tuple[str, ...] = ()) -> Rewrites:
-    """The rewrites that the option `rewrites` names: `auto` (at first `fold` and those that the engine makes by itself,
-    `merged`), `off`, or names with commas."""
+    """The rewrites that the value of option `rewrites` names: `auto` (`fold` and `merged`), `off`, or a list with
+    commas."""
     if value in ("auto", "off"):
         return Rewrites(True, merged=merged) if value == "auto" else Rewrites()
     names = {name.strip() for name in value.split(",")}
@@ -420,8 +418,8 @@ def _layer(model: Model, node: Node) -> _Layer | None:
 
 
 def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tuple[Array, Array] | None:
-    """What `node` multiplies the channels of `source` by, and then adds: float64 vectors [channels] or [1]. None if it
-    does something else, or with numbers that are not finite."""
+    """The factor and the summand that `node` applies to the channels of `source`: float64 vectors [channels] or [1].
+    None if it does something else, or with numbers that are not finite."""
     others = [model.constants[t] for t in node.inputs if t != source]
     one, zero, channels = np.ones(1), np.zeros(1), layer.scale.size
     found = None
@@ -451,7 +449,7 @@ def _scale_and_shift(model: Model, node: Node, source: str, layer: _Layer) -> tu
 
 
 def _along_outputs(node: Node, shape: Sequence[int], scale: Array) -> Array:
-    """Numbers for the output channels of a layer, in a shape that broadcasts over its weights."""
+    """Numbers for the output channels of a layer, reshaped to broadcast over its weights."""
     if node.op == "ConvTranspose":  # [in, out / group, ...], the inputs group by group
         group = node.attributes.get("group", 1)
         rows = np.repeat(scale.reshape(group, -1), shape[0] // group, axis=0)

@@ -35,17 +35,17 @@ def save(model: Model, path: Path) -> None:
 
 
 def data_of(path: Path) -> Path:
-    """The file for the constants of a model that is too large for one file."""
     return path.parent / f"{path.name}.data"
 
 
 def model_outputs(path: Path, option: str, kind: str = "model") -> list[Output]:
-    """The files that are written for an `option` that names a model."""
+    """The files that are written where `option` names a model file: the model, and its external data if it is large."""
     return [Output(file, option, written_as(kind)) for file in (path, data_of(path))]
 
 
 class ConstantFile:
-    """A file of constants that small model files in the same folder refer to, each written when first needed."""
+    """A file of constants that the small model files in the same folder refer to; each constant is written when first
+    needed."""
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
 

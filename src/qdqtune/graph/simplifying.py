@@ -1,6 +1,6 @@
-"""Simplifies a graph before it becomes a `Model`: Identity nodes, fixed inputs, decided Ifs, unused nodes.
+"""Simplifies a graph before it becomes a `Model`: removes Identity nodes and unused nodes, fixes inputs, resolves Ifs.
 
-All expect nodes in topological order, and keep the names of graph inputs, graph outputs and nodes.
+All functions expect nodes in topological order, and keep the names of graph inputs, graph outputs and nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class of its own."""
 
 
 def drop_identities(graph: onnx.GraphProto) -> None:
-    """Remove Identity nodes: their readers read the input instead. One that makes a graph output stays."""
+    """Remove Identity nodes, except those that make a graph output."""
     outputs = {o.name for o in graph.output}
     aliases: dict[str, str] = {}
     kept = []
@@ -89,7 +89,6 @@ def rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
 
 
 def names_in(graph: onnx.GraphProto) -> set[str]:
-    """Every tensor name in a graph and its bodies."""
     names = defined(graph) | {o.name for o in graph.output}
     for node in graph.node:
         names.update(node.input, *(names_in(body) for body in bodies(node)))
@@ -97,8 +96,6 @@ def names_in(graph: onnx.GraphProto) -> set[str]:
 
 
 class UniqueNames:
-    """Makes new names that differ from those in use."""
-
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
         self._suffixes: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(2))
@@ -177,7 +174,6 @@ def computed(
 
 
 def alone(proto: onnx.ModelProto, node: onnx.NodeProto, inputs: Sequence[onnx.TensorProto]) -> onnx.ModelProto:
-    """A model of one node of `proto` with constant inputs."""
     outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
     graph = onnx.helper.make_graph([node], "one", [], outputs, inputs)
     return onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)

@@ -1,8 +1,8 @@
-"""How far a model's outputs are from the float model's, as numbers and as text: the same wherever people read of it.
+"""How far a model's outputs are from the float model's, as numbers and as text, for all commands and reports.
 
-Where the SQNR of the whole does not show it, a part of an output may have lost its content. Boxes up to 1,000 and
-scores up to 1 in one output: with one scale for both all scores become 0, and the whole has 40 dB. So outputs are
-compared by slices as well: along each axis behind the first (the batch), one for each index.
+The SQNR of a whole output can hide that a part of it is destroyed. Say it holds boxes with values up to 1,000 and
+scores up to 1: with one scale for both, all scores become 0, and yet the SQNR is 40 dB. So outputs are also compared
+slice by slice: one slice for each index of every axis but the first (the batch).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Outputs = Sequence[Mapping[str, Array]]
 
 
 def concern(accuracy: Accuracy) -> str | None:
-    """One line for users about outputs that are not to be trusted; None if they are."""
+    """A warning in one line if outputs are not to be trusted; else None."""
     lost = accuracy.sqnr_db
     if lost is not None and lost < FLOOR_DB:
         state = "computes something else than" if lost < FLOOR_DB / 2 else "differs much from"
@@ -69,12 +69,12 @@ def check_finite(outputs: Outputs) -> None:
 
 
 def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None) -> Accuracy:
-    """The accuracy of outputs, compared with those of the float model; these have an entry for each sample, outputs may
-    have one for the first ones alone. `scores` are those in the float model's outputs; None looks for them.
+    """The accuracy of outputs, compared with those of the float model, `reference`, which has an entry for each sample;
+    `outputs` may stop earlier. `scores` says which outputs hold scores of classes; None: find out.
 
-    The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
-    counts, with the least and largest SQNR of a single sample, and the worst slice of all. Where shapes depend on
-    values, as those of boxes do, and differ, missing values count as zeros.
+    The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples. The result is
+    that of the worst output, with its least and largest SQNR of a single sample, and the worst slice of all outputs.
+    Where shapes depend on values and differ (numbers of boxes, say), missing values count as zeros.
     """
     scores = scores or scores_of(reference)
     count = len(outputs)
@@ -113,7 +113,7 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
 
 
 def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
-    """The `count` samples, in their order, with the largest errors in the worst output."""
+    """Indices of the `count` samples with the largest errors in the worst output, ascending."""
     worst = min(_powers(_paired(reference, outputs)).values(), key=_sqnr, default=None)
     noise = np.zeros(len(reference)) if worst is None else worst[1]
     return sorted(np.argsort(-noise, kind="stable")[:count].tolist())
@@ -129,7 +129,7 @@ Pairs = Sequence[tuple[Array, Array]]
 
 
 def _paired(reference: Outputs, outputs: Outputs) -> dict[str, Pairs]:
-    """Each output, its arrays padded with zeros to common shapes; flat where ranks differ."""
+    """The arrays of each output, padded with zeros to common shapes; flattened where ranks differ."""
     pairs: dict[str, list[tuple[Array, Array]]] = {name: [] for name in reference[0]}
     for expected, actual in zip(reference, outputs, strict=True):
         for name, exact in expected.items():
@@ -144,7 +144,7 @@ def _paired(reference: Outputs, outputs: Outputs) -> dict[str, Pairs]:
 
 
 def _powers(pairs: Mapping[str, Pairs]) -> dict[str, Array]:
-    """Signal and noise power of each sample, [2, samples], by float output that differs."""
+    """Signal and noise power of each sample, [2, samples], by name of each float output that differs."""
     powers = {
         name: np.array([(power(exact), power(exact, other)) for exact, other in arrays]).T
         for name, arrays in pairs.items()
@@ -164,15 +164,15 @@ def power(values: Array, others: Array | None = None) -> float:
 
 
 def _db(signal: float, noise: float) -> float:
-    """`signal` / `noise` in dB; finite also without signal or with infinite noise."""
+    """`signal` / `noise` in dB; finite even without signal or with infinite noise."""
     least = np.finfo(np.float64).tiny
     return float(10 * np.log10(max(signal / noise, least)))
 
 
 def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float | None]:
-    """The share of positions with the same best class, how many positions were compared, and as many independent ones
-    tell as much where these are others, of the output that holds scores and falls short of `MOST_EQUAL` most surely: a
-    share counts by the root of its positions. Samples whose shape differs do not count."""
+    """For the output with class scores whose agreement is most surely below `MOST_EQUAL`: the share of positions with
+    the same best class, the number of positions, and how many independent ones carry as much information. Samples whose
+    shape differs do not count."""
     shares = list[tuple[float, int, float]]()
     for name, axis in scores.axis.items():
         best = scores.best[name]
@@ -192,29 +192,29 @@ def decibels(sqnr_db: float | None) -> str:
 
 
 def integers_differ(sqnr_db: float | None, equal: float | None) -> bool:
-    """Whether integers in outputs are all that differs, so that no ratio in dB tells of it; `equal` is their share."""
+    """Whether only integer outputs differ (`equal` is the share of equal ones), so that there is no SQNR."""
     return sqnr_db is None and equal is not None and equal < 1
 
 
 def closeness(sqnr_db: float | None, equal: float | None) -> str:
-    """How close outputs are: in dB; or the share of `equal` integers, where these alone differ and have no dB."""
+    """How close outputs are, as text: in dB; or the share of `equal` integers, where only integer outputs differ."""
     return f"{equal:.1%} of the integers equal" if integers_differ(sqnr_db, equal) else decibels(sqnr_db)
 
 
 def closeness_cell(sqnr_db: float | None, equal: float | None) -> str:
-    """An output SQNR for a column in dB, without the unit; empty where only integers differ, which have no dB."""
+    """An SQNR for a table column in dB, without the unit; empty where only integer outputs differ."""
     return "" if integers_differ(sqnr_db, equal) else decibels(sqnr_db).removesuffix(" dB")
 
 
 def slice_cell(accuracy: Accuracy | None) -> str:
-    """The worst slice of an output, for example: boxes[:, :, 3] 17.5 dB; empty where none tells anything."""
+    """The worst slice of an output, for example: boxes[:, :, 3] 17.5 dB; empty without one."""
     if accuracy is None or accuracy.slice_name is None:
         return ""
     return f"{accuracy.slice_name} {decibels(accuracy.slice_db)}{' (lost)' if accuracy.slice_is_lost else ''}"
 
 
 def closeness_of(accuracy: Accuracy) -> str:
-    """Every measure in one line, as 24.1 dB (18.3 to 31.0 over 16 samples), 99.0% of the best classes equal."""
+    """Every measure in one line, such as 24.1 dB (18.3 to 31.0 over 16 samples), 99.0% of the best classes equal."""
     shares = (accuracy.agreement, "integers"), (accuracy.top1, "best classes")
     parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
     if integers_differ(accuracy.sqnr_db, accuracy.agreement):
@@ -224,7 +224,7 @@ def closeness_of(accuracy: Accuracy) -> str:
 
 
 def spread_of(accuracy: Accuracy) -> str:
-    """The SQNR of single samples, for example: 18.3 to 31.0 over 16 samples; empty of one sample or equal outputs."""
+    """The SQNR of single samples, such as: 18.3 to 31.0 over 16 samples; empty for one sample or equal outputs."""
     if accuracy.samples < 2 or accuracy.sqnr_db is None:
         return ""
     most = "equal" if accuracy.highest_db is None else f"{accuracy.highest_db:.1f}"
@@ -266,7 +266,7 @@ NEVER = 0.01
 
 
 class Slice(NamedTuple):
-    """A slice of an output, or neighbours that are all lost, and the least SQNR of them in dB."""
+    """A slice of an output (or several neighbouring ones that are all destroyed), and their least SQNR in dB."""
 
     name: str
     db: float
@@ -274,11 +274,12 @@ class Slice(NamedTuple):
 
 
 def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
-    """The slice of all outputs with the least SQNR, from their values in the float model and in another, sample by
-    sample; a lost one before all others. None where no slice tells anything.
+    """The slice with the least SQNR in all outputs, a destroyed one before all others; None if no slice tells more than
+    the whole. `pairs` has the values in the float model and in the other one, sample by sample.
 
-    A slice that is smaller than others of its quantity counts as large as these are on average: against nearly nothing
-    every error is large. Of a slice that became constant the variation counts, not the values.
+    A slice whose values are smaller than usual for its quantity is treated as if they had the usual size, since
+    compared with values near zero every error is large. For a slice that became constant, only variation counts as
+    signal.
     """
     slices = list[Slice]()
     for name, arrays in pairs.items():
@@ -308,7 +309,7 @@ def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
 
 
 def loss_of_slice(accuracy: Accuracy) -> str | None:
-    """One line for users about a part that is lost; None if none is."""
+    """A warning in one line about a destroyed part of an output; None if there is none."""
     if not accuracy.slice_is_lost or accuracy.slice_db is None or accuracy.sqnr_db is None:
         return None
     hidden = f"hidden in an output SQNR of {accuracy.sqnr_db:.1f} dB"
@@ -316,15 +317,15 @@ def loss_of_slice(accuracy: Accuracy) -> str | None:
 
 
 def _sums(exact: Array, actual: Array, wide: Array, error: Array) -> tuple[Array, Array]:
-    """Of each slice [before, slices, behind] of one sample: signal, noise and sum; least and negative largest value in
-    the float model, then in the other one."""
+    """Statistics of each slice [before, slices, behind] of one sample. First array: signal, noise and sum; second: the
+    least and the negated largest value, in the float model and then in the other one."""
     squares = (np.einsum("ijk,ijk->j", values, values) for values in (wide, error))
     ends = exact.min((0, 2)), -exact.max((0, 2)), actual.min((0, 2)), -actual.max((0, 2))
     return np.array([*squares, wide.sum((0, 2))]), np.array(ends)
 
 
 def _worst_slices(sums: Sequence[tuple[Array, Array]], count: int) -> tuple[int, int, float, bool] | None:
-    """Start and stop of the worst slices along an axis, the least SQNR of them in dB, and whether they are lost; from
+    """Start and stop of the worst slices along an axis, their least SQNR in dB, and whether they are destroyed; from
     the `_sums` of all samples, in which a slice has `count` values."""
     if count < LEAST_VALUES:
         return None
@@ -361,7 +362,7 @@ def _worst_slices(sums: Sequence[tuple[Array, Array]], count: int) -> tuple[int,
 
 
 def _by_size(slices: Array, size: Array) -> list[Array]:
-    """The slices by quantity, such as pixels and scores, the largest one first."""
+    """The indices of slices in groups of similar size (pixels, scores ...), that of the largest values first."""
     slices = slices[np.argsort(-size[slices], kind="stable")]
     gaps = 1 + np.flatnonzero(size[slices[:-1]] > ANOTHER_SIZE * size[slices[1:]])
     groups = list[Array]()

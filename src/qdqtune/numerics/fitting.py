@@ -1,12 +1,12 @@
 """Ranges of a placement, and biases that keep its outputs close to the float model's.
 
 Biases are corrected as in Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
-1906.04721, section 4.2): rounded weights and clipped inputs move the mean of an output channel, which the bias takes
-back. Here the means are those of calibration samples.
+1906.04721, section 4.2): rounded weights and clipped inputs shift the mean of an output channel, and the bias
+compensates that. Here the means are those of calibration samples.
 
-Two things say whether outputs gain: the outputs, and the values in front of a Softmax or the like at the end. Behind a
-confident Softmax all errors look small, and a few uncertain samples decide. In front of it every sample counts, but so
-do the scores of classes that are out of the question. Both together are a stable measure.
+Whether corrections help is judged on the outputs and, where an output comes from a Softmax or the like, also on the
+input of that. Behind a confident Softmax all errors look small, and a few uncertain samples decide. In front of it
+every sample counts, but so do the scores of classes that are out of the question. Both together are a stable measure.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def fitted(
 ) -> Ranges:
     """Ranges by `how`, with corrected biases where these bring the outputs closer to the float model's.
 
-    `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` no
-    other tensors need have ranges, which saves time. `bias_samples` is asked after calibration, and again when the
-    float model has run, how many samples may correct biases if each takes so many seconds: with 0, none are corrected.
+    `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` only
+    its tensors are calibrated, which saves time. `bias_samples` returns how many samples may be used to correct biases
+    if each takes so many seconds (0: no correction); it is called after calibration, and again when the float model has
+    run.
     """
     model, listener = prepared.shaped, listener or Deaf()
     tensors = None
@@ -86,12 +87,13 @@ def fitted(
 
 
 def some_ranges(model: Model) -> Ranges:
-    """Ranges that say only which tensors can have one, before calibration."""
+    """Placeholder ranges before calibration, which only show which tensors can have one."""
     return Ranges(dict.fromkeys(candidate_tensors(model), Range(-1.0, 1.0)))
 
 
 def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
-    """The ranges with those of activations in 16 bits, where an engine has them: all values that samples show."""
+    """`found` with ranges for activations in 16 bits, if the format has them: from the lowest to the highest value on
+    samples."""
     if numbers.wide is None:
         return found
     return replace(found, wide=prepared.ranges(Calibration("minmax"), numbers).activations)
@@ -101,8 +103,8 @@ def _with_biases(
     prepared: Prepared, numbers: NumericFormat, ranges: Ranges, placement: Placement, listener: Listener,
     bias_samples: Callable[[float], int],
 ) -> Ranges:  # fmt: skip
-    """`ranges` with corrected biases, if there is time and the outputs gain by them; judged on each sample with the
-    biases that the others give."""
+    """`ranges` with corrected biases, if there is time and the outputs gain. To judge that, each sample runs with
+    biases that were computed from the other samples."""
     model = prepared.shaped
     most = bias_samples(_bias_seconds(model))
     if not most:
@@ -131,8 +133,7 @@ def bias_session(model: Model, placement: Placement, execution: Execution) -> Ab
 
 
 def inferences(model: Model, how: Calibration, samples: int) -> int:
-    """About how many inferences of the model with its pairs `fitted` takes, beside calibration on that many
-    samples."""
+    """About how many inferences of the quantized model `fitted` needs, besides calibration on `samples` samples."""
     return BIAS_RUNS * min(samples, _affordable_samples(model, BIAS_SAMPLES)) if how.bias_correction else 0
 
 
@@ -141,14 +142,13 @@ def _affordable_samples(model: Model, most: int) -> int:
 
 
 def _bias_seconds(model: Model) -> float:
-    """About how many seconds the correction of biases takes for a sample."""
     return BIAS_RUNS * sum(work(model, node) + OVERHEAD for node in model.nodes) / WORK_A_SECOND
 
 
 def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> Ranges:
-    """`ranges` with [0, 1] for outputs of Softmax that reach 0.5 on the samples, in uint8: since most values are near
-    zero, methods clip the ones that matter. Where attention spreads over hundreds of positions no value comes near 1,
-    and steps of 1/255 would leave nothing of them."""
+    """`ranges` with [0, 1] for outputs of Softmax that reach 0.5 on the samples, in uint8: as most values are near
+    zero, calibration would clip the few large ones, which matter. Where attention spreads over hundreds of positions,
+    no value comes near 1, and steps of 1/255 would be too coarse."""
     if numbers.symmetric:
         return ranges
     made = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and not n.domain}
@@ -173,9 +173,10 @@ Mode = Literal["means", "centred", "shifted"]
 
 
 class BiasedPlacement:
-    """A placement of one model with ranges, run on some samples with any biases; what runs it may raise EngineRefused.
-    Offsets of biases are arrays [samples, channels], in each row the channels of all `layers` that can have a bias, of
-    which there is one at least."""
+    """A placement of one model with ranges, run on some samples with variable biases; methods may raise EngineRefused.
+
+    Offsets of biases are arrays [samples, channels]; a row has the channels of all `layers` that can have a bias. There
+    must be one such layer at least."""
 
     def __init__(
         self, session: Session, model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges,
@@ -189,9 +190,9 @@ class BiasedPlacement:
         self._means = np.stack([outputs.pop(MOVES) for outputs in self._exact])
 
     def db(self, offsets: Array | None = None) -> float:
-        """SQNR in dB over all samples: for each output the mean over its compared values, then the least of all
-        outputs; infinite where nothing is lost. With `offsets`, the biases for each sample are corrected by the offsets
-        of all others."""
+        """SQNR in dB over all samples: for each output the mean over its compared values (see `compared_values`), then
+        the least of all outputs; infinite without any error. With `offsets`, the biases for each sample are corrected
+        by the offsets of the other samples."""
         shifts = np.zeros_like(self._means) if offsets is None else shifts_by_others(offsets)
         actual = self._ran(self._shifted(self._fed(shifts)))
         signal, noise = np.zeros((2, sum(map(len, self._groups))))
@@ -205,12 +206,12 @@ class BiasedPlacement:
         return min(float(np.mean(part)) for part in np.split(single, ends[:-1]))
 
     def offsets(self) -> Array:
-        """By how much the means of channels are off, [samples, channels]."""
+        """The difference of each channel's mean from the float model, by sample: [samples, channels]."""
         found = self._ran(self._session.outputs(self._written("centred"), "centred", self._fed(self._means)))
         return np.stack([outputs[MOVES] for outputs in found])
 
     def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
-        """The corrections that the offsets of all samples give, as `Ranges` hold them."""
+        """The corrections of biases that follow from the offsets of all samples, as `Ranges` hold them."""
         ends = np.cumsum([layer.channels for layer in self.layers])
         parts = np.split(shrunk_mean(offsets.astype(np.float64)).astype(np.float32), ends[:-1])
         by_layer = zip(self.layers, parts, strict=True)
@@ -242,8 +243,8 @@ class BiasedPlacement:
 def _with_moves(
     model: Model, layers: Sequence[BiasedLayer], dtypes: Sequence[int], mode: Mode, shown: Sequence[str]
 ) -> Model:
-    """`model` with the shifts as an input, and the values of the tensors `shown` and then the moves as outputs, see
-    `Mode`. `dtypes` are the types of the layers' results."""
+    """`model` with bias corrections as an input; outputs are the values of the tensors `shown`, then the means or
+    offsets of channels, see `Mode`. `dtypes` are the types of the layers' results."""
     numbers = {layer.node: i for i, layer in enumerate(layers)}
     ends = np.cumsum([layer.channels for layer in layers]).tolist()
     nodes: list[onnx.NodeProto] = []
@@ -261,7 +262,6 @@ def _with_moves(
         return name
 
     def mean(layer: BiasedLayer, dtype: int, values: str) -> str:
-        """The mean of each channel over all other axes."""
         if dtype != TensorProto.FLOAT:
             values = add("Cast", values, to=TensorProto.FLOAT)
         if layer.rank is None:
@@ -306,16 +306,16 @@ def _with_moves(
 
 
 def shifts_by_others(offsets: Array) -> list[Array]:
-    """For each sample what the offsets of all others say that is to be added to biases, [channels]."""
+    """For each sample, the corrections of biases that follow from the offsets of all other samples, [channels]."""
     exact = offsets.astype(np.float64)
     others = [np.delete(exact, i, axis=0) if len(exact) > 1 else exact for i in range(len(exact))]
     return [np.nan_to_num(shrunk_mean(o)) for o in others]
 
 
 def shrunk_mean(offsets: Array) -> Array:
-    """What to add to a bias, from the offset of each sample: [samples, channels] to [channels]. The mean of few samples
-    is partly chance: it is shrunk by the share of its square that its own standard error explains (the positive-part
-    estimator of James and Stein, 1961, channel by channel)."""
+    """What to add to biases, [channels], from the offsets [samples, channels]. The mean of few samples is partly
+    chance, so it is shrunk by the share of its square that its own standard error explains (positive-part estimator of
+    James and Stein, 1961, for each channel)."""
     shift = offsets.mean(axis=0)
     if len(offsets) > 1:
         error = offsets.var(axis=0, ddof=1) / len(offsets)
@@ -326,8 +326,8 @@ def shrunk_mean(offsets: Array) -> Array:
 
 
 def compared_values(model: Model) -> tuple[tuple[Edge, ...], ...]:
-    """The float values that are compared for each output: itself, and the input of squashing operators at its end.
-    Outputs without float values are left out."""
+    """The float values to compare for each output: itself, and the input of a squashing operator (Softmax ...) at its
+    end. Outputs without float values are left out."""
     found = []
     for slot, output in enumerate(model.outputs):
         edge = Edge(output, "", slot)
@@ -336,7 +336,7 @@ def compared_values(model: Model) -> tuple[tuple[Edge, ...], ...]:
 
 
 def _scores(model: Model, edge: Edge) -> Edge:
-    """The input of the first in a row of squashing operators that ends at `edge`; itself if there is none."""
+    """The input of the chain of squashing operators that ends at `edge`; `edge` itself if there is none."""
     best = edge
     while (node := model.maker(edge.tensor)) is not None:
         if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:

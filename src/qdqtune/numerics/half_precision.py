@@ -1,7 +1,8 @@
-"""Half precision: which nodes leave the range of float16 on the samples and stay in float32, and what accuracy is lost.
+"""Half precision: which nodes exceed the range of float16 on the samples and stay in float32, and what accuracy is
+lost.
 
-Whether the rest is accurate is measured on the outputs, with every value of a float16 node rounded as an engine stores
-it. bfloat16 has the range of float32: no node has to stay.
+The accuracy of the other nodes is measured on the outputs, with every value of a float16 node rounded as an engine
+stores it. bfloat16 has the range of float32: no node has to stay.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ HALF_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Half:
-    """A model in half precision. `kept` gives the reason for each node that stays in float32; `accuracy` compares the
-    outputs with the float32 model's, None where nothing was run, or `refusal` says why there are none."""
+    """A model in half precision. `kept` has the nodes that stay in float32, with the reason for each. `accuracy`
+    compares the outputs with those in float32; None if nothing was run, or if it failed, as `refusal` says."""
 
     model: Model
     precision: HalfPrecision
@@ -70,7 +71,7 @@ class Half:
 
     @property
     def db(self) -> float:
-        """The SQNR of the outputs in dB; infinite where they are equal or unknown, -infinite for a failure."""
+        """The SQNR of the outputs in dB; infinite if equal or not measured, -infinite if the model failed."""
         if self.refusal:
             return -math.inf
         return math.inf if self.accuracy is None or self.accuracy.sqnr_db is None else self.accuracy.sqnr_db
@@ -90,8 +91,9 @@ class Half:
 def in_half_precision(
     prepared: Prepared, precision: Precision | None, usual: Precision, floor_db: float | None = FLOOR_DB
 ) -> tuple[Prepared, Half | None, tuple[str, ...]]:
-    """`prepared` in `precision`, or without one in the `usual` one if its outputs reach `floor_db`; with the
-    conversion, None for fp32, and notes. Raises ConstraintUnmet if those of a given precision do not reach the floor.
+    """`prepared` in `precision`; if that is None, in the `usual` one if its outputs reach `floor_db`, else in float32.
+    Returns it with the conversion (None for fp32) and notes. Raises ConstraintUnmet if a `precision` that the user
+    asked for does not reach the floor.
 
     For bfloat16 `prepared` stays float32, as ONNX Runtime has few kernels for it: it is converted when it is written.
     """
@@ -113,7 +115,7 @@ def in_half_precision(
 
 
 def by_ranges(model: Model, precision: Precision, cache: Path) -> tuple[Model, tuple[str, ...]]:
-    """`in_half_precision` with the ranges of a calibration cache in place of samples."""
+    """`model` in half precision, decided by the ranges in a calibration cache instead of samples; and notes."""
     if precision == "fp32" or not is_float32(model):
         return model, ()
     half = lowered(model, precision, ranges_of(cache, model).ranges, model)
@@ -128,9 +130,8 @@ def lowered(
     samples: Sequence[Sample] = (),
     execution: Execution = EXECUTION,
 ) -> Half:
-    """A float32 model in half precision, except for nodes that `ranges` or the outputs on `samples` keep in float32.
-
-    `shaped` is the same model with the shapes of the samples; without samples ranges alone decide."""
+    """A float32 model in half precision, except for nodes that have to stay in float32 by `ranges` or by outputs on
+    `samples`. `shaped` is the same model with the shapes of the samples; without samples, ranges alone decide."""
     kept = out_of_range(shaped, ranges) if precision == "fp16" else {}
     found = keeping(model, precision, shaped, kept, samples, execution)
     if found.db >= FLOOR_DB or precision == "bf16":
@@ -148,7 +149,6 @@ def keeping(
     samples: Sequence[Sample],
     execution: Execution = EXECUTION,
 ) -> Half:
-    """`model` in half precision except for the nodes `kept`."""
     half = Half(converted(model, precision, kept.keys()), precision, kept)
     if not samples:
         return half
@@ -169,7 +169,7 @@ def keeping(
 
 def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
     """The nodes that make or read values out of float16's range, overflow in an inner sum, or have such weights, each
-    with the reason. Masks in front of a Softmax may be clipped."""
+    with the reason. Masks in front of a Softmax do not count: they may be clipped."""
     kept: dict[str, str] = {}
     for tensor, values in ranges.activations.items():
         if values.magnitude * HEADROOM > FLOAT16_MAX:
@@ -192,7 +192,8 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
 
 
 def _is_mask(model: Model, tensor: str, values: Range) -> bool:
-    """Whether only the low end is out of range and only a Softmax reads the tensor: clipping it changes nothing."""
+    """Whether only the low end of a tensor is out of range and only a Softmax reads it, so that clipping changes
+    nothing."""
     if values.high * HEADROOM > FLOAT16_MAX:
         return False
     pending, seen = [tensor], set[str]()
@@ -220,7 +221,8 @@ def _inner_sum(model: Model, node: Node, ranges: Ranges) -> float:
 
 
 def _is_large_constant(model: Model, node: Node, tensor: str) -> bool:
-    """Whether a node computes with a constant out of float16's range: a bound or a mask may be clipped."""
+    """Whether a node computes with a constant out of float16's range; bounds and masks, which may be clipped, do not
+    count."""
     constant = model.constants.get(tensor)
     if constant is None or constant.dtype != TensorProto.FLOAT or node.op not in COMPUTE | ARITHMETIC or node.domain:
         return False
@@ -271,7 +273,7 @@ def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Mo
 
 
 def _rounded(constant: Constant, precision: HalfPrecision) -> Constant:
-    """A constant with the values after the conversion."""
+    """A constant with its values rounded to half precision."""
     half = in_type(constant, HALF_TYPES[precision])
     key = f"{half.key}:rounded"
     return Constant(key, TensorProto.FLOAT, constant.shape, lambda: half.array().astype(np.float32))

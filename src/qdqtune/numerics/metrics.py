@@ -2,10 +2,10 @@
 
 The function is called as `callable(predict) -> float`; higher is better. `predict` takes {input name: array} and
 returns {output name: array}, computed on the target engine; threads that call it wait for each other. The time limit
-holds for each call of `predict`, and for what the function takes beside them.
+holds for each call of `predict`, and for the function's own time between calls.
 
-A metric without code compares outputs with labels in a file, one for each sample in their order, or else with what the
-float model says. It is the mean over all rows of a row's own score.
+A metric without code compares outputs with labels in a file, one for each sample in order, or else with the outputs of
+the float model. Each row (an entry of the batch) gets a score; the metric is their mean.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ TOP = 5
 
 
 def answer(metric: Name, output: Array) -> Array | None:
-    """What an output says in the terms of a metric: for top1 class numbers of shape (rows,); for top5 the best five,
-    (rows, 5); for cosine vectors, (rows, size). None if it has another form."""
+    """What a metric compares of an output: for top1 class numbers, (rows,); for top5 the best five, (rows, 5); for
+    cosine vectors, (rows, size). None if the output has another form."""
     is_score, rows = output.dtype.kind == "f", output.shape[:1]
     if metric == "cosine":
         return output.reshape(*rows, -1) if is_score and output.ndim >= 2 and output.size > rows[0] else None
@@ -61,7 +61,8 @@ def answer(metric: Name, output: Array) -> Array | None:
 
 
 def row_scores(metric: Name, told: Array | None, right: Array | None) -> list[float] | None:
-    """The score of each row, from answers and labels of a sample; None if these cannot be compared."""
+    """The score of each row of a sample, from the model's answers `told` and the labels `right`; None if these cannot
+    be compared."""
     if told is None or right is None:
         return None
     if metric == "cosine":
@@ -82,8 +83,8 @@ def row_scores(metric: Name, told: Array | None, right: Array | None) -> list[fl
 
 
 def chosen(asked: str, outputs: Mapping[str, Array], right: Array | None, only: str | None = None) -> tuple[Name, str]:
-    """The metric and the output that it reads: the first one that fits, or `only` that one. `auto` is top1, or else
-    cosine. `right` are the labels of the same sample; None where the float model's own outputs are right."""
+    """The metric and the output that it reads: the first output that fits, or `only` that one. `auto` is top1 if that
+    fits, else cosine. `right` are the labels of the sample; None if the float model's own outputs serve as labels."""
     outputs = outputs if only is None else {only: outputs[only]}
     for name in (n for n in METRICS if n == asked or (asked == "auto" and n != "top5")):
         for output, array in outputs.items():
@@ -98,7 +99,7 @@ def chosen(asked: str, outputs: Mapping[str, Array], right: Array | None, only: 
 
 
 def check_classes(metric: Name, output: str, array: Array, right: Array) -> None:
-    """Refuse labels that are no class of the scores in an output."""
+    """Refuse labels that are no index of a class in an output."""
     if metric == "cosine" or array.dtype.kind != "f":
         return
     classes = array.shape[1]
@@ -115,8 +116,8 @@ Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A metric: its name as the user gave it, 16 hex digits of a hash of its source text, the function, and the limits
-    of its time."""
+    """A metric of the user: its name as given, 16 hex digits of a hash of its source text, the function, and its time
+    limits."""
 
     source: str
     digest: str
@@ -125,13 +126,13 @@ class Evaluation:
 
 
 def load_evaluation(source: str, execution: Execution) -> Evaluation:
-    """The metric of `module:callable` or `path/to/file.py:callable`."""
     function, digest = import_callable(source, "`evaluate`", execution)
     return Evaluation(source, digest, function, execution)
 
 
 def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
-    """The metric of a model that the runner holds. The output of the function goes to standard error.
+    """The metric of a model, called with `predict` on the runner's build of it. What the function prints goes to
+    standard error.
 
     Raises:
         EngineRefused: the engine cannot run the model, the metric is not finite, or the time budget has ended.
@@ -178,7 +179,7 @@ FORMS = ".npz, .npy, .csv or .txt"
 
 
 def read_labels(path: Path) -> Array:
-    """The labels in a file, along the first axis: numbers, [labels], or vectors, [labels, size].
+    """The labels in a file: numbers, [labels], or vectors, [labels, size].
 
     A .npy, and the array `labels` of an .npz (or its only one), have the labels along the first axis. A .csv or .txt
     has a number at the end of each line; the first line may be a header."""
@@ -213,7 +214,7 @@ def read_labels(path: Path) -> Array:
 
 
 def paired(labels: Array, samples: Samples, file: str) -> Array:
-    """The labels of a file as [samples, rows, ...]: for each sample those of its rows (its batch)."""
+    """Labels as [samples, rows, ...]: each sample gets as many as its batch has rows."""
     rows = next((array.shape[0] for array in samples.first(1)[0].values() if array.ndim), 1)
     count = sum(1 for _ in samples)
     if len(labels) == count * rows:
@@ -237,8 +238,6 @@ def _metric(value: Any) -> str:
 
 
 class LabelOptions(Options):
-    """A metric over labelled samples."""
-
     labels: LabelsLike | None = SOURCE(
         "What is right for each sample of `calibration_data`, in the same order: class numbers from 0, or vectors, "
         f"in {FORMS}. An .npz may hold samples of its own beside its array 'labels': those "
@@ -261,12 +260,12 @@ class LabelOptions(Options):
 
     @property
     def is_labelled(self) -> bool:
-        """Whether a metric without code is asked for."""
+        """Whether a metric over labels, without code of the user, is asked for."""
         return self.labels is not None or self.metric != "auto"
 
     @property
     def label_file(self) -> Path | None:
-        """The file of labels; labels of Python programs lie in one, too (see `commands.inputs.on_disk`)."""
+        """The file of labels; those of Python programs were written to one, too (see `commands.inputs.on_disk`)."""
         return None if self.labels is None else Path(str(self.labels))
 
 
@@ -276,8 +275,6 @@ def check_metric(evaluate: object, options: LabelOptions) -> None:
 
 
 class ScoreOption(Options):
-    """Which outputs hold scores of classes (see `numerics.scores`)."""
-
     scores: Names = NAMES(
         "Outputs that hold scores of classes, tokens or pixels, whose best class is compared with the float model's: "
         "NAME or NAME:AXIS, by commas, where AXIS is that of the classes (1 of four, the last of three), or `binary` "
@@ -291,9 +288,9 @@ class ScoreOption(Options):
 
 @dataclass(frozen=True)
 class Labelled:
-    """A metric over labelled samples. `name` is the metric that reads the output `output`. `labels` are
-    [samples, rows, ...], None where the float model's own outputs are right. `source` names the metric in messages,
-    `digest` is 16 hex digits of all its content."""
+    """A metric over labelled samples. `name` is that of the metric; it reads the model output `output`. `labels` are
+    [samples, rows, ...], None if the float model's own outputs serve as labels. `source` names the metric in messages,
+    `digest` is 16 hex digits of a hash of labels and samples."""
 
     source: str
     digest: str
@@ -308,20 +305,20 @@ Metric = Evaluation | Labelled
 
 
 def option_of(metric: Metric) -> str:
-    """The metric in messages: the option that asks for it, and its name."""
+    """How messages name a metric: its option and its name."""
     return f"`{'evaluate' if isinstance(metric, Evaluation) else 'metric'}` {metric.source}"
 
 
 def open_metric(evaluate: object, options: LabelOptions, prepared: Prepared) -> Metric | None:
-    """The metric that options name, a function or one over labels; None without one."""
+    """The metric that options name, a function or one over labels; None if they name none."""
     if evaluate is not None:
         return load_evaluation(str(evaluate), prepared.execution)
     return open_labelled(options, prepared) if options.is_labelled else None
 
 
 def open_labelled(options: LabelOptions, prepared: Prepared) -> Labelled:
-    """The metric (METRIC or METRIC:OUTPUT) of a file of labels, over the samples of a model, or over those in the file
-    itself if it is an .npz with the inputs of the model."""
+    """The metric `metric` (NAME or NAME:OUTPUT) with a file of labels, over the samples of a model; or over those in
+    that file, if it is an .npz that also has the inputs of the model."""
     labels, metric, model = options.label_file, options.metric, prepared.shaped
     data, limit = prepared.data.calibration_data, prepared.data.calibration_samples
     asked, colon, output = metric.partition(":")
@@ -352,8 +349,8 @@ def open_labelled(options: LabelOptions, prepared: Prepared) -> Labelled:
 
 
 def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[], Handle]) -> Score:
-    """The metric of a model that the runner holds; raises as `evaluate` does. `floats` gives the build of the float
-    model, whose outputs are right where there are no labels."""
+    """The metric of the runner's build `handle`; raises as `evaluate` does. `floats` gives the build of the float
+    model, whose outputs serve as labels where there are none."""
     if isinstance(metric, Evaluation):
         return Score(evaluate(metric, runner, handle), name=metric.source)
     original = handle if metric.labels is not None else floats()

@@ -1,10 +1,10 @@
-"""Outputs that hold scores of classes, and scores of models: what samples show of both.
+"""Finds outputs that hold scores of classes, and compares scores of models, with the statistics for both.
 
-What an output holds is found from the values that the float model gives. Probabilities, or their logarithms, sum to 1
-along some axis (classes, tokens, pixels). Logits are of shape [rows, classes], or [rows, positions, classes] with as
-many classes as a vocabulary has. In both the float model itself has to prefer one class clearly: embeddings,
-coordinates, weights of mixtures and models without training do not. What the values do not show, as logits of pixels,
-or values of which each says yes or no, the user names.
+What an output holds is concluded from the float model's values. Probabilities, or their logarithms, sum to 1 along some
+axis (classes, tokens, pixels). Logits are of shape [rows, classes], or [rows, positions, classes] with as many classes
+as a vocabulary has. In both cases the float model has to prefer one class clearly, as embeddings, coordinates, weights
+of mixtures and untrained models do not. What values do not show, the user can name: logits of pixels, say, or
+independent yes/no values.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ BINARY = "binary"
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The outputs that hold scores of classes: by name, the `axis` of the classes, how many `classes` there are, and
-    the `best` class at each position of each sample of the float model, an integer array without that axis. Where each
-    value says yes or no, the axis is None, and yes is what lies `above` a value. Without any, `why_not` tells why.
+    """The outputs that hold scores of classes, by name: the `axis` of the classes, how many `classes` there are, and
+    the float model's `best` class at each position of each sample (an integer array without that axis). For yes/no
+    outputs the axis is None, and yes is a value over `above`. If there are no such outputs, `why_not` is the reason.
     """
 
     axis: Mapping[str, int | None]
@@ -64,7 +64,7 @@ class Scores:
 
     @property
     def told(self) -> str:
-        """One line for users: which outputs are taken for scores of how many classes, or why none is."""
+        """One line for users: which outputs are taken for class scores, with how many classes; or why none is."""
         if not self.axis:
             return self.why_not
         listed = [f"{name} (yes above {middle:g})" for name, middle in self.above.items()]
@@ -73,12 +73,11 @@ class Scores:
         return f"taken for scores of classes: {first_of(listed)}"
 
     def chosen(self, name: str, values: Array) -> Array:
-        """The best class at each position of an output of a sample."""
+        """The best class at each position of an output, given its values for one sample."""
         axis = self.axis[name]
         return values > self.above[name] if axis is None else values.argmax(axis)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """A row for each output: its name, the axis of the classes and their number."""
         return [{"output": name, "axis": axis, "classes": self.classes[name]} for name, axis in self.axis.items()]
 
     def first(self, count: int) -> Scores:
@@ -91,9 +90,8 @@ NO_SCORES = Scores({}, {}, {}, why_not="best classes were not looked for")
 
 
 def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ()) -> Scores:
-    """The scores among the outputs of the float model, of which there is one set for each sample. `asked` are outputs
-    that the user names, each as NAME, NAME:AXIS or NAME:binary, or `NONE`; where none is named, they are found by their
-    values."""
+    """The outputs that hold class scores, from the float model's `outputs` for each sample. `asked` are those that the
+    user names, each as NAME, NAME:AXIS or NAME:binary, or `NONE`; if empty, they are found by their values."""
     first = outputs[0]
     if list(asked) == [NONE]:
         return Scores({}, {}, {}, "best classes are not compared: `scores` is none")
@@ -115,8 +113,8 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
 
 
 def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, str | None]:
-    """By name, the outputs that a user names as NAME, NAME:AXIS or NAME:binary, with what stands behind the name; None
-    where nothing does."""
+    """Splits NAME, NAME:AXIS or NAME:binary, for each output that a user names, into the name and the part behind it;
+    None if there is none."""
     found = dict[str, str | None]()
     for text in () if list(asked) == [NONE] else asked:
         name, _, axis = (text, "", None) if text in outputs else text.rpartition(":")
@@ -127,9 +125,9 @@ def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, str
 
 
 def _axis_of(name: str, told: str | None, outputs: Sequence[Mapping[str, Array]]) -> int | None:
-    """The axis of the classes in an output that a user names; None where each value says yes or no. Where no axis is
-    told, it is the one that the values show, or else the one behind the rows, the last one of three axes, as tokens
-    have them; and values say yes or no where there is no such axis, or one class along it."""
+    """The axis of the classes in an output that a user names; None if its values are yes/no. If `told` gives no axis:
+    the one that the values show; else axis 1, or the last of three axes (as tokens have them). An output without such
+    an axis, or with one class, is yes/no."""
     first = outputs[0][name]
     rank = first.ndim
     if told is None:
@@ -149,7 +147,7 @@ def _axis_of(name: str, told: str | None, outputs: Sequence[Mapping[str, Array]]
 
 
 def _seen_axis(outputs: Sequence[Array]) -> int | None:
-    """The axis of an output's classes, from its values for each sample; None if it does not look like scores."""
+    """The axis of the classes of an output, from its values on each sample; None if they do not look like scores."""
     first = outputs[0]
     if first.dtype.kind != "f" or first.ndim < 2 or not first.size:
         return None
@@ -170,14 +168,14 @@ def _seen_axis(outputs: Sequence[Array]) -> int | None:
 
 
 def equal_share(accuracy: Accuracy | None) -> float | None:
-    """The share of integers or of first choices that are as in the float model: of both, the smaller one."""
+    """The share of integers, or of best classes, that are as in the float model; the smaller one of both."""
     shares = () if accuracy is None else (accuracy.agreement, accuracy.top1)
     return min((share for share in shares if share is not None), default=None)
 
 
 def agrees(accuracy: Accuracy, least: float) -> bool:
-    """Whether outputs agree with the float model's in at least this share: of integers, each of which counts; and of
-    first choices, unless these are fewer beyond doubt."""
+    """Whether at least the share `least` agrees with the float model's outputs: of integers exactly; of best classes
+    unless a statistical test shows less (see `are_too_many`)."""
     if accuracy.agreement is not None and accuracy.agreement < least:
         return False
     count = accuracy.choices if accuracy.independent is None else accuracy.independent
@@ -185,20 +183,21 @@ def agrees(accuracy: Accuracy, least: float) -> bool:
 
 
 def are_too_many(others: float, choices: float, least: float) -> bool:
-    """Whether so many other choices show beyond doubt that less than the share `least` is equal: exact binomial test,
-    one-sided, P(Binomial(choices, 1 - least) >= others) < `DOUBT`, between whole numbers by the beta function."""
+    """Whether `others` differing choices out of `choices` prove that the true share of equal ones is below `least`:
+    exact one-sided binomial test, P(Binomial(choices, 1 - least) >= others) < `DOUBT`; the beta function extends it to
+    fractions."""
     from scipy.special import betainc  # slow to import
 
     return others > 1e-9 and (least >= 1 or bool(betainc(others, choices - others + 1, 1 - least) < DOUBT))
 
 
 def independent(equal: Array, sizes: Array) -> float:
-    """How many independent choices tell as much about the share of equal ones as those of samples with several, such as
-    pixels or tokens, which change together; `equal` of `sizes` are equal in each sample.
+    """The effective sample size: how many independent choices tell as much about the share of equal ones. Those of one
+    sample (pixels, tokens) change together. In each sample, `equal` of `sizes` choices are equal.
 
-    Korn and Graubard, Survey Methodology 24 (1998) 193-201: the variance of the share between samples takes the place
-    of the binomial one, and Student's t that of the normal distribution. Where nothing differs, or there is one sample,
-    the variance is unknown, and samples count.
+    Korn and Graubard, Survey Methodology 24 (1998) 193-201: the variance of the share between samples replaces the
+    binomial one, and Student's t the normal distribution. Where nothing differs, or there is one sample, the variance
+    is unknown, and the result is the number of samples.
     """
     total, count = float(sizes.sum()), len(sizes)
     if (sizes == 1).all() or not total:
@@ -214,13 +213,13 @@ def independent(equal: Array, sizes: Array) -> float:
 
 
 def _rows(array: Array, axis: int) -> Array:
-    """The scores as [rows, classes] in float64, at most `ROWS` rows spread over all."""
+    """Scores as [rows, classes] in float64; at most `ROWS` rows, at even distances."""
     rows = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
     return rows[:: max(1, -(-len(rows) // ROWS))].astype(np.float64)
 
 
 def _probabilities(rows: Array) -> Array | None:
-    """Rows that sum to 1, or the exponentials of such rows' logarithms; None if they are neither."""
+    """The rows if they sum to 1, or their exponentials if those do; else None."""
     with np.errstate(over="ignore", invalid="ignore"):
         kinds = (rows, np.exp(rows)) if (rows <= SUM_ERROR).all() else (rows,)
         return next((r for r in kinds if (r >= 0).all() and (np.abs(r.sum(1) - 1) <= SUM_ERROR).all()), None)
@@ -232,7 +231,8 @@ def _gaps(rows: Array) -> Array:
 
 
 def _is_clear(outputs: Sequence[Array], axis: int) -> bool:
-    """Whether the float model prefers one class clearly at half of all positions, and not always the same."""
+    """Whether the float model clearly prefers one class at half of all positions or more, and not always the same
+    class."""
     gaps, best = list[Array](), set[int]()
     for array in outputs:
         rows = _rows(array, axis)
@@ -262,10 +262,10 @@ LEAST_CHANGED = 8
 
 @dataclass(frozen=True)
 class Score:
-    """A metric of a model; higher is better.
+    """The metric `name` (or the user's function) of a model; higher is better.
 
-    `by_sample` has the score of each labelled sample, in their order, 1 or 0 where an answer is right or wrong; empty
-    where a function of the user gives one number. `name` is that of the metric, or of the function.
+    `by_sample` has the score of each labelled sample in order (1 for a right answer, 0 for a wrong one); empty if a
+    function of the user returned only one number.
     """
 
     value: float
@@ -282,7 +282,7 @@ class Score:
 
 
 def doubt(before: Score) -> str | None:
-    """A note for users where labels hardly fit the float model; None where they do."""
+    """A warning if labels hardly fit the float model's outputs; else None."""
     if not before.is_of_hits or before.value >= DOUBTFUL:
         return None
     return (
@@ -292,7 +292,7 @@ def doubt(before: Score) -> str | None:
 
 
 def metric_json(before: Score, after: Score) -> dict[str, Any]:
-    """The metric of two models; over labels with its name, how many samples there were, and `loss_high`."""
+    """The metric of both models; over labels, also its name, the number of samples, and `loss_high`."""
     values: dict[str, Any] = {"before": before.value, "after": after.value}
     if before.by_sample:
         values |= {"name": before.name, "samples": len(before.by_sample), "loss_high": loss_high(before, after)}
@@ -300,7 +300,7 @@ def metric_json(before: Score, after: Score) -> dict[str, Any]:
 
 
 def metric_in_words(before: Score, after: Score) -> str:
-    """The metric of two models, how many answers became wrong and right, and the most that may be lost."""
+    """The metric of both models, how many answers became wrong or right, and the upper bound of the loss."""
     over = f" on {len(before.by_sample)} samples" if before.by_sample else ""
     parts = [f"{before.name}{over}: {before.value:.4g} before, {after.value:.4g} after"]
     if before.is_of_hits:
@@ -313,11 +313,11 @@ def metric_in_words(before: Score, after: Score) -> str:
 
 
 def loss_high(before: Score, after: Score) -> float | None:
-    """The upper end of the one-sided 95 % interval of the loss, before - after, over all samples like these.
+    """The upper end of the one-sided 95 % confidence interval of the loss, before - after.
 
-    Both models answer the same samples, so that only samples that changed count. Right and wrong answers: the score
-    interval for paired proportions (see `_score_high`). Other scores: Student's t of the differences, if at least
-    `LEAST_CHANGED` samples changed. None if the samples cannot tell, as too few changed or there are none.
+    Both models answer the same samples, so only samples that changed count. For right and wrong answers: the score
+    interval for paired proportions (see `_score_high`). For other scores: Student's t of the differences, if at least
+    `LEAST_CHANGED` samples changed. None if too few changed, or there are no samples.
     """
     first, second = np.array(before.by_sample), np.array(after.by_sample)
     if not first.size or first.size != second.size:
@@ -334,8 +334,10 @@ def loss_high(before: Score, after: Score) -> float | None:
 
 
 def samples_to_tell(score: Score, max_drop: float) -> float:
-    """From how many samples on one without any change shows that the loss is within `max_drop`; infinite if none can.
-    With right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2)."""
+    """How many samples without any change it takes to show that the loss is within `max_drop`; infinite if no number
+    does.
+
+    For right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2)."""
     if max_drop <= 0:
         return inf
     return max(1, ceil(Z2 * (1 - max_drop) / max_drop - 1e-9)) if score.is_of_hits else LEAST_CHANGED
@@ -348,9 +350,8 @@ def can_tell(score: Score, max_drop: float) -> bool:
 def _score_high(lost: int, won: int, count: int) -> float:
     """The upper end of the score interval for the difference of two paired proportions, (lost - won) / count.
 
-    Tango, Statistics in Medicine 17 (1998) 891-908: the largest difference d at which
-    (lost - won - count*d) / sqrt(count * (2*q + d*(1 - d))) is still -z, where q is the most likely share of samples
-    that are won if the difference is d.
+    Tango, Statistics in Medicine 17 (1998) 891-908: the largest difference d at which (lost - won - count*d) /
+    sqrt(count * (2*q + d*(1 - d))) is still -z, where q is the most likely share of won samples if the difference is d.
     """
     from scipy.optimize import brentq  # slow to import
 

@@ -1,12 +1,13 @@
-"""ONNX Runtime in a worker process, for variants of one model: what placements do to outputs, without the engine.
+"""Runs variants of one model on ONNX Runtime in a worker process, to find out what placements do to outputs.
 
-To simulate a placement, ONNX Runtime runs the Q/DQ model and fuses no pair. Engines round where the file says so, and
-compute what they fuse at least as exactly, so their outputs differ from these far less than from the float model's.
+To simulate a placement, ONNX Runtime runs the Q/DQ model without fusing pairs. Engines round where the file says so,
+and compute what they fuse at least as exactly, so their outputs differ from these far less than from the float model's.
 
-ONNX Runtime itself does more: between a pair in front of a convolution (or of a MaxPool and the like before it) and one
-behind it, it also rounds the weights, per tensor. For this engine the model runs after these rewrites of the graph.
-Weights have all 8 bits here: where products saturate (see `engines.machine`), the engine may lose far more than
-predicted. Its Softmax of 8 bits computes in integers, to less than a step, and stands in the graph as such.
+ONNX Runtime as the target engine rounds more: between a pair in front of a convolution (or of a MaxPool and the like
+before it) and one behind it, it also rounds the weights, per tensor. For this engine, the model is simulated after
+these rewrites of the graph. Weights have all 8 bits here: where products saturate (see `engines.machine`), the engine
+may lose far more than predicted. Its 8-bit Softmax computes in integers, to less than a step, and is put into the graph
+as such.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ MICROSOFT = "com.microsoft"
 
 @dataclass
 class Simulation:
-    """Accuracies of placements of one model on some samples, as on `engine`. A context manager; ONNX Runtime starts
-    when the first accuracy is asked for. `asked` are the outputs that the user names as scores of classes. What
-    follows raises EngineRefused if ONNX Runtime does not run a model, or outputs are not finite."""
+    """Predicts the accuracy of placements of one model on `engine`, on some samples. A context manager; ONNX Runtime
+    starts when the first accuracy is asked for. `asked` are the outputs that the user names as class scores. Methods
+    raise EngineRefused if ONNX Runtime does not run a model, or outputs are not finite."""
 
     inserter: Inserter
     samples: Sequence[Sample]
@@ -83,19 +84,16 @@ class Simulation:
         self._stack.close()
 
     def accuracy(self, placement: Placement) -> Accuracy:
-        """How far the outputs of a placement are from the float model's."""
         reference = self.reference
         outputs = self._outputs(self.inserter.insert(placement), placement.digest)
         return accuracy(reference, outputs, self.scores)
 
     @cached_property
     def scores(self) -> Scores:
-        """The scores of classes among the float model's outputs."""
         return scores_of(self.reference, self.asked)
 
     @cached_property
     def reference(self) -> Outputs:
-        """The outputs of the float model."""
         return self._outputs(self.inserter.insert(Placement()), Placement().digest)
 
     def _outputs(self, model: Model, digest: str) -> Outputs:
@@ -113,7 +111,7 @@ class Simulation:
 
 
 def with_integer_softmax(model: Model) -> Model:
-    """Each Softmax between a DQ and a Q as the one node that ONNX Runtime makes of the three."""
+    """The model with ONNX Runtime's integer Softmax in place of each DQ, Softmax, Q."""
     nodes = dict(enumerate(model.proto.graph.node))
     for node in model.nodes:
         before = model.maker(node.inputs[0]) if node.op == "Softmax" else None
@@ -140,9 +138,9 @@ LEAST_DB = 40.0
 
 
 def check_stripped(stripped: Model, given: Model, session: Session, sample: Sample, name: str, instead: str) -> None:
-    """Compare the outputs of `given`, the Q/DQ model of the file `name`, with those of `stripped`, the float model made
-    of it, with all pairs put back. Nothing is compared where ONNX Runtime does not run the file, or gives no equal or
-    no finite outputs twice, or where activations are quantized dynamically."""
+    """Check `stripped`, the float model recovered from the Q/DQ model `given` of the file `name`: with all pairs put
+    back, its outputs must be those of `given`. Not checked if ONNX Runtime cannot run the file, if its outputs vary
+    between runs or are not finite, or if activations are quantized dynamically."""
     if any(True for _ in dynamic_products_of(given)):
         return
     try:
@@ -212,11 +210,13 @@ def sensitivities(
     execution: Execution = EXECUTION,
     on_fewer: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` brings to the worst output.
+    """The noise relative to the signal (`search.costs.output_noise`) that rounding each tensor of `pairs` adds to the
+    worst output.
 
-    Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs change most when
-    everything is rounded. Blocks with less noise than `floor` are not halved, and none once `time.monotonic` is past
-    the `deadline`. Where that leaves time for fewer measurements than wanted, `on_fewer` is called.
+    Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs change most when all
+    tensors are rounded. Tensors are measured in blocks, which are halved while they have more noise than `floor` and
+    `time.monotonic` is before the `deadline`. `on_fewer` is called if that leaves time for fewer measurements than
+    wanted.
 
     Raises:
         EngineRefused: ONNX Runtime does not run the model with switches, the float model's outputs are not finite, or
@@ -235,12 +235,12 @@ def sensitivities(
     with running(switched, execution, fuse=False, budget=budget) as run:
 
         def outputs(block: Block, chosen: Sequence[Sample]) -> Outputs:
-            """With the switches of a block on, and all others off."""
             switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
             return run({**sample, **switches} for sample in chosen)
 
         def rounded(block: Block, chosen: Sequence[Sample]) -> Outputs | None:
-            """The outputs with a block rounded; None if they are not finite, or ONNX Runtime does not run the model."""
+            """The outputs with the tensors of a block rounded; None if they are not finite, or ONNX Runtime cannot run
+            the model."""
             try:
                 found = outputs(block, chosen)
             except EngineRefused as refused:
@@ -283,7 +283,7 @@ def sensitivities(
 def halved(
     count: int, noise: Callable[[Block], float], most: int, floor: float = 0.0, deadline: float | None = None
 ) -> list[float]:
-    """The noise of each of `count` tensors, by halving the block with the most noise until `most` blocks are measured,
+    """The noise of each of `count` tensors: the block with the most noise is halved until `most` blocks are measured,
     none has more noise than `floor`, or `time.monotonic` is past `deadline`."""
     blocks = [(-noise((0, count)), 0, count)]
     single: list[tuple[float, int, int]] = []
@@ -310,8 +310,8 @@ def halved(
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge, *, wide: bool) -> Quantization:
-    """The quantization of an edge by its own range, if `wide` in 16 bits; in `placement.quantizations` some tensors
-    share a scale."""
+    """The quantization of an edge by its own range, with 16 bits if `wide`. In a placement some tensors share a scale,
+    see `placement.quantizations`."""
     constant = model.constants.get(edge.tensor)
     if constant is None and wide:
         return scales.of_range(ranges.wide.get(edge.tensor, ranges.activations[edge.tensor]), numbers, wide=True)
@@ -326,7 +326,8 @@ def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edg
 
 
 def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
-    """A rounding for each tensor, as its first edge has it, in graph order: neighbours share blocks."""
+    """A rounding for each tensor, as its first edge has it, in graph order, so that neighbouring tensors share
+    blocks."""
     edges: dict[str, list[Edge]] = {}
     for node in model.nodes:
         found = [edge for edge in node.into if edge in pairs]
@@ -341,7 +342,7 @@ def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
 
 
 def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: How) -> Rounding:
-    """Nodes that round a tensor as a candidate does, where a large weight comes as integers, too."""
+    """Nodes that round a tensor as a Q/DQ model does; large weights are also stored as integers."""
     if how is None:
         results = ["integers", "scale", "zero_point"]
         dynamic = helper.make_node("DynamicQuantizeLinear", [""], results)

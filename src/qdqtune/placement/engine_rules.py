@@ -1,8 +1,8 @@
 """The placement rules of `quantize`, by engine and type.
 
-Each rule is a function with a reason and a source. Rules that keep operators in float come first; the others then add
-pairs to the edges that are left, until none adds any more. In the end pairs on an activation without its weight go, and
-on a weight without its activation.
+Each rule is a function with a reason and a source. First, rules exclude edges from pairs. Then others add pairs,
+repeatedly, until none adds any more. At the end a pair on an activation is removed if the weight of that node has none,
+and the other way round.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LIBRARY = f"{LIBRARY_PAGES}/transformers-fused-attention.html"
 
 @dataclass(frozen=True)
 class Rule:
-    """The engines and types that a rule is for, its reason, and the source of that. `find` gives the edges that may
-    carry no pair, or if the rule `places` pairs those that get one beside the `placed` ones."""
+    """A rule, with the engines and types it holds for, its reason, and the source of that. `find` gives the edges that
+    must have no pair; or, if `places` is set, the edges to add to those `placed` so far."""
 
     name: str
     reason: str
@@ -91,13 +91,13 @@ def graph_outputs(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def float_outputs(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges to graph outputs that no convolution makes."""
+    """Edges to graph outputs that are not results of a convolution."""
     own = {result(queries, n) for n in queries.computes() if n.op in CONVOLUTIONS}
     return (e for e in graph_outputs(queries) if e.tensor not in own)
 
 
 def result(queries: GraphQueries, node: Node) -> str:
-    """The result of a compute operator after the clamps that are fused into it."""
+    """The result of a compute operator (Conv, Gemm, MatMul ...), or of the clamp that is fused into it."""
     tensor = node.outputs[0]
     while len(uses := queries.model.edges(tensor)) == 1:
         user = queries.model.user(uses[0])
@@ -185,8 +185,8 @@ def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
 
 
 def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into products [M, K] x [K, N] with M or N = 1, as NVIDIA Model Optimizer has it: with a constant operand
-    those of two dimensions only. A step of a language model, [1, 1, K], reads its weights in 8 bits."""
+    """Edges into products [M, K] x [K, N] with M or N = 1, as NVIDIA Model Optimizer does it; products with a constant
+    operand only if two-dimensional, since a step of a language model, [1, 1, K], gains from weights in 8 bits."""
     for node in queries.computes():
         shape = queries.sizes(node.outputs[0])
         is_weighted = any(t in queries.model.constants for t in node.inputs[:2])
@@ -252,7 +252,7 @@ def unfusable_attention(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def parts_of_float_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """Inputs of a product that makes queries, keys and values at once, where the attention is fused in float16."""
+    """Inputs of a product that makes queries, keys and values at once, where the attention runs fused in float16."""
     for attention in queries.attentions:
         parts = queries.parts(attention)
         if parts is not None and queries.is_fused_as_float(attention, queries.possible):
@@ -280,15 +280,15 @@ INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
 
 
 def attention_results(queries: GraphQueries) -> Iterator[Edge]:
-    """The edges that read an attention's second product, also through copies, if both products have pairs."""
+    """The edges that read an attention's second product, also behind copies, if both products have pairs."""
     for attention in queries.attentions:
         if queries.placed.issuperset(attention.into_products):
             yield from queries.readers(attention.context.outputs[0])
 
 
 def attention_parts(queries: GraphQueries) -> Iterator[Edge]:
-    """The result of a quantized product that makes queries, keys and values at once, in front of what divides it,
-    unless the attention is fused in float16."""
+    """The result of a quantized product that makes queries, keys and values at once, at the nodes that split it; not if
+    the attention runs fused in float16."""
     for attention in queries.attentions:
         parts = queries.parts(attention)
         is_float = queries.is_fused_as_float(attention, queries.placed)
@@ -318,7 +318,7 @@ def convolution_to_layernorm(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def concat(queries: GraphQueries) -> Iterator[Edge]:
-    """All inputs and uses of a Concat that only quantized operators read, if a quantized operator feeds it."""
+    """All inputs and uses of a Concat, if a quantized operator feeds it and only quantized operators read it."""
     for node in queries.model.nodes:
         if node.op == "Concat" and _all_read_in_8_bits(queries, node):
             data = queries.data(node)
@@ -328,8 +328,8 @@ def concat(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def passed_on(queries: GraphQueries, operators: frozenset[str]) -> Iterator[Edge]:
-    """The input of one of `operators` that only quantized operators read; not of a cubic Resize, whose results exceed
-    the range of its input."""
+    """The input of an operator of `operators` whose result only quantized operators read; not of a cubic Resize, whose
+    results exceed the range of its input."""
     for node in queries.model.nodes:
         is_cubic = node.attributes.get("mode") in ("cubic", b"cubic")
         if node.op in operators and not is_cubic and _all_read_in_8_bits(queries, node):
@@ -360,7 +360,7 @@ def compute_results(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def everywhere(queries: GraphQueries) -> Iterable[Edge]:
-    """Every edge that can carry a pair, but for those between an operator that computes and the clamp behind it."""
+    """Every edge that can carry a pair, except those between an operator and the clamp that is fused into it."""
     for edge in queries.possible:
         user, maker = queries.model.user(edge), queries.model.maker(edge.tensor)
         if not (user is not None and user.op in CLAMPS and maker is not None and maker.op in COMPUTE):
@@ -368,8 +368,8 @@ def everywhere(queries: GraphQueries) -> Iterable[Edge]:
 
 
 def _made_in_8_bits(queries: GraphQueries, tensor: str) -> bool:
-    """Whether a tensor comes, through copies, from the fusion of a quantized operator, or from a Concat, MaxPool or
-    Resize of quantized inputs."""
+    """Whether a tensor is the result, if only through copies, of a quantized fusion, or of a Concat, MaxPool or Resize
+    of quantized inputs."""
     source = queries.source(tensor)
     if source is None:
         return False
@@ -466,13 +466,13 @@ class PlacedByRules:
 
 
 def rules_of(engine: str, quant_type: QuantType) -> tuple[Rule, ...]:
-    """The rules of an engine and a type. An execution provider has those of an engine like it."""
+    """The rules for an engine and a type. An execution provider has those of the engine that it is like."""
     like = facts_of(engine).like or engine
     return tuple(rule for rule in RULES if like in rule.engines and quant_type in rule.quant_types)
 
 
 def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> PlacedByRules:
-    """The placement by the rules of an engine. Rules about sizes apply where `model` has static shapes."""
+    """The placement by the rules of an engine. Rules about sizes need static shapes."""
     chosen = rules_of(engine, quant_type)
     counts = dict.fromkeys((rule.name for rule in chosen), 0)
     queries = GraphQueries(model, possible, quant_type)

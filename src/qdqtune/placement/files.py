@@ -34,8 +34,6 @@ Slot = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class PlacementFile:
-    """The content of placement.yaml."""
-
     placement: Placement
     quant_type: QuantType
     engine: str
@@ -68,7 +66,7 @@ class _WeightRow(msgspec.Struct):
 
 
 class _Content(msgspec.Struct, kw_only=True):
-    """placement.yaml; `model` is for people."""
+    """The fields of placement.yaml; `model`, a file name, is for human readers only."""
 
     version: int = VERSION
     model: Any = ""
@@ -83,7 +81,7 @@ class _Content(msgspec.Struct, kw_only=True):
 
 
 def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
-    """Write placement.yaml: edges with a pair or a weight format, by the tensor and node names of the file `model`."""
+    """Write placement.yaml: edges with a pair or a weight format; `model` is the name of the model file."""
     placement = recorded.placement
     content = _Content(
         model=model,
@@ -110,7 +108,6 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
 
 
 def read_placement_file(path: Path) -> PlacementFile:
-    """Read placement.yaml."""
     try:
         content = msgspec.convert(read_yaml(path, "placement"), _Content)
         formats = [(Edge(w.tensor, w.node, w.input), WeightFormat.named(w.storage)) for w in content.weights]
@@ -130,10 +127,8 @@ def read_placement_file(path: Path) -> PlacementFile:
 
 
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:
-    """The part of a placement that fits `model`, and the edges that the model lacks, or that cannot carry their pair or
-    weight format.
-
-    Edges are matched across casts between float types, which the model may have in one precision only.
+    """The part of a placement that fits `model`, and the edges that the model lacks or that cannot carry their pair or
+    weight format. Edges also match if one of the models has casts between float types on them.
     """
     same = {edge: _behind_casts(model, edge) for edge in (*placement, *placement.weight_formats)}
     known = {edge: same[edge] for edge in placement if same[edge] in possible}
@@ -148,7 +143,7 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
 
 
 def _behind_casts(model: Model, edge: Edge) -> Edge:
-    """The model's edge into the same node input, if only casts between float types come between; else `edge`."""
+    """The edge into the same node input in `model`, if only float casts separate it from `edge`; else `edge`."""
     index = model.index_of.get(edge.node)
     inputs = () if index is None else model.nodes[index].inputs
     if edge.index >= len(inputs) or inputs[edge.index] == edge.tensor:
@@ -170,7 +165,7 @@ def write_yaml(path: Path, content: Mapping[str, object], kind: str = "") -> Non
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """The content of a YAML file of `write_yaml`; `what` names its kind in errors."""
+    """The content of a file that `write_yaml` wrote; `what` names its kind in errors."""
     content = parsed_yaml(path, what)
     if isinstance(content, dict) and content.keys() & OF_MODELOPT:
         raise BadOption(
@@ -183,7 +178,6 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
 
 
 def parsed_yaml(path: Path, what: str) -> Any:
-    """The content of a YAML file. `what` names its kind in errors."""
     with reading(f"{what} {path}"):
         check_file(path)
         text = path.read_bytes()

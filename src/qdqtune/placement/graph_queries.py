@@ -20,8 +20,8 @@ DIVIDES = frozenset({"Gather", "Slice", "Split"})
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Two matrix products, Q times K transposed (`scores`) and the probabilities times V (`context`), and the Softmax
-    between. A dynamic size is None."""
+    """An attention: the products of queries and keys (`scores`), and of probabilities and values (`context`), with the
+    Softmax between them. A dynamic size is None."""
 
     scores: Node
     softmax: Node
@@ -44,11 +44,10 @@ class GraphQueries:
     placed: frozenset[Edge] = frozenset()
 
     def computes(self) -> Iterator[Node]:
-        """The operators whose arithmetic runs in 8 bits, in graph order."""
         return (n for n in self.model.nodes if n.op in COMPUTE and not n.domain)
 
     def data(self, node: Node) -> list[Edge]:
-        """Edges to the float inputs of a node that are neither settings nor constants."""
+        """Edges to the float activations that a node reads."""
         return [
             e
             for e in node.into
@@ -56,14 +55,14 @@ class GraphQueries:
         ]
 
     def source(self, tensor: str) -> Node | None:
-        """The node that computes a tensor's values, with copies skipped; None for graph inputs and constants."""
+        """The node that computes a tensor's values; copies (Reshape, Transpose ...) in between are skipped."""
         while (node := self.model.maker(tensor)) is not None and node.op in COPIES:
             tensor = node.inputs[0]
         return node
 
     def readers(self, tensor: str, copies: frozenset[str] = COPIES) -> Iterator[Edge]:
-        """The edges that read a tensor's values and not only its shape; for an operator of `copies`, the edges that
-        read its result instead."""
+        """The edges that read a tensor's values and not only its shape. An operator of `copies` is replaced by the
+        readers of its result."""
         pending = self.model.edges(tensor)
         while pending:
             edge = pending.pop()
@@ -74,16 +73,16 @@ class GraphQueries:
                 yield edge
 
     def sizes(self, tensor: str) -> tuple[int | None, ...]:
-        """The shape of a tensor; empty if nothing is known of it."""
         info = self.model.tensors.get(tensor)
         return (info.shape or ()) if info is not None else ()
 
     @cached_property
     def fusions(self) -> Mapping[int, int]:
-        """Node index to the index of the compute operator that it is fused with; compute operators to themselves.
+        """For each fused node, the index of the compute operator that it is fused with (for compute operators, their
+        own).
 
         A copy or pointwise operator is fused if all its data comes from one fusion. An Add of two branches is fused
-        with a branch that nothing else reads, the later one if there are two; the other input is the skip.
+        with a branch that nothing else reads, the later one if there are two; its other input is the skip input.
         """
         roots: dict[int, int] = {}
         for node in self.model.nodes:
@@ -101,7 +100,8 @@ class GraphQueries:
         return roots
 
     def skip(self, add: Node) -> Edge | None:
-        """The skip input of a residual Add: the data input outside its fusion (`fusions`); None if not residual."""
+        """The skip input of a residual Add: the one that its fusion does not compute; None if the Add is not
+        residual."""
         data = self.data(add)
         fused = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
         branch = _joined_branch(self, data, fused)
@@ -133,9 +133,8 @@ class GraphQueries:
         return tuple(blocks)
 
     def parts(self, attention: Attention) -> tuple[Node, tuple[Edge, ...]] | None:
-        """The product with a weight that makes queries and keys at once, often values as well, and the edges into the
-        operators that divide its result, behind bias and copies; None where queries and keys have products of their
-        own."""
+        """Where one product with a weight makes queries and keys, often values as well: that product, and the edges
+        into the operators that split its result. None where queries and keys have separate products."""
         queries, *others = (self._part_of(e.tensor) for e in attention.into_products)
         if queries is None or others[0] is None or queries[0] is not others[0][0]:
             return None
@@ -143,16 +142,16 @@ class GraphQueries:
         return queries[0], tuple(dict.fromkeys(edges))
 
     def _part_of(self, tensor: str) -> tuple[Node, Edge] | None:
-        """The product with a weight that a tensor holds a part of, scaled or not, and the edge into the first operator
-        that divides its result."""
+        """The product with a weight whose result was split (and perhaps scaled) to give a tensor, and the edge into the
+        first operator that splits it."""
         for node, divided in self._in_front(tensor, COPIES | ARITHMETIC | DIVIDES):
             if divided is not None and node.op in ("Gemm", "MatMul") and len(self.data(node)) == 1:
                 return node, divided
         return None
 
     def _in_front(self, tensor: str, operators: Collection[str]) -> Iterator[tuple[Node, Edge | None]]:
-        """The nodes that a tensor comes from through `operators`, each with the edge into the first of DIVIDES behind
-        it."""
+        """The nodes from which a tensor comes through `operators`, each with the edge into the first splitting operator
+        (DIVIDES) behind it."""
         pending: list[tuple[str, Edge | None]] = [(tensor, None)]
         seen: set[str] = set()
         while pending:
@@ -166,7 +165,8 @@ class GraphQueries:
                 pending += [(e.tensor, e if node.op in DIVIDES else divided) for e in self.data(node)]
 
     def is_fused_as_float(self, attention: Attention, paired: Collection[Edge]) -> bool:
-        """Whether TensorRT fuses an attention in float: one in half precision whose products are not all `paired`."""
+        """Whether TensorRT runs an attention as one float16 kernel: it is in half precision, and inputs of its products
+        lack a pair."""
         info = self.model.tensors.get(attention.softmax.inputs[0])
         is_half = info is not None and info.dtype in HALF
         return is_half and not all(e in paired for e in attention.into_products)

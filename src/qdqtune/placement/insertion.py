@@ -2,10 +2,9 @@
 
 `quantizations` decides scales, biases and clamps first, then nodes are written in one pass.
 
-A weight in a weight format is stored as integers behind a DequantizeLinear (kernels fuse it): a Gemm loses transB, and
-a Transpose of the constant is removed. Dynamic quantization puts a DynamicQuantizeLinear in front of the product, which
-becomes a MatMulInteger, and the Cast and the Mul that make floats of its sums behind it: the nodes that ONNX Runtime
-fuses into one kernel.
+A weight in a weight format becomes integers and a DequantizeLinear, which kernels fuse; for them, a Gemm loses transB
+and a Transpose of the constant is removed. Dynamic quantization writes the nodes that ONNX Runtime fuses into one
+kernel: DynamicQuantizeLinear, MatMulInteger, and a Cast and a Mul that convert the sums to float.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ RAW_OUTPUT = "_QuantizeLinear_Input"
 
 
 def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericFormat) -> Model:
-    """`Inserter.insert` of a single placement."""
+    """The Q/DQ model of one placement (see `Inserter.insert`)."""
     return Inserter(model, ranges, fmt).insert(placement)
 
 
 class Inserter:
-    """Writes candidates of one model; caches scales, which most candidates share. One Q and one DQ serve all edges of a
-    tensor. Constants become quantized initializers behind a DQ."""
+    """Writes Q/DQ models of one float model; caches scales, which most placements share. All edges of a tensor share
+    one Q and one DQ. Constants are stored quantized, with a DQ."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -164,7 +163,8 @@ class _Writer:
     def _pair(
         self, key: object, tensor: str, quantization: Quantization, source: str, output: str = "", shared: str = ""
     ) -> None:
-        """Write a DQ and, unless its integers are `shared`, a Q in front; `key` then stands for what the DQ makes."""
+        """Write a DQ and, unless it reads the integers `shared`, a Q in front; `key` is the cache key of the DQ's
+        output."""
         parameters = self._parameters(tensor, quantization)
         integers = shared or self._fresh(f"{tensor}_QuantizeLinear_Output")
         output = output or self._fresh(f"{tensor}_DequantizeLinear_Output")
@@ -174,8 +174,8 @@ class _Writer:
         self._made[key, "integers"], self._made[key] = integers, output
 
     def _shared(self, tensor: str) -> str:
-        """The quantized tensor of a pair in front of the Cast that makes `tensor`, if it has the same scale but for
-        rounding. With a Q of its own behind the Cast, an engine would store the values in float beside those in 8 bits.
+        """The integers of a pair in front of the Cast that makes `tensor`, to share them if scales are equal up to
+        rounding; else "". With another Q behind the Cast, an engine would store the values in float as well.
         """
         cast = self._model.maker(tensor)
         before = cast.inputs[0] if cast is not None and cast.op == "Cast" and tensor not in self._raw else ""
@@ -188,7 +188,8 @@ class _Writer:
         return self._made[before, "integers"]
 
     def _constant(self, tensor: str, constant: Constant, quantization: Quantization) -> str:
-        """The name of the DQ output behind a quantized constant, or with `float_weights` behind a Q of a float one."""
+        """The name of a DQ output for a constant. The constant is stored quantized, or with `float_weights` in float
+        with a Q."""
         integers, axis = quantized(constant, quantization), quantization.axis
         key = (tensor, integers.key)
         if key in self._made:
@@ -231,7 +232,7 @@ class _Writer:
         return self._in_memory(f"{tensor}_scale", values), self._in_memory(f"{tensor}_zero_point", zeros)
 
     def _with_format(self, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat) -> tuple[onnx.NodeProto, ...]:
-        """Make `node` read its weight in a weight format at `edge`; returns the nodes that have to follow it."""
+        """Change `node` to read its weight at `edge` in a weight format; returns the nodes that have to follow it."""
         weight = weight_at(self._model, edge)
         assert weight is not None  # `problem` was asked first
         names = []
@@ -255,8 +256,8 @@ class _Writer:
         return ()
 
     def _as_integers(self, node: onnx.NodeProto, names: list[str]) -> tuple[onnx.NodeProto, ...]:
-        """Make a product a MatMulInteger; returns the nodes behind it, which make floats of its sums and add the bias
-        of a Gemm. Products of one activation share its DynamicQuantizeLinear."""
+        """Turn a product into a MatMulInteger; returns the nodes behind it, which convert its sums to float and add the
+        bias of a Gemm. Products of one activation share its DynamicQuantizeLinear."""
         (source, _, *bias), result, name = node.input, node.output[0], node.name
         parts = [("dynamic", source, what) for what in ("quantized", "scale", "zero_point")]
         if parts[0] not in self._made:

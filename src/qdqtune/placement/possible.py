@@ -1,11 +1,11 @@
 """Where pairs and weight formats can stand, why not elsewhere, and how many bits the tensors of a placement have.
 
-`refusal` checks the structure of the graph; a pair also needs a scale. A weight with a `types.WeightFormat` has no pair
-(weight-only quantization): `weight_at` and `can_have` check whether it can. `biased_layers` finds the layers whose bias
+`refusal` checks the structure of the graph; a pair also needs a scale. A weight has either a pair or a weight format
+(weight-only quantization): `weight_at` and `can_have` check for the latter. `biased_layers` finds the layers whose bias
 can be corrected.
 
-A node writes as many bits as it reads. Where a reader of a tensor wants other bits, a DequantizeLinear of the one type
-and a QuantizeLinear of the other convert it; engines make one operator of the two.
+The output of a node is stored in as many bits as the node's input. Where a reader wants other bits, a DequantizeLinear
+of one type and a QuantizeLinear of the other convert it; engines fuse the two.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ WEIGHT_ONLY_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     """Why `tensor` can carry no pair into input `slot` of node number `node`, or as graph output `slot` (node GRAPH);
-    None if it can, once it has a range: an activation in front of every data input, a constant as a weight
-    (`weight_role`) or an operand (`TAKES_CONSTANTS`)."""
+    None if it can, given a range. Activations can at every data input, constants as a weight (`weight_role`) or an
+    operand (`TAKES_CONSTANTS`)."""
     if tensor in model.overridable:
         return "callers may override it, and its range with it"
     if not is_float(model, tensor):
@@ -60,7 +60,6 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
 
 
 def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
-    """Whether `refusal` gives no reason against a pair."""
     return refusal(model, tensor, node, slot) is None
 
 
@@ -70,13 +69,13 @@ def every_edge(model: Model) -> frozenset[Edge]:
 
 
 def able_edges(model: Model) -> frozenset[Edge]:
-    """Every edge that can carry a pair (`can_carry`) if its tensor has a scale."""
+    """Every edge that can carry a pair, whether or not its tensor has a range."""
     places = {**model.index_of, "": GRAPH}
     return frozenset(e for e in every_edge(model) if can_carry(model, e.tensor, places[e.node], e.index))
 
 
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
-    """Every edge that can carry a pair, of tensors that have a scale."""
+    """Every edge that can carry a pair and whose tensor has a range."""
     able = able_edges(model)
     constants = {e.tensor for e in able} & model.constants.keys()
     scaled = {t for t in constants if np.isfinite(model.constants[t].array()).all()}
@@ -86,13 +85,13 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
 
 @dataclass(frozen=True)
 class WeightRole:
-    """Marks a constant as a weight, with the axis of its output channels (None: one scale for all of it)."""
+    """Marks a constant as a weight. `axis` is that of its output channels; None: one scale for the whole weight."""
 
     axis: int | None
 
 
 def weight_role(model: Model, edge: Edge) -> WeightRole | None:
-    """The role of a constant as a weight at an edge, the scale of a normalization included; None if it is none."""
+    """The role of a constant as a weight at an edge, or as the scale of a normalization; None for other tensors."""
     node = model.user(edge)
     if node is None or node.domain:
         return None
@@ -113,8 +112,8 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix that a kernel may read in a weight format: [in, out], or [out, in] if `transposed`. The weights of one
-    output lie along `in`."""
+    """A constant matrix of a product: [in, out], or [out, in] if `transposed`. Blocks of a weight format run along
+    `in`."""
 
     node: Node
     constant: Constant
@@ -122,18 +121,16 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[in, out]."""
         rows, columns = self.constant.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
     def array(self) -> Array:
-        """The values as [in, out]."""
         return self.constant.array().T if self.transposed else self.constant.array()
 
 
 def weight_at(model: Model, edge: Edge) -> Weight | None:
-    """The constant matrix that a MatMul or a Gemm reads at an edge, if only through a Transpose, as in language models
-    whose last layer shares the embedding table; None if there is none."""
+    """The constant matrix that a MatMul or Gemm reads at an edge, directly or through a Transpose (as in language
+    models whose last layer shares the embedding table); None if there is none."""
     node = model.user(edge) if edge.node in model.index_of else None
     if node is None or node.domain or edge.index >= len(node.inputs) or node.inputs[edge.index] != edge.tensor:
         return None
@@ -154,7 +151,8 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
 
 
 def can_have(weight: Weight, weight_format: WeightFormat) -> bool:
-    """Whether a weight can have a weight format: its inputs make whole blocks; dynamic quantization takes float32."""
+    """Whether a weight can have a weight format: blocks divide its input size, and dynamic quantization needs
+    float32."""
     if weight_format.block is not None and weight.shape[0] % weight_format.block:
         return False
     return not weight_format.dynamic or weight.constant.dtype == onnx.TensorProto.FLOAT
@@ -168,13 +166,14 @@ def weight_only_edges(model: Model) -> frozenset[Edge]:
 
 def compute_edges(node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
     """The edges of a compute node's activation and weight if both are in `possible`, else none: with a pair on only one
-    of them the node runs in float, and the conversion costs time."""
+    of them the node would run in float."""
     both = frozenset(node.into[:2])
     return both if both <= possible else frozenset()
 
 
 def consistent(model: Model, placement: Placement) -> Placement:
-    """The placement without pairs on only one of the two inputs of a compute operator: they cost time and save none."""
+    """The placement without pairs on only one of the two inputs of a compute operator, which cost time and save
+    none."""
     computing = (node for node in model.nodes if node.op in COMPUTE and not node.domain)
     present = ([e for e in node.into[:2] if e in placement] for node in computing)
     lonely = {edges[0] for edges in present if len(edges) == 1}
@@ -182,7 +181,7 @@ def consistent(model: Model, placement: Placement) -> Placement:
 
 
 def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
-    """The interval that a Relu or Clip maps to, if it is known."""
+    """The interval to which a Relu or Clip limits values; None if unknown."""
     if node.op == "Relu":
         return 0.0, np.finfo(np.float64).max
     ends = []
@@ -196,9 +195,9 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class BiasedLayer:
-    """A quantized compute operator whose bias is, or can be, the constant input `slot` of node `node`: the operator
-    itself, or the Add behind a MatMul. Its output `result` has `channels` channels, along axis 1 for convolutions,
-    whose `rank` is given, else along the last axis."""
+    """A quantized compute operator whose bias is, or could become, the constant input `slot` of node `node`: of the
+    operator itself, or of the Add behind a MatMul. Its output `result` has `channels` channels: along axis 1 for
+    convolutions, which have a `rank`, else along the last axis."""
 
     node: str
     slot: int
@@ -208,13 +207,12 @@ class BiasedLayer:
 
 
 def biased_layers(model: Model, placement: Placement) -> tuple[BiasedLayer, ...]:
-    """The layers whose input and weight carry pairs, in graph order."""
     return tuple(found for node in model.nodes if (found := biased_layer_at(model, placement, node)) is not None)
 
 
 def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLayer | None:
-    """The layer whose bias a node adds or could add; None if there is none, if it runs in float, or if its weight has
-    16 bits, which err so little that nothing is to be corrected."""
+    """The layer whose bias a node adds or could add. None if there is none, if the layer runs in float, or if its
+    weight has 16 bits, where errors are too small to correct."""
     if node.domain or not is_float(model, node.outputs[0]):
         return None
     if node.op == "Add":  # of a constant bias vector behind a MatMul
@@ -248,8 +246,8 @@ NO_WIDE = "{} has no 16 bits: pairs of 16 bits have 8 here"
 
 
 def wide_tensors(model: Model, placement: Placement) -> frozenset[str]:
-    """The activations with a pair that are stored in 16 bits: those of nodes that read 16 bits, if only through values
-    without a pair; and what comes as floats and has a reader in 16 bits."""
+    """The activations with a pair that are stored in 16 bits: outputs of nodes that read 16 bits (directly or through
+    nodes without pairs), and outputs of float nodes that some reader wants in 16 bits."""
     if not placement.wide:
         return frozenset()
     reads: dict[str, bool] = {}  # whether the maker of a tensor reads 16 bits; without those that read floats only
@@ -270,7 +268,8 @@ def wide_weights(model: Model, placement: Placement) -> frozenset[str]:
 
 
 def computable(model: Model, placement: Placement) -> Placement:
-    """The placement with 8 bits for weights whose node reads no activation in 16: engines have no such kernels."""
+    """The placement with 8 bits for those weights whose node reads no activation in 16 bits: engines have no such
+    kernels."""
     wide = {e.node for e in placement.wide if e.tensor not in model.constants}
     weights = wide_weights(model, placement)
     alone = frozenset(e for e in placement.wide if e.tensor in weights and e.node not in wide)
@@ -278,7 +277,8 @@ def computable(model: Model, placement: Placement) -> Placement:
 
 
 def conversions(model: Model, placement: Placement, stored: frozenset[str]) -> frozenset[Edge]:
-    """The edges that are read in other bits than their tensor is `stored` in. A graph output is given as stored."""
+    """The edges that are read in another number of bits than their tensor is stored in; `stored` are the tensors in 16
+    bits. Graph outputs never are."""
     if not placement.wide:
         return frozenset()
     return frozenset(

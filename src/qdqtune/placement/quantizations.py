@@ -32,7 +32,7 @@ number formats" in the findings."""
 
 @dataclass(frozen=True, eq=False)
 class IntegerBias:
-    """A bias in int32 with its scale: one number, or one for each channel."""
+    """A bias in int32, and its scale: one number, or one for each channel."""
 
     values: Array
     scale: Array
@@ -40,7 +40,7 @@ class IntegerBias:
 
 @dataclass(frozen=True, eq=False)
 class ShiftedBias:
-    """A float bias [channels] after bias correction, and the index `slot` of the node input that reads it."""
+    """A float bias after bias correction, `values` [channels], for input number `slot` of a node."""
 
     slot: int
     values: Array
@@ -48,9 +48,9 @@ class ShiftedBias:
 
 @dataclass(frozen=True)
 class Decision:
-    """How one placement is quantized: activations by name, constants by edge, int32 biases and `shifted` float biases
-    by node index, and the indices of the Relu and Clip nodes that are `dropped`. `converted` has the second
-    quantization of activations that some edges, those of `conversions`, read in other bits than they are stored in."""
+    """How one placement is quantized: activations by name and constants by edge; int32 biases, and `shifted`
+    (corrected) float biases, by node index; and indices of the Relu and Clip nodes to leave out (`dropped`). The edges
+    `conversions` read their activation in another number of bits than it is stored in, as `converted` says."""
 
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
@@ -62,7 +62,8 @@ class Decision:
 
 
 class Quantizer:
-    """Decides how placements of one model are quantized with given ranges; caches scales that placements share."""
+    """Decides how placements of one model are quantized, from calibrated ranges; caches scales that placements
+    share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -71,7 +72,8 @@ class Quantizer:
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
-        """The quantization of activations by name, and of constants by edge, before biases raise weight scales."""
+        """The quantization of activations by name, and of constants by edge. Scales of weights may still be raised for
+        biases."""
         constants = self._model.constants
         fixed = [e for e in placement if e.tensor in constants]
         weights = {e: self._weight_scale(e, placement) for e in fixed if weight_role(self._model, e) is not None}
@@ -100,7 +102,6 @@ class Quantizer:
         return activations, weights
 
     def decide(self, placement: Placement) -> Decision:
-        """The scales, biases and dropped clamps with which `insertion` writes a placement."""
         activations, weights = self.scales(placement)
         stored = wide_tensors(self._model, placement)
         other = conversions(self._model, placement, stored)
@@ -113,7 +114,7 @@ class Quantizer:
         return Decision(activations, weights, biases, shifted, dropped, converted, other)
 
     def _shifted(self, placement: Placement) -> dict[int, ShiftedBias]:
-        """Float biases after bias correction by index of the node that adds them, for layers with pairs."""
+        """Corrected float biases of quantized layers, by index of the node that adds them."""
         model, found = self._model, dict[int, ShiftedBias]()
         for node in (n for n in model.nodes if n.name in self._ranges.shifts):
             layer = biased_layer_at(model, placement, node)
@@ -125,7 +126,6 @@ class Quantizer:
         return found
 
     def _own_scale(self, tensor: str, values: Range, is_joined: bool = False, *, wide: bool) -> Quantization:
-        """The quantization of an activation, or of a constant that is quantized like one, with a range in 8 bits."""
         maker, least = self._model.maker(tensor), 0.0
         if wide and maker is not None and maker.op in self._fixed and self._format.wide is not None:
             fixed = self._fixed[maker.op]
@@ -152,8 +152,8 @@ class Quantizer:
         return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor, wide=wide)
 
     def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
-        """Indices of Relu and Clip nodes that the saturation of the pair behind them replaces: every use of their
-        output carries the pair, and nothing else reads their input, so that the producer can clamp."""
+        """Indices of Relu and Clip nodes that the saturation of the pair behind them replaces: all uses of the output
+        carry the pair, and nothing else reads the input."""
         model = self._model
         for tensor, known in activations.items():
             node = model.maker(tensor)
@@ -169,9 +169,9 @@ class Quantizer:
         self, placement: Placement, read: Mapping[Edge, Quantization | None], weights: dict[Edge, Quantization],
         shifted: Mapping[int, ShiftedBias],
     ) -> Iterator[tuple[int, IntegerBias]]:  # fmt: skip
-        """Int32 biases by node index, with scale input scale * weight scale, where input and weight both carry pairs:
-        `read` has the quantization of each edge. A weight's scale is raised (in `weights`) if the bias would
-        overflow."""
+        """Int32 biases by node index, of nodes whose input and weight both carry pairs; their scale is input scale *
+        weight scale. `read` has the quantization of each edge. If a bias would overflow, the scale in `weights` is
+        raised."""
         model = self._model
         for node in model.nodes:
             if node.op not in TAKES_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
@@ -205,11 +205,12 @@ def float_type(model: Model, tensor: str) -> np.dtype[np.generic]:
 def common_ranges(
     model: Model, own: Mapping[Member, Range], placement: Placement, operators: Set[str]
 ) -> dict[Member, Range]:
-    """The range of each member, from the calibrated ranges `own`. Members that are connected by `operators` get the
-    union of their ranges, without those of inputs that only a Concat reads: the range of its output fits them best.
+    """The range of each member, from the calibrated ranges `own`. Members that `operators` connect share the union of
+    their ranges; inputs that only a Concat reads are not counted, as the range of its output fits them best.
 
     If Concat is not among `operators`, an input that only the Concat reads still gets the range of its output, unless
-    that is wider by more than NEAR_RANGE: with another scale it would be rounded twice, and not copied but looked up.
+    that is wider by more than NEAR_RANGE: another scale would mean a second rounding and a table lookup instead of a
+    copy.
     """
     group, joined = {m: m for m in own}, set[Member]()
 
@@ -272,7 +273,6 @@ def _join(
 
 
 def _width(values: Range) -> float:
-    """The width of a range that is extended to include zero, as scales require."""
     return max(values.high, 0.0) - min(values.low, 0.0)
 
 

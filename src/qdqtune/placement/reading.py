@@ -25,8 +25,8 @@ COPIED = ("Identity", "Cast")
 
 @dataclass(frozen=True)
 class Reading:
-    """The placement of a Q/DQ model on a float model, and the names of the DQs without a counterpart there. `ranges`
-    are the intervals that the pairs represent: inserted again in the same format, they give the same numbers."""
+    """A Q/DQ model as a placement on its float model. `unmatched` are names of the DQs that have no edge in the float
+    model. `ranges` reproduce the scales of the file: inserted again in the same format, they give the same numbers."""
 
     placement: Placement
     ranges: Ranges
@@ -35,8 +35,8 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A DQ node of a Q/DQ model, and its Q if it has one. `source` is the float tensor in front of the Q, or a constant
-    that the DQ reads. The type of `zero_point` is that of the integers, `dtype` that of the DQ's result."""
+    """A DQ node of a Q/DQ model, and its Q if it has one. `source` is the float tensor that the Q reads, or else the
+    constant that the DQ reads. The type of `zero_point` is that of the integers, `dtype` that of the DQ's result."""
 
     source: str
     scale: Array
@@ -51,7 +51,8 @@ class Pair:
 
     @property
     def range(self) -> Range:
-        """The interval that the pair represents. Symmetric int8 leaves out -128, so that its scale is max / 127."""
+        """The range of values that the pair can represent. Symmetric int8 leaves out -128, so that its scale is max /
+        127."""
         return Range(self.end("min"), self.end("max"))
 
     @property
@@ -69,7 +70,6 @@ class Pair:
 
 
 def ends(dtype: np.dtype[np.generic]) -> tuple[float, float]:
-    """The least and the largest number of a type of quantized values."""
     info = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
     return float(info.min), float(info.max)
 
@@ -79,8 +79,8 @@ def is_quantized(model: Model) -> bool:
 
 
 def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType = "int8") -> Reading:
-    """The edges of `float_model` on which `qdq_model` has pairs, but for those of int32 biases, which follow from the
-    others. Scales of weights are kept if symmetric numbers of `quant_type` with these steps hold the same values."""
+    """The edges of `float_model` on which `qdq_model` has pairs, except int32 biases, which follow from the others.
+    Scales of weights are kept if symmetric numbers of `quant_type` with these scales can hold the same values."""
     placement, pairs, unmatched = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
     wide: dict[str, Range] = {}
@@ -109,8 +109,8 @@ def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType =
 
 
 def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int, quant_type: QuantType) -> bool:
-    """Whether symmetric numbers of `quant_type` with the same scales, one or one for each channel, reach as far as a
-    pair: those of 16 bits, of FP8 or of an uneven zero point would cut the weight off."""
+    """Whether symmetric `quant_type` numbers with a pair's scales (one, or one for each channel) cover its range. They
+    do not for pairs of 16 bits, of FP8, or with an uneven zero point."""
     if pair.block is not None or (pair.scale.size > 1 and (axis is None or pair.axis % rank != axis)):
         return False
     if quant_type == "fp8" or "float" in pair.zero_point.dtype.name:
@@ -121,7 +121,7 @@ def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int, quant_type: Q
 
 
 def placement_in(float_model: Model, qdq_model: Model) -> Placement:
-    """The placement that `read_placement` finds, without a check of the scales."""
+    """The placement that `read_placement` finds; scales are not read."""
     return _matched(float_model, qdq_model)[0]
 
 
@@ -158,12 +158,12 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[Placement, dict[Edge
 
 
 def is_conversion(qdq_model: Model, use: Use) -> bool:
-    """Whether what uses the result of a pair is a conversion to other bits, which has a pair of its own."""
+    """Whether a use of a pair's result is a Q that converts it to another number of bits."""
     return use.node != GRAPH and qdq_model.nodes[use.node].op == "QuantizeLinear"
 
 
 def _uses_behind(float_model: Model, qdq_model: Model, pair: Pair) -> Iterator[Use]:
-    """The uses of a pair's result; of a weight those behind the nodes that the float model has computed."""
+    """The uses of a pair's result. For a weight, copies that the float model has already computed are skipped."""
     tensors = [pair.dq.outputs[0]]
     for tensor in tensors:
         for use in qdq_model.uses(tensor):
@@ -176,7 +176,7 @@ def _uses_behind(float_model: Model, qdq_model: Model, pair: Pair) -> Iterator[U
 
 def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:
     """Whether a node reads a weight that is quantized without its activation: in blocks, in 4 bits, or in 8 bits
-    without a zero point (our pairs have one)."""
+    without a zero point (pairs have one)."""
     if not pair.is_constant or node == GRAPH or model.nodes[node].op not in WEIGHT_ONLY_OPS:
         return False
     is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
@@ -185,7 +185,7 @@ def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:
 
 
 def weight_only_formats(model: Model) -> dict[str, WeightFormat]:
-    """Names of the DQs of weights that are quantized without their activation, with their weight formats."""
+    """Weight formats by name of the DQ, of weights that are quantized without their activation."""
     formats: dict[str, WeightFormat] = {}
     for pair in pairs_of(model):
         uses, weight_format = model.uses(pair.dq.outputs[0]), weight_format_in(pair.zero_point, pair.block)
@@ -261,14 +261,14 @@ def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
 
 
 def _before_pairs(model: Model, tensor: str) -> str:
-    """The float tensor in front of the Q and DQ nodes that make a tensor."""
+    """The float tensor in front of the Q and DQ nodes that make `tensor`."""
     while (maker := model.maker(tensor)) is not None and maker.op in QDQ:
         tensor = maker.inputs[0]
     return tensor
 
 
 def _is_read_by_pair(float_model: Model, qdq_model: Model, tensor: str, source: str, twins: Mapping[int, Node]) -> bool:
-    """Whether a pair that reads `source` in the Q/DQ model stands on the tensor of the float model."""
+    """Whether a pair that reads `source` in the Q/DQ model belongs on `tensor` of the float model."""
     result = _before_pairs(qdq_model, source)
     if (maker := qdq_model.maker(result)) is not None:
         if (twin := twins.get(maker.index)) is None:
@@ -299,7 +299,7 @@ def counterpart(
 
 
 def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | None:
-    """The weight format of integers with these zero points and this block size; None if `WeightFormat` has no such."""
+    """The weight format of integers with these zero points and this block size; None if it is not supported."""
     name = zero_point.dtype.name
     is_signed = not name.startswith("u") and not zero_point.astype(np.int8).any()
     try:
@@ -309,8 +309,8 @@ def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | Non
 
 
 def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int, block: int | None) -> Array:
-    """(q - zero point) * scale in float32. There is one scale for all values, or one for each index along `axis`, or
-    with a `block` one for so many neighbours along it; of zero points as well."""
+    """(q - zero point) * scale in float32. Scale and zero point are scalars, or have one entry for each index along
+    `axis`, or with a `block` one for each block of so many indices along it."""
 
     def spread(numbers: Array) -> Array:
         exact = numbers.astype(np.float32)
@@ -325,8 +325,8 @@ def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int, blo
 
 @dataclass(frozen=True, eq=False)
 class DynamicProduct:
-    """A product with dynamic quantization (see `insertion`): its MatMulInteger, the float tensor in front of its
-    DynamicQuantizeLinear, the constant scale of the weight and its bits, and the last node behind, which makes
+    """A product with dynamic quantization (see `insertion`): its MatMulInteger, the float tensor that its
+    DynamicQuantizeLinear reads, the scale of the weight (constant) and its bits, and the last node, which makes
     floats."""
 
     node: Node
@@ -337,8 +337,8 @@ class DynamicProduct:
 
 
 def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
-    """The products of a model with dynamic quantization and signed weights, as `insertion` or quantize_dynamic of
-    ONNX Runtime writes them."""
+    """The dynamically quantized products of a model with signed weights, as `insertion` or ONNX Runtime's
+    quantize_dynamic writes them."""
     for node in model.nodes:
         if node.op != "MatMulInteger" or len(node.inputs) < 3:
             continue
@@ -364,5 +364,6 @@ def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
 
 
 def count_pairs(placement: Placement) -> int:
-    """The number of tensors with a Q/DQ pair, as in messages and reports: one that several nodes read counts once."""
+    """The number of tensors with a Q/DQ pair, as messages and reports give it; several readers of one tensor count
+    once."""
     return len({edge.tensor for edge in placement.edges})

@@ -40,8 +40,8 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 def integer_islands(
     model: Model, possible: frozenset[Edge], joining: frozenset[str] = INTEGER_KERNELS - {"Mul"}
 ) -> Placement:
-    """`compute_inputs`, and inputs and results of MOVERS and `joining` operators whose inputs come from quantized
-    operators: they can stay in integers, which saves conversions."""
+    """`compute_inputs`, and the inputs and results of copies (MOVERS) and `joining` operators whose inputs come from
+    quantized operators: values stay in integers between them, which saves conversions."""
     edges = set(compute_inputs(model, possible).edges)
     integer: set[str] = set()
     for node in model.nodes:
@@ -99,7 +99,7 @@ START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = 
 
 
 def weight_only(model: Model, edges: Iterable[Edge], wanted: Sequence[WeightFormat]) -> Placement:
-    """A placement without pairs: the weight at each edge has the first of the weight formats `wanted` that it can
+    """A placement of weight formats alone: the weight at each edge gets the first format of `wanted` that it can
     have."""
     formats = {}
     for edge in edges:
@@ -112,7 +112,7 @@ def weight_only(model: Model, edges: Iterable[Edge], wanted: Sequence[WeightForm
 
 
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:
-    """The START_PLACEMENTS of a model by name, without empty ones; equal ones once, under the first name."""
+    """All START_PLACEMENTS of a model by name; without empty ones, and without repetitions of an earlier one."""
     guesses: dict[str, Placement] = {}
     for name, place in START_PLACEMENTS.items():
         placement = consistent(model, place(model, possible))
@@ -122,7 +122,7 @@ def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placemen
 
 
 def _behind_compute(model: Model, tensor: str) -> bool:
-    """Whether a tensor comes from a compute operator through nothing but operators that are fused into that."""
+    """Whether a tensor is the result of a compute operator or of operators that are fused into it."""
     while (node := model.maker(tensor)) is not None:
         if node.op in COMPUTE:
             return True

@@ -18,8 +18,8 @@ from qdqtune.types import Array
 
 
 def strip_pairs(model: Model) -> Model:
-    """The float model behind a Q/DQ model. If the range of a pair starts at zero and its tensor may be negative, a
-    quantizer had dropped a clamp: the pair becomes a Relu, or a Clip if the range ends at 6."""
+    """The float model behind a Q/DQ model. Where a range starts at zero and the tensor may be negative, the quantizer
+    had removed a clamp: the pair becomes a Relu, or a Clip if the range ends at 6."""
     model = with_float_weights(model)
     pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
     bounds = _lower_bounds(model, pairs)
@@ -100,7 +100,7 @@ def _dequantized(model: Model, pair: Pair) -> Constant:
 
 
 def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
-    """A Relu or Clip in place of the saturation of a pair whose lowest value is zero."""
+    """A Relu or Clip in place of a pair whose range starts at zero, and its constants."""
     name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
     if abs(pair.end("max") - 6) > 0.01:
         return helper.make_node("Relu", [pair.source], [result], name), {}
@@ -111,7 +111,7 @@ def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Con
 
 
 def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float]:
-    """Lower bounds of tensors once the pairs are gone and the lost clamps are back."""
+    """Lower bounds of tensors once the pairs are removed and the lost clamps are restored."""
     bounds: dict[str, float] = {}
 
     def bound(tensor: str) -> float | None:
@@ -148,7 +148,7 @@ def _least(constant: Constant) -> float | None:
 
 
 def with_float_weights(model: Model) -> Model:
-    """The model with float products in place of `DynamicProduct`."""
+    """The model with a float product in place of each `DynamicProduct`."""
     replaced: dict[int, onnx.NodeProto] = {}
     added: dict[str, Constant] = {}
     for product in dynamic_products_of(model):

@@ -1,8 +1,7 @@
-"""The float model with roundings on some edges, such as those of pairs of a Q/DQ file: always on, or each behind a
-switch.
+"""Writes the float model with values rounded on some edges, as by the pairs of a Q/DQ file: always, or behind switches.
 
-A switch is a boolean input of the model and an If: it passes a tensor on as it is, or through the nodes of a rounding.
-An If copies what it passes on, so the switch of a large weight stands around the only node that reads it instead.
+A switch is a boolean model input and an If node, which passes a tensor on either unchanged or rounded. An If copies its
+result; so for a large weight, the If encloses the only node that reads it instead.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ SWITCH = "__switch_"
 
 @dataclass(frozen=True, eq=False)
 class Rounding:
-    """Nodes that round one tensor on some of its edges. Each reads the result of the one before it as its first input,
-    the first one `source`: `tensor`, or the input of the Relu or Clip that makes it where the rounding clamps in its
-    place."""
+    """Nodes that round one tensor on some of its edges, in a chain: the first reads `source`, each other one the result
+    before it. `source` is `tensor`; or, where the rounding replaces the Relu or Clip that makes `tensor`, that node's
+    input."""
 
     tensor: str
     source: str
@@ -46,8 +45,8 @@ def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: boo
 
 
 def is_switched_at_reader(model: Model, edge: Edge) -> bool:
-    """Whether the If of a switch encloses the reader of the tensor: if that is a large constant with one use, by a node
-    with one output of known type."""
+    """Whether the If of a switch encloses the node that reads the tensor: true for a large constant with one use, by a
+    node with one output of known type."""
     if edge.is_graph_output or edge.tensor not in model.large or len(model.uses(edge.tensor)) != 1:
         return False
     outputs = model.node(edge.node).outputs
@@ -90,7 +89,7 @@ class _Writer:
         return Model(result.proto, large)
 
     def _read(self, edge: Edge) -> str:
-        """The tensor that the user of an edge reads; its rounding is written at the first call."""
+        """The name of the tensor that the user of an edge reads; its rounding is written at the first call."""
         number = self._numbers.get(edge)
         if number is None:
             return self._raw.get(edge.tensor, edge.tensor)
@@ -114,7 +113,8 @@ class _Writer:
         return result
 
     def _switched_reader(self, reader: onnx.NodeProto, edge: Edge, output: str) -> onnx.NodeProto:
-        """An If with two copies of the only reader of a weight: one reads the rounded weight, one the weight itself."""
+        """An If with two copies of the only node that reads a weight: one reads the rounded weight, one the weight
+        itself."""
         number = self._numbers[edge]
         rounding, copies = list(self._copies(number)), [deepcopy(reader), deepcopy(reader)]
         for copy, name in zip(copies, ("rounded", "plain"), strict=True):
@@ -147,7 +147,7 @@ class _Writer:
 def _either(
     switch: str, nodes: Sequence[onnx.NodeProto], others: Sequence[onnx.NodeProto], dtype: int, result: str, name: str
 ) -> onnx.NodeProto:
-    """An If whose result is that of the last of `nodes` where `switch` holds, else of the last of `others`."""
+    """An If with the result of the last of `nodes` where `switch` is true, else of the last of `others`."""
     branches: dict[str, Any] = {
         branch: helper.make_graph(
             body, f"{name}_{branch}", [], [helper.make_tensor_value_info(body[-1].output[0], dtype, None)]
@@ -162,11 +162,11 @@ Kind = Literal["activation", "constant", "bias"]
 
 @dataclass(frozen=True, eq=False)
 class FilePair(Rounding):
-    """A pair of a Q/DQ file: its Q, if it has one, and its DQ as `nodes`, with the constants that they read. Behind
-    another pair, as a conversion to other bits, the nodes of that one come first.
+    """A pair of a Q/DQ file: its nodes (Q if it has one, and DQ), with the constants that they read; for a conversion
+    to other bits, after the nodes of the pair that it converts.
 
-    `edges` are those of the float model that it belongs to, all of one tensor. `scale` and `zero_point` are scalars,
-    vectors along `axis`, or for a weight in blocks one number for each block along it.
+    `edges` are the edges of the float model that the pair is on, all of one tensor. `scale` and `zero_point` are
+    scalars, vectors along `axis`, or for a weight in blocks have one number for each block along it.
     """
 
     kind: Kind
@@ -176,7 +176,8 @@ class FilePair(Rounding):
 
 
 def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ...], tuple[str, ...]]:
-    """The pairs of `qdq_model` on edges of `float_model` in graph order, and names of DQs with a use on none."""
+    """The pairs of `qdq_model` on edges of `float_model`, in graph order; and names of DQs of which some use matches no
+    edge."""
     twins = twins_of(float_model, qdq_model)
     kept = {node.name for node in twins.values()}
     pairs: list[FilePair] = []
@@ -213,8 +214,8 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
 
 
 def representable(pair: FilePair) -> tuple[float, float]:
-    """The least and the largest value that a pair of an activation can give, over all channels; NaN if a scale is NaN.
-    For a constant without a Q, those of its dequantized values."""
+    """The least and the largest value that a pair can represent, over all channels; NaN if a scale is NaN. For a
+    constant without a Q: of its dequantized values."""
     if len(pair.nodes) == 1:
         integers = pair.constants[pair.nodes[0].input[0]].array()
         block = next((a.i for a in pair.nodes[0].attribute if a.name == "block_size"), 0)
@@ -226,7 +227,7 @@ def representable(pair: FilePair) -> tuple[float, float]:
 
 
 def with_file_pairs(model: Model, pairs: Sequence[FilePair], file: Model, *, switched: bool = False) -> Model:
-    """`model` with these pairs of `file` and no others (see `with_roundings`), and its operator sets."""
+    """`model` with these pairs of `file` (see `with_roundings`), and the operator sets that they need."""
     result = with_roundings(model, pairs, switched=switched)
     known = {o.domain for o in result.proto.opset_import}
     result.proto.opset_import.extend(o for o in file.proto.opset_import if o.domain not in known)

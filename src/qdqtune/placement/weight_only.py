@@ -20,7 +20,7 @@ BLOCK_OPSET = 21
 
 
 class FormattedWeights:
-    """The weights of one model in weight formats; caches scales, which each candidate needs."""
+    """The weights of one model in weight formats; caches scales, which all placements share."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -33,7 +33,7 @@ class FormattedWeights:
         return weight_only_edges(self._model)
 
     def can_have(self, edge: Edge, weight_format: WeightFormat) -> bool:
-        """Whether there is a weight of finite values at an edge that can have a weight format."""
+        """Whether there is a weight of finite values at an edge, and the format fits its shape."""
         weight = weight_at(self._model, edge)
         return weight is not None and edge in self._able and can_have(weight, weight_format)
 
@@ -47,14 +47,14 @@ class FormattedWeights:
         return max(opsets)
 
     def superfluous(self, placement: Placement) -> frozenset[int]:
-        """Indices of the Transposes of constants that lose all readers when weights get weight formats."""
+        """Indices of the Transposes of constants that nothing reads any more once weights have weight formats."""
         producers, written = self._model.producers, placement.weight_formats.keys()
         turned = {edge.tensor for edge in written} & producers.keys()
         return frozenset(producers[t] for t in turned if written >= set(self._model.edges(t)))
 
     def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
         """The integers, the scales and, if asymmetric, the zero points, in the shapes that their node reads; computed
-        when they are written."""
+        when they are read."""
         source = weight.constant
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}"
         if key in self._parts:
