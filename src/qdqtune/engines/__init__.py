@@ -33,7 +33,7 @@ class EngineSpec:
 
     @property
     def facts(self) -> EngineFacts:
-        """What is known of the engine, or of the execution provider that ONNX Runtime uses."""
+        """The record (`engines.facts`) of the engine, or of the execution provider that ONNX Runtime uses."""
         facts, ep = facts_of(self.name), self.options.get("provider")
         return facts_of_provider(str(ep)) if facts.ep and ep else facts
 
@@ -93,8 +93,8 @@ class Engine(Protocol):
 
 
 def normal(spec: EngineSpec) -> EngineSpec:
-    """`spec` by the one name that an engine has in records: ONNX Runtime with an execution provider is the engine of
-    that provider, and its usual one needs no naming."""
+    """`spec` under the engine's name in files and messages: ONNX Runtime with a known execution provider is an engine
+    of its own (qnn, cuda ...), and the CPU provider is not named."""
     facts = spec.facts
     if not facts.ep:
         return spec
@@ -103,19 +103,20 @@ def normal(spec: EngineSpec) -> EngineSpec:
 
 
 def threads_of(spec: EngineSpec) -> int | None:
-    """How many CPU threads an engine computes on; None if it runs elsewhere, or the number is not known."""
+    """The CPU threads that one inference uses; None if the engine runs elsewhere, or the number is not known."""
     if spec.facts.is_threaded:
         return int(spec.options.get("threads", 1))
     return None if spec.facts.ep else spec.options.get("threads")
 
 
 def builds_for(mix: Mix) -> int:
-    """How many builds of a file workloads take: one for each number of threads."""
+    """How many builds of one model file these workloads need: one for each number of threads."""
     return len({workload.threads for workload in mix}) or 1
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """The engine that `spec` describes, in a process on the machine that measures."""
+    """Load the engine that `spec` describes into this process, which is a worker. Raises BadOption or
+    EngineUnavailable."""
     spec = normal(spec)
     facts = spec.facts
     try:
@@ -153,10 +154,8 @@ def output_to(log: Path) -> Iterator[None]:
 
 @contextmanager
 def translated(vendor: str, rewords: Mapping[re.Pattern[str], str]) -> Iterator[None]:
-    """Turn exceptions of a vendor's library into EngineFailure; `rewords` has our words for parts of its messages.
-
-    The whole message goes to standard error, beside the output of the library.
-    """
+    """Turn exceptions of a vendor's library into EngineFailure, with one line of text; the whole message goes to
+    standard error. `rewords` replaces parts of messages that match its patterns."""
     try:
         yield
     except QdqtuneError:

@@ -23,12 +23,12 @@ def allocate_workers(
     most: int = 0,
     elsewhere: Callable[..., Worker] | None = None,
 ) -> Iterator[tuple[tuple[Device, ...], StartWorker | None]]:
-    """Yield devices for `workers` workers of an engine, and what starts a worker on one (None: `runner.start_worker`):
-    on this host, on the machine where `elsewhere` starts them (`Destination.start`), or on the Ray cluster at the
-    address `ray`.
+    """Yield a device for each worker of an engine, and the function that starts a worker on one (None:
+    `runner.start_worker`). Workers run on this host; on another machine if `elsewhere` (`Destination.start`) is given;
+    or on the Ray cluster at the address `ray`.
 
-    `workers` None means one on a host, and as many as fit on a cluster. `cores_each` are the cores of each worker.
-    At least one node of the cluster must have `most` cores.
+    Without `workers` there is one on a host, and on a cluster as many as fit. Each gets `cores_each` cores; at least
+    one node of the cluster must have `most` cores.
     """
     if ray is None:
         is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own

@@ -1,7 +1,7 @@
-"""Messages between two processes over two pipes: a length, an object in pickle's form, and arrays as they are.
+"""Messages between two processes over two pipes: a length, a pickled object, and arrays as raw bytes.
 
-A process that is stopped reads nothing and answers nothing, so each send and each receive may have a deadline. The side
-that asks takes back values only: what another machine answers must not run code here.
+Each send and receive may have a deadline, as a stopped process neither reads nor answers. The side that asks unpickles
+harmless classes only: an answer from another machine must not run code here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ VALUES = {
     **dict.fromkeys(("numpy._core.multiarray", "numpy.core.multiarray"), ("_reconstruct", "scalar")),
     **dict.fromkeys(("numpy._core.numeric", "numpy.core.numeric"), ("_frombuffer",)),
 }
-"""Names of NumPy, by module, that arrays are made of."""
+"""The functions of NumPy, by module, that pickle calls to make arrays; allowed in answers."""
 
 CLASSES = frozenset({"qdqtune.types", "qdqtune.errors", "ml_dtypes"})
-"""Modules whose classes hold values and do nothing."""
+"""Modules whose classes are plain values, allowed in answers."""
 
 
 class Channel:
-    """One end of two pipes, whose descriptors it takes over. The side that `asks` receives nothing but values, and has
-    a deadline for each message."""
+    """One end of two pipes; it owns their descriptors. With `asks`, it accepts plain values only, and needs a deadline
+    for each message."""
 
     def __init__(self, reads: int, writes: int, *, asks: bool) -> None:
         self._reads, self._writes, self._is_open = reads, writes, True
@@ -41,11 +41,11 @@ class Channel:
             os.set_blocking(descriptor, not asks)
 
     def send(self, message: object, deadline: Deadline | None = None) -> None:
-        """Send an object. A slow network may take long, as long as it takes something before the deadline.
+        """Send an object.
 
         Raises:
-            TimeoutError: the other end has not taken all of it; nothing can be sent any more.
-            OSError: the other end has closed.
+            TimeoutError: not all of it was sent in time; the channel is unusable.
+            OSError: the other end is closed.
         """
         arrays: list[pickle.PickleBuffer] = []
         data = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
@@ -59,8 +59,8 @@ class Channel:
         """Wait for an object.
 
         Raises:
-            TimeoutError: not all of it has come; nothing can be received any more.
-            EOFError, OSError: the other end has closed, or sends what is no message.
+            TimeoutError: not all of it came in time; the channel is unusable.
+            EOFError, OSError: the other end is closed, or sent no valid message.
         """
         (count,) = struct.unpack(">Q", self._read(8, deadline))
         try:
@@ -73,7 +73,8 @@ class Channel:
             raise EOFError(f"what came is no answer: {type(error).__name__}: {error}") from error
 
     def skip_to(self, mark: bytes, deadline: Deadline) -> None:
-        """Read past the first `mark`: a shell may print lines before. Raises as `recv`, also after too many."""
+        """Read and drop everything up to the first `mark`, such as lines that a shell prints. Raises as `recv`, and
+        EOFError if too many bytes come before it."""
         text = b""
         while not text.endswith(mark):
             if len(text) > LONGEST_WELCOME:

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: an actor for each device, and the worker that passes requests of a runner to it."""
+"""Workers on a Ray cluster: a Ray actor on each device, which passes requests to its worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qdqtune.system.interpreter import python
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
 
 NETWORK_SECONDS = 60.0
-"""How long a message may take on its way to another node and back, beside what it asks for. Chosen, not measured."""
+"""Seconds that a request and its answer may spend in the network, beyond the time of the work. Chosen, not measured."""
 
 WAIT_SECONDS = 60.0
 """How long a worker may wait for a free device. Chosen, not measured."""
@@ -32,7 +32,7 @@ LOCAL = "local"
 
 
 class WorkerActor:
-    """Holds a worker on a node, and passes messages on. The worker ends with the process of the actor."""
+    """The Ray actor: starts a worker on its node, and passes messages to it. The worker ends with the actor."""
 
     def __init__(self) -> None:
         self._scratch = temporary_folder()
@@ -45,13 +45,12 @@ class WorkerActor:
         return self._program.ask(message, limit)
 
     def end(self) -> None:
-        """End the worker, and remove all files."""
         self._program.end(ENDING_SECONDS)
         self._scratch.close()
 
 
 class ActorProgram:
-    """The program of an actor: a `process.Worker`."""
+    """An actor as seen from this process; it has the methods of `process.Worker`."""
 
     location = ""
 
@@ -68,7 +67,7 @@ class ActorProgram:
             raise EOFError(_reason(error)) from error
 
     def end(self, seconds: float = 0.0) -> None:
-        """End the actor. If it is idle it removes its files first; otherwise its worker does so when it ends."""
+        """End the actor. An idle one removes its files first; else its worker does so when it ends."""
         self.alive = False
         with contextlib.suppress(RayError):
             ray.wait([self._actor.end.remote()], timeout=seconds)
@@ -77,8 +76,8 @@ class ActorProgram:
 
 @dataclass
 class Cluster:
-    """A cluster that this process is connected to, for workers of an engine with `cores_each` cores, and a GPU if the
-    engine needs one. `start` is the `StartWorker` for runners with workers there."""
+    """The Ray cluster that this process is connected to, for workers with `cores_each` cores each, and a GPU if the
+    engine needs one. `start` starts a worker."""
 
     spec: EngineSpec
     cores_each: int
@@ -109,7 +108,6 @@ class Cluster:
         return tuple(Device(f"worker-{n}") for n in range(1, 1 + (workers or fit)))
 
     def start(self, log: Path, device: Device) -> FarWorker:
-        """A worker on any free device of the cluster."""
         gpus = 1 if needs_gpu(self.spec) else 0
         wants = {"num_cpus": self.cores_each, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote()
@@ -133,8 +131,8 @@ class Cluster:
         return worker
 
     def _check_start(self) -> None:
-        """Raise TimeoutError if the cluster cannot hold a worker any more as nodes were lost, EngineUnavailable if the
-        node is lost that this process is connected through."""
+        """Raise TimeoutError if lost nodes leave no room for another worker, EngineUnavailable if this process's own
+        node is lost."""
         own = ray.get_runtime_context().get_node_id()
         if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
             raise EngineUnavailable(NODE_LOST)
@@ -158,8 +156,8 @@ def _reason(error: RayError) -> str:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the cluster at an address. `LOCAL` starts a cluster here and removes it at the end. A connection that
-    exists already is used, and stays."""
+    """Connect to the Ray cluster at an address; `LOCAL` starts one here and stops it at the end. An existing connection
+    is reused and kept."""
     if ray.is_initialized():
         yield
         return

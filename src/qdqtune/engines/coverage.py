@@ -1,7 +1,7 @@
-"""Which nodes of the model file the layers of an engine cover.
+"""Finds the nodes of the model file that each layer of an engine runs.
 
-An engine tells for each layer some of the nodes in it, and which tensors of the model it reads and writes. These
-tensors are borders between layers: a node that no layer names belongs to the layer between the same borders.
+An engine reports for each layer some of its nodes, and which tensors of the model it reads and writes. These tensors
+separate layers: a node that no layer names belongs to the layer between the same tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
 from qdqtune.types import Layer
 
 FIRST_IN_FUSION = COMPUTE | {"DequantizeLinear"}
-"""Operators that a fusion begins with: they are not fused with the producer of their input."""
+"""Operators that start a fused kernel: they are not fused with the node that writes their input."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What an engine tells of one layer: names of nodes in it, and tensors of the model that it reads and writes."""
+    """What an engine reports of one layer: names of nodes in it, and tensors of the model that it reads and writes."""
 
     nodes: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
@@ -30,20 +30,20 @@ class Claim:
 
 
 def read_model(path: Path) -> Model:
-    """A model file with the names that `loading.load` gives to unnamed nodes. Constants in other files are absent."""
+    """Read a model file, with generated names for unnamed nodes (see `loading.load`). External data is not read."""
     model = read(path)
     name_nodes(model.graph)
     return Model(model)
 
 
 def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[Layer, ...]]:
-    """The nodes of each layer, and a layer of kind "folded" for the nodes that none runs; none if there are no such
-    nodes. Each node of the model is in one of these.
+    """The nodes of each layer, and a layer of kind "folded" with the nodes that no layer runs (empty if each node is in
+    a layer).
 
-    A node that several layers claim belongs to the first. A node that no layer claims joins the layer of its producer
-    (unless it is one of `FIRST_IN_FUSION`), or else of its reader; across borders only if there is no other. A constant
-    node joins a layer only if the layer reads a constant that the node is computed from (int8 weights of a
-    DequantizeLinear). The other constant nodes, and shapes known in advance, run nowhere.
+    A node that several layers report belongs to the first. A node that no layer reports joins the layer of its producer
+    (unless it is one of `FIRST_IN_FUSION`), or else of its reader; across tensors that separate layers only if there is
+    no other. A constant node joins a layer only if the layer reads a constant that the node is computed from (int8
+    weights of a DequantizeLinear). The other constant nodes, and computations of shapes known in advance, are "folded".
     """
     layer_of: dict[str, int] = {}
     for number, claim in enumerate(claims):
@@ -113,10 +113,9 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
 
 
 def reads(node: Node) -> list[str]:
-    """The tensors that a node reads, also in its bodies."""
+    """The tensors that a node reads, those read inside its subgraphs included."""
     return [tensor for tensor in (*node.inputs, *node.captures) if tensor]
 
 
 def readers(model: Model, tensor: str) -> list[Node]:
-    """The nodes that read a tensor, in the order of the graph."""
     return [model.nodes[use.node] for use in model.uses(tensor) if use.node != GRAPH]

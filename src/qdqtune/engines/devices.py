@@ -29,7 +29,8 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """What a worker runs on: cores that no other worker uses (none: it is not pinned), and a GPU's number or ""."""
+    """Where a worker runs: CPU cores that it does not share (none: not pinned), and the number of a GPU, "" for
+    none."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -41,18 +42,18 @@ class Device:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of its cores and its GPU. Each may be held by one worker only."""
+        """A name for each of its cores and its GPU, each of which one worker may hold at a time."""
         return (*(f"core-{core}" for core in self.cores), *([f"gpu-{self.gpu}"] if self.gpu else ()))
 
 
 ANYWHERE = Device()
-"""The device of a single worker, which is not pinned and shares the machine with other processes."""
+"""No pinning and no GPU of its own: the device of a single worker, which shares the machine with other processes."""
 
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Within the block, processes that this thread starts run on these cores only. Without cores, and on systems that
-    cannot pin, nothing happens."""
+    """In the block, processes that this thread starts run on these cores only. Does nothing without cores, or where the
+    system cannot pin."""
     if not cores or sys.platform != "linux":
         yield
         return
@@ -66,8 +67,9 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
-    """Hold the parts of a device, as sockets with abstract names, which leave no files. Yields their file descriptors:
-    a process that inherits them holds the device until it ends, even by a kill."""
+    """Reserve the cores and the GPU of a device, each by a socket with an abstract name, which leaves no file. Yields
+    the sockets' descriptors: a process that inherits them keeps the device until it ends, even if killed. Raises
+    EngineUnavailable after `seconds`."""
     held: list[socket.socket] = []
     until = time.monotonic() + seconds
     try:
@@ -86,7 +88,7 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
 
 
 def _try_lease(part: str) -> socket.socket | None:
-    """A socket that holds a core or a GPU; None if another process holds that."""
+    """A socket that reserves a core or a GPU; None if another process has it."""
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         lease.bind(f"\0qdqtune-{part}")
@@ -106,17 +108,16 @@ def is_free(part: str) -> bool:
 
 
 def load() -> float:
-    """How many processes wanted the cores in the last minute."""
+    """The system's load average over the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def needs_gpu(spec: EngineSpec) -> bool:
-    """Whether an engine runs on a GPU: then each worker needs one of its own."""
     return (spec.facts.is_gpu and not spec.options.get("target")) or spec.facts.unwatched is not None
 
 
 def cores_for(spec: EngineSpec, given: int | None) -> int:
-    """How many cores a worker gets: those `given`, by default as many as the engine has threads."""
+    """The cores of each worker: `given`, by default as many as the engine has threads."""
     threads = spec.options.get("threads")
     least = threads if isinstance(threads, int) and threads > 0 else 1
     if given is not None and given < least:
@@ -127,8 +128,8 @@ def cores_for(spec: EngineSpec, given: int | None) -> int:
 
 
 def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
-    """Devices of this host for `workers` workers. No two share a core or a GPU; they share a physical core only if
-    there are too few of them."""
+    """Assign devices of this host to `workers` workers: no two share a core or a GPU, nor a physical core if there are
+    enough of them. Raises BadOption if there are too few."""
     each = cores_for(spec, cores_each)
     gpus = gpus_here() if needs_gpu(spec) else ("",) * workers
     if len(gpus) < workers:
@@ -162,8 +163,8 @@ def physical_cores() -> list[list[int]]:
 
 
 def usual_threads(most: int | None = None) -> int:
-    """How many threads an engine uses by default: one for each physical core that this process may use, of `most` cores
-    of a worker. (ONNX Runtime counts those of the whole machine, even where the process is pinned to fewer.)"""
+    """The default number of threads of an engine: one for each physical core that this process may use, at most `most`.
+    (ONNX Runtime would count all cores of the machine, also where the process is pinned to fewer.)"""
     cores = len(physical_cores())
     return min(cores, most or cores)
 
@@ -177,7 +178,8 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
-    """What nvidia-smi says of each GPU of this host: a row of the `fields` for each; or no rows, and the reason."""
+    """The `fields` that nvidia-smi prints for each GPU of this host, one row each, and ""; or no rows and the
+    reason."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "no NVIDIA driver: there is no nvidia-smi"
@@ -193,11 +195,11 @@ def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
 
 
 def gpu(device: str) -> tuple[str, str]:
-    """Name and driver version of a GPU; "unknown" where nvidia-smi does not tell."""
+    """Name and driver version of a GPU; "unknown" without nvidia-smi."""
     rows, _ = nvidia_smi("name,driver_version", f"--id={device}")
     return (rows[0][0], rows[0][1]) if rows else ("unknown", "unknown")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use; more threads than that would wait for each other."""
+    """The number of logical cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""How a command runs models and code of the user: time limits, cancelling, and one file for all constants."""
+"""How a command runs models and the user's code: time limits, cancelling, and one file for all constants."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ TIME_LIMIT = 600.0
 """Seconds that a build or an inference may take unless the user gives a limit."""
 
 OVERTIME = 60.0
-"""Seconds that a request to an engine may take whatever is left of a time budget: the measurement in hand is finished,
-and only one that hangs is ended. Chosen, not measured."""
+"""Least seconds for a request to an engine even if the time budget ends before: the current measurement may finish, and
+only one that hangs is killed. Chosen, not measured."""
 
 CHECK_SECONDS = 0.1
 """How often a thread that waits looks whether its work is cancelled. Chosen, not measured."""
 
 Check = Callable[[], None]
-"""Raises to cancel work."""
+"""A function that raises to cancel the work."""
 
 _checks: ContextVar[tuple[Check, ...]] = ContextVar("checks", default=())
 
 
 @contextmanager
 def cancelled_by(check: Check) -> Iterator[None]:
-    """Let `check` cancel the work of this thread in the block, beside those of outer blocks. It is called every
-    `CHECK_SECONDS` during a wait; what it raises ends the wait, and the worker that is waited for."""
+    """Let `check` cancel the work of this thread in the block; checks of outer blocks stay active. It is called every
+    `CHECK_SECONDS` during a wait; if it raises, the wait ends, and so does the worker that is waited for."""
     token = _checks.set((check, *_checks.get()))
     try:
         yield
@@ -45,7 +45,7 @@ def raise_if_cancelled() -> None:
 
 
 class Deadline:
-    """The end of a wait, `limit` seconds from now on or when its thread is cancelled."""
+    """The end of a wait: `limit` seconds from now, or when the work of this thread is cancelled."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -56,16 +56,12 @@ class Deadline:
 
     @property
     def pause(self) -> float:
-        """How many seconds to wait before `after_pause`; more than 0."""
+        """Seconds to sleep until `after_pause` has to be called; more than 0."""
         left = max(0.001, self._ends - time.monotonic())
         return min(CHECK_SECONDS, left) if _checks.get() else left
 
     def after_pause(self) -> None:
-        """Raise what ends the wait, if it is to end.
-
-        Raises:
-            TimeoutError: the time is over.
-        """
+        """Raise if the wait is over: TimeoutError if its time is, or what a check raises to cancel the work."""
         if time.monotonic() >= self._ends:
             raise TimeoutError
         raise_if_cancelled()
@@ -73,12 +69,12 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a command runs models and code of the user.
+    """How a command runs models and the user's code.
 
-    A request to an engine may take `seconds`, as may a pass over samples. The time budget is over at the time `ends` of
-    `time.monotonic`: it ends passes over samples, and requests after `OVERTIME`. All models of the command keep their
-    constants in `constants`. `device` starts the workers that run and time models on the user's engine, if that is on
-    another machine.
+    Requests to an engine and passes over samples may take `seconds` each. The time budget ends at the time `ends` of
+    `time.monotonic`; it stops passes over samples at once, and requests no earlier than after `OVERTIME`. All models of
+    the command keep their constants in `constants`. `device` starts workers on the other machine that measures, if
+    there is one.
     """
 
     seconds: float = TIME_LIMIT
@@ -87,12 +83,11 @@ class Execution:
     device: Callable[..., Any] | None = None
 
     def within_budget(self, seconds: float) -> float:
-        """How many of these seconds a request that begins now may take."""
+        """`seconds`, cut down to what is left of the time budget, but to no less than `OVERTIME`."""
         return seconds if self.ends is None else min(seconds, max(self.ends - time.monotonic(), OVERTIME))
 
     @contextmanager
     def constant_file(self) -> Iterator[ConstantFile]:
-        """`constants`, or a new file in a temporary folder."""
         if self.constants is not None:
             yield self.constants
             return
@@ -101,4 +96,4 @@ class Execution:
 
 
 EXECUTION = Execution()
-"""The usual time limit; nothing cancels, and constants are shared with nothing else."""
+"""The default: the usual time limit, no time budget, and no file of constants."""

@@ -1,6 +1,7 @@
-"""What qdqtune knows of each engine without the vendor's library: a record an engine, in `ENGINES`.
+"""What qdqtune knows of each engine without loading the vendor's library: a record for each engine, in `ENGINES`.
 
-An execution provider of ONNX Runtime is an engine; `provider` NAME of the engine onnxruntime runs any other.
+Execution providers of ONNX Runtime that have been tried are engines of their own; the engine onnxruntime runs any other
+with the option `provider`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ ONNXRUNTIME_SHARED = frozenset({
     "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
 """Operators that ONNX Runtime runs on 8-bit values between a DQ and a Q of one scale. Observed with version 1.31
-(Resize: if it is nearest). Pad, SpaceToDepth and GatherND stay in float; Concat and average pools have kernels with a
-scale for each side."""
+(Resize only in mode nearest). Pad, SpaceToDepth and GatherND stay in float; Concat and average pools have kernels with
+different scales for input and output."""
 
 MOVED_ACROSS = frozenset({
     "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
-"""Operators across which TensorRT and OpenVINO move a Q or a DQ. With one scale on both sides two pairs become one."""
+"""Operators across which TensorRT and OpenVINO move a Q or a DQ, so that with equal scales two pairs become one."""
 
 SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
-"""Numbers that every provider computes with, if only after it has made floats of them."""
+"""Symmetric int8, which every provider accepts, if only by converting it to floats."""
 
 ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True)
-"""Numbers whose activations have zero points, with which a pair can replace a Relu."""
+"""Asymmetric uint8 activations: the zero point lets a pair clamp like a Relu, which is then removed."""
 
 SYMMETRIC_FP8 = NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
 
@@ -43,7 +44,8 @@ OPTIMIZED = "an optimized ONNX file"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """An engine, an execution provider of ONNX Runtime among them. The fields from `ep` on are of providers only."""
+    """What is known of an engine or of an execution provider. The fields from `ep` on are for execution providers
+    only."""
 
     name: str  # what `engine` calls it
     module: str = "qdqtune.engines.onnxruntime"  # its `create` takes a dataclass of options, and returns the engine
@@ -55,14 +57,14 @@ class EngineFacts:
     weights: tuple[str, ...] = ()  # weight formats of products, the usual ones first
     like: str = ""  # the engine whose placement rules hold for it; "" is itself
     merges: tuple[str, ...] = ()
-    """The rewrites (`graph.rewrites`) that it makes of a float model by itself, but not, or not well, where a pair
-    stands in front of the nodes."""
+    """The rewrites (`graph.rewrites`) that the engine makes by itself in a float model, but not, or worse, where Q/DQ
+    pairs stand in front of the nodes."""
     rewrites: tuple[str, ...] = ()  # the others that make models faster on it: `tune` makes them unless told otherwise
     precision: Literal["fp32", "fp16"] = "fp32"  # the usual one of what stays in float
     types_since: int = 0  # the first major version that takes types from the graph; earlier ones choose them
     loaded_by: str = "onnxruntime"
-    """The engine that loads a written file to check it: one that loads any model in seconds without options. TensorRT
-    builds for minutes and may need shapes and plug-ins: ONNX's checker ("") checks its files."""
+    """The engine that checks a written file by loading it: one that loads any model in seconds without options. "":
+    ONNX's checker, as TensorRT builds for minutes and may need shapes and plug-ins."""
     saves: str = ""  # the format of its own, if it has one; a plan runs on one version and one kind of GPU
     constants: str = ""  # the suffix of the file that a saved model has beside it
     ahead_of_time: Mapping[str, Any] = field(default_factory=dict)  # options to build for a device that is not present
@@ -76,23 +78,24 @@ class EngineFacts:
     ep: str = ""  # what ONNX Runtime calls the provider; "" for other engines
     source: str = ""  # the address of its documents; "" where nobody has looked at what it leaves to others
     plugin: str = ""
-    """The module of its plug-in package, whose `get_library_path` names the library; "" if it is built into ONNX
-    Runtime."""
+    """The Python module of the provider's plug-in, whose `get_library_path` gives the library; "" if ONNX Runtime has
+    it built in."""
     options: Mapping[str, str] = field(default_factory=dict)  # its own options by default
     memory: str = "cpu"  # what ONNX Runtime calls the memory of its device
     has_fixed_sizes: bool = False  # it takes models only whose sizes are all fixed
     compiles: bool = False  # it runs many nodes as one: ONNX Runtime cannot write its graph or time single nodes
     simulated_on: tuple[str, ...] = ()
-    """Processors (as `platform.machine` names them) on which it is a simulator: outputs and partitions are those of the
-    device, times mean nothing."""
+    """Processors (as `platform.machine` names them) on which it only simulates its device: outputs and partitions are
+    right, times mean nothing."""
     simulated_as: Mapping[str, str] = field(default_factory=dict)  # options that name the simulator's chip
     words: tuple[str, ...] = ()
-    """Patterns of its log with a group `nodes`, a text with names of nodes in it, and a group `reason`. For each node
-    the first pattern that tells of it counts."""
+    """Regular expressions for the provider's log lines about nodes that it does not run: group `nodes` holds their
+    names, group `reason` the reason. The first that matches a node counts."""
 
     @property
     def unwatched(self) -> str | None:
-        """A line for users where ONNX Runtime runs a provider without a record; None elsewhere."""
+        """A warning for users of a provider that has no record here, since nobody checks what it leaves to the CPU;
+        else None."""
         if not self.ep or self.ep in OF_EP:
             return None
         return f"{self.ep} has no table in qdqtune: nobody looks at what it leaves to the CPU"
@@ -264,21 +267,19 @@ Gen 2) and 69 (8 Elite) give the same outputs. There floats have 16 bits: of dtl
 ENGINES: Mapping[str, EngineFacts] = {
     facts.name: facts for facts in (FAKE, ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, TRTEXEC, CUDA, QNN)
 }
-"""What is known of each engine, by the name that `engine` has for it."""
 
 PROVIDERS = tuple(name for name, facts in ENGINES.items() if facts.source)
 
 OF_EP: Mapping[str, EngineFacts] = {facts.ep: facts for facts in ENGINES.values() if facts.ep}
-"""The engines that are execution providers, by ONNX Runtime's name."""
+"""The records of execution providers, by ONNX Runtime's name."""
 
 
 def facts_of(engine: str) -> EngineFacts:
-    """What is known of an engine."""
     if engine not in ENGINES:
         raise BadOption(f"unknown engine {engine!r}; there are {', '.join(sorted(ENGINES))}")
     return ENGINES[engine]
 
 
 def facts_of_provider(ep: str) -> EngineFacts:
-    """What is known of an execution provider, by ONNX Runtime's name: the usual values of one that nobody has tried."""
+    """The record of an execution provider, by ONNX Runtime's name; one with defaults if it is not in `ENGINES`."""
     return OF_EP.get(ep) or EngineFacts(name="onnxruntime", ep=ep, saves=OPTIMIZED)

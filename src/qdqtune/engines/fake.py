@@ -50,14 +50,14 @@ SECONDS_PER_NODE = 2e-6
 COMPUTE_FRACTION = 0.3
 MEMORY_FRACTION = 0.4
 WIDE_FACTOR = 2.0
-"""Speed in float32, the share of its time that integers take, and how much longer those of 16 bits do. Chosen, not
-measured: of the order of a CPU core."""
+"""Speed in float32; the share of float time that an int8 kernel takes; and the factor by which 16-bit integers are
+slower. Chosen, not measured: of the order of a CPU core."""
 
 SHAPE_BYTES = 1024
 """Larger constants are weights. Shape inference does not need their values, and is slow with large ones."""
 
 DEQUANTIZES = 19
-"""The first opset of which the reference evaluator has the operator DequantizeLinear."""
+"""The first opset for which the reference evaluator implements DequantizeLinear."""
 
 MOVE_DATA = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 RUN_ON_INTEGERS = COMPUTE | MOVE_DATA | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
@@ -65,16 +65,14 @@ RUN_ON_INTEGERS = COMPUTE | MOVE_DATA | {"Add", "AveragePool", "Concat", "Global
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """Options of the fake engine."""
-
     seed: int = 0  # of the noise: the n-th call of `time` draws the same, whatever the clock says
     noise: float = 0.0  # standard deviation of independent noise on each sample, relative
     asymmetric: bool = False  # numbers like those of ONNX Runtime on a CPU; by default like those of TensorRT
     wide: bool = False  # `asymmetric` numbers have 16 bits as well, in which operators take twice as long
     build_seconds: float = 0.0  # how long each build takes, in real time
     faults: Mapping[Literal["refuse", "crash", "hang", "nan"], str] | None = None
-    """A pattern of node names for what happens to a model with a pair on an input of such a node, when it is built or
-    (nan) run."""
+    """Tests inject a failure: a regular expression for each kind. A model with a Q/DQ pair on an input of a node whose
+    name matches fails so when it is built or (nan) run."""
     hide_times: bool = False  # layer reports have no times, like those of engines that cannot time layers
     threads: int = 1  # multiply-adds are divided among so many; all else takes as long as on one
 
@@ -88,13 +86,11 @@ class Fake:
         self._options, self._random = options, np.random.default_rng(options.seed)
 
     def describe(self) -> dict[str, str]:
-        """Name, version of the cost model, and the options that change its latencies or numbers."""
         numbers, threads = "asymmetric" if self._options.asymmetric else "symmetric", str(self._options.threads)
         numbers += ", 16 bits" if self._options.wide else ""
         return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """That of TensorRT; for int8 with the option `asymmetric`, that of ONNX Runtime on a CPU."""
         if quant_type == "int8" and self._options.asymmetric:
             wide = QType.UINT16 if self._options.wide else None
             return replace(ASYMMETRIC, shared_scale_ops=MOVE_DATA, wide=wide)
@@ -168,14 +164,13 @@ class FakeModel:
 
 
 class DequantizeLinear(DequantizeLinear_19):
-    """The operator of opset 13: the evaluator has it from opset 19 on only. It finds this class by the class name."""
+    """DequantizeLinear of opset 13, which the reference evaluator lacks. It is found by the name of the class."""
 
     op_domain = ""
     op_schema = onnx.defs.get_schema("DequantizeLinear", 13)
 
 
 def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingProxyType({})) -> float:
-    """Modelled seconds of one inference (see the module's text). Constants may be external."""
     return CostModels(model, threads).of(inputs).seconds
 
 
@@ -208,8 +203,6 @@ class CostModels:
 
 
 class CostModel:
-    """What each node of a model with known sizes costs; see the module's text."""
-
     def __init__(self, model: onnx.ModelProto, threads: int) -> None:
         self.pace = MULTIPLY_ADDS_PER_SECOND * threads
         self.model = Model(onnx.shape_inference.infer_shapes(model))
@@ -227,7 +220,7 @@ class CostModel:
         return sum(self._node_seconds(node) for node in self.nodes) or SECONDS_PER_NODE
 
     def layers(self) -> tuple[Layer, ...]:
-        """The nodes that run, each with the nodes around it that cost nothing; see `Built.layers`."""
+        """The nodes that run, each with those fused into it; see `Built.layers`."""
         running = [node for node in self.nodes if self._node_seconds(node) > 0]
         covered, folded = cover(self.model, [Claim((node.name,)) for node in running])
         layers = []
@@ -243,7 +236,8 @@ class CostModel:
         return [None if use.node == GRAPH else self.nodes[use.node] for use in uses]
 
     def _final_tensor(self, node: Node) -> str:
-        """The tensor that other nodes read from a node: its output, or that of the operator fused into it."""
+        """The tensor that other nodes read from a node: its output, or that of the activation function fused into
+        it."""
         readers = self._readers(node.outputs[0])
         if node.op in COMPUTE and len(readers) == 1 and readers[0] is not None:
             return readers[0].outputs[0] if readers[0].op in CLAMPS else node.outputs[0]
@@ -278,7 +272,7 @@ class CostModel:
         return SECONDS_PER_NODE + work
 
     def _reads_wide(self, node: Node) -> bool:
-        """Whether a node reads activations of 16 bits, as their zero point tells."""
+        """Whether a node reads activations of 16 bits, which the type of their zero point shows."""
         maker = self.maker(node.inputs[0]) if node.inputs else None
         return maker is not None and maker.op == "DequantizeLinear" and not self.wide.isdisjoint(maker.inputs[2:])
 

@@ -1,4 +1,5 @@
-"""What an execution provider leaves to another: the nodes, the reasons, and the tensors that are copied."""
+"""Which nodes an execution provider leaves to another, such as the CPU, why, and which tensors are copied between the
+two."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from qdqtune.graph.model import Model
 from qdqtune.types import Layer
 
 FEW = 3
-"""The most nodes that a line names."""
+"""The most nodes that a message names."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """A node that runs elsewhere, and why. One that ONNX Runtime has added has a name that the file does not have."""
+    """A node that the provider leaves to another, and why. One that ONNX Runtime inserted has a name that the file
+    lacks."""
 
     node: str
     reason: str
@@ -23,8 +25,8 @@ class Left:
 
 @dataclass(frozen=True)
 class Fallback:
-    """The nodes that run elsewhere, of `nodes` that run, and their `borders`: the tensors that are copied between these
-    and the provider. `ms` is the time of these nodes and of the copies; None where no layer has a time."""
+    """The nodes that another provider runs (`left`), of `nodes` in all. `borders` are the tensors copied between the
+    two, `ms` the time of these nodes and of the copies, None if no layer has a time."""
 
     nodes: int
     left: tuple[Left, ...]
@@ -32,7 +34,7 @@ class Fallback:
     ms: float | None
 
     def in_words(self) -> str:
-        """A line: how many nodes, at what cost, and the first of them with their reasons."""
+        """One line: how many nodes, at what cost, and the reasons with the first node of each."""
         if not self.nodes:
             return "where the nodes run is not known: the engine gave no layers"
         if not self.left:
@@ -47,8 +49,8 @@ class Fallback:
 
 
 def fallback(model: Model, layers: Sequence[Layer]) -> Fallback:
-    """What the layers of a provider say about where the nodes of `model` run. A node that no layer names, such as one
-    of constants, is on the side of what it reads."""
+    """Find out from a provider's layer report which nodes of `model` another one runs. A node that no layer names, such
+    as one that computes constants, counts as running where its inputs come from."""
     ran = [x for x in layers if x.kind not in ("folded", "unknown", "copy") and (x.nodes or x.kind != "reformat")]
     side = dict[str, bool]()
     for layer in ran:

@@ -11,7 +11,7 @@ from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
-    """The numeric format of an engine with default options, as it is on this machine's processor."""
+    """The number types of Q/DQ pairs for an engine with default options on this machine's processor."""
     facts = facts_of(engine)
     numbers = facts.numbers if quant_type == "int8" else facts.fp8
     if numbers is None:
@@ -24,16 +24,16 @@ def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
 
 
 def tensorrt_of(quant_type: QuantType, version: str, is_strongly_typed: bool) -> NumericFormat:
-    """The numbers of a version of TensorRT, which takes all precisions from the graph (strong typing) or not: 8.6 takes
-    no integers as weights, which stay float in front of a Q and a DQ."""
+    """The number types for a version of TensorRT. With strong typing it takes all precisions from the graph; without
+    (8.6), weights stay float in front of a Q and a DQ, as integers are refused."""
     if quant_type == "fp8" and not is_strongly_typed:
         raise BadOption(f"TensorRT {version} has no FP8: use `quant_type` int8, or TensorRT 10 or later")
     return replace(numeric_format("tensorrt", quant_type), float_weights=not is_strongly_typed)
 
 
 def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
-    """The numbers of an engine with which a file computes the same on every processor: weights of 7 bits, with which no
-    sum of products saturates, and activations that x86 runs fast.
+    """Number types with which a file computes the same on every processor: weights of 7 bits, with which no sum of
+    products saturates, and activations that x86 runs fast.
 
     On ARM without dot products ONNX Runtime rewrites these activations to int8, which takes time but changes no output.
     """
@@ -44,16 +44,16 @@ def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
 
 
 def weight_formats(engine: str, *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
-    """The weight formats for which an engine has kernels of products, the usual ones first; if `narrow`, those that
-    compute the same on every processor, also where products saturate (None: if they do here)."""
+    """The weight formats for which an engine has matrix-product kernels, the usual ones first. `narrow`: those of dynamic
+    quantization get 7 bits, which saturate on no processor (None: only if 8 bits would on this one)."""
     is_narrow = products_saturate() if narrow is None else narrow
     known = map(WeightFormat.named, facts_of(engine).weights)
     return tuple(replace(one, bits=7) if one.dynamic and is_narrow else one for one in known)
 
 
 def weight_formats_like(engine: str, wanted: str, *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
-    """The formats of `weight_formats` that the name `wanted` stands for, the exact one first: w8 and w4 stand for every
-    format of so many bits, other names for one."""
+    """The weight formats of an engine that match `wanted`: a name ("w4b32") means one, a family ("w4", "w8") every
+    format of so many bits. Raises BadOption if there is none."""
     known = weight_formats(engine, narrow=narrow)
     like = [s for s in known if s.name == wanted] + [s for s in known if s.family == wanted]
     if not like:

@@ -1,6 +1,5 @@
-"""The options of ONNX Runtime and OpenVINO, readable without these libraries; what engines tell vendors' libraries, in
-the words of these, for the engines and for programs that deploy; and which options a file from elsewhere may set.
-"""
+"""Options of ONNX Runtime and OpenVINO and the settings passed to these libraries, by the engines and by the scripts in
+deploy/; readable without the libraries. Also: which options a file from elsewhere may set."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ BETTER_DEFAULTS = (11,)
 """From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
 
 QUICK = ("--useCudaGraph", "--useSpinWait", "--noDataTransfers")
-"""Flags of trtexec before that version, by which it times as a program would run."""
+"""Flags for older versions of trtexec that make it time a model as a program would run it."""
 
 
 @dataclass(frozen=True)
 class OnnxRuntimeOptions:
     """Options of ONNX Runtime.
 
-    Without `fuse` each operator runs exactly as the file has it: that shows what pairs do to the values, not to the
-    speed. `rewrite` moves pairs, and rounds weights between them.
+    Without `fuse` each operator runs exactly as the file has it: this shows how pairs change the values, but not the
+    speed. `rewrite` lets ONNX Runtime move pairs and round weights.
     """
 
     threads: Annotated[int, "CPU threads", Meta(ge=1)] = 1
@@ -46,14 +45,12 @@ class OnnxRuntimeOptions:
 
 @dataclass(frozen=True)
 class OpenVinoOptions:
-    """Options of OpenVINO."""
-
     threads: Annotated[int, "CPU threads", Meta(ge=1)] = 1
     precision: Annotated[Literal["f32", "f16", "bf16"], "of all that carries no Q/DQ pair"] = "f32"
 
 
 def session_settings(threads: int) -> dict[str, Any]:
-    """The attributes of ONNX Runtime's `SessionOptions`; enumerations by name."""
+    """Attributes of ONNX Runtime's `SessionOptions` by name; values of enumerations by their name."""
     return {
         "graph_optimization_level": "ORT_ENABLE_ALL",
         "execution_mode": "ORT_SEQUENTIAL",
@@ -63,7 +60,7 @@ def session_settings(threads: int) -> dict[str, Any]:
 
 
 def openvino_configuration(threads: int, precision: str) -> dict[str, Any]:
-    """The properties that OpenVINO compiles models with."""
+    """The properties that OpenVINO gets to compile a model."""
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
@@ -78,8 +75,8 @@ def openvino_configuration(threads: int, precision: str) -> dict[str, Any]:
 def library_settings(
     spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """All that the script of an engine (`script_of`) tells the library, as JSON values. `described` is what the engine
-    says of itself, `sizes` are those of dynamic inputs. The fake engine has no library: its files run on ONNX
+    """The settings that the deployed script of an engine (`script_of`) passes to the vendor's library, as JSON values.
+    `described` is `Engine.describe()`, `sizes` the sizes of dynamic inputs. The fake engine's files run on ONNX
     Runtime."""
     options, facts, threads = spec.options, spec.facts, int(spec.options.get("threads", 1))
     if facts.script == "openvino":
@@ -124,19 +121,19 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
 
 
 NAMES_FILES = frozenset({"provider_options", "timing_cache", "plugin_libraries", "trtexec", "trtexec_args"})
-"""Options of all engines that may name files, libraries or programs."""
+"""Options of any engine that may name files, libraries or programs."""
 
 
 def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
-    """An engine that a file from elsewhere describes, with those of its options that cannot name files, libraries or
-    programs; and the names of the others."""
+    """The engine that an untrusted file describes, without options that may name files, libraries or programs; and the
+    names of the options left out."""
     spec = normal(spec)
     options = {name: value for name, value in spec.options.items() if name not in NAMES_FILES}
     return EngineSpec(spec.name, options), [name for name in spec.options if name in NAMES_FILES]
 
 
 def script_of(spec: EngineSpec) -> str:
-    """The text of the script that runs a file on an engine by its `library_settings`."""
+    """The source of the script that runs a file on an engine, with the settings of `library_settings`."""
     folder = Path(deployed.__path__[0])
     text = (folder / f"{spec.facts.script}.py").read_text(encoding="utf-8")
     _, start = (folder / "start.py").read_text(encoding="utf-8").split("\n\n", 1)

@@ -1,4 +1,4 @@
-"""The machine that measures, this one or another: its processor, and whether its times mean anything."""
+"""The machine that measures, this one or another: its processor, and whether times measured there mean anything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def architecture(machine: str | None = None) -> Architecture:
-    """The architecture of a machine (None: this one), as programs see it; "" if it is none of `ARCHITECTURES`."""
+    """The architecture of a machine name (None: this machine's), as programs see it; "" if it is not in
+    `ARCHITECTURES`."""
     return ARCHITECTURES.get((machine or platform.machine()).lower(), "")
 
 
@@ -39,26 +40,27 @@ def processor_name() -> str:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """The `INSTRUCTION_SETS` that the processor has. Some emulators show those of the machine that they run on, which
-    count as none."""
+    """The processor's instruction sets, of those in `INSTRUCTION_SETS`. None under an emulator that shows those of its
+    host."""
     flags = _cpuinfo_field("flags", "Features").split()
     return tuple(name for name in INSTRUCTION_SETS.get(architecture(), ()) if name in flags)
 
 
 def products_saturate() -> bool:
-    """Whether sums of two u8 x s8 products saturate: on x86 without `DOT_PRODUCTS`, and if the processor is unknown."""
+    """Whether a sum of two uint8 x int8 products can saturate: on x86 without `DOT_PRODUCTS`, or if the processor is
+    unknown."""
     return architecture() != "ARM" and not DOT_PRODUCTS.intersection(instruction_sets())
 
 
 def lacks_dot_products() -> bool:
-    """Whether this is an ARM processor without dot products of 8-bit values (Cortex-A53, A57, A72, A73). Where nothing
-    is known of an ARM processor (macOS), it has them, as all that run this system do."""
+    """Whether this is an ARM processor without dot products of 8-bit values (Cortex-A53, A57, A72, A73). False if
+    nothing is known of it, as on macOS, where all processors have them."""
     features = _cpuinfo_field("Features").split()
     return architecture() == "ARM" and bool(features) and "asimddp" not in features
 
 
 def _cpuinfo_field(*names: str) -> str:
-    """The value of the first field in /proc/cpuinfo that has one of `names`; "" if there is none, or no such file."""
+    """The value of the first line in /proc/cpuinfo with one of these names; "" if there is none."""
     try:
         text = CPUINFO.read_text(encoding="utf-8")
     except OSError:
@@ -69,9 +71,8 @@ def _cpuinfo_field(*names: str) -> str:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """A machine: the cores that a process may use, physical ones, its architecture as `platform.machine` names it,
-    whether products of 8 bits overflow there, its system, and how many processes wanted its cores. `where` is how the
-    user names it, for messages; "" is this machine."""
+    """What is known of a machine: logical cores that the process may use, physical cores, `platform.machine`, whether
+    8-bit products saturate, the system, the load average, and `where`: the user's name for it, "" for this machine."""
 
     cores: int
     physical_cores: int
@@ -94,8 +95,8 @@ def this_machine() -> MachineFacts:
 
 
 def simulated(name: str, machine: MachineFacts | None = None) -> str:
-    """Why times of this engine mean nothing on a machine (None: this one), in words: it is a simulator there; "" where
-    they mean something."""
+    """A message if the engine only simulates its device on a machine (None: this one), so that times mean nothing; else
+    ""."""
     there = machine or this_machine()
     if there.machine not in facts_of(name).simulated_on:
         return ""

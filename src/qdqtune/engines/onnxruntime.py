@@ -42,14 +42,13 @@ from qdqtune.graph.saving import ONE_FILE_LIMIT
 from qdqtune.types import Array, Layer, LayerKind, NumericFormat, QuantType, Tensors
 
 LOG_VERBOSE, LOG_WARNING, LOG_ERROR = 0, 2, 3
-"""Levels of ONNX Runtime's log."""
 
 LOADED_ONCE = 2**28
-"""Bytes from which a model is not loaded a second time to be profiled. Inferences of such a model are so long that what
-the profiler adds to them is negligible. Chosen, not measured."""
+"""Models of at least so many bytes are not loaded a second time to be profiled: the profiler's overhead is negligible
+in such long inferences. Chosen, not measured."""
 
 NOWHERE = "constants"
-"""Name of the discarded file for the weights of an optimized model, of which only the nodes are read."""
+"""Name of the file for the weights of an optimized model, which is deleted, as only the nodes are needed."""
 
 BLOCK = 4
 """How many inferences run in a row with the profiler, then without it, so that drift affects both alike. Chosen, not
@@ -69,14 +68,12 @@ refusals_in_words = partial(
         re.compile(r"Fatal error: (\S+)\(\S+ is not a registered function/op"): r"it has no \1: export without it",
     },
 )
-"""`translated`, without the beginning of messages: it often names a temporary file and a place in ONNX Runtime's
-sources."""
+"""`translated`, with a pattern that removes temporary file names and places in ONNX Runtime's sources from messages."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
 STOP_SPINNING = "session.force_spinning_stop"
-"""Threads of a session spin for some 30 ms after an inference, longer than a turn takes. They would slow down another
-session that is timed next."""
+"""Threads of a session would spin for some 30 ms after an inference, and slow down the session that is timed next."""
 
 CONSTANTS_FILE = "session.optimized_model_external_initializers_file_name"
 NO_PREPACKING = "session.disable_prepacking"
@@ -113,7 +110,8 @@ def _register(provider: str, library: str) -> None:
 
 
 class OnnxRuntime:
-    """Builds models as sessions, all with the same options. `plugged_in` are devices of a plug-in's provider."""
+    """Builds each model as a session, all with the same options. `plugged_in` are the devices of a provider's
+    plug-in."""
 
     def __init__(self, options: OnnxRuntimeOptions, plugged_in: Sequence[ort.OrtEpDevice] = ()) -> None:
         self._options, self._plugged_in = options, plugged_in
@@ -122,7 +120,6 @@ class OnnxRuntime:
         self._own = {**(facts.simulated_as if is_simulator else {}), **(options.provider_options or {})}
 
     def describe(self) -> dict[str, str]:
-        """Version, CPU, and the instruction sets that decide which integer kernels run."""
         options, table, own = self._options, self.table, self._own
         device, driver = processor_name(), ""
         gpus = devices.gpus_here() if table.is_gpu else ()
@@ -147,7 +144,7 @@ class OnnxRuntime:
         return {name: text for name, text in told.items() if text}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Those of `formats`; on a provider without a record symmetric int8, which all of them run."""
+        """The format from `formats`; for a provider without a record symmetric int8, which all providers run."""
         numbers = formats.numeric_format(self.table.name, quant_type)
         return numbers if self._options.provider == CPU_PROVIDER else self.table.numbers
 
@@ -160,8 +157,8 @@ class OnnxRuntime:
         return OnnxRuntimeModel(self, model, session)
 
     def session(self, model: Path | bytes, entries: Mapping[str, str] = MappingProxyType({}), **more: Any) -> Session:
-        """A session for a model: a file, or its bytes. `more` are attributes of `SessionOptions` in addition to those
-        that this engine sets, `entries` are its config entries."""
+        """Load a model, a file or its bytes, as a session. `more` are further attributes of `SessionOptions`, `entries`
+        further config entries."""
         chosen, levels = self._options, ort.GraphOptimizationLevel
         unfused = levels.ORT_ENABLE_BASIC if chosen.rewrite else levels.ORT_DISABLE_ALL
         usual = session_settings(chosen.threads)
@@ -217,10 +214,10 @@ class OnnxRuntimeModel:
                 return self._seconds(binding, runs)
 
     def _seconds(self, binding: ort.IOBinding, runs: int) -> float:
-        """Seconds per inference. The first inference allocates the outputs, and the others write into them.
+        """Seconds per inference. The first one allocates the outputs, the others reuse them.
 
-        ONNX Runtime refuses to write again into an output whose shape differs from that in the model. For such a model
-        each inference allocates its outputs.
+        Where an output has another shape than the model declares, ONNX Runtime refuses to reuse it: then each allocates
+        anew.
         """
         start = time.perf_counter()
         for run in range(runs):
@@ -233,10 +230,8 @@ class OnnxRuntimeModel:
         return (time.perf_counter() - start) / runs
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`: those of a second session of the model, which is profiled.
-
-        In that session every node has a name, and a fused node is named after the nodes that it was made of.
-        """
+        """`Built.layers`, from a second, profiled session in which each node has a name and a fused node is named after
+        its parts."""
         model, feed = read_model(self._path), self._known_inputs(inputs)
         if self._engine.table.compiles:  # a second session tells which nodes it runs as one, its log why not others
             with TemporaryDirectory(prefix="profile-") as name:
@@ -278,8 +273,9 @@ class OnnxRuntimeModel:
         """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, its
         constants go to `<name>.data` beside it.
 
-        The file holds the fusions that any machine can use. The last level of optimization, which chooses layouts for
-        the CPU at hand, is left to the session that opens the file."""
+        The file holds the fusions that any machine can use. Layouts are chosen later, for the CPU on which the file is
+        opened.
+        """
         is_split = bool(data_files(self._path)) or nbytes(self._path) >= ONE_FILE_LIMIT
         entries = {CONSTANTS_FILE: f"{path.name}.data"} if is_split else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
@@ -290,7 +286,7 @@ class OnnxRuntimeModel:
             self._engine.session(path)
 
     def _known_inputs(self, inputs: Tensors) -> dict[str, Array]:
-        """The arrays that the model has inputs for: in some versions of a model, inputs have become constants."""
+        """The arrays that the model has inputs for: in some candidates, inputs have become constants."""
         return {name: array for name, array in inputs.items() if name in self._inputs}
 
     def close(self) -> None:
@@ -302,7 +298,7 @@ Event = Mapping[str, Any]
 MEMORY_COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
 CONVERSIONS = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INSERTED = MEMORY_COPIES | QDQ | CONVERSIONS
-"""Operators of the nodes that the optimizer may insert. Nodes of other operators come from nodes of the model."""
+"""Operators that the optimizer may insert; nodes of other operators come from the model."""
 
 PASSIVE = QDQ | CONVERSIONS | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
 """Operators across which the optimizer moves Q and DQ nodes."""
@@ -311,17 +307,16 @@ TYPE_NAMES: Mapping[str, str] = {"float": "FP32", "float16": "FP16", "int8": "IN
 SUFFIX = "_kernel_time"
 
 MOST_OVERHEAD = 0.9
-"""Largest share of a layer's reported time that is taken for overhead of the profile. Chosen, not measured."""
+"""At most this share of a layer's reported time is subtracted as profiling overhead. Chosen, not measured."""
 
 OVERHEAD_STEPS = 40
-"""Steps of the bisection for the overhead: 40 halvings find it to the last digit."""
 
 TRIMMED_SHARE = 0.25
 """Share of the shortest and of the longest times that `trimmed_mean` leaves out. Unlike a median, it resolves fractions
 of a microsecond, the unit of the profile."""
 
 FEW = 12
-"""Up to so many times `trimmed_mean` leaves out the upper half. Chosen, not measured."""
+"""With at most so many times, `trimmed_mean` leaves out the upper half. Chosen, not measured."""
 
 
 def report(
@@ -329,9 +324,8 @@ def report(
 ) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
-    The first inference in the profile, which allocates, does not count. `plain` are seconds of inferences without the
-    profiler, run between the profiled ones: the excess of the layers' times over `plain` is overhead of the profile.
-    `table` is that of the execution provider.
+    The first profiled inference, which allocates, is ignored. `plain` are seconds of inferences without the profiler,
+    run in between: what the layers' times exceed them by is overhead and subtracted. `table` is the provider's record.
     """
     try:
         nodes = onnx.load(optimized, load_external_data=False).graph.node
@@ -360,8 +354,9 @@ def report(
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """The mean without the `TRIMMED_SHARE` at either end; of `FEW` times, which are of long inferences, without the
-    upper half, since other work on the machine hits one kernel or another in each of them."""
+    """The mean without the `TRIMMED_SHARE` shortest and longest times. Of at most `FEW` times, which are of long
+    inferences, it leaves out the upper half: other work on the machine slows down one kernel or another in each of
+    them."""
     cut = int(TRIMMED_SHARE * len(times))
     end = len(times) - cut if len(times) > FEW else max(cut + 1, len(times) // 2)
     return float(np.mean(np.sort(times)[cut:end]))
@@ -370,9 +365,9 @@ def trimmed_mean(times: Sequence[float]) -> float:
 def without_overhead(
     times: npt.NDArray[np.float64], total: float, kernels: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Layer times minus an equal overhead for each of the `kernels` of a layer, so that they add up to `total`. At most
-    the share `MOST_OVERHEAD` of a time is subtracted. If times add up to less than `total`, nothing is.
-    """
+    """Layer times minus an equal overhead for each of the kernel of a layer (`kernels` counts them), so that they add
+    up to `total`. At most the share `MOST_OVERHEAD` of a time is subtracted. If times add up to less than `total`,
+    nothing is."""
     most = MOST_OVERHEAD * times
     excess = float(times.sum()) - total
     low, high = 0.0, float((most / kernels).max(initial=0.0))
@@ -385,11 +380,10 @@ def without_overhead(
 
 
 def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> list[list[tuple[Event, list[float]]]]:
-    """The events of each inference, one for each node, with the microseconds of its kernels: the graph is written in
-    the order in which it runs.
+    """Group the profile's kernel events by inference and, within each, by node of the optimized graph, which lists
+    nodes in the order in which they run: the event of the node, and the durations of its kernels in microseconds.
 
-    An If or Loop has the kernels in its body. Its own event lasts longer than these, mostly since between two kernels
-    the profiler writes down the first.
+    An If or Loop has the kernels of its body. Its own event is much longer, as the profiler writes between two kernels.
     """
     if not nodes:  # all of the model was constant
         return []
@@ -412,19 +406,19 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
 
 def _claims(model: Model, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
-    """What each node of the optimized graph tells: the nodes that it is named after, or whose results it writes."""
+    """For each node of the optimized graph the model's nodes in it, found by its name or by the tensors that it
+    writes."""
 
     def tensor_named(name: str) -> str:
-        """The tensor of the model with this name, or with the name without suffixes; "" if there is none."""
         return next((part for part in _prefixes(name) if part in model.producers or part in model.consumers), "")
 
     def maker(tensor: str) -> str:
-        """The node that writes a tensor, or has its name; "" if there is none."""
+        """The model's node that writes a tensor or has this name; "" if there is none."""
         writer = model.maker(tensor)
         return (tensor if tensor in model.index_of else "") if writer is None else writer.name
 
     def origin(name: str) -> str:
-        """The node with whose name, or with the name of whose tensor, an optimized node's name begins."""
+        """The model's node that an optimized node's name, less its suffixes, refers to directly or through a tensor."""
         return next(filter(None, map(maker, _prefixes(name))), "")
 
     tensors = {name: tensor_named(name) for node in nodes for name in (*node.input, *node.output)}
@@ -498,8 +492,8 @@ def _kind(node: onnx.NodeProto, names: Sequence[str]) -> LayerKind:
 
 
 def _precision(node: onnx.NodeProto, event: Mapping[str, Any]) -> str:
-    """INT8 if a kernel reads 8-bit values, W4 or W8 if only its weights have so many bits, else the type that it
-    writes."""
+    """The precision of a node: INT8 if a kernel reads 8-bit values, W4 or W8 if only its weights are quantized, else
+    the type that it writes."""
     if node.op_type == "DynamicQuantizeMatMul":
         return "INT8"
     if node.op_type == "MatMulNBits":
@@ -511,7 +505,6 @@ def _precision(node: onnx.NodeProto, event: Mapping[str, Any]) -> str:
 
 
 IN_PASSES = "/duplicated"
-"""Suffix of the copies that ONNX Runtime makes of a node for each of its readers."""
 
 
 def assigned_layers(
@@ -520,10 +513,11 @@ def assigned_layers(
     table: EngineFacts,
     log: str,
 ) -> tuple[Layer, ...]:
-    """A layer for each part that the provider runs as one, and for each node that runs elsewhere; without times.
+    """Layers without times: one for each group of nodes that the provider runs as a whole, and for each node that it
+    leaves to another provider.
 
-    `parts` have the name of their provider, and names and operators of their nodes, as ONNX Runtime assigns them. `log`
-    is what it and the provider have said of that.
+    `parts` are the groups as ONNX Runtime assigned them: provider, and name and operator of each node. `log` is what it
+    and the provider printed meanwhile.
     """
     names = [tuple(name.removesuffix(IN_PASSES) for name, _ in nodes) for _, nodes in parts]
     covered, folded = cover(model, [Claim(each) for each in names])
@@ -541,13 +535,14 @@ def assigned_layers(
 
 
 def elsewhere(node: str, ep: str, table: EngineFacts, told: Mapping[str, str]) -> str:
-    """Where a node runs that the provider of `table` leaves to another, and the provider's own words of why."""
+    """The value of `Layer.elsewhere` for a node that provider `ep` runs in place of that of `table`, with the reason
+    from `told`, if the log gave one."""
     where = "on the CPU" if ep == CPU_PROVIDER else f"on {ep}"
     return f"{where}: {told.get(node, f'{table.ep} says no reason; {table.source} lists what it takes')}"
 
 
 def own_words(table: EngineFacts, log: str) -> dict[str, str]:
-    """What the provider says in a log about each node that it leaves, by name."""
+    """The reasons that a provider's log gives, by name of the node that it does not run."""
     told: dict[str, str] = {}
     for pattern in table.words:
         here: dict[str, str] = {}

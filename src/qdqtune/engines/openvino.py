@@ -36,7 +36,7 @@ refusals_in_words = partial(
     "OpenVINO",
     {re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"): ""},
 )
-"""`translated`, without places in OpenVINO's sources."""
+"""`translated`, with a pattern that removes places in OpenVINO's sources from messages."""
 
 
 def create(options: OpenVinoOptions) -> OpenVino:
@@ -44,13 +44,12 @@ def create(options: OpenVinoOptions) -> OpenVino:
 
 
 class OpenVino:
-    """Compiles models for one stream of inferences, one after the other."""
+    """Compiles models for one inference at a time."""
 
     def __init__(self, core: ov.Core, options: OpenVinoOptions) -> None:
         self.core, self._options = core, options
 
     def describe(self) -> dict[str, str]:
-        """Version, CPU, the instruction sets that decide which integer kernels run, and the float precision."""
         return {
             "engine": "openvino",
             "version": ov.get_version(),
@@ -70,7 +69,7 @@ class OpenVino:
         return OpenVinoModel(self, model, compiled, outputs)
 
     def configuration(self, **more: Any) -> dict[str, Any]:
-        """The properties that models are compiled with; `more` are added, or replace some."""
+        """The properties for compiling a model; `more` are added, or replace some."""
         return openvino_configuration(self._options.threads, self._options.precision) | more
 
 
@@ -88,7 +87,7 @@ class OpenVinoModel:
             return {name: np.array(self._request.get_output_tensor(i).data) for i, name in enumerate(self._outputs)}
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """`Built.time`, without setting inputs and copying outputs."""
+        """`Built.time`: neither setting inputs nor copying outputs counts."""
         with refusals_in_words():
             _feed(self._request, inputs)
             start = time.perf_counter()
@@ -97,7 +96,7 @@ class OpenVinoModel:
             return (time.perf_counter() - start) / runs
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`: those of a second build of the file, which is profiled."""
+        """`Built.layers`, from a second, profiled build of the file."""
         source = read_model(self._path)
         with refusals_in_words():
             model = self._engine.core.read_model(str(self._path))
@@ -141,10 +140,8 @@ BORDERS = frozenset({"Input", "Output"})
 
 @dataclass(frozen=True)
 class Tag:
-    """An operation before it was renamed: its name, the nodes that it is part of, and the tensors of a constant.
-
-    An operation that `is_logical` reads or writes booleans, which OpenVINO reports as 8-bit values.
-    """
+    """What is known of an operation before it is renamed: its name, the model's nodes that it is part of, and the
+    tensors of a constant. `is_logical`: it reads or writes booleans, which OpenVINO reports as 8-bit values."""
 
     name: str
     nodes: tuple[str, ...] = ()
@@ -153,9 +150,10 @@ class Tag:
 
 
 def tag(model: Any, source: Model) -> tuple[Tag, ...]:
-    """Rename the operations of an `ov.Model` of `source` to `@number@`, and return the tag of each number.
+    """Rename the operations of `model`, the `ov.Model` of `source`, to `@0@`, `@1@` ..., and return what each of them
+    was.
 
-    An operation that writes no tensor of `source` belongs to the same node as its reader.
+    An operation that writes no tensor of `source` belongs to the nodes of its reader.
     """
     tags: list[Tag] = []
     owners: dict[str, tuple[str, ...]] = {}
@@ -224,8 +222,7 @@ def report(
 
 
 def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
-    """Milliseconds of each layer, by name: the mean of the shortest tenth, as other processes make some inferences of a
-    layer several times slower."""
+    """Mean milliseconds of each layer over its shortest tenth, as other processes slow some inferences down."""
     samples: dict[str, list[float]] = {}
     for profile in profiles:
         for entry in profile:
@@ -236,7 +233,7 @@ def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
 def _constants_read(
     names: Sequence[str], before: Mapping[str, Sequence[str]], fixed: set[str], tags: Sequence[Tag]
 ) -> set[str]:
-    """The model's constants that a layer reads, directly or after preparation."""
+    """The model's constants that a layer reads, directly or through operations computed in advance (`fixed`)."""
     constants: set[str] = set()
     stack = [name for name in names if name in fixed]
     while stack:

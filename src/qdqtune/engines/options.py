@@ -68,8 +68,6 @@ THREADS = TEXT(
 
 
 class EngineOptions(Options):
-    """Options that choose an engine and set how it runs."""
-
     engine: str | EngineSpec = TEXT(
         f"Engine to build and time on: {ENGINE_NAMES}.",
         "Engine",
@@ -92,7 +90,7 @@ class EngineOptions(Options):
 
     @property
     def engine_spec(self) -> EngineSpec:
-        """The engine with the options that were named, and no others."""
+        """The engine with the options that the user named, and no others."""
         return normal(
             self.engine if isinstance(self.engine, EngineSpec) else EngineSpec(self.engine, self.engine_options)
         )
@@ -142,8 +140,8 @@ ON = TEXT(
 def on_device(
     on: str | None, execution: Execution, known: MachineFacts | None = None
 ) -> tuple[Execution, MachineFacts | None]:
-    """`execution` with the machine that the option `on` names as its device, and what is `known` of that, which is
-    asked there otherwise; unchanged and None if it names none."""
+    """`execution` with the machine that the option `on` names as its device, and the facts of that machine (`known`, or
+    asked there). Without `on`: `execution` and None."""
     if on is None:
         return execution, None
     destination = Destination.parsed(on)

@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class _Cancelled(BaseException):
-    """The caller needs the job of this thread no more. Not an `Exception`, so that nothing in between catches it."""
+    """Ends the job of a thread that is not needed any more. No `Exception`, so that nothing in between catches it."""
 
 
 class WorkerPool(Generic[W]):
-    """Workers, each of which does one job at a time. A worker whose job raises `EngineUnavailable` is lost: it leaves
-    the pool, and another one does the job. `notify` gets a message then, in the thread that asks for `results`."""
+    """Workers that do one job each at a time. A worker whose job raises `EngineUnavailable` leaves the pool, and
+    another one repeats the job; `notify` is then called with a message, in the thread that iterates over `results`."""
 
     def __init__(self, workers: Iterable[W], notify: Callable[[str], None] = lambda _: None) -> None:
         self._workers, self._notify = list(workers), notify
@@ -36,18 +36,18 @@ class WorkerPool(Generic[W]):
 
     @property
     def first(self) -> W:
-        """The worker for callers that need a single one. Use it only while no job runs."""
+        """The worker to use for work outside of `results`, while no job runs."""
         return self._workers[0]
 
     def results(self, jobs: Sequence[Callable[[W], T]]) -> Generator[tuple[int, T]]:
-        """The number of each job with its result, as they end. Closing the iterator cancels the other jobs: a worker
-        that waits for an engine ends that engine.
+        """Yield the number and the result of each job as it ends. Closing the iterator cancels the others, and ends
+        engines that they wait for.
 
         A single worker does each job in the caller's thread, when its result is asked for.
 
         Raises:
-            EngineUnavailable: the last worker is lost.
-            whatever else a job raises.
+            EngineUnavailable: no worker is left.
+            Exception: whatever else a job raises.
         """
         if len(self) == 1:
             for number, job in enumerate(jobs):

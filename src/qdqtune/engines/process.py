@@ -24,15 +24,15 @@ NODE_LOST = (
 
 
 class Worker(Protocol):
-    """Answers messages. Those to a worker of a runner are names of `worker.Session` methods with their arguments, the
-    first of which opens the engine; the answer is `(True, result)`, or `(False, error)` with a QdqtuneError."""
+    """A process that answers messages. A `Runner` sends its worker (name, arguments) of a method of `worker.Session`,
+    first that which opens the engine; the answer is `(True, result)`, or `(False, error)` with a QdqtuneError."""
 
     location: str
     """Host and device of the worker, for messages; "" on this host."""
 
     @property
     def alive(self) -> bool:
-        """Whether the worker answers. If not, its builds are lost."""
+        """False once the process has ended, and its builds are lost."""
 
     def ask(self, message: Any, limit: float) -> Any:
         """Send a message and wait for its answer.
@@ -43,17 +43,17 @@ class Worker(Protocol):
         """
 
     def end(self, seconds: float = 0.0) -> None:
-        """End the worker and all that it has started; it may take so long to end by itself."""
+        """End the worker and all processes that it started; it has `seconds` to end by itself."""
 
 
 StartWorker = Callable[[Path, Device], Worker]
-"""Starts a worker, given its log file, to which it appends what it prints, and its device."""
+"""Starts a worker on a device; what it prints is appended to the log file."""
 
 
 class Program:
-    """A running command that answers messages over its standard input and output, in a process group of its own: Ctrl-C
-    in a terminal does not reach it, and one kill ends it with all that it has started. What it prints is appended to a
-    log. A `Worker`."""
+    """A running command that answers messages over standard input and output; a `Worker`. It leads its own process
+    group, so that Ctrl-C does not reach it, and one kill ends all that it started. What it prints is appended to a
+    log."""
 
     location = ""
 
@@ -94,14 +94,13 @@ class Program:
         self._process.wait()
 
     def exit_code(self, seconds: float = 0.0) -> int | None:
-        """The exit code, or the negative number of a signal; None if the process has not ended within so long."""
+        """The exit code, or minus the number of a signal; None if the process still runs after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout=seconds)
         return None
 
 
 def channel_to(process: subprocess.Popen[bytes]) -> Channel:
-    """The channel to a process, over its standard input and output."""
     assert process.stdin is not None
     assert process.stdout is not None
     channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()), asks=True)
@@ -111,13 +110,10 @@ def channel_to(process: subprocess.Popen[bytes]) -> Channel:
 
 
 class WorkerProcess(Program):
-    """A worker of a runner on this host.
-
-    It runs on `device` and holds it until it has ended. Its temporary files are removed when it is ended.
-    """
+    """A runner's worker on this host. It reserves `device` until it ends; then its temporary files are removed."""
 
     def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
-        """Start the process. A device that is still in use is waited for, for `LEASE_SECONDS` at most."""
+        """Start the process. Waits up to `LEASE_SECONDS` for a device that is still in use."""
         with leased(device) as held, pinned(device.cores), contextlib.ExitStack() as undo:
             with writing(log):
                 self._scratch = Scratch(log.parent, WORKERS)

@@ -1,9 +1,9 @@
-"""Another machine over SSH or adb, and a worker there: model files and large arrays go there by content, each once.
+"""Another machine over SSH or adb, and a worker there. Model files and large arrays are named by a digest of their
+content and sent once.
 
-`Destination` starts a command of the system's `ssh`, so that names, keys and jumps of ~/.ssh/config hold. There
-`python -m qdqtune.engines.remote` greets with what is known of the machine, and answers messages: `missing` asks which
-of some contents it lacks, `put` brings one, and all others are those of `engines.worker`, whose large arrays and
-constants are named by their content. It ends, and removes its files, when its input closes.
+`Destination` runs the system's `ssh`, so that ~/.ssh/config applies. There `python -m qdqtune.engines.remote` sends a
+greeting with the facts of the machine, then answers messages: `missing` asks which contents it lacks, `put` sends one,
+all others are those of `engines.worker`. It removes its files and ends when its input closes.
 """
 
 from __future__ import annotations
@@ -44,34 +44,35 @@ SSH = (
     "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4",
     "-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", "ControlPath=~/.ssh/qdqtune-%C",
 )  # fmt: skip
-"""The program: no password prompt that nobody sees, an end where the network is gone for a minute, and one connection
-for all workers there."""
+"""The SSH command: it never asks for a password, ends when the network is gone for a minute, and all workers share one
+connection."""
 
 START_SECONDS = 90.0
-"""How long a machine may take to answer: a small board imports NumPy for seconds. Chosen, not measured."""
+"""Seconds that a machine may take to answer: a small board imports NumPy for a long time. Chosen, not measured."""
 
 STORED_BYTES = 2**16
-"""Size from which an array is sent by content. A smaller one is part of the request. Chosen, not measured."""
+"""Arrays of at least so many bytes are sent by digest, smaller ones as part of the request. Chosen, not measured."""
 
 ENDING_SECONDS = 3.0
-"""How long the other side may take to remove its files before the way to it is cut. Chosen, not measured."""
+"""Seconds that the other side may take to remove its files before it is disconnected. Chosen, not measured."""
 
 USUAL_PYTHON = "python3"
 
 NOISE = re.compile(r"^\s*$|^(Warning: Permanently added|Connection to .* closed|ControlSocket )|setlocale")
-"""Lines that shells and SSH print beside the reason of a failure."""
+"""Lines that shells and SSH print in addition to the reason of a failure."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """What to connect to, as `ssh` takes it or `adb:` with a serial number, if one is given; and the Python there."""
+    """Where to connect: `ssh`'s name of a machine, or `adb:` and the serial number of a device, if given; and the
+    Python to run there."""
 
     host: str
     python: str = USUAL_PYTHON
 
     @classmethod
     def parsed(cls, text: str) -> Destination:
-        """Of `[user@]host[:python]`, `ssh://[user@]host[:port][/python]` or `adb:[serial][:/python]`."""
+        """Parse `[user@]host[:python]`, `ssh://[user@]host[:port][/python]` or `adb:[serial][:/python]`."""
         if (board := re.fullmatch(r"(adb:[^:/\s]*(?::\d+)?)(?::(/\S+))?", text)) is not None:
             return cls(board[1], board[2] or USUAL_PYTHON)
         found = re.fullmatch(r"(ssh://[^/:\s]+(?::\d+)?)(/\S+)?|([^-:/\s][^:/\s]*)(?::(?!//)(\S.*))?", text)
@@ -83,7 +84,7 @@ class Destination:
         return cls(found[1] or found[3], found[2] or found[4] or USUAL_PYTHON)
 
     def command(self, module: str) -> list[str]:
-        """The command that runs a module there. The path of the Python is relative to the home folder there."""
+        """The local command that runs a module there. A relative path of the Python starts in the home folder there."""
         words = f"exec {shlex.quote(self.python.removeprefix('~/'))} -P -m {module}"
         if self.host.startswith("adb:"):
             serial = self.host.removeprefix("adb:")
@@ -91,16 +92,17 @@ class Destination:
         return [*SSH, "--", self.host, words]
 
     def start(self, log: Path, device: Device, cores: int = 0) -> FarWorker:
-        """A worker there: a `StartWorker`. `cores` has each worker on a device other than `ANYWHERE` for itself.
+        """Start a worker there (see `StartWorker`). On a device other than `ANYWHERE` it has so many `cores` for
+        itself.
 
         Raises:
-            EngineUnavailable: there is no way, no Python, or no qdqtune of this version.
+            EngineUnavailable: the machine does not answer, or has no Python or no qdqtune of this version.
         """
         program, _ = self._started(log)
         return FarWorker(program, self.host, cores if device != ANYWHERE else 0)
 
     def facts(self) -> MachineFacts:
-        """What is known of the machine. Raises as `start`."""
+        """Connect, and return the facts of the machine. Raises as `start`."""
         with temporary_folder() as folder:
             program, facts = self._started(folder / "greeting.log")
             program.end(ENDING_SECONDS)
@@ -130,7 +132,7 @@ class Destination:
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
-    """Why no worker has started, and what to do, from the exit code of `ssh` or `adb` and what it has printed."""
+    """The reason why no worker started, and what to do, from what `ssh` or `adb` printed and its exit code."""
     host, python = destination.host, destination.python
     lines = [line for line in printed if not NOISE.search(line)]
     last = one_line(lines[-1] if lines else f"exit code {code}")
@@ -145,8 +147,8 @@ def why_not(destination: Destination, code: int, printed: list[str]) -> str:
 
 
 class FarWorker:
-    """A worker of a runner on another machine: on cores of its own, `cores` of them, or with 0 wherever the system
-    there puts it. `program` runs this module there; `host` is how the user knows the machine."""
+    """A runner's worker on another machine, on `cores` cores of its own (0: not pinned). `program` runs this module
+    there; `host` is the user's name for the machine."""
 
     def __init__(self, program: Worker, host: str, cores: int) -> None:
         self._program, self.location, self._cores = program, host, cores
@@ -200,7 +202,8 @@ class FarWorker:
 
 
 def greeting(program: Program, limit: float) -> dict[str, Any]:
-    """What a program says first: its version, its host, and the facts of its machine. Raises as `Program.ask`."""
+    """Read the first message of a program: its version, its host, and the facts of its machine. Raises as
+    `Program.ask`."""
     deadline = Deadline(limit)
     program.channel.skip_to(GREETING, deadline)
     words: dict[str, Any] = program.channel.recv(deadline)
@@ -208,7 +211,7 @@ def greeting(program: Program, limit: float) -> dict[str, Any]:
 
 
 def check_version(words: dict[str, Any], host: str) -> None:
-    """Refuse a program by its greeting."""
+    """Raise if the other side has another version of qdqtune, as its greeting says."""
     if words["version"] != __version__:
         raise EngineUnavailable(
             f"{host} has qdqtune {words['version']}, and here is {__version__}: install one version everywhere"
@@ -216,8 +219,8 @@ def check_version(words: dict[str, Any], host: str) -> None:
 
 
 def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
-    """A model file whose external data lie in files that are named by their content, and the bytes of these, which are
-    read when they are used."""
+    """A serialized model whose external data are renamed to the digest of their content, and these data by digest,
+    mapped from the files."""
     contents: dict[str, Array] = {}
     with reading(path):
         proto = onnx.load(path, load_external_data=False)
@@ -241,12 +244,12 @@ def _digest(values: Array) -> str:
 
 
 MOST_KEPT = 2**30
-"""Bytes of contents that are kept though no build has them. Chosen, not measured."""
+"""Bytes of received contents that are kept though no loaded model uses them. Chosen, not measured."""
 
 
 class FarSession(Session):
-    """A session on a device of this host, whose files come by content: as bytes in files that are named by a digest of
-    them."""
+    """A session on a device of this host whose files and large arrays arrive as bytes, and are stored under their
+    digests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -256,7 +259,7 @@ class FarSession(Session):
         self._lease = ExitStack()
 
     def answer(self, name: str, *arguments: Any) -> Any:
-        """What a session answers; arguments are in pickle's form, and their large arrays have digests."""
+        """Answer one request, whose arguments are pickled, with large arrays given by digest."""
         try:
             if name in ("missing", "put"):
                 return True, getattr(self, name)(*arguments)
@@ -283,8 +286,8 @@ class FarSession(Session):
         self._sizes[digest] = values.nbytes
 
     def open_on(self, cores: int, spec: EngineSpec, *more: Any) -> None:
-        """Open an engine (see `Session.open`) on free cores of this host, and on a free GPU if it needs one; with 0
-        cores wherever the system puts it."""
+        """Open an engine (see `Session.open`) on `cores` free cores of this host, and on a free GPU if it needs one; 0
+        does not pin."""
         if cores:
             end = monotonic() + LEASE_SECONDS
             while True:
@@ -304,7 +307,8 @@ class FarSession(Session):
         self.open(spec, *more)
 
     def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:
-        """Build a model. Returns what the engine has printed, with the answer."""
+        """Build a model from its bytes and the digests of its external data. Returns what the engine printed, and the
+        answer."""
         path, log = self._folder / f"{number}-{name}", self._folder / "build.log"
         log.unlink(missing_ok=True)
         with writing(path, "it may be full"):
@@ -314,7 +318,7 @@ class FarSession(Session):
         return log.read_text(errors="replace") if log.exists() else "", good, result
 
     def unload(self, number: int) -> None:
-        """Free a model, and remove its file; its constants may serve others."""
+        """Free a model and remove its file; external data stay, as other models may use them."""
         super().unload(number)
         self._constants.pop(number, None)
         for path in self._folder.glob(f"{number}-*"):
@@ -322,7 +326,6 @@ class FarSession(Session):
 
 
 def main() -> None:
-    """Greet, and answer until the input ends."""
     with suppress(OSError):
         os.setsid()
     folder = temporary_folder().path

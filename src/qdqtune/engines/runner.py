@@ -1,4 +1,4 @@
-"""The only way to use an engine: builds and runs happen in a worker process that may crash, hang or be killed."""
+"""Uses an engine in a worker process, which may crash, hang or be killed. Nothing else starts engines."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 
 SLACK = 5.0
-"""Multiple of the expected time that rounds may take beyond their limit: a shared machine rarely slows down so much."""
+"""Rounds may exceed their limit by this multiple of the time expected for them: shared machines rarely slow down so
+much."""
 
 START_SECONDS = 120.0
-"""Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
+"""Least time limit for opening an engine: a library that loads slowly says nothing about a candidate."""
 
 LOG_LINES = 50
-"""Lines of a log that a `Failure` quotes. Chosen, not measured."""
+"""The most lines of a log that a `Failure` quotes. Chosen, not measured."""
 
 T = TypeVar("T")
 
 AHEAD = 4
-"""Samples for each thread in a request that runs several at once. Chosen, not measured."""
+"""Samples that are sent per thread in one request. Chosen, not measured."""
 
 start_worker: StartWorker = WorkerProcess
-"""How a `Runner` starts workers unless it is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class Handle:
 
 
 class Runner:
-    """An engine in a worker process. A context manager; not for use by several threads at once.
+    """An engine in a worker process. A context manager, for one thread at a time.
 
-    A request is repeated once if the worker crashes, since the system may have killed it. If it crashes again, or takes
-    too long, the call raises EngineRefused. The next request starts another worker, where loaded models are built again
-    when they are needed. An interrupt during a call ends the worker too, and the runner stays usable.
+    If the worker crashes, the request is repeated once, since the system may have killed it. If it crashes again, or
+    takes too long, the call raises EngineRefused. The next request starts another worker, which builds loaded models
+    again when they are needed. An interrupt ends the worker too; the runner stays usable.
 
     Args:
         spec: the engine.
-        log_dir: folder for what the engine prints.
+        log_dir: folder for the engine's output.
         execution: its `seconds` limit each build, each inference of `outputs` and each probe; rounds may take `SLACK`
             times the expected time in addition.
         start: starts a worker; by default a process on this host.
         device: where the worker runs.
-        unpacked: bytes that a build takes in addition to its file, for weights that it holds as floats.
-        memory: limits the builds of this and other runners of one thread; without it all loaded models stay loaded.
+        unpacked: bytes of memory that a build takes beyond the size of its file, for weights held as floats.
+        memory: the budget that limits the builds of this and other runners of one thread; None keeps all loaded.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """End the worker at once. Loaded models are built again if this runner is used again."""
+        """End the worker. The runner may be used again, and then builds loaded models again."""
         worker, self._worker = self._worker, None
         self._builds.end(id(self))
         if worker is not None:
@@ -115,13 +115,12 @@ class Runner:
 
     @property
     def location(self) -> str:
-        """The device and the host of the worker, for messages."""
         return " on ".join(filter(None, (self.device.name, "" if self._worker is None else self._worker.location)))
 
     def on_same_device(self, spec: EngineSpec, log_dir: Path) -> Runner:
-        """A runner of another engine on the device of this one, which shares the memory budget.
+        """A runner for another engine on the same device, with the same memory budget.
 
-        The worker of this runner ends if it has a device of its own. Do not use this runner before the other is closed.
+        If this runner has a device of its own, its worker ends; do not use it again before the other is closed.
         """
         if self.device != ANYWHERE:
             self.close()
@@ -131,22 +130,20 @@ class Runner:
     # The engine
 
     def describe(self) -> dict[str, str]:
-        """`Engine.describe` in the worker process."""
         return dict(self._ask("describe"))
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """`Engine.numeric_format` in the worker process."""
         return cast(NumericFormat, self._ask("numeric_format", quant_type))
 
     def feed(self, given: Tensors | Mix) -> None:
-        """Set the inputs of `rounds` and `layers`: one sample, or several workloads."""
+        """Set the inputs that `rounds` and `layers` run on: one sample, or several workloads."""
         self.mix = as_workloads(given)
         if self._worker is not None:
             self._ask("feed", self.mix)
 
     @property
     def starts_processes(self) -> bool:
-        """Whether each turn of a model starts a process, so that single inferences cannot be timed."""
+        """Whether each turn of a model starts a process; single inferences cannot be timed then."""
         return self._spec.facts.is_launched
 
     # Builds
@@ -154,11 +151,11 @@ class Runner:
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle:
         """Build the model in a file, which must not change until it is unloaded.
 
-        A loaded file is not built again, unless `fresh` asks for one more build beside the first. What the engine
-        prints goes to `<log_name>.log` in the log folder.
+        A file that is loaded already is built again only if `fresh`. The engine's output goes to `<log_name>.log` in
+        the log folder.
 
         Raises:
-            EngineRefused: the engine does not build it. So do all methods below that need a build.
+            EngineRefused: the engine does not build it. Methods below that need a build raise this too.
         """
         path = path.absolute()
         loaded = [handle for handle in self._logs if handle.path == path]
@@ -171,7 +168,6 @@ class Runner:
         return handle
 
     def unload(self, handle: Handle) -> None:
-        """Free one build, if the worker holds it."""
         self._logs.pop(handle, None)
         if self._builds.remove((id(self), handle.build)):
             self._free(handle.build)
@@ -182,8 +178,8 @@ class Runner:
     # Inferences
 
     def outputs(self, handle: Handle, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:
-        """The graph outputs for each sample. They may hold NaN. `at_once` samples run at the same time, for engines
-        whose models do that (ONNX Runtime's)."""
+        """The graph outputs for each sample; values may be NaN. `at_once` samples run in parallel threads, which ONNX
+        Runtime allows."""
         results: list[dict[str, Array]] = []
         waiting, what = iter(samples), f"running {handle.path.name}"
         while part := list(itertools.islice(waiting, 1 if at_once == 1 else AHEAD * at_once)):
@@ -192,7 +188,7 @@ class Runner:
         return results
 
     def outputs_of(self, path: Path, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:
-        """`outputs` of a file. Its build is freed afterwards."""
+        """The outputs of the model in a file for each sample. Its build is freed afterwards."""
         handle = self.load(path)
         try:
             return self.outputs(handle, samples, at_once)
@@ -201,16 +197,16 @@ class Runner:
 
     @property
     def start_seconds(self) -> float:
-        """Seconds of a turn in a round on an engine that starts a process for each turn; 0 on other engines."""
+        """Seconds that starting a process takes in each turn, on an engine that starts one; else 0."""
         return float(self._ask("probe", (), 0.0)[0].start) if self.starts_processes else 0.0
 
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers` for the inputs of `feed`, with the times of the average call."""
+        """`Built.layers` on the inputs set by `feed`; with several workloads, times are the mean over calls."""
         what, extra = f"profiling {handle.path.name}", SLACK * self._execution.seconds
         return cast(tuple[Layer, ...], self._ask_of([handle], "layers", handle.build, runs, what=what, extra=extra))
 
     def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...]:
-        """`layers` of the file `model` for the inputs `given` (see `feed`). Its build is freed afterwards."""
+        """The layers of the model in a file for the inputs `given` (as in `feed`). Its build is freed afterwards."""
         self.feed(given)
         handle = self.load(model, log_name, fresh=True)
         try:
@@ -219,8 +215,8 @@ class Runner:
             self.unload(handle)
 
     def turns(self, handles: Sequence[Handle], turn_seconds: float) -> list[Turn]:
-        """The turns of models in rounds, for each workload of `feed`: all models have the same, in which the slowest
-        runs for an equal part of `turn_seconds`."""
+        """Probe how many inferences a turn needs, for each workload set by `feed`: all models get the same number, with
+        which the slowest runs for its part of `turn_seconds`."""
         builds = tuple(handle.build for handle in handles)
         return list(self._ask_of(handles, "probe", builds, turn_seconds, what=f"timing {_names(handles)}"))
 
@@ -234,14 +230,15 @@ class Runner:
         warmup: int,
         samples: Sequence[Tensors] = (),
     ) -> Times:
-        """Time models against each other on the inputs of `feed`, in one exchange with the worker.
+        """Time models against each other on the inputs set by `feed`, in one request to the worker.
 
-        Round r runs the models in an order drawn with seed (seed, r), and with short inferences back again, as in
-        A B C C B A. Its times are the means over each model's turns, in seconds per inference. Several workloads follow
-        each other in each round. `warmup` inferences of each model come before the first round.
+        Round r runs the models in a random order, seeded by (seed, r); if inferences are short, also in reverse, as in
+        A B C C B A. Its times are means over each model's turns, in seconds per inference. A round runs all workloads,
+        one after the other. Before the first round, each model runs `warmup` inferences.
 
-        Where each turn starts a process, there is no warm-up. Round r then runs `samples[r]`, if it exists and has the
-        shapes of the only workload, and keeps the outputs of all models but the first for a later call of `outputs`.
+        Engines that start a process for each turn are not warmed up. With a single workload, round r then runs on
+        `samples[r]`, if that exists and has the same shapes, and keeps the outputs of all models but the first for a
+        later call of `outputs`.
         """
         these = samples[numbers.start : numbers.stop] if self.starts_processes else ()
         builds = tuple(handle.build for handle in handles)
@@ -261,20 +258,20 @@ class Runner:
         return times
 
     def timed(self, handle: Handle, count: int, turn_seconds: float) -> Times:
-        """The times of one model alone in so many rounds. A single inference takes longer than those of a long turn."""
+        """The times of one model alone in `count` rounds. Single inferences (short turns) take longer per inference
+        than long turns."""
         turns = self.turns([handle], turn_seconds)
         return self.rounds([handle], range(count), seed=0, turns=turns, warmup=0)
 
     # Requests to the worker
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The answer to a request that concerns no model."""
+        """Send a request that needs no model."""
         with rewording(f"engine {self._spec.name!r} does not work here", EngineUnavailable):
             return self._ask_of((), name, *arguments, what="answering")
 
     def _ask_of(self, handles: Sequence[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
-        """The answer to a request that needs these builds: those that were lost with a worker, or freed for others, are
-        made again."""
+        """Send a request that needs these builds; those that are not held any more are built again first."""
 
         def ask() -> Any:
             self._open()
@@ -305,7 +302,7 @@ class Runner:
         return self._worker is not None and self._worker.alive
 
     def _open(self) -> None:
-        """Start a worker, unless there is one, and open the engine there."""
+        """Start a worker and open the engine there, unless this was done."""
         if self._is_open:
             return
         self.close()
@@ -322,12 +319,12 @@ class Runner:
             raise
 
     def _exchange(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        """The answer of the worker. `what` says in messages what is being done; `log` is the log of a build; `extra`
-        seconds are added to the limit.
+        """Send a request to the worker and return its answer. `what` describes the request in messages, `log` is the
+        log of a build, `extra` is added to the time limit in seconds.
 
         Raises:
             EngineRefused: the engine refuses, or the worker gives no answer.
-            QdqtuneError: what else the worker answers.
+            QdqtuneError: any other error in the worker's answer.
         """
         worker, limit = self._worker, self._execution.within_budget(self._execution.seconds + extra)
         assert worker is not None
@@ -355,7 +352,7 @@ class Runner:
 
 
 def _twice(ask: Callable[[], T]) -> T:
-    """The result of `ask`; of a second call if the worker crashed in the first one: the system may have killed it."""
+    """The result of `ask`, which is repeated once if the worker crashes: the system may have killed it."""
     try:
         return ask()
     except EngineRefused as refused:
@@ -365,7 +362,7 @@ def _twice(ask: Callable[[], T]) -> T:
 
 
 def _last_lines(*logs: Path | None) -> str:
-    """The last `LOG_LINES` lines of logs, as far as these exist."""
+    """The last `LOG_LINES` lines of those logs that exist."""
     text = "".join(log.read_text(errors="replace") for log in logs if log is not None and log.exists())
     return "\n".join(text.splitlines()[-LOG_LINES:])
 
@@ -375,7 +372,7 @@ def _names(handles: Sequence[Handle]) -> str:
 
 
 def as_workloads(given: Tensors | Mix) -> Mix:
-    """Workloads with shares that add up to 1. A mapping of inputs by name is a single workload."""
+    """Workloads with their shares scaled to add up to 1. A mapping of inputs by name becomes a single workload."""
     mix = (Workload(given),) if isinstance(given, Mapping) else given
     total = sum(workload.share for workload in mix)
     return tuple(
@@ -386,7 +383,7 @@ def as_workloads(given: Tensors | Mix) -> Mix:
 
 @contextlib.contextmanager
 def temporary_runner(spec: EngineSpec, execution: Execution) -> Iterator[Runner]:
-    """A runner on the device of `execution`, whose logs are deleted at the end."""
+    """A runner on the device of `execution`; its logs are deleted at the end."""
     with (
         temporary_folder() as folder,
         Runner(spec, execution=execution, log_dir=folder, start=execution.device) as runner,
@@ -396,10 +393,10 @@ def temporary_runner(spec: EngineSpec, execution: Execution) -> Iterator[Runner]
 
 @contextlib.contextmanager
 def checked_output(output: Path, engine: str, execution: Execution, *, is_run: bool = False) -> Iterator[Path]:
-    """Yield a path to write a model to. At the end the file is loaded in its engine, or checked with ONNX where that is
-    not installed or builds for minutes, and renamed to `output`.
+    """Yield a path to write a model to. At the end the file is checked and renamed to `output`: its engine loads it, or
+    ONNX's checker reads it where the engine is not installed or builds for minutes.
 
-    `is_run`: the block itself runs the file on ONNX Runtime, so it is not loaded there again.
+    `is_run`: the block itself has run the file on ONNX Runtime, so it need not be loaded there again.
     """
     with atomic_write(output, "model") as fresh:
         yield fresh

@@ -32,21 +32,22 @@ from qdqtune.system.interpreter import end_group
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 
 GREETING = b"qdqtune is here: "
-"""What comes before the first message: shells may print lines before it."""
+"""Marks the start of the first message, as shells may print other lines before it."""
 
 ENDING_SECONDS = 1.0
-"""How long a worker whose input has ended may take to end by itself. Chosen, not measured."""
+"""Seconds that a worker whose input has closed may take to end by itself. Chosen, not measured."""
 
 LAUNCH_SECONDS = 2.0
-"""What the start of a process for a turn is expected to take before one was timed. Chosen, not measured."""
+"""Assumed seconds to start a process for a turn, before one was timed. Chosen, not measured."""
 
 PROBES, PROBE_SECONDS = 3, 0.2
-"""A model's speed is the best of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""
+"""A model's speed is estimated by the fastest of `PROBES` inferences; no more are run after `PROBE_SECONDS`. Chosen,
+not measured."""
 
 
 @dataclass
 class Model:
-    """The builds of a model file by number of threads (None: the number that the session was opened with)."""
+    """A model file and its builds by number of threads (None: the engine's default)."""
 
     path: Path
     log: Path
@@ -54,10 +55,10 @@ class Model:
 
 
 class Session:
-    """An engine and the models that it holds, each under a number that the parent gave it.
+    """An engine and its loaded models, by a number that the parent process chose.
 
-    A model is built for each number of threads in the workloads. All builds stay in this process: ONNX Runtime's
-    threads stop when an inference ends, and ratios equal those of files that are timed alone (benchmarks/findings.md).
+    A model is built for each number of threads in the workloads. Builds may share this process, as idle ones do not
+    disturb the timed one (benchmarks/findings.md).
     """
 
     def __init__(self, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
@@ -67,8 +68,8 @@ class Session:
         self._turn_seconds = LAUNCH_SECONDS
 
     def answer(self, name: str, *arguments: Any) -> Any:
-        """True and the result of the method `name`, or False and its error. Where it cannot write a file, as on a full
-        disk, that is a failure of the engine."""
+        """Call the method `name`: `(True, result)`, or `(False, error)`. A file that cannot be written, as on a full
+        disk, counts as a failure of the engine."""
         try:
             return True, getattr(self, name)(*arguments)
         except QdqtuneError as error:
@@ -94,7 +95,7 @@ class Session:
         self._mix = mix
 
     def build(self, number: int, path: Path, log: Path) -> float:
-        """Build a model and keep it under a number; the seconds that it took."""
+        """Build a model and keep it under a number; returns the seconds of the build."""
         start, self._models[number] = time.perf_counter(), Model(path, log)
         try:
             for workload in self._mix:
@@ -107,7 +108,7 @@ class Session:
         return seconds
 
     def _built(self, number: int, threads: int | None = None) -> Built:
-        """The build of a model for so many threads, made now if there is none."""
+        """A model's build for a number of threads, made if there is none."""
         model, count = self._models[number], None if threads == threads_of(self._spec) else threads
         if count not in model.builds:
             if count not in self._engines:
@@ -122,7 +123,7 @@ class Session:
         return_free_memory()
 
     def run(self, number: int, samples: Sequence[Tensors], at_once: int) -> list[dict[str, Array]]:
-        """`Built.run` on each sample; several in as many threads."""
+        """`Built.run` on each sample, `at_once` of them in parallel threads."""
         built = self._built(number)
         if at_once == 1:
             return [built.run(sample) for sample in samples]
@@ -130,7 +131,7 @@ class Session:
             return list(threads.map(built.run, samples))
 
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers` with the times of the average call."""
+        """`Built.layers`; with several workloads, times are the mean over calls."""
         builds = [self._built(number, workload.threads) for workload in self._mix]
         reports = [built.layers(w.inputs, runs) for built, w in zip(builds, self._mix, strict=True)]
         return_free_memory()
@@ -140,8 +141,8 @@ class Session:
         self._built(number).save(path)
 
     def probe(self, numbers: Sequence[int], turn_seconds: float) -> list[Turn]:
-        """The `Turn` of each workload, in which the slowest of these models runs for an equal part of
-        `turn_seconds`."""
+        """How many inferences each workload's turns have (`Turn`): enough for the slowest of these models to fill its
+        part of `turn_seconds`."""
         if self._is_launched:  # the process chooses how often it runs the model
             return [Turn.of(0.0, 0.0, self._turn_seconds)] * len(self._mix)
         slowest = [max(_quickest(self._built(n, w.threads), w.inputs) for n in set(numbers)) for w in self._mix]
@@ -156,7 +157,7 @@ class Session:
         warmup: int,
         samples: Sequence[Tensors] = (),
     ) -> Times:
-        """Rounds of models, each of all workloads in their turns: see `Runner.rounds`."""
+        """Time models in rounds, see `Runner.rounds`."""
         builds = [[self._built(number, workload.threads) for number in numbers] for workload in self._mix]
         if warmup and not self._is_launched:
             for workload, together in zip(self._mix, builds, strict=True):
@@ -200,8 +201,8 @@ def _quickest(model: Built, inputs: Tensors) -> float:
 
 
 def _turns(builds: Sequence[Built], order: Sequence[int], inputs: Tensors, turn: Turn, *, is_kept: bool) -> list[float]:
-    """Seconds per inference of each model in one round: in `order` and, with two turns, back again. If `is_kept`, all
-    models but the first keep their outputs."""
+    """Seconds per inference of each model in one round: in `order` and, if turns are two per round, in reverse too. If
+    `is_kept`, all models but the first keep their outputs."""
     seconds = [0.0] * len(builds)
     for place in [*order, *reversed(order)][: turn.per_round * len(order)]:
         built = builds[place]
@@ -211,10 +212,9 @@ def _turns(builds: Sequence[Built], order: Sequence[int], inputs: Tensors, turn:
 
 
 def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Layer, ...]:
-    """Layers with the times of the average call, from a report for each workload.
+    """Merge one layer report per workload; times are the mean over calls, by the workloads' shares.
 
-    Where an engine runs different layers for different shapes, they are those of the workload with the largest share of
-    the time.
+    If workloads run different layers, the result has those of the workload with the largest share of the time.
     """
     shares = [workload.share for workload in mix]
     names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
@@ -231,10 +231,11 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
 
 
 def serve(session: Session, greeting: Any = None, folder: Path | None = None) -> None:
-    """Answer the messages of the parent over standard input and output until it is gone, and end with all that this
-    process has started. A `greeting` comes first, after `GREETING`; `folder` is removed at the end.
+    """Answer the parent's messages over standard input and output until it is gone; then end this process, its children
+    and `folder`. A `greeting` is sent first, after the mark `GREETING`.
 
-    What anything prints must not come between messages, so it goes to standard error."""
+    Anything printed meanwhile goes to standard error, so that it does not come between messages.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
     reads, writes = os.dup(0), os.dup(1)
@@ -261,7 +262,8 @@ def serve(session: Session, greeting: Any = None, folder: Path | None = None) ->
 
 
 def _end_with_input(descriptor: int, folder: Path | None) -> None:
-    """Leave a process that ends this one with its group once its input has closed, even if it hangs or is stopped."""
+    """Start a helper process that kills this one and its group, even if it hangs or is stopped, once its input has
+    closed; then it removes `folder`."""
     worker = os.getpid()
     with warnings.catch_warnings(action="ignore"):  # of threads: the new process only waits
         if os.fork():

@@ -1,1 +1,1 @@
-"""What the operating system holds: files that a command may write, temporary folders, Python processes."""
+"""Files that a command may write, temporary folders, and Python processes."""

@@ -1,8 +1,8 @@
 """Checks whether a command may write its files, and whether the files that it reads have changed.
 
-A path that does not exist may be written. An existing file may be replaced if an earlier command wrote it: it is on the
-list in its folder. A file that the command reads is never written, under whatever name, and nothing is written through
-a link that leaves its folder.
+A path that does not exist may be written. An existing file may be replaced if the list `.qdqtune` in its folder says
+that an earlier command wrote it. A file that the command reads is never written, under whatever name, and nothing is
+written through a link that leaves its folder.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from qdqtune.errors import BadModel, BadOption, OutputError, check_file, reading, writing
 
 Inputs = Mapping[str, Iterable[Path]]
-"""The files that a command reads, by a description of them."""
+"""The files that a command reads, by a description for messages."""
 
 LIST = ".qdqtune"
-"""The list of what qdqtune has written to a folder: a relative path a line, behind it in brackets the kind of a file
-that was written by itself, and not by a run; a folder ends with a slash."""
+"""The file that lists what qdqtune wrote to its folder: one relative path per line, folders with a slash at the end. A
+file that was written by itself, not by a run, has its kind in brackets behind it."""
 
 HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
 
@@ -33,7 +33,7 @@ HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: 
 class Output:
     """A file to write: its path, the option that names it, and a test whether an existing file is an earlier output.
 
-    `folder`: what no link may lead out of, by default the folder of the file. `makes_folder`: a missing folder is made.
+    `folder`: no link may lead out of it; by default the folder of the file. `makes_folder`: a missing folder is made.
     """
 
     path: Path
@@ -44,8 +44,8 @@ class Output:
 
 
 def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
-    """Refuse an output that is no file, has no folder that can be written, is a link out of its folder, or would
-    overwrite an input, another output, or a file that no earlier command wrote."""
+    """Refuse an output that cannot be written, is reached by a link out of its folder, or would overwrite an input,
+    another output, or a file that no earlier command wrote."""
     taken: dict[Path | tuple[int, int], str] = {}
     for what, files in read.items():
         for file in files:
@@ -76,7 +76,7 @@ def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
 
 
 def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
-    """What equal files have in common: the path with links resolved, and device and inode number."""
+    """Values that two paths share if they are the same file: the path with links resolved, and (device, inode)."""
     with suppress(OSError, ValueError):  # a name that no file can have: writing it gives an error
         yield real(path)
         status = path.stat()
@@ -84,8 +84,7 @@ def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
 
 
 def below(folder: Path) -> list[Path]:
-    """All files and folders in a folder, and in the folders there. Those that vanish meanwhile, such as temporary ones
-    of a run that was just killed, are passed over."""
+    """All files and folders below a folder. Those that vanish meanwhile, such as temporary ones, are left out."""
     return [Path(at, name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
@@ -93,7 +92,7 @@ def real(path: Path) -> Path:
     """The path with all links resolved.
 
     Raises:
-        OSError: no file can have that name (it holds a NUL, say), or its links lead in a circle.
+        OSError: no file can have this name, or its links form a circle.
     """
     try:
         resolved = Path(os.path.realpath(path))
@@ -105,7 +104,7 @@ def real(path: Path) -> Path:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a path in `folder` that leads out of it through a link, or that is a pipe or a device."""
+    """Refuse a path that a link leads out of `folder`, or that is a pipe or a device."""
     with writing(path):
         is_plain = path.parent == folder and path.name != ".." and not path.is_symlink()  # resolving takes much longer
         if not is_plain and not real(path).is_relative_to(real(folder)):
@@ -114,13 +113,13 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def check_single(path: Path) -> None:
-    """Refuse a file with several hard links: a change in place would show under all of them."""
+    """Refuse a file with several hard links, since all of them would see a change in place."""
     if path.is_file() and path.stat().st_nlink > 1:
         raise OutputError(f"cannot write {path}: the file has another name (a hard link) as well; put a copy there")
 
 
 def listed(folder: Path) -> set[str] | None:
-    """The lines of the list in a folder, without one whose writer was killed; None if a file of its name is no list."""
+    """The lines of the list in a folder, without an incomplete last one; None if the file is no list of qdqtune."""
     path = folder / LIST
     try:
         check_file(path)
@@ -136,13 +135,13 @@ def listed(folder: Path) -> set[str] | None:
 
 
 def in_list(folder: Path) -> Callable[[Path], bool]:
-    """A test whether a file in the folder of a run is on the list there, and what it is a link to as well."""
+    """A test whether the list in the folder of a run has a file there and, if it is a link, the file it leads to."""
     names, home = listed(folder) or set(), real(folder)
     return lambda path: {path.relative_to(folder).as_posix(), real(path).relative_to(home).as_posix()} <= names
 
 
 def written_as(kind: str) -> Callable[[Path], bool]:
-    """A test whether a file was written by itself, as one of this kind, and not by a run."""
+    """A test whether the list says that a file was written by itself, as one of this kind, and not by a run."""
 
     def is_ours(path: Path) -> bool:
         place = real(path)
@@ -153,7 +152,7 @@ def written_as(kind: str) -> Callable[[Path], bool]:
 
 
 def record(path: Path | None, name: str, _: object = None) -> list[Output]:
-    """A record as what an option `writes`."""
+    """The output files of an option that takes the path of a record; see `Output`."""
     return [] if path is None else [Output(path, name, written_as("record"))]
 
 
@@ -167,22 +166,21 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Stamps:
-    """Files with their stamps at one time, to notice later changes."""
+    """Files with their stamps at one time, so that later changes are noticed."""
 
     seen: tuple[tuple[Path, Stamp | None], ...]
 
     @staticmethod
     def of(files: Iterable[Path]) -> Stamps:
-        """The files as they are now. A missing file is recorded as missing."""
+        """Stamp files as they are now; a missing one is recorded as missing."""
         return Stamps(tuple((file, stamp(file)) for file in files))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files together."""
         return sum(stamp[0] for _, stamp in self.seen if stamp is not None)
 
     def check(self) -> None:
-        """Refuse files that have changed."""
+        """Raise if a file has changed since."""
         for file, before in self.seen:
             if stamp(file) != before:
                 raise BadModel(f"{file} has changed since the run began: start it again (what was measured is kept)")
@@ -201,7 +199,7 @@ def stamp(file: Path) -> Stamp | None:
 
 
 def content_digest(files: Iterable[Path]) -> str:
-    """32 hex digits of the content of all files together."""
+    """32 hex digits that identify the content of all files together."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(bytes.fromhex(file_digest(file)))
@@ -209,13 +207,13 @@ def content_digest(files: Iterable[Path]) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """The SHA-256 of a file."""
     return _digest(Content(file, stamp(file)))
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a file: one that was renamed is equal. What takes seconds of large files is kept by it."""
+    """Identifies the content of a file by its stamp, also after a renaming: a key for results that take seconds to
+    compute."""
 
     path: Path = field(compare=False)
     stamp: Stamp | None

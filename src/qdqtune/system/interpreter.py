@@ -1,4 +1,4 @@
-"""How this package starts Python processes, and ends processes with all that they have started."""
+"""Starts Python processes, and ends processes together with their children."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HOME = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 
 USER_CODE = "code of the user: "
-"""Beginning of the names of threads that run code of the user, which may never end."""
+"""Prefix of the names of threads that run the user's code, which may never end."""
 
 
 def python(*arguments: str, **variables: str) -> dict[str, Any]:
     """`args` and `env` for `subprocess` to run this Python with these arguments and additional environment variables.
 
-    The process finds the modules that this one finds, except those in the current folder: a numpy.py that happens to be
-    there must not be imported. It is searched only if it holds this package.
+    The process finds the modules that this one finds, except those in the current folder: a numpy.py there must not be
+    imported by chance. The current folder counts only if it holds this package.
     """
     folders = [os.path.abspath(folder) for folder in sys.path if _is_current(HOME) or not _is_current(folder)]
     path = {"PYTHONPATH": os.pathsep.join(folders)}
@@ -34,7 +34,7 @@ def _is_current(folder: str) -> bool:
 
 
 def end_group(leader: int) -> None:
-    """End a process that leads a group of its own (`process_group=0`), and what it has started; 0: this process and its
-    group. It may have ended by itself."""
+    """Kill the process group of `leader` (started with `process_group=0`), if it still exists; 0: this process's own
+    group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

@@ -18,16 +18,13 @@ from qdqtune.errors import writing
 from qdqtune.system.checks import HEAD, LIST, check_inside, list_line, listed, real
 
 SCRATCH = ".qdqtune-"
-"""Prefix of temporary folders beside a result."""
 
 TEMPORARY = "qdqtune-"
-"""Prefix of temporary folders in the system's temporary folder."""
 
 WORKERS = "worker-"
-"""Prefix of temporary folders of engine processes, beside their logs."""
 
 ENDING = ".tmp"
-"""Ending of all temporary folders. Only folders of such names are ever removed."""
+"""Suffix of all temporary folders; only folders named so are ever removed."""
 
 
 @contextmanager
@@ -36,7 +33,8 @@ def atomic_write(target: Path, kind: str = "") -> Iterator[Path]:
 
     Files that were written beside it (external data of a model) are renamed with it. Until then, and after an error,
     existing files of these names are unchanged. If `target` is a link to a file in its folder or below, that file is
-    replaced. Files of a `kind` are put on the list of their folder (see `system.checks.written_as`)."""
+    replaced. With a `kind`, the files are added to the list in their folder (see `system.checks.written_as`).
+    """
     with writing(target):
         check_inside(target, target.parent)
         file = real(target)
@@ -61,8 +59,8 @@ def atomic_write(target: Path, kind: str = "") -> Iterator[Path]:
 
 
 def add_to_list(folder: Path, names: Iterable[str], kind: str) -> None:
-    """Add files of this kind to the list in their folder, so that a later command may replace them. Where a user has a
-    file of the list's name, nothing is added."""
+    """Add files of this kind to the list in their folder, so that a later command may replace them. Does nothing if the
+    user has a file with the list's name."""
     path, known = folder / LIST, listed(folder)
     if known is None:
         return
@@ -74,7 +72,8 @@ def add_to_list(folder: Path, names: Iterable[str], kind: str) -> None:
 
 
 def append_lines(file: IO[bytes], lines: Sequence[str]) -> None:
-    """Add lines to a list that is open for appending. A line whose writer was killed is cut off."""
+    """Add lines to a list that is open for appending. An incomplete last line, of a killed process, is cut off
+    first."""
     content = Path(file.name).read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
@@ -84,7 +83,7 @@ def append_lines(file: IO[bytes], lines: Sequence[str]) -> None:
 
 
 def write_through(file: IO[bytes], data: bytes) -> None:
-    """Append data to a file that is open without a buffer, and flush it to the disk. On an error nothing is added."""
+    """Append data to an unbuffered file and flush it to the disk. On an error the file stays as it was."""
     end, left = file.seek(0, os.SEEK_END), memoryview(data)
     try:
         while left:
@@ -97,7 +96,7 @@ def write_through(file: IO[bytes], data: bytes) -> None:
 
 
 def append(log: Path, text: str) -> None:
-    """Add text to a log; characters that are not UTF-8, as in names of files, are escaped."""
+    """Add text to a log; characters that UTF-8 cannot encode, as in file names, are escaped."""
     with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
@@ -108,8 +107,8 @@ def write_json(path: Path, content: Mapping[str, object], kind: str = "") -> Non
 
 
 def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
-    """Rename files to their targets in this order, and undo everything if that fails. `aside`, a new folder, takes
-    the old files meanwhile.
+    """Rename files to their targets in this order, and undo everything if that fails. Old files are kept in `aside`, a
+    new folder, until then.
 
     An old model is moved first and a new one last, so that no model is ever beside the weights of another.
     """
@@ -133,14 +132,13 @@ def rename_all(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
 
 
 def temporary_folder() -> Scratch:
-    """A new folder in the system's folder for temporary files."""
     with writing("temporary files"):
         return Scratch(Path(tempfile.gettempdir()), TEMPORARY)
 
 
 def named(text: str) -> str:
-    """A text for users, with names in place of temporary files that stand for their objects: "the model", "model 2",
-    "sample 3 of `calibration_data`"."""
+    """A message with temporary paths replaced by what they stand for: "the model", "model 2", "sample 3 of
+    `calibration_data`"."""
 
     def name(found: re.Match[str]) -> str:
         what, number = found["what"], found["number"]
@@ -156,11 +154,10 @@ def named(text: str) -> str:
 class Scratch:
     """A temporary folder: a context manager that gives its path and removes it at the end.
 
-    It is locked while its process lives. If the process is killed, it is removed when the next one is made there.
+    It is locked while its process lives. If the process is killed, the next `Scratch` in the same parent removes it.
     """
 
     def __init__(self, parent: Path, prefix: str = SCRATCH) -> None:
-        """Make the folder in `parent`."""
         sweep(parent, prefix)
         lock = None
         while lock is None:  # another process may take a new folder for one that was left
@@ -192,7 +189,8 @@ def sweep(parent: Path, prefix: str) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that locks a folder until it is closed; None if another process has the lock, or it is gone."""
+    """A descriptor that locks a folder until it is closed; None if another process holds the lock, or the folder is
+    gone."""
     with ExitStack() as stack:
         try:
             descriptor = os.open(folder, os.O_RDONLY)

@@ -1,1 +1,1 @@
-"""Which of two models is faster, decided under noise, and whether a candidate holds the user's limits."""
+"""Decides which of two models is faster despite noise, and whether a candidate meets the user's accuracy limits."""

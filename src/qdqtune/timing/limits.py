@@ -1,4 +1,4 @@
-"""The limits that a user sets on accuracy, and whether a candidate holds them."""
+"""The user's limits on accuracy, and whether a candidate meets them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
 
 @dataclass(frozen=True)
 class Limits:
-    """The least output SQNR in dB, of all samples together (which a lost slice of an output misses in any case) and of
-    the worst one; how far the user's metric may fall below `before`, that of the float model; and the least share of
-    equal elements in outputs that hold integers, and of equal first choices in those that hold scores of classes. What
-    is None sets no limit.
+    """Limits on accuracy, each None if there is none: the least output SQNR in dB of all samples together (where a lost
+    slice of an output fails in any case) and of the worst sample; the most that the user's metric may fall below
+    `before`, the float model's; and the least share of equal elements in integer outputs, and of equal top-1 classes in
+    outputs with class scores.
 
-    Of a metric over labels, the upper end of the 95 % interval of the loss decides, see `scores.loss_high`: what
-    may have lost more than `max_drop` is refused. Where the samples cannot tell, the loss on them decides.
+    For a metric over labels, the upper end of the loss's 95 % interval decides (`scores.loss_high`), so a candidate
+    that may have lost more than `max_drop` is refused. With too few samples for that, the measured loss decides.
     """
 
     min_sqnr: float | None = None
@@ -38,11 +38,11 @@ class Limits:
 
     @property
     def max_noise(self) -> float | None:
-        """The most noise power relative to the signal that the SQNR allows: 10^(-dB/10)."""
+        """The error power relative to the signal that the least SQNR allows: 10^(-dB/10); None without that limit."""
         return None if self.min_sqnr is None else noise_of(self.min_sqnr)
 
     def check(self, kinds: Collection[str], scores: Scores) -> None:
-        """Refuse limits about outputs that a model does not have; `kinds` are those of its outputs (NumPy's
+        """Raise if a limit is about outputs that the model lacks; `kinds` are those of its outputs (NumPy's
         `dtype.kind`)."""
         if self.min_sqnr is not None and "f" not in kinds:
             other = "use `min_agreement` or `evaluate`"
@@ -51,16 +51,16 @@ class Limits:
             raise BadOption(f"`min_agreement` cannot be checked: no output holds integers, and {scores.told}")
 
     def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
-        """Whether outputs hold the limits on them. A candidate that failed has no accuracy (None), and passes."""
+        """Whether outputs meet the limits on them. A failed candidate has no accuracy (None), and passes."""
         return accuracy is None or self.missed(accuracy) is None
 
     def is_surely_missed(self, accuracy: Accuracy) -> bool:
-        """Whether the first samples show that all together miss the limit on the SQNR, whatever the others do."""
+        """Whether the first samples already prove that the SQNR of all samples will miss the limit."""
         most, floor = accuracy.at_most_db, self.min_sqnr
         return most is not None and floor is not None and most < floor
 
     def missed(self, accuracy: Accuracy) -> str | None:
-        """The first limit on outputs that is missed, in words; None if all hold."""
+        """A message about the first limit on outputs that is missed; None if all are met."""
         if self.is_surely_missed(accuracy):
             shown = "as the first one shows" if accuracy.samples == 1 else f"as the first {accuracy.samples} show"
             told = f"at most {_below(accuracy.at_most_db or 0.0, self.min_sqnr or 0.0)} dB, {shown}"
@@ -80,7 +80,7 @@ class Limits:
         return f"{equal:.1%} of the {of} are as in float, and {100 * self.min_agreement:.4g}% are asked for"
 
     def why_refused(self, trial: Trial) -> str | None:
-        """The limit that a judged trial misses, in words; None if it misses none."""
+        """A message about the limit that a judged trial misses; None if it misses none."""
         if trial.holds is not False:
             return None
         if trial.accuracy is not None and (missed := self.missed(trial.accuracy)) is not None:
@@ -99,7 +99,7 @@ class Limits:
         return (self.before.value - metric.value if high is None else high) <= self.max_drop
 
     def loss_high(self, metric: Score) -> float | None:
-        """The upper end of the 95 % interval of the loss; None where samples cannot tell, or there are no labels."""
+        """The upper end of the 95 % interval of the metric's loss; None without labels, or with too few samples."""
         return None if self.before is None else loss_high(self.before, metric)
 
     def on_outputs(self, accuracy: Accuracy | None) -> bool | None:
@@ -108,10 +108,10 @@ class Limits:
         return True if self.max_drop is None else None
 
     def judged(self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], Score]) -> Trial:
-        """The trial with its metric, and whether it holds the limits (None: not measured).
+        """The trial with the user's metric and `holds`, whether it meets the limits (None: not measured).
 
-        The user's metric takes time. It is computed only for a trial that would be accepted: faster than what it was
-        measured against, and than all `rivals` that were measured against the same.
+        The metric takes time, so it is computed only for a trial that is faster than its opponent, and than all
+        `rivals` that were timed against the same opponent.
         """
         trial = replace(trial, holds=self.on_outputs(trial.accuracy))
         ratio = judge(trial, plan)
@@ -121,7 +121,7 @@ class Limits:
         return self.with_metric(trial, metric)
 
     def with_metric(self, trial: Trial, metric: Callable[[Placement], Score]) -> Trial:
-        """The trial, judged by the user's metric as well if nothing else has decided whether it holds the limits."""
+        """The trial, also judged by the user's metric unless other limits have decided already."""
         if trial.holds is not None:
             return trial
         try:
@@ -131,8 +131,8 @@ class Limits:
         return replace(trial, metric=value.value, holds=self.is_good_enough(value))
 
     def summary(self, history: Sequence[Trial], plan: Plan, after: Score | None, *, is_tuned: bool) -> dict[str, Any]:
-        """The limits and whether they were met, for summary.json. `after` is the metric of the model that ships; if it
-        `is_tuned`, it holds the limits."""
+        """The rows of summary.json about the limits and whether they were met. `after` is the metric of the model that
+        ships; with `is_tuned`, that model meets the limits."""
         unmet = not is_tuned and not any(t.accepted for t in history) and is_unmet(history, plan)
         over_labels: dict[str, Any] = {}
         if self.before is not None and self.before.by_sample:
@@ -151,7 +151,7 @@ class Limits:
 
 
 def _below(db: float, floor: float) -> str:
-    """The number with as many digits as show that it is below the other one."""
+    """`db` with just enough decimals to be seen to lie below `floor`."""
     return next((text for digits in range(1, 6) if float(text := f"{db:.{digits}f}") < floor), f"{db:g}")
 
 
@@ -160,7 +160,7 @@ def failure(trial: Trial) -> Failure | None:
 
 
 def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
-    """The result of a judged trial in one word; a slower one that misses the limits is called slower."""
+    """The result of a judged trial in one word. One that is slower and misses the limits is called slower."""
     ratio = judge(trial, plan)
     if ratio is None:
         return "failed"
@@ -169,9 +169,9 @@ def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate
 
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
-    """Whether candidates were faster, but none of them holds the limits. A metric is computed only for what was faster,
-    in the search or in the proof. Where none was faster, those count that may be, as far as rounds can tell: whether
-    noise makes such a one faster must not change what users are told."""
+    """Whether candidates were faster than float, but all of them miss the limits. (A trial with a metric was faster, in
+    the search or in the proof.) If none was clearly faster, those count that are undecided: noise must not change the
+    message."""
     compared = with_ratios(history, plan)
     faster = [t for t, ratio in compared if ratio.verdict == "faster" or t.metric is not None]
     first = faster or [t for t, ratio in compared if ratio.verdict == "undecided"]

@@ -1,8 +1,8 @@
-"""Races: models that are timed in the same rounds, and what their times tell.
+"""Races: several models timed in the same rounds, and what their times show.
 
-In each round every model runs once, in an order drawn anew, so that what drifts between rounds cancels in ratios of
-times of one round. Where a race is about files, each file has several builds that run in the same rounds: two builds of
-one file differ for good, for example by memory layout, and how much they differ is seen within the race.
+In each round every model runs once, in a new random order, so that drift cancels in ratios of times from one round. In
+a race between files, each file is built several times and all builds run in the same rounds: builds of one file differ
+lastingly, for example by memory layout, and the race shows by how much.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from qdqtune.timing.ratios import (
 from qdqtune.types import Measurement, Tensors, Times, Turn
 
 NORMAL_MAD = 1.4826
-"""The standard deviation of normal values over their median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation (MAD)."""
 
 Take = Callable[[Sequence[int], range], Times]
-"""Takes rounds with these numbers of some of the models, which are given by their places in the race."""
+"""A function that runs the rounds with the given numbers for some models (by index), and returns their times."""
 
 Leave = Callable[[Times, Sequence[int]], Collection[int]]
-"""Which of the models that still run leave the race, as the times so far tell all that is asked of them."""
+"""A rule for which of the models still running (by index) need no more rounds, from the times so far."""
 
 
 def race(
@@ -45,7 +45,8 @@ def race(
     leave: Leave,
     is_late: Callable[[], bool] = lambda: False,
 ) -> Times:
-    """Time models in the same rounds, look by look, until all but one have left, it `is_late`, or the looks end."""
+    """Time models in the same rounds. At each of `looks`, numbers of rounds, `leave` drops models; ends with one left,
+    when `is_late`, or at the last look."""
     running, done = list(range(models)), 0
     times: Times | None = None
     for look in looks:
@@ -61,8 +62,8 @@ def race(
 
 
 def race_candidates(take: Take, models: int, plan: Plan, is_late: Callable[[], bool] = lambda: False) -> Times:
-    """The race of a search, where model 0 is what candidates have to beat: a candidate leaves once it is decided, or
-    shows no gain; one that is clearly slower after a few rounds."""
+    """A race of candidates (models 1, 2, ...) against model 0. A candidate leaves when the comparison is decided or
+    shows no gain; after a few rounds already if it is clearly slower."""
 
     def leave(times: Times, running: Sequence[int]) -> Collection[int]:
         is_early = len(times.seconds[0]) < plan.looks[0]
@@ -76,7 +77,7 @@ def race_candidates(take: Take, models: int, plan: Plan, is_late: Callable[[], b
 def taking_rounds(
     runner: Runner, builds: Sequence[Handle], plan: Plan, seed: int, samples: Sequence[Tensors] = ()
 ) -> Take:
-    """A function that takes rounds of some of the builds, for `race`; for `samples` see `Runner.rounds`."""
+    """The function that runs rounds of these builds, for `race`; `samples` as in `Runner.rounds`."""
     turns: list[Turn] = []
 
     def take(places: Sequence[int], rounds: range) -> Times:
@@ -109,17 +110,17 @@ def compare_builds(
 
 @dataclass(frozen=True)
 class Block:
-    """Rounds of fresh builds of some files: the build number i of file f is model f * `builds` + i of `times`."""
+    """Rounds of several fresh builds of some files; model f * `builds` + i of `times` is build i of file f."""
 
     times: Times
     builds: int = 1
 
     def at(self, shares: Sequence[float]) -> Block:
-        """The same rounds with other shares of the calls, such as those at one number of threads."""
+        """The same rounds, with workloads weighted by other shares, such as only those at one number of threads."""
         return replace(self, times=replace(self.times, shares=tuple(shares)))
 
     def pair(self, a: int, b: int) -> Measurement:
-        """The rounds of two files: of each the geometric mean over its builds."""
+        """The rounds of files a and b; the time of a file is the geometric mean over its builds."""
         if self.builds == 1:
             return self.times.pair(a, b)
         times_a, times_b = self._logs(a), self._logs(b)
@@ -128,20 +129,20 @@ class Block:
         return Measurement(tuple(means[0]), tuple(means[1]))
 
     def spread(self, file: int) -> Spread:
-        """How much the builds of a file differ: of the logarithm of the ratio of two files whose builds differ so."""
+        """How much the builds of one file differ, as a contribution to the variance of log ratios between two files."""
         logs = self._logs(file)
         levels = np.median(logs - logs.mean(axis=0), axis=1)
         return Spread(2 * float(np.sum((levels - levels.mean()) ** 2)), self.builds - 1)
 
     def round_deviation(self, a: int, b: int) -> float:
-        """The standard deviation, from round to round, of the logarithm of the ratio of one build of each file, from
-        the median absolute deviation."""
+        """Standard deviation between rounds of the log ratio of one build of each file, estimated from the median
+        absolute deviation."""
         pair = self.pair(a, b)
         logs = np.log(np.asarray(pair.b) / np.asarray(pair.a))
         return NORMAL_MAD * float(np.median(np.abs(logs - np.median(logs))) * np.sqrt(self.builds))
 
     def _logs(self, file: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """Logarithms of the seconds of a file's builds, [build, round]."""
+        """Logarithms of the seconds of a file's builds, as an array [build, round]."""
         models = self.times.seconds[file * self.builds : (file + 1) * self.builds]
         count = min(len(rounds) for rounds in models)
         seconds = np.array([rounds[:count] for rounds in models])  # [build, round, call]
@@ -150,10 +151,10 @@ class Block:
 
 
 def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
-    """The ratio b/a that other builds of two files would have, at one of `BLOCK_LOOKS`, estimated from some blocks.
+    """Estimate the time ratio b/a of two files for builds in general, from blocks of builds, with an interval.
 
-    The estimate is the mean of the blocks' medians. Its interval covers the differences between builds (`build_margin`)
-    and the uncertainty of the rounds.
+    The estimate is the geometric mean of the blocks' medians. The interval covers differences between builds
+    (`build_margin`) and the noise of rounds, and holds at all `BLOCK_LOOKS` together.
     """
     ratios = [ratio(block.pair(a, b), plan) for block in blocks]
     these = on_these_builds(ratios)
@@ -174,13 +175,12 @@ def between_files(blocks: Sequence[Block], a: int, b: int, plan: Plan) -> Ratio:
 
 
 Comparisons = Sequence[tuple[int, int]]
-"""The pairs (a, b) of files that are to be compared."""
+"""The pairs (a, b) of files to compare, by index."""
 
 
 def decided_files(comparisons: Comparisons, builds: int, plan: Plan, views: Sequence[Sequence[float]]) -> Leave:
-    """The rule of a race of files: the builds of a file leave once each of its comparisons is decided, shows that the
-    files are equal, or is unlikely to be decided by the rounds to come; in each of the `views`, the shares of calls in
-    which files have to be compared."""
+    """The rule for a race of files: a file's builds leave once each comparison with it is decided, shows that the files
+    are equal, or will hardly be decided by the remaining rounds; under each weighting of the workloads in `views`."""
 
     def is_settled(block: Block, a: int, b: int) -> bool:
         measured = block.pair(a, b)
@@ -199,8 +199,8 @@ def decided_files(comparisons: Comparisons, builds: int, plan: Plan, views: Sequ
 
 
 def wants_more_builds(blocks: Sequence[Block], comparisons: Comparisons, plan: Plan) -> bool:
-    """Whether more builds might decide a comparison: those so far show a difference worth having, but one that may come
-    from differences between builds."""
+    """Whether more builds might decide a comparison: these builds differ by a relevant amount, but builds in general
+    may not."""
     for a, b in comparisons:
         these = on_these_builds([ratio(block.pair(a, b), plan) for block in blocks])
         is_worth_it = these.verdict != "undecided" and not these.is_close
@@ -210,6 +210,6 @@ def wants_more_builds(blocks: Sequence[Block], comparisons: Comparisons, plan: P
 
 
 def is_imprecise(blocks: Sequence[Block], comparisons: Comparisons, plan: Plan) -> bool:
-    """Whether a comparison that does not end as slower is told with a wide interval."""
+    """Whether a comparison has a wide interval, other than one that ends as slower."""
     found = [between_files(blocks, a, b, plan) for a, b in comparisons]
     return any(one.verdict != "slower" and is_wide(one) for one in found)

@@ -1,16 +1,16 @@
-"""Deciding which of two models is faster, under noise.
+"""Decides which of two models is faster, despite noise.
 
 Two models are timed in interleaved rounds, and each round gives one ratio b/a: what drifts between rounds cancels. In
-every round a seeded coin says which model goes first, so for two equal models each ratio is above or below one with
-even odds whatever the noise looks like. The interval for the median ratio therefore comes from ranks alone (the
+every round a seeded random bit says which model runs first, so for two equal models each ratio is above or below one
+with even odds whatever the noise looks like. The interval for the median ratio therefore comes from ranks alone (the
 inverted sign test), assumes no distribution, and is exact.
 
-With an interval made for one look, looking early and often would raise the error. Looks happen at preset rounds only,
-and each look spends an equal share of the error, whatever the looks before it have seen, so that the whole comparison
-keeps `Plan.error` (by Bonferroni's inequality; the shape of the boundary is Pocock's, Biometrika 64, 1977: as much
-evidence at the first look as at the last, which ends clear cases early). The intervals of all looks hold together
-(repeated confidence intervals: Jennison and Turnbull, JRSS B 51, 1989), so that the last one may be shown wherever a
-comparison has stopped, for whatever reason: stopping where nothing is decided can only lose a win.
+Judging a single-look interval repeatedly would raise the error. So results are judged ("looks") after preset numbers of
+rounds only, and each look spends an equal share of the error, whatever the looks before it have seen, so that the whole
+comparison keeps `Plan.error` (by Bonferroni's inequality; the shape of the boundary is Pocock's, Biometrika 64, 1977:
+as much evidence at the first look as at the last, which ends clear cases early). The intervals of all looks hold
+together (repeated confidence intervals: Jennison and Turnbull, JRSS B 51, 1989), so that the last one may be shown
+wherever a comparison has stopped, for whatever reason: stopping where nothing is decided can only lose a win.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Verdict = Literal["faster", "slower", "undecided"]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a comparison takes rounds: it is judged after each number of rounds in `looks`, and on each side it is wrong
-    with a chance of at most `error`, all looks together. One turn of a model in a round takes `turn_seconds` at least;
+    """The schedule of a comparison. It is judged after each number of rounds in `looks`; on either side it is wrong
+    with probability at most `error`, all looks together. A model's turn in a round takes at least `turn_seconds`;
     `warmup` inferences of each model come first.
 
     With one-sided error 0.001 over four looks the first look needs 12 rounds, all on one side.
@@ -52,44 +52,47 @@ class Plan:
             raise ValueError("error lies in (0, 0.5)")
 
     def round_seconds(self, inference: float, start: float = 0.0) -> float:
-        """The seconds that a model takes in a round if its inferences take so many. Where each of its turns starts a
-        process, `start` is what that takes."""
+        """Seconds that a model takes in one round, where one inference takes `inference` seconds, and `start` is the
+        time to start the process of each turn (0: none is started)."""
         return Turn.of(inference, self.turn_seconds, start).round_seconds
 
     def warmups(self, inference: float) -> int:
-        """The inferences that come before rounds; none where they are long: by then each model has run twice."""
+        """The number of inferences before the first round; none if they are long, since probing has run the model twice
+        by then."""
         return 0 if inference >= LONG_INFERENCE else self.warmup
 
     def warmup_seconds(self, inference: float, start: float = 0.0) -> float:
-        """The seconds before a model's first round: it is timed twice to find how many inferences fill a turn, and
-        warmed up. Processes need neither."""
+        """Seconds before a model's first round: two probing inferences and the warm-up; 0 where each turn starts a
+        process."""
         return 0.0 if start else (self.warmups(inference) + 2) * inference
 
 
 def least_rounds(error: float, looks: int) -> int:
-    """The least number of rounds that can decide at one of so many looks: a fair coin falls that often on the same side
-    with a chance below the share of the error."""
+    """The least number of rounds that can decide a comparison at one of `looks` looks: so many fair coin flips all
+    agree with a probability below the look's share of `error`."""
     return next(n for n in count(1) if 0.5**n <= error / looks)
 
 
 EARLY_ROUNDS, CLEAR_LOSS = 4, 1.1
-"""A candidate that takes more than this share of the other's time in each of its first rounds has lost. A wrong loss
-costs speed, never a promise. Chosen, not measured."""
+"""A candidate whose ratio is above `CLEAR_LOSS` in each of the first `EARLY_ROUNDS` rounds has lost. A wrong loss only
+costs speed. Chosen, not measured."""
 
 EQUAL = 0.005
-"""Files whose ratio is within this of 1 count as equal: more rounds are not worth their time. Chosen, not measured."""
+"""Files whose time ratio is this close to 1 count as equal: more rounds are not worth their time. Chosen, not
+measured."""
 
 
 def speed(ratio: float) -> str:
-    """How many times as fast a model is that takes this share of the time, as users see it."""
+    """A time ratio as users see it: 0.5 is "2.00x"."""
     return f"{1 / ratio:.2f}x"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median of b/a with the interval that holds the true median except with `Plan.error` on either side.
+    """Median of the time ratios b/a, and an interval that misses the true median with probability at most `Plan.error`
+    on either side.
 
-    An end is None where the rounds are too few to bound it.
+    An end is None if there are too few rounds.
     """
 
     median: float
@@ -102,7 +105,7 @@ class Ratio:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the interval lies below 1 (b is faster), above it, or holds it."""
+        """"faster" if the whole interval is below 1 (b is faster), "slower" if above, else "undecided"."""
         if self.high is not None and self.high < 1:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
@@ -113,20 +116,20 @@ class Ratio:
 
     @property
     def speedup(self) -> str:
-        """How many times as fast b is as a, with the interval: 1.50x [1.42x, 1.61x]; or 1.50x [too few rounds]."""
+        """Speed of b relative to a, with its interval: 1.50x [1.42x, 1.61x], or 1.50x [too few rounds]."""
         if self.low is None and self.high is None:
             return f"{speed(self.median)} [too few measurements]"
         low, high = ("?" if end is None else speed(end) for end in (self.high, self.low))
         return f"{speed(self.median)} [{low}, {high}]"
 
     def scaled(self, by: float) -> Ratio:
-        """The ratio of b to a third model, where `by` is the ratio of a to that model."""
+        """The ratio of b to another model c, where `by` is the ratio of a to c."""
         low, high = (None if end is None else by * end for end in (self.low, self.high))
         return Ratio(by * self.median, low, high)
 
     @property
     def inverse(self) -> Ratio:
-        """The ratio of a to b: the speed of b as a factor."""
+        """The ratio of a to b."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return Ratio(1 / self.median, low, high)
 
@@ -138,9 +141,8 @@ class Ratio:
 def ratio(measurement: Measurement, plan: Plan) -> Ratio:
     """Ratio b/a of all rounds, at the error of one look (plan.error / number of looks).
 
-    The k-th smallest and k-th largest of n ratios bound the median with P(Binomial(n, 1/2) < k) on each side. Of
-    a candidate that left before the first look, as all of its rounds were above `CLEAR_LOSS`, the lower end is their
-    least.
+    The k-th smallest and k-th largest of n ratios bound the median with P(Binomial(n, 1/2) < k) on each side. For a
+    candidate that left before the first look, with all rounds above `CLEAR_LOSS`, the lower end is the smallest ratio.
     """
     ratios = np.sort(np.asarray(measurement.b) / np.asarray(measurement.a))
     rank = _rank(len(ratios), plan.error / len(plan.looks))
@@ -166,12 +168,12 @@ FUTILE = 0.997
 
 
 def settled(measured: Ratio) -> bool:
-    """Whether more rounds are not worth their time: the comparison is decided, or shows no gain."""
+    """Whether more rounds are useless: the comparison is decided, or shows no gain."""
     return measured.verdict != "undecided" or measured.median > FUTILE
 
 
 def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
-    """Whether a candidate left a race earlier than by this plan: for want of time, or by another plan."""
+    """Whether a candidate left a race earlier than this plan would let it: time was short, or another plan applied."""
     rounds, measured = len(measurement.a), ratio(measurement, plan)
     if rounds < plan.looks[0]:
         return measured.verdict != "slower"
@@ -179,18 +181,18 @@ def is_cut_short(measurement: Measurement, plan: Plan) -> bool:
 
 
 FEWEST_BUILDS, FEW_BUILDS, USUAL_BUILDS = 1, 2, 3
-"""Builds of each file in a block of a race of files: where time is short or files are large, where each turn starts a
-process, and else. Three show how much builds differ far better than one."""
+"""Builds of each file in one block of a race: where time is short or files are large; where each turn starts a process;
+and usually. Three show far better than one how much builds differ."""
 
 
 BLOCK_LOOKS = (1, 2, 4, 8)
-"""After how many blocks of builds a race of files is judged, unless the blocks before have decided it."""
+"""A race of files is judged after so many blocks of builds, until it is decided."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How much the ratios of pairs of builds of the same two files differ from pair to pair: the sum of the squared
-    deviations of their logarithms, and the degrees of freedom."""
+    """How much the log ratios of two files vary between pairs of builds: sum of squared deviations, and degrees of
+    freedom."""
 
     squares: float
     free: int
@@ -200,17 +202,18 @@ class Spread:
 
 
 MOST_SPREAD = 0.13
-"""The largest standard deviation of the logarithm of a ratio, from pair to pair of builds, that is expected where
-rounds agree better than that. Equal files on ONNX Runtime had 0.2 to 2.2 % at one thread, up to 3 % at four and 6 % at
+"""The largest standard deviation, between pairs of builds, of the log ratio of two files that is expected where rounds
+vary less than that. Measured between equal files on ONNX Runtime: 0.2 to 2.2 % at one thread, up to 3 % at four, 6 % at
 eight, and 13 % at one thread of a very busy machine (benchmarks/findings.md)."""
 
 DEVIATIONS = 8.0
-"""How many times their own deviation two pairs have to lie from 1, besides the least distance. Chosen: with more,
-steady builds decide smaller differences, and restless ones need larger ones."""
+"""By how many of their own standard deviations two pairs of builds must differ from 1, plus a fixed distance. Chosen:
+more lets steady builds decide smaller differences, but noisy ones need larger ones."""
 
 
 def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
-    """The ratio on exactly these pairs of builds: the mean of their medians, with the uncertainty of rounds alone."""
+    """The ratio for exactly these pairs of builds: the geometric mean of their medians, with the noise of rounds
+    alone."""
     logs = np.log([r.median for r in ratios])
 
     def end(ends: Sequence[float | None]) -> float | None:
@@ -224,22 +227,23 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def clear_ratio(pairs: int, looks: int, error: float) -> float:
-    """The ratio that so many pairs of builds show to lie below 1 at one of so many looks, if rounds agree."""
+    """The largest true ratio below 1 that so many pairs of builds prove at one of `looks` looks, if rounds do not
+    vary."""
     return float(np.exp(-build_margin((), pairs, error / looks)))
 
 
 def build_margin(parts: Sequence[Spread], pairs: int, error: float, of_rounds: float = 0.0) -> float:
-    """How far the mean logarithm of so many pairs may lie from the true one on either side, except with chance `error`.
-    `of_rounds` is the standard deviation of the logarithm of a ratio from round to round.
+    """Half the width of the interval for the mean log ratio of `pairs` pairs of builds, with error probability `error`
+    on either side. `of_rounds` is the standard deviation of the logarithm of a ratio from round to round.
 
     The smallest of up to three margins, among which the error is divided:
 
-    - pairs that differ by `MOST_SPREAD`, or by more where pairs or rounds do: shows a large gain however few builds
+    - pairs that vary by `MOST_SPREAD`, or by more where pairs or rounds do: shows a large gain however few builds
       there are;
     - Student's t for the deviation that was seen. The parts need not have the same one, as builds of one file may
       differ more than those of another: the degrees of freedom are those of Satterthwaite (Biometrics Bulletin 2,
       1946), fewer where one part has most of the squares;
-    - for the first builds, whose few degrees of freedom Student's t pays much for, a fixed distance plus `DEVIATIONS`,
+    - for the first builds, where Student's t is wide for want of degrees of freedom, a fixed distance plus `DEVIATIONS`,
       which holds the error as long as pairs differ by no more than in the first.
     """
     from scipy.special import ndtri, stdtrit  # slow to import
@@ -262,8 +266,8 @@ def build_margin(parts: Sequence[Spread], pairs: int, error: float, of_rounds: f
 
 @cache
 def _least_distance(free: int, pairs: int, error: float) -> float:
-    """The distance d for which the mean of so many normal values of deviation 1 lies beyond d + `DEVIATIONS` times an
-    independent estimate of that deviation, of so many degrees of freedom, with chance `error`."""
+    """The distance d such that the mean of `pairs` standard normal values exceeds d + `DEVIATIONS` times an independent
+    estimate of their deviation, with `free` degrees of freedom, with probability `error`."""
     from scipy.optimize import brentq  # slow to import
     from scipy.special import gammaincinv, ndtr
 
@@ -278,16 +282,16 @@ def _least_distance(free: int, pairs: int, error: float) -> float:
 
 
 WIDE = 0.05
-"""An interval that reaches further than this to either side is told with more pairs of builds where they are cheap.
-Chosen, not measured."""
+"""Intervals wider than this on either side get more pairs of builds, where these are cheap. Chosen, not measured."""
 
 UNLIKELY = 0.05
-"""The chance of a verdict below which further rounds are not worth their time. Chosen, not measured."""
+"""If a verdict is less probable than this, further rounds are not worth their time. Chosen, not measured."""
 
 
 def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
-    """Whether the last look is unlikely to decide what so many rounds have not. By then the interval is narrower by the
-    root of the rounds, and the median has moved by what the rounds to come bring, which is estimated."""
+    """Whether the last look will hardly decide a comparison that is undecided after `rounds` rounds: it extrapolates
+    that the interval narrows by the square root of the number of rounds, and that the median moves by the noise of the
+    rounds to come."""
     if found.low is None or found.high is None:
         return False
     quantile = NormalDist().inv_cdf
@@ -301,12 +305,12 @@ def is_wide(found: Ratio) -> bool:
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:
-    """Whether two intervals may have a part in common; an unknown end may be anywhere."""
+    """Whether two intervals may overlap; an unknown end may be anywhere."""
     return all(p.low is None or q.high is None or p.low <= q.high for p, q in ((a, b), (b, a)))
 
 
 def judge(trial: Trial, plan: Plan) -> Ratio | None:
-    """The ratio of a candidate to what it was compared with, of times or else of costs by rule; None if it failed."""
+    """The ratio of a candidate to its opponent, of times or of costs by rule (`search.by_rule`); None if it failed."""
     if isinstance(trial.result, Failure):
         return None
     if isinstance(trial.result, CostsByRule):
@@ -316,6 +320,5 @@ def judge(trial: Trial, plan: Plan) -> Ratio | None:
 
 
 def with_ratios(trials: Iterable[Trial], plan: Plan) -> list[tuple[Trial, Ratio]]:
-    """The candidates that did not fail, each with its ratio."""
     found = ((trial, judge(trial, plan)) for trial in trials)
     return [(trial, ratio) for trial, ratio in found if ratio is not None]

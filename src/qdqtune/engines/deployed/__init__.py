@@ -1,1 +1,1 @@
-"""Scripts that run a model without qdqtune, by the settings.json beside them: each becomes deploy/run.py of a run."""
+"""Scripts that run a model without qdqtune, as settings.json beside them says. `tune` copies one to deploy/run.py."""

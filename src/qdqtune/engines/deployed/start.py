@@ -1,4 +1,4 @@
-"""The beginning of each of these scripts, which `script_of` puts in the place of its import."""
+"""The common beginning of these scripts; `script_of` inserts it in place of its import."""
 
 import json
 import time
@@ -22,7 +22,7 @@ if not model.exists():
 
 
 def measure(infer: Callable[[], object], how: str) -> None:
-    """Print the median latency."""
+    """Time `infer`, and print the median latency; `how` describes the conditions."""
     times = []
     for _ in range(runs):
         begun = time.perf_counter()

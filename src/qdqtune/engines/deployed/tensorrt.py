@@ -47,7 +47,7 @@ if plan is None:
 
 
 def checked(answer: Any) -> Any:
-    """What a function of CUDA gives, or the end of the program."""
+    """The value of a CUDA call that returned (error, value); ends the program on an error."""
     if int(answer[0]):
         raise SystemExit(f"CUDA error {answer[0]}")
     return answer[1] if len(answer) > 1 else None

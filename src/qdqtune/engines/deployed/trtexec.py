@@ -1,4 +1,4 @@
-"""Builds and times the model of settings.json with trtexec. Read `GPU Compute Time`."""
+"""Builds and times the model of settings.json with trtexec, which prints the latency as `GPU Compute Time`."""
 
 import shutil
 import subprocess

@@ -20,7 +20,6 @@ from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 
 def create(options: CachedOptions) -> TensorRt:
-    """The engine on the current GPU."""
     trt: Any = importlib.import_module("tensorrt")
     if not hasattr(trt.IExecutionContext, "execute_async_v3"):
         raise EngineUnavailable(f"TensorRT {trt.__version__} is too old: install 8.6 or later")
@@ -30,8 +29,8 @@ def create(options: CachedOptions) -> TensorRt:
 
 
 class TensorRt:
-    """Builds engines through the vendor's module `trt`, and runs them on the GPU of `cuda`. Without it, builds for a
-    GPU that this machine does not have."""
+    """Builds engines with the vendor's module `trt`, and runs them on the GPU through `cuda`. Without `cuda` it only
+    builds, for a GPU that this machine lacks."""
 
     def __init__(
         self, name: str, trt: Any, cuda: Cuda | None, options: TensorRtOptions, times: TimingCache | None
@@ -39,7 +38,6 @@ class TensorRt:
         self._name, self._trt, self._cuda, self._options, self._times = name, trt, cuda, options, times
 
     def describe(self) -> dict[str, str]:
-        """Version, GPU, its driver and compute capability, and the options that change the latency."""
         own = {"engine": self._name, "version": str(self._trt.__version__), "threads": "1"}
         if self._cuda is None:
             return own | {"device": "none"} | self._options.described()
@@ -63,7 +61,7 @@ class TensorRt:
 
 
 class TensorRtModel:
-    """A plan, loaded onto the GPU. Without a GPU it cannot run, and its layers are those that the builder listed."""
+    """A plan on the GPU. Without a GPU it cannot run, and its layers are those that the builder printed."""
 
     def __init__(self, trt: Any, cuda: Cuda | None, plan: Any, model: Path, target: str | None) -> None:
         self._trt, self._cuda, self._plan, self._model, self._target = trt, cuda, plan, model, target
@@ -114,7 +112,6 @@ class TensorRtModel:
             return layers_of(self._model, graph, times)
 
     def save(self, path: Path) -> None:
-        """`Built.save`: the plan, which is for this version of TensorRT and this kind of GPU."""
         path.write_bytes(memoryview(self._plan))
         if self._execution is not None:
             with translated(self._cuda):
@@ -131,7 +128,7 @@ class TensorRtModel:
 def translated(cuda: Cuda | None) -> Iterator[None]:
     """Turn exceptions of the bindings into EngineFailure. The whole message goes to standard error.
 
-    After a failure the device is checked: an inference that reads invalid addresses makes it unusable for the process.
+    Afterwards the device is checked: an inference that reads invalid addresses makes it unusable for this process.
 
     Raises:
         CudaError: the device is not usable any more.

@@ -17,7 +17,7 @@ from qdqtune.system.writing import atomic_write
 
 
 class TimingCache:
-    """Kernel times that builds share, in memory and, if a path is given, in a file.
+    """Kernel times that TensorRT's builds share, in memory and, if a path is given, in a file.
 
     A file of another version of TensorRT, or one that is no timing cache, is neither used nor changed.
     """
@@ -27,7 +27,7 @@ class TimingCache:
         self._data = b""
 
     def apply(self, config: Any) -> None:
-        """Give a build's configuration the kernel times that are known."""
+        """Give the known kernel times to a build's configuration."""
         stored = self._read()
         if stored and not self._try_set(config, stored):
             os.write(2, f"{self._path} is no timing cache of this TensorRT and GPU: not used\n".encode())
@@ -36,7 +36,7 @@ class TimingCache:
             self._try_set(config, self._data)
 
     def update(self, config: Any) -> None:
-        """Keep the kernel times of a build, and add them to the file."""
+        """Take over the kernel times that a build measured, and write them to the file."""
         cache = config.get_timing_cache()
         if cache is None:
             return
@@ -62,10 +62,10 @@ class TimingCache:
 
 @cache
 def logger_of(trt: Any) -> Any:
-    """The logger of this process. There is only one: TensorRT keeps the first that it gets, and ignores others.
+    """TensorRT's logger. A process has only one: TensorRT keeps the first that it gets.
 
-    It prints to standard error, which `output_to` sends to the log of the current build. It keeps the error messages
-    and the list of layers that were printed since `clear`.
+    It prints to standard error, and so to the log of the current build (`output_to`). It keeps the errors and the list
+    of layers printed since `clear`.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -78,7 +78,7 @@ def logger_of(trt: Any) -> Any:
             self.errors, self.layers = [], ""
 
         def reason(self, otherwise: str) -> str:
-            """The first error message, the cause of most others; `otherwise` if there was none."""
+            """The first error, which causes most others; `otherwise` if there was none."""
             return one_line(self.errors[0] if self.errors else otherwise)
 
         def log(self, severity: Any, message: str) -> None:
@@ -94,7 +94,6 @@ def logger_of(trt: Any) -> Any:
 
 
 def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
-    """Load TensorRT's own plug-ins, and those in `libraries`."""
     trt.init_libnvinfer_plugins(logger_of(trt), "")
     registry = trt.get_plugin_registry()
     for library in libraries:
@@ -107,7 +106,8 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
 
 
 def build_plan(trt: Any, model: Path, options: TensorRtOptions, times: TimingCache | None) -> Any:
-    """The serialized engine of a model file, as a buffer. `times` is None if the builder measures nothing."""
+    """Build a model file; returns the serialized engine as a buffer. `times` is None if this builder times no
+    kernels."""
     logger = logger_of(trt)
     logger.clear()
     builder = trt.Builder(logger)
@@ -129,7 +129,6 @@ def build_plan(trt: Any, model: Path, options: TensorRtOptions, times: TimingCac
 
 
 def is_strongly_typed(trt: Any) -> bool:
-    """Whether this version takes all precisions from the graph (strong typing)."""
     return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
 
@@ -157,8 +156,8 @@ def _config(trt: Any, builder: Any, network: Any, options: TensorRtOptions) -> A
 
 
 def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None:
-    """The optimization profile of the dynamic inputs; None if there are none. Shapes of other inputs are ignored,
-    since a part of a model has only some of its inputs."""
+    """The optimization profile of the model's dynamic inputs, None if all are fixed. Shapes for inputs that the model
+    lacks are ignored, since it may be a part of the user's model."""
     profile = None
     for tensor in (network.get_input(i) for i in range(network.num_inputs)):
         sizes = tuple(tensor.shape)
@@ -180,7 +179,6 @@ def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None
 
 
 def _refusal(parser: Any) -> str:
-    """The parser's first error, with the name of the node that it is about."""
     if not parser.num_errors:
         return "the parser cannot read the model"
     refusal = parser.get_error(0)

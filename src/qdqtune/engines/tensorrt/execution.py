@@ -1,4 +1,4 @@
-"""A TensorRT engine on a GPU: the calls of the CUDA runtime, and an execution context with its stream and buffers."""
+"""Runs a TensorRT engine on a GPU: calls of the CUDA runtime, and an execution context with its stream and buffers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ NUMPY_TYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "FP8": ml_dtypes.float8_e4m3fn,
     "INT8": np.int8, "UINT8": np.uint8, "INT32": np.int32, "INT64": np.int64, "BOOL": np.bool_,
 }  # fmt: skip
-"""TensorRT's name of an element type to numpy's type."""
+"""NumPy's types by TensorRT's names."""
 
 
 class CudaError(Exception):
-    """A call of CUDA failed. After most such errors the process cannot use the device any more, so this is not caught:
-    the worker ends, and another one starts.
-    """
+    """A call of CUDA failed. Mostly the process cannot use the device any more, so the error is not caught: it ends the
+    worker."""
 
 
 class Cuda:
@@ -62,13 +61,14 @@ class Cuda:
         self.call("cudaDeviceSynchronize")
 
     def copy(self, target: int, source: int, nbytes: int, direction: str, stream: Any) -> None:
-        """Copy once all work on the stream is done, and wait for the copy; `direction` is as in `HostToDevice`."""
+        """Copy memory after all earlier work on the stream, and wait for it; `direction` is CUDA's, such as
+        `HostToDevice`."""
         kind = getattr(self._api.cudaMemcpyKind, f"cudaMemcpy{direction}")
         self.call("cudaMemcpyAsync", target, source, nbytes, kind, stream)
         self.call("cudaStreamSynchronize", stream)
 
     def seconds(self, stream: Any, work: Callable[[], None]) -> float:
-        """Seconds that the device is busy with what `work` puts on the stream."""
+        """Seconds that the GPU takes for what `work` puts on the stream."""
         start, stop = self.call("cudaEventCreate"), self.call("cudaEventCreate")
         try:
             self.call("cudaEventRecord", start, stream)
@@ -81,8 +81,8 @@ class Cuda:
             self.call("cudaEventDestroy", stop)
 
     def capture(self, stream: Any, work: Callable[[], None]) -> Any | None:
-        """A graph of what `work` puts on the stream, ready to launch; None where CUDA cannot capture it, or `work`
-        fails with EngineFailure."""
+        """Record what `work` puts on the stream as a CUDA graph, ready to launch; None where that is impossible, or
+        `work` raises EngineFailure."""
         api = self._api
         self.call("cudaStreamBeginCapture", stream, api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         captured = True
@@ -100,8 +100,8 @@ class Cuda:
 
 
 class Execution:
-    """Runs one engine; all methods raise EngineFailure where TensorRT refuses. Buffers are allocated when a shape first
-    needs them, and grow when a larger one does."""
+    """Runs one engine; all methods raise EngineFailure where TensorRT refuses. Buffers grow to the largest shapes so
+    far."""
 
     def __init__(self, trt: Any, cuda: Cuda, engine: Any) -> None:
         self._trt, self._cuda, self._engine = trt, cuda, engine
@@ -120,7 +120,6 @@ class Execution:
         self._allocator = _allocator(trt, self._reserve)
 
     def _bind(self, inputs: Tensors) -> None:
-        """Copy the inputs to the device, and allocate the outputs."""
         shapes = {name: np.shape(array) for name, array in inputs.items()}
         if shapes != self._shapes:
             self._drop_graph()
@@ -156,7 +155,6 @@ class Execution:
             raise EngineFailure("TensorRT: the inference was refused")
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """The graph outputs by name."""
         self._bind(inputs)
         self._enqueue()
         self._cuda.call("cudaStreamSynchronize", self._stream)
@@ -169,7 +167,7 @@ class Execution:
         return arrays
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """GPU seconds per inference over `runs` of them, launched as a CUDA graph where that can be captured."""
+        """GPU seconds per inference, the mean of `runs`, launched as a CUDA graph where possible."""
         self._bind(inputs)
         if self._graph is None and self._can_capture:
             self._enqueue()  # the first inference of new shapes does more work, which cannot be captured
@@ -217,7 +215,7 @@ class Execution:
             raise EngineFailure(f"TensorRT: no memory can be bound to {name!r}")
 
     def _reserve(self, name: str, size: int) -> int:
-        """Address of at least `size` bytes on the device for a tensor."""
+        """The address of a buffer on the GPU for a tensor, at least `size` bytes long."""
         address, capacity = self._buffers.get(name, (0, -1))
         if size > capacity:
             self._drop_graph()  # it holds the old address
@@ -238,7 +236,7 @@ class Execution:
 
 
 def _profiler(trt: Any) -> Any:
-    """A profiler that keeps the name and the milliseconds of each layer that TensorRT reports."""
+    """A profiler that records the name and the milliseconds of each layer."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -252,7 +250,7 @@ def _profiler(trt: Any) -> Any:
 
 
 def _allocator(trt: Any, reserve: Callable[[str, int], int]) -> Any:
-    """An allocator of outputs whose size is known during the inference only; it keeps their shapes."""
+    """An allocator for outputs whose size depends on the data; it records their shapes."""
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:

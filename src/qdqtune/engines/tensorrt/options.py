@@ -19,7 +19,7 @@ from qdqtune.system.checks import Output
 from qdqtune.types import Array
 
 Shapes = Mapping[str, Sequence[int]]
-"""Input name to its sizes; for an input that is itself a shape, to its values."""
+"""Sizes by input name; for an input that is itself a shape, its values."""
 
 SHAPE_OPTIONS = ("min_shapes", "opt_shapes", "max_shapes")
 
@@ -27,7 +27,7 @@ SHAPE_FLAG = re.compile(r"--(min|opt|max)?[sS]hapes=(.*)", re.DOTALL)
 
 
 class Span(NamedTuple):
-    """Smallest, usual and largest sizes of a tensor: what TensorRT calls its optimization profile."""
+    """Smallest, usual and largest sizes of a tensor: TensorRT's optimization profile."""
 
     low: tuple[int, ...]
     usual: tuple[int, ...]
@@ -35,15 +35,13 @@ class Span(NamedTuple):
 
     @staticmethod
     def of(low: Sequence[int] | None, usual: Sequence[int] | None, high: Sequence[int] | None) -> Span | None:
-        """The span; a missing value is replaced by a given one, `usual` first. None if all three are missing."""
+        """A span where a missing value is replaced by `usual`, else `high`, else `low`; None if all are missing."""
         size = usual or high or low
         return None if size is None else Span(tuple(low or size), tuple(size), tuple(high or size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRtOptions:
-    """Options that all engines of the TensorRT family have."""
-
     plugin_libraries: Annotated[Sequence[str], "shared libraries with plug-ins: one, or a list"] = ()
     min_shapes: Annotated[Shapes | None, "smallest sizes of dynamic inputs: input:1x3x224x224,other:1x8"] = None
     opt_shapes: Annotated[Shapes | None, "sizes to tune for (otherwise those of the samples)"] = None
@@ -55,11 +53,11 @@ class TensorRtOptions:
 
     @property
     def target(self) -> str | None:
-        """The architecture of the GPU to build for, such as `sm89`; None is the GPU of this machine."""
+        """The architecture of the GPU to build for, such as `sm89`; None: this machine's GPU."""
         return None
 
     def shapes(self, name: str) -> Span | None:
-        """The `Span` of an input's sizes; None if none are given."""
+        """The option for an input's sizes; None if the user gave none."""
         return Span.of(*((getattr(self, option) or {}).get(name) for option in SHAPE_OPTIONS))
 
     def described(self) -> dict[str, str]:
@@ -70,13 +68,12 @@ class TensorRtOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedOptions(TensorRtOptions):
-    """Options of engines that time kernels while they build."""
-
     timing_cache: Annotated[str | None, "file of kernel times that builds share, made if it is missing"] = None
 
 
 def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as an `EngineSpec` holds them. Shapes may be texts such as input:1x3x224x224, libraries a single path."""
+    """Options as JSON values for an `EngineSpec`. Shapes may be given as text such as input:1x3x224x224, libraries as
+    one path."""
     chosen = dict(options)
     for name in SHAPE_OPTIONS:
         shapes = chosen.get(name)
@@ -98,12 +95,13 @@ def libraries_in(options: Mapping[str, Any]) -> list[str]:
 
 
 def timing_cache(path: Path | None, option: str, _: object = None) -> list[Output]:
-    """A timing cache to read and write. TensorRT and trtexec add to an existing one, and refuse any other file."""
+    """The option's timing cache as an output file. TensorRT reads and extends an existing one, and refuses any other
+    file."""
     return [] if path is None else [Output(path, option, Path.exists, makes_folder=True)]
 
 
 def spans(spec: EngineSpec) -> dict[str, Span]:
-    """Smallest, usual and largest sizes by input, from the engine's options and from trtexec_args, which take
+    """Smallest, usual and largest sizes by input, from the options of the engine and from trtexec_args, which take
     precedence."""
     if not spec.facts.is_tensorrt:
         return {}
@@ -119,7 +117,7 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
 
 
 def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
-    """`spec` with the spans `found` in place of its own shapes, those in trtexec_args too."""
+    """`spec` with the spans `found` in place of all shapes in its options and in trtexec_args."""
     options = {name: value for name, value in spec.options.items() if name not in SHAPE_OPTIONS}
     if "trtexec_args" in options:
         words = split_arguments(options["trtexec_args"] or "")
@@ -130,8 +128,8 @@ def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
 
 
 def built_for_sample(spec: EngineSpec, model: Model, sample: Mapping[str, Array]) -> EngineSpec:
-    """`spec` with the sizes of a sample for dynamic inputs that it has no sizes for. Inputs that may be shapes, for
-    which TensorRT takes values, are left out."""
+    """`spec` with the sizes of a sample for dynamic inputs that have no sizes there. Inputs that may be shapes, for
+    which TensorRT wants values, are left out."""
     if not spec.facts.is_tensorrt:
         return spec
     sizes = {}
@@ -144,7 +142,7 @@ def built_for_sample(spec: EngineSpec, model: Model, sample: Mapping[str, Array]
 
 
 def split_arguments(text: str) -> list[str]:
-    """The arguments in trtexec_args, split as by a shell."""
+    """Split the option trtexec_args as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -159,7 +157,7 @@ def _shapes(text: str, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
-    """The text that `shapes_of` reads."""
+    """Sizes as text that `shapes_of` reads."""
     return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
@@ -170,5 +168,6 @@ def builder_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def usual_shapes(spec: EngineSpec, calibration_data: object) -> dict[str, tuple[int, ...]]:
-    """Shapes of random inputs: those that the engine tunes for; none with calibration data, which have shapes."""
+    """The shapes for random inputs: the usual ones that the engine builds for; none with calibration data, which have
+    shapes."""
     return {} if calibration_data else {name: span.usual for name, span in spans(spec).items()}

@@ -34,44 +34,44 @@ PRECISION_NAMES = {
 DATATYPE = re.compile(rf"\b({'|'.join(PRECISION_NAMES)})\b", re.IGNORECASE)
 
 OPERANDS = re.compile(r"_({0})({0})_({0})({0})(?:_|$)".format("i8|u8|i4|e4m3|e5m2|e2m1|f16|bf16|tf32|f32|i32"))
-"""Types in the tactic name of a GEMM or a convolution: first operand, result, second operand, sum."""
+"""Types in the tactic name of a GEMM or a convolution: first operand, result, second operand, accumulator."""
 
 OPERAND = {"i8": "INT8", "u8": "UINT8", "i4": "INT4", "e4m3": "FP8", "e5m2": "FP8", "e2m1": "FP4", "f16": "FP16",
            "bf16": "BF16", "tf32": "FP32", "f32": "FP32"}  # fmt: skip
 
 SCALAR = re.compile(r"_(alpha|beta)(_myl\d+)?$|^__mye\d+_?\w?const")
-"""Names of inputs that are factors and constants of a kernel, which are not multiplied with each other."""
+"""Names of inputs that are scalar factors or constants of a kernel, which are no operands of its product."""
 
 INDICES = frozenset({"BOOL", "INT32", "INT64"})
-"""Types of masks, indices and shapes, which are not multiplied."""
+"""Types of masks, indices and shapes, which are no operands of a product."""
 
 ATTENTION = re.compile(r"mha|attention", re.IGNORECASE)
 
 ATTENDED = 3
-"""How many inputs attention multiplies: queries, keys and values."""
+"""How many of its inputs an attention kernel multiplies: queries, keys and values."""
 
 PAIR_NAME = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
 
 COPY_TYPES = frozenset(
     {"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "wait", "signal", "shape_call"}
 )
-"""Layer types that only move values. A NoOp does nothing: its output is its input."""
+"""Layer types that only move values; a NoOp does nothing."""
 
 MYELIN = re.compile(r"__myl_([A-Za-z]+)_myl\d+_\d+")
 MOVE_STEPS = re.compile(r"(Move|Tran|Resh|Cast|Conc|Slic)+")
 ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
-"""Steps of a kernel that quantizes or dequantizes, provided that it converts to or from a low precision."""
+"""Parts of the name of a kernel that quantizes or dequantizes, provided that it reads or writes a low precision."""
 
 LAYER_FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
 LISTED_TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[.*?, Datatype: (\w+)")
-"""Fields and tensors of layers as a builder lists them."""
+"""Matches name and type of a tensor in the builder's list of layers."""
 
 
 @dataclass(frozen=True)
 class _ReportedLayer:
-    """One layer in the layer information. `inputs`, `constants` and `outputs` are precisions: of values that a kernel
-    may multiply, of weights (also those listed as inputs), and of results. All fields but `name` are empty where only
-    names were exported."""
+    """One layer of the layer information. `inputs`, `constants` and `outputs` are precisions: of possible operands, of
+    weights (also those listed as inputs), and of results. Where only names were exported, all other fields are
+    empty."""
 
     name: str
     type: str = ""
@@ -90,10 +90,10 @@ def read_report(
     """One `Layer` for each layer of the engine, in order.
 
     `graph` is the layer information, a file or its text; `profile` the profile, the same or pairs of layer name and
-    milliseconds. Times are None without it, and of layers that it lacks: TensorRT does not time those that do nothing.
-    With the `model` that the engine was built from, whose weights are not needed, each node is in one layer, by the
-    name that `loading.load` gives it. Without it, a layer has the words between the separators in its name, names of
-    constants among them.
+    milliseconds. Times are None without it, and for layers that do nothing, which TensorRT does not time. With the
+    `model` that the engine was built from, whose weights are not needed, each node is in one layer, by the name that
+    `loading.load` gives it. Without it, a layer has the words between the separators in its name, names of constants
+    among them.
 
     `precision` is the type of the values that the layer multiplies or, if unknown, of those that it writes. Rows of the
     profile that fit no layer become layers of kind "unknown" without nodes.
@@ -124,7 +124,7 @@ def layers_of(
     """`read_report` for an engine that was just built from the file `model`.
 
     Raises:
-        EngineFailure: the report cannot be read. That is not the user's error, so it is no BadOption.
+        EngineFailure: the report cannot be read. Not BadOption, as the user did not give it.
     """
     try:
         return read_report(graph, profile, onnx.load(model, load_external_data=False))
@@ -133,7 +133,7 @@ def layers_of(
 
 
 def layers_from_log(message: str) -> str:
-    """The builder's message `Layers:` (one line of text a layer) as the JSON that the engine inspector writes."""
+    """The builder's message `Layers:`, one line for each layer, as the JSON that the engine inspector would write."""
     layers = []
     for line in message.split("\n\nI/O Tensors:")[0].split("\n")[1:]:
         if not line.startswith("Name: "):
@@ -240,8 +240,8 @@ def _profile_rows(profile: Path | str | Times | None) -> Times:
 
 
 def _match_times(entries: Sequence[_ReportedLayer], times: Times) -> tuple[list[float | None], dict[str, float]]:
-    """The milliseconds of each layer, and by name those of the profile that belong to no layer. Layers of the same name
-    have the same order on both sides."""
+    """The milliseconds of each layer, and the rest of the profile: ms by the name of rows that fit no layer. Layers of
+    equal names are matched in order."""
     waiting: dict[str, deque[float]] = {}
     for name, ms in times:
         waiting.setdefault(name, deque()).append(ms)
@@ -256,7 +256,7 @@ def _match_times(entries: Sequence[_ReportedLayer], times: Times) -> tuple[list[
 
 
 def _mentions(layer: str, metadata: tuple[str, ...], names: NodeNames | None) -> tuple[str, ...]:
-    """Names of nodes in the name and the metadata of a layer; none for a copy, which names the node that it serves."""
+    """The nodes that a layer's name and metadata mention; none for a copy, whose name is that of the node it serves."""
     if layer.startswith(COPY_NODE):
         return ()
     if names is None:
@@ -303,7 +303,7 @@ def _precision(entry: _ReportedLayer, kind: LayerKind) -> str:
 
 
 def _multiplies(entry: _ReportedLayer, low: str) -> bool:
-    """Whether a kernel with an input in a low precision multiplies in it. If not, it converts the input first."""
+    """Whether a kernel multiplies in the low precision of one of its inputs; if not, it converts that input first."""
     weights = {c for c in entry.constants if c in LOW_PRECISIONS}
     if weights:
         return weights == {low}  # another input may be an operand of a fused Add
@@ -322,14 +322,14 @@ MADE_UP = re.compile(
     rf"{COPY_NODE}|__my[le]|.*\(Unnamed Layer\* |"
     r"(copied_)?(un)?squeeze_(node_)?after_|(re)?shape_after_|transpose_(before|after)_"
 )
-"""Beginnings of the names of layers that TensorRT adds itself."""
+"""Matches names of layers that TensorRT adds itself."""
 
 
 class NodeNames:
     """Finds the names of a model's nodes, as `loading.load` gives them, in the names of TensorRT's layers.
 
-    TensorRT's parser calls a node without a name `node_of_` and its first output. Such names are found for every node,
-    since a report may belong to a file whose nodes had no names.
+    TensorRT's parser calls an unnamed node `node_of_` and the name of its first output. These names work for every
+    node, since the report may be of a file with unnamed nodes.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -341,11 +341,11 @@ class NodeNames:
         self.constants = frozenset((*(tensor.name for tensor in constants), *made))
         parsed = {f"node_of_{node.outputs[0]}": node.name for node in self.model.nodes if node.outputs}
         self.known = parsed | {name: name for name in self.model.index_of}
-        """The name of a node by what TensorRT calls it."""
+        """The node's name by each name that TensorRT may use."""
         self._longest = max(map(len, self.known), default=0)
 
     def mentioned(self, layer: str) -> tuple[str, ...]:
-        """The nodes in a layer's name. A node's name may hold separators: the longest name that fits is taken."""
+        """The nodes in a layer's name. As node names may contain separators, the longest match is taken."""
         breaks = list(BREAK.finditer(layer))
         starts = [0, *(b.end() for b in breaks)]
         ends = [*(b.start() for b in breaks), len(layer)]
@@ -367,9 +367,9 @@ def assign(
 ) -> tuple[list[tuple[str, ...]], tuple[Layer, ...]]:
     """The nodes of each layer, and the layer of those that were folded (see `cover`).
 
-    A node belongs to the first layer that mentions it in its name, or else in its metadata. Nodes that no layer
-    mentions are assigned by `coverage.cover`: TensorRT, too, fuses a DQ with its reader and other nodes with the
-    producer of their input."""
+    A node belongs to the first layer that mentions it in its name, or else in its metadata; nodes that none mentions
+    are assigned by `coverage.cover`.
+    """
     home: dict[str, int] = {}
     for number, layer in enumerate(layers):
         for name in names.mentioned(layer.name):
@@ -395,7 +395,7 @@ def assign(
 
 
 def _between(names: NodeNames, first: str, last: str) -> set[str]:
-    """The nodes on paths from a node in the name `first` to one in the name `last`."""
+    """The nodes on all paths from the nodes mentioned in `first` to those mentioned in `last`."""
     after, made = set(names.mentioned(first)), set[str]()
     for node in names.model.nodes:
         if node.name in after or not made.isdisjoint(reads(node)):

@@ -1,8 +1,8 @@
 """TensorRT-RTX: TensorRT for GeForce and RTX GPUs, installed from PyPI, with the same API.
 
-It can build for a GPU that this machine does not have (`target`), and lists the layers: so a model can be checked for
-TensorRT without a GPU, though neither run nor timed. Of the data-centre GPUs it has kernels for the A100 only. It times
-nothing while it builds, so there is no timing cache.
+It can build for a GPU that this machine does not have (`target`), and list the layers, so that a model can be checked
+for TensorRT without a GPU, but not run or timed. Of the data-centre GPUs it supports the A100 only. It times no kernels
+while it builds, so it needs no timing cache.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from qdqtune.errors import BadOption, EngineUnavailable
 
 @dataclass(frozen=True)
 class RtxOptions(TensorRtOptions):
-    """Options of TensorRT-RTX."""
-
     target: Annotated[str | None, "GPU to build for, if it is not here: sm75, sm80, sm86, sm89, sm120 or sm121"] = None
 
 
 def create(options: RtxOptions) -> TensorRt:
-    """The engine on the current GPU; for a `target` other than that GPU an engine that builds and cannot run."""
+    """The engine on the current GPU; if the option `target` names another GPU, an engine that only builds."""
     trt: Any = importlib.import_module("tensorrt_rtx_bindings")
     target = options.target
     known = [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]

@@ -46,7 +46,7 @@ PROFILING = frozenset({"exportLayerInfo", "exportProfile", "profilingVerbosity",
 REPEATABLE = frozenset({"dynamicPlugins", "plugins", "staticPlugins"})
 
 FORMER = re.compile(r"--workspace=(\d+)")
-"""A flag of trtexec up to 8, in MiB: trtexec 10 and later know its second name only, which 8.6 knows as well."""
+"""A flag of trtexec up to 8, in MiB; later ones only know its other name, which 8.6 knows as well."""
 
 UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
 ERROR_LINE = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
@@ -55,25 +55,25 @@ STRONG_TYPING = (10, 0)
 
 PRECISION_FLAGS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
 CONSTRAINT_FLAGS = frozenset({"layerOutputTypes", "layerPrecisions", "precisionConstraints"})
-"""Flags of 8.6 and 10 that choose the type of single layers, which strong typing does not allow."""
+"""Flags of 8.6 and 10 that set the precision of single layers, which strong typing forbids."""
 
 SHAPE_FLAGS = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
 
 ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0", "--duration=0")
 
 TIMED_SECONDS = 0.2
-"""Least time that a process runs a model to time it: a tenth of its usual start time. Chosen, not measured."""
+"""Least seconds for which a process times a model: a tenth of what its start usually takes. Chosen, not measured."""
 
 PRINTED_AFTER = 100_000
-"""trtexec prints a mean after so many inferences: too many to be reached, since a file has all times."""
+"""trtexec prints a mean every so many inferences: set so high that it never does, as all times are read from a file."""
 
 FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
 EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
 
 
 def launch(command: Sequence[str], printed: BinaryIO) -> int:
-    """Run a command, and write what it prints to the file: its exit status, negative for a signal. The child stays in
-    the process group of the worker, so that it is killed with it."""
+    """Run a command, write its output to `printed`, and return its exit status (negative: a signal). The child stays in
+    the worker's process group, so that both are killed together."""
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, check=False).returncode
 
 
@@ -102,12 +102,11 @@ def create(options: TrtexecOptions) -> Trtexec:
 
 
 def flag_name(flag: str) -> str:
-    """The `name` in `--name=value` or `--name`."""
     return flag.removeprefix("--").partition("=")[0]
 
 
 def _version(program: str) -> Version:
-    """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
+    """The version that the program prints: `[TensorRT v8601]` up to 9; from 10 on two digits each, `v100001`."""
     with tempfile.TemporaryFile() as file:
         status, printed = _call([program, "--help"], cast(BinaryIO, file))
     banner = re.search(r"\[TensorRT v(\d+)\]", printed)
@@ -123,7 +122,7 @@ def _version(program: str) -> Version:
 
 
 def _call(command: Sequence[str], file: BinaryIO) -> tuple[int, str]:
-    """Run a command: its exit status, and what it has added to the file."""
+    """Run a command; returns its exit status, and what it printed, which is appended to the file."""
     start = file.seek(0, os.SEEK_END)
     status = launch(command, file)
     file.seek(start)
@@ -140,7 +139,8 @@ class Version(NamedTuple):
 
 
 def _reason(status: int, printed: str) -> str:
-    """The first error, which is the cause, and the last, which names the stage."""
+    """A one-line reason from a failed call's output: the first error, which is the cause, and the last, which names the
+    stage."""
     if status < 0:
         return f"ended with signal {signal.Signals(-status).name}"
     errors = [text for text in ERROR_LINE.findall(printed) if text.strip()]
@@ -150,18 +150,16 @@ def _reason(status: int, printed: str) -> str:
 
 @dataclass
 class Trtexec:
-    """Builds plans with the program at `path`, and times them with it. `arguments` are the user's flags, for every
-    call."""
+    """Builds and times plans with the program at `path`. `arguments` are the user's flags, added to every call."""
 
     path: str
     version: Version
     arguments: tuple[str, ...]
     options: TrtexecOptions
     profiles: bool = True
-    """Whether the program knows the flags of `PROFILING`; False after it has refused one."""
+    """Whether the program accepts the flags `PROFILING`; False after it has refused one."""
 
     def describe(self) -> dict[str, str]:
-        """Version, GPU, driver, and the options that change the latency."""
         device = next((f.partition("=")[2] for f in self.arguments if flag_name(f) == "device"), "0")
         name, driver = gpu(device)
         strong = self.version >= STRONG_TYPING and not self._sets(PRECISION_FLAGS | CONSTRAINT_FLAGS)
@@ -180,9 +178,10 @@ class Trtexec:
         return formats.tensorrt_of(quant_type, str(self.version), self.version >= STRONG_TYPING)
 
     def run(self, flags: Iterable[str], log: Path) -> None:
-        """Call the program, and append what it prints to the log.
+        """Call the program, and append its output to the log.
 
-        A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them."""
+        A call that is refused for a profiling flag is repeated without profiling flags, and later calls omit them.
+        """
         own = {flag_name(flag) for flag in self.arguments} - REPEATABLE
         plugins = [f"--staticPlugins={library}" for library in self.options.plugin_libraries]
         ours = [flag for flag in (*plugins, *flags) if flag_name(flag) not in own]
@@ -200,7 +199,7 @@ class Trtexec:
             raise EngineFailure(f"trtexec: {_reason(status, printed)}")
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
-        """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log."""
+        """A plan in a temporary folder. The output of this and later calls of trtexec is appended to the log."""
         log.write_bytes(b"")
         try:
             graph = Model(read(model))
@@ -231,7 +230,7 @@ class Trtexec:
         return any(flag_name(flag) in flags for flag in self.arguments)
 
     def shape_flags(self, sizes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Flags for dynamic inputs, which have these sizes now: for the shapes that the user gives, or for these."""
+        """Flags for dynamic inputs: the shapes that the user gave, else `sizes`."""
         if self._sets(SHAPE_FLAGS) or not sizes:
             return []
         spans = {name: self.options.shapes(name) for name in sizes}
@@ -243,7 +242,7 @@ class Trtexec:
 
 
 class TrtexecModel:
-    """A model with its plans: one, or one for each set of input sizes if the user gives no shapes."""
+    """A model with its plans: one, or without shapes from the user one for each set of input sizes."""
 
     def __init__(self, engine: Trtexec, model: Path, graph: Model, flags: Sequence[str], log: Path) -> None:
         self._engine, self._model, self._graph, self._flags, self._log = engine, model, graph, flags, log
@@ -252,7 +251,7 @@ class TrtexecModel:
         self._kept: dict[str, dict[str, Array]] = {}
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
-        """The plan for inputs of these sizes. It is built at the first call."""
+        """The plan for inputs of these sizes, built at the first call."""
         shapes = tuple(self._engine.shape_flags({name: sizes[name] for name in _dynamic(self._graph)}))
         if shapes not in self._plans:
             plan = self._file(f"{len(self._plans)}.plan")
@@ -261,7 +260,7 @@ class TrtexecModel:
         return self._plans[shapes]
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`, with six digits."""
+        """`Built.run`; trtexec prints values with six digits."""
         kept = self._kept.pop(_digest(inputs), None) if self._kept else None
         if kept is not None:
             return kept
@@ -276,14 +275,14 @@ class TrtexecModel:
             raise EngineFailure(f"trtexec: it gives no output {error}") from error
 
     def time_and_keep(self, inputs: Tensors, runs: int) -> float:
-        """`Launched.time_and_keep`. trtexec copies outputs after the last timed inference, so no time is disturbed."""
+        """`Launched.time_and_keep`. trtexec copies outputs after the last timed inference, so this costs no time."""
         seconds = self.time(inputs, runs, f"--exportOutput={self._file('outputs.json')}")
         self._kept[_digest(inputs)] = self._outputs()
         return seconds
 
     def time(self, inputs: Tensors, runs: int, *flags: str) -> float:
-        """`Built.time`: the median GPU time of at least `runs` inferences and `TIMED_SECONDS`, as a CUDA graph if
-        possible."""
+        """`Built.time`: the median GPU time of at least `runs` inferences and at least `TIMED_SECONDS`, as a CUDA graph
+        if possible."""
         target = self._file("times.json")
         least = [f"--iterations={runs}", f"--avgRuns={max(runs, PRINTED_AFTER)}", f"--duration={TIMED_SECONDS:g}"]
         quick = QUICK if self._engine.version < BETTER_DEFAULTS else ()
@@ -294,7 +293,7 @@ class TrtexecModel:
             raise EngineFailure("trtexec: it has exported no times of inferences") from error
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`. What trtexec exports is kept beside the log as `<log's stem>.graph.json`."""
+        """`Built.layers`. trtexec's layer information is kept as `<log's stem>.graph.json` beside the log."""
         graph, profile = self._file("graph.json"), self._file("profile.json")
         flags = [
             f"--iterations={runs}",
@@ -312,7 +311,6 @@ class TrtexecModel:
         return layers_of(self._model, graph, profile, "trtexec")
 
     def save(self, path: Path) -> None:
-        """`Built.save`: a copy of the last plan, which is for this version of TensorRT and this kind of GPU."""
         shapes, plan = list(self._plans.items())[-1]
         shutil.copyfile(plan, path)
         usual = shapes[1].partition("=")[2] if shapes else ""
@@ -350,7 +348,7 @@ def _dtype(graph: Model, tensor: str) -> np.dtype[Any]:
 
 
 def _arrays(graph: Model, inputs: Tensors) -> dict[str, Array]:
-    """The arrays of the inputs. trtexec itself would use random values for a missing one."""
+    """The array of each input. Raises if one is missing, as trtexec would use random values."""
     arrays = {}
     for name in graph.inputs:
         if name not in inputs:
@@ -372,7 +370,8 @@ def _digest(inputs: Tensors) -> str:
 
 
 def _read_and_delete(path: Path) -> str:
-    """The text of a file that trtexec may have written. The file is deleted, so that the next call cannot read it."""
+    """The text of a file that trtexec wrote, "" if it did not. The file is deleted, so that the next call cannot read
+    it."""
     if not path.is_file():
         return ""
     text = path.read_text(errors="replace")
