@@ -44,8 +44,8 @@ def portable(engine: str, numbers: NumericFormat) -> NumericFormat:
 
 
 def weight_formats(engine: str, *, narrow: bool | None = None) -> tuple[WeightFormat, ...]:
-    """The weight formats for which an engine has matrix-product kernels, the usual ones first. `narrow`: those of dynamic
-    quantization get 7 bits, which saturate on no processor (None: only if 8 bits would on this one)."""
+    """The weight formats for which an engine has matrix-product kernels, the usual ones first. `narrow`: those of
+    dynamic quantization get 7 bits, which saturate on no processor (None: only if 8 bits would on this one)."""
     is_narrow = products_saturate() if narrow is None else narrow
     known = map(WeightFormat.named, facts_of(engine).weights)
     return tuple(replace(one, bits=7) if one.dynamic and is_narrow else one for one in known)

@@ -105,7 +105,7 @@ class Ratio:
 
     @property
     def verdict(self) -> Verdict:
-        """"faster" if the whole interval is below 1 (b is faster), "slower" if above, else "undecided"."""
+        """ "faster" if the whole interval is below 1 (b is faster), "slower" if above, else "undecided"."""
         if self.high is not None and self.high < 1:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
@@ -243,8 +243,8 @@ def build_margin(parts: Sequence[Spread], pairs: int, error: float, of_rounds: f
     - Student's t for the deviation that was seen. The parts need not have the same one, as builds of one file may
       differ more than those of another: the degrees of freedom are those of Satterthwaite (Biometrics Bulletin 2,
       1946), fewer where one part has most of the squares;
-    - for the first builds, where Student's t is wide for want of degrees of freedom, a fixed distance plus `DEVIATIONS`,
-      which holds the error as long as pairs differ by no more than in the first.
+    - for the first builds, where Student's t is wide for want of degrees of freedom, a fixed distance plus
+      `DEVIATIONS`, which holds the error as long as pairs differ by no more than in the first.
     """
     from scipy.special import ndtri, stdtrit  # slow to import
 
