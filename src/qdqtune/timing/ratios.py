@@ -105,7 +105,7 @@ class Ratio:
 
     @property
     def verdict(self) -> Verdict:
-        """ "faster" if the whole interval is below 1 (b is faster), "slower" if above, else "undecided"."""
+        """Faster if the whole interval is below 1 (b takes less time), slower if it is above, else undecided."""
         if self.high is not None and self.high < 1:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
@@ -227,7 +227,7 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def clear_ratio(pairs: int, looks: int, error: float) -> float:
-    """The largest true ratio below 1 that so many pairs of builds prove at one of `looks` looks, if rounds do not
+    """The largest ratio b/a at which `pairs` pairs of builds prove b faster at one of `looks` looks, if rounds do not
     vary."""
     return float(np.exp(-build_margin((), pairs, error / looks)))
 

@@ -1,1 +1,1 @@
-"""One run: settings, subject, loop, proof, state and records."""
+"""One run of `tune`: settings, the loaded model, the search loop, the proof, the state file and the results."""

@@ -1,5 +1,5 @@
-"""Measures placements on the engine (rounds, outputs, layers, metric), or takes what the store has already. Each device
-has a worker, which builds files of candidates there and times them in the same rounds."""
+"""Measures placements on the engine (rounds, outputs, layers, metric), or takes results from the state file. Each
+device has a worker, which builds candidates' files and times them in the same rounds."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from qdqtune.types import Accuracy, Array, CostsByRule, Layer, Measurement, Plac
 
 
 class Candidates:
-    """Files of one model's placements, each written when it is first asked for, in the folder of `constants`. Several
-    threads may ask."""
+    """Files of one model's placements, in the folder of `constants`, each written when it is first needed.
+    Thread-safe."""
 
     def __init__(self, inserter: Inserter, constants: ConstantFile) -> None:
         self.folder = constants.path.parent
@@ -41,7 +41,7 @@ class Candidates:
         self._lock = Lock()
 
     def file(self, placement: Placement) -> Path:
-        """A small file of the placement that refers to the constants which all candidates share."""
+        """The file of a placement; its constants are external data that all candidates share."""
         path = self.folder / f"{placement.digest}.onnx"
         with self._lock:
             if not path.exists():
@@ -55,19 +55,21 @@ class Candidates:
 NO_NODES = Failure("build", "the provider runs no node of the model: do its options name a chip that it knows?")
 
 BRIEF_LOOKS = (1,)
-"""Looks at a candidate that goes to the proof at once: whether that is worth its time. Chosen, not measured."""
+"""The numbers of rounds for a candidate that goes to the proof at once: just enough to see whether that is worthwhile.
+Chosen, not measured."""
 
 PROFILED = (4, 12, 400)
-"""Inferences behind a layer report: the least, the usual number, and the most. Chosen, not measured."""
+"""Inferences profiled for a layer report: least, usual and most. Chosen, not measured."""
 
 PROFILED_SECONDS = (0.05, 0.5)
-"""Seconds of all inferences behind a layer report (least, most): short layers need many. Chosen, not measured."""
+"""Seconds that the profiled inferences take in all (least, most); short layers need many inferences. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True)
 class ByRule:
-    """How candidates are judged on an engine whose times mean nothing: by `costs`. `reference` gives the outputs of the
-    float model on the samples, as the CPU computes them."""
+    """Judging candidates where the engine is a simulator, whose times mean nothing: by the estimated `costs`.
+    `reference` computes the float model's outputs on the CPU."""
 
     costs: RuleCosts
     reference: Callable[[], list[dict[str, Array]]]
@@ -75,11 +77,8 @@ class ByRule:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How candidates are measured: by which plan, on which samples, and by which metric of the user's.
-
-    `scores` are the outputs that the user names as such; a build takes about `model_bytes`. With `by_rule` nothing is
-    timed.
-    """
+    """How candidates are measured: schedule of rounds, samples, and the user's metric. `scores` are outputs that the
+    user declared as class scores; a build takes about `model_bytes` of memory. With `by_rule` nothing is timed."""
 
     plan: Plan
     samples: Sequence[Sample]
@@ -92,13 +91,13 @@ class Conditions:
 
 
 UNTIMED = Failure("run", "not timed")
-"""The result of a candidate before it is measured, and of a file of which only the outputs were compared."""
+"""The result of a candidate that is not timed yet, or of a file of which only the outputs are compared."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the trials of a batch share: the outputs of the float model as `reference`, the `scores` of classes in them,
-    and the time of `time.monotonic` at which comparisons end with the rounds that they have; few if they are brief."""
+    """What the candidates of a batch share: the float model's outputs as `reference`, the class `scores` in them, and
+    the `deadline` (by `time.monotonic`) at which comparisons stop. `is_brief`: they run few rounds only."""
 
     reference: Sequence[dict[str, Array]]
     scores: Scores
@@ -106,14 +105,14 @@ class Batch:
     is_brief: bool = False
 
     def is_late(self, seconds: float = 0.0) -> bool:
-        """Whether what takes so many seconds would end after the deadline."""
+        """Whether work of so many seconds would end after the deadline."""
         return self.deadline is not None and time.monotonic() + seconds > self.deadline
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A candidate that was built: its trial without a result, and its outputs on the samples; None if rounds give the
-    outputs."""
+    """A candidate that was built, its trial so far, and its outputs on the samples; None if they are taken from the
+    rounds."""
 
     trial: Trial
     build: Handle
@@ -121,9 +120,9 @@ class Entrant:
 
 
 class TrialWorker:
-    """Measures candidates on one device: times of two devices are never compared.
+    """Measures candidates on one device; times from different devices are never compared.
 
-    Workers share `candidates`, which are files; `number` distinguishes the names of their logs.
+    All workers share the files `candidates`. `number` makes the names of their logs differ.
     """
 
     def __init__(self, runner: Runner, candidates: Candidates, conditions: Conditions, number: int = 0) -> None:
@@ -135,14 +134,14 @@ class TrialWorker:
         self._costs: dict[Placement, float] = {}
 
     def load(self, placement: Placement, log_name: str) -> Handle:
-        """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
+        """The build of a placement, made if there is none; then the engine's output goes to that log."""
         file = self._candidates.file(placement)  # written again if another worker has deleted it
         if placement not in self._builds:
             self._builds[placement] = self.runner.load(file, log_name)
         return self._builds[placement]
 
     def drop(self, placement: Placement) -> None:
-        """Unload a placement and delete its file, if it is loaded; it is written again if it is asked for."""
+        """Unload a placement, if it is loaded, and delete its file, which can be written again."""
         if placement in self._builds:
             handle = self._builds.pop(placement)
             self.runner.unload(handle)
@@ -153,8 +152,8 @@ class TrialWorker:
             self.drop(other)
 
     def trials(self, untimed: Sequence[Trial], batch: Batch) -> list[Trial]:
-        """Measure candidates that are compared with the same placement, all in the same rounds. `untimed` are their
-        trials without results; the last ones are left out if the deadline comes before they are built."""
+        """Measure candidates in the same rounds, all against the same opponent. `untimed` are their trials without
+        results; those that the deadline leaves no time for are left out at the end."""
         trials = dict[int, Trial]()
         entrants = list[Entrant]()
         by_rule, begun = self._conditions.by_rule, time.monotonic()
@@ -188,8 +187,8 @@ class TrialWorker:
         return outputs
 
     def _raced(self, entrants: Sequence[Entrant], batch: Batch) -> list[Trial]:
-        """The trials of candidates that race together. Where the engine fails in the race of several, each races
-        alone, as one of them is to blame; but not after the deadline, if a later session may try again."""
+        """The trials of candidates timed in one race. If the engine fails there, each is raced alone, as one of them is
+        to blame; but not after the deadline, if a later session may try again."""
         trials = list[Trial]()
         try:
             times = self._times(entrants, batch)
@@ -260,8 +259,8 @@ class TrialWorker:
 
 
 def trial_seconds(plan: Plan, floats: FloatRecord, judged: int, profiled: int) -> float:
-    """The least seconds that a candidate takes which is as fast as the float model: its build, its outputs on `judged`
-    samples, the first look of its comparison and its layers in so many `profiled` inferences."""
+    """Estimated least seconds for measuring a candidate as fast as the float model: building it, running `judged`
+    samples, the first look of its comparison, and profiling its layers in `profiled` inferences."""
     turn, start = floats.turn_seconds, floats.start_seconds
     comparison = 2 * (plan.warmup_seconds(turn, start) + plan.round_seconds(turn, start) * plan.looks[0])
     builds = (2 if profiled else 1) * floats.build_seconds  # many engines build once more for a layer report
@@ -269,7 +268,7 @@ def trial_seconds(plan: Plan, floats: FloatRecord, judged: int, profiled: int) -
 
 
 def profiled_runs(seconds: float) -> int:
-    """The number of inferences for a layer report of a model that takes so many seconds each."""
+    """How many inferences to profile of a model whose inferences take so many seconds."""
     (least, enough, most), (short, long) = PROFILED, PROFILED_SECONDS
     if seconds * most <= short:
         return most
@@ -281,7 +280,7 @@ FLOAT = Placement()
 CANNOT_RUN = "the engine cannot run the float model", BaselineFailed
 
 TOGETHER = 2 * 2**30
-"""Bytes of the models whose builds race together, at most; at least one candidate races. Chosen, not measured."""
+"""Bytes of models that are built and raced together at most, but at least one. Chosen, not measured."""
 
 
 class Bench:
@@ -291,10 +290,10 @@ class Bench:
         self._pool, self._store, self._conditions = pool, store, conditions
         self._first = pool.first
         self.asked_metrics = set[Placement]()
-        """The placements whose metric this session has asked for. What an earlier one left does not count: after a
-        failure it may have asked for others."""
+        """Placements for which this session has computed the user's metric. Earlier sessions do not count: after a
+        failure they may have needed it for others."""
         self.deadline: float | None = None
-        """The time of `time.monotonic` at which comparisons end with the rounds that they have."""
+        """The time (by `time.monotonic`) at which comparisons stop with the rounds that they have."""
 
     @property
     def model_bytes(self) -> int:
@@ -302,25 +301,26 @@ class Bench:
 
     @property
     def trial_seconds(self) -> float:
-        """The least seconds that a candidate takes if it is as fast as the float model."""
+        """Estimated least seconds for measuring a candidate as fast as the float model."""
         samples = self._conditions.samples
         return trial_seconds(self._conditions.plan, self.floats, len(samples), profiled_runs(self.floats.seconds))
 
     @property
     def brief_seconds(self) -> float:
-        """The same for a candidate that is timed in few rounds, without a layer report."""
+        """The same for a candidate with few rounds and no layer report."""
         plan = replace(self._conditions.plan, looks=BRIEF_LOOKS)
         return trial_seconds(plan, self.floats, len(self._conditions.samples), 0)
 
     def measured(
         self, number: int, proposals: Sequence[Proposal], against: Placement, *, is_brief: bool = False
     ) -> Generator[tuple[Trial, bool]]:
-        """Race candidates against another placement, on all devices side by side, as many in a race as fit into memory
-        beside each other. Gives the trials in the order of the proposals, numbered from `number`, each with whether its
-        result was in the store; the last ones are left out if the deadline comes before they are built.
-        `is_brief`: there is time for a few rounds only.
+        """Race candidates against the placement `against`, on all devices in parallel, as many per race as memory
+        allows. Yields the trials in the order of the proposals, numbered from `number`, each with whether the state
+        file had its result; those that the deadline leaves no time to build are left out at the end. `is_brief`: there
+        is time for a few rounds only.
 
-        Results are stored at once. Closing the iterator ends the measurements that are running."""
+        Results are stored at once. Closing the iterator stops running measurements.
+        """
         asked = [Trial(place, proposal, against, UNTIMED) for place, proposal in enumerate(proposals, number)]
         done = {trial.number: known for trial in asked if (known := self._known(trial)) is not None}
         recalled = set(done)
@@ -370,8 +370,7 @@ class Bench:
             worker.keep_only(placement)
 
     def stand_alone(self) -> None:
-        """End all workers but the first, which measures alone from now on. If it was lost, it starts again in the place
-        of one that ends."""
+        """End all workers but the first, which measures alone from now on, and starts anew if it was lost."""
         for worker in self._pool:
             if worker is not self._first:
                 worker.runner.close()
@@ -381,7 +380,7 @@ class Bench:
         """The user's metric of a placement, on the engine.
 
         Raises:
-            EngineRefused: there is none, see `metrics.evaluate`.
+            EngineRefused: it cannot be computed, see `metrics.evaluate`.
         """
         evaluation = self._conditions.evaluation
         assert evaluation is not None  # it is asked for with `evaluate`, `labels` or `metric` only
@@ -395,8 +394,8 @@ class Bench:
         return self._store.memo(key, Score, lambda: measure(evaluation, self._runner, build(), floats))
 
     def given_file(self, file: Path, fixed: Sample) -> tuple[Accuracy, Score | None]:
-        """How near the outputs of the user's own Q/DQ file are to the float model's, and the user's metric of it, None
-        without one, or if it fails. `fixed` are inputs that samples lack.
+        """The accuracy of the user's own Q/DQ file, compared with the float model, and the user's metric of it (None
+        without one, or if it fails). `fixed` are values of inputs that the samples lack.
 
         Raises:
             EngineRefused: the engine does not run the file, or outputs are not finite.
@@ -421,7 +420,7 @@ class Bench:
         return exactness, None
 
     def float_file(self, file: Path, given: Path, fixed: Sample) -> Accuracy:
-        """How near the outputs of the float model, as it was written to `file`, are to those of the user's own.
+        """The accuracy of the float model as we wrote it to `file`, compared with the user's file `given`.
 
         Raises:
             EngineRefused: the engine does not run one of the files, or outputs are not finite.
@@ -443,9 +442,9 @@ class Bench:
     def layers(
         self, placement: Placement = FLOAT, lacks: Callable[[float], bool] = lambda _: False
     ) -> tuple[Layer, ...]:
-        """The layer report of the float model, or of a placement that was measured; empty if the engine has none, or if
-        it is not known and the run `lacks` the seconds that it takes of a model that is as fast as float. Where these
-        suffice for one inference only, it is of that one, and the next session asks again."""
+        """The layer report of the float model, or of a measured placement; empty if the engine has none, or if the run
+        `lacks` the seconds to make one. If there is only time to profile one inference, it is of that one, and the next
+        session repeats it."""
         floats = self.floats
         runs = profiled_runs(floats.seconds)
         caveat = Caveat(is_hurried=lacks(floats.build_seconds + 2 * runs * floats.seconds))
@@ -476,7 +475,7 @@ class Bench:
 
     @cached_property
     def floats(self) -> FloatRecord:
-        """The float model as it was built and run when the run began."""
+        """The float model's build and first inferences, measured when the run began."""
         calls = ",".join(f"{call.threads}:{call.share:.3f}" for call in self._runner.mix)
         key = f"float:{len(self._conditions.samples)} samples, {calls}"
         return self._store.memo(key, FloatRecord, self._measured_float)
@@ -507,7 +506,7 @@ class Bench:
 
     @cached_property
     def reference(self) -> list[dict[str, Array]]:
-        """The outputs of the float model on the samples; where times mean nothing, as the CPU computes them."""
+        """The float model's outputs on the samples; on a simulator, as the CPU computes them."""
         if (by_rule := self._conditions.by_rule) is not None:
             with rewording("ONNX Runtime cannot run the float model", BaselineFailed):
                 outputs = by_rule.reference()
@@ -520,10 +519,10 @@ class Bench:
 
     @cached_property
     def scores(self) -> Scores:
-        """The scores of classes among the float model's outputs, with the best classes. Raises as `floats`."""
+        """Those outputs of the float model that are class scores, with their best classes. Raises as `floats`."""
         return scores_of(self.reference, self._conditions.scores)
 
 
 def metric_key(metric: Metric, of: str = FLOAT.digest) -> str:
-    """The key of a metric in the state file: `of` is the digest of a placement, or names a file."""
+    """The metric's key in the state file; `of` is the digest of a placement, or names a file."""
     return f"metric:{metric.digest}:{of}"

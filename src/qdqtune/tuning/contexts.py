@@ -1,4 +1,4 @@
-"""The contexts in which a result has to hold: the numbers of threads to deploy with, each with all workloads."""
+"""The conditions under which a result must hold: each number of threads of the deployment, with all workloads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qdqtune.types import Mix
 
 @dataclass(frozen=True)
 class View:
-    """A context in which a result has to hold: a number of threads (None for an engine that has none). `shares` are
-    those of all calls of a race in this context, and `alone` those of each of several workloads in it."""
+    """A condition under which a result must hold: a number of threads (None for an engine without threads). `shares`
+    weight all workloads of a race for it; `alone` has the weights for each single one of several workloads."""
 
     threads: int | None
     shares: tuple[float, ...]
@@ -27,9 +27,9 @@ class View:
 def counts_of(
     engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool = True, machine: MachineFacts | None = None
 ) -> tuple[int | None, ...]:
-    """The numbers of threads at which a result has to hold, that of the engine first: those `asked` for, by default the
-    engine's. It may run on any of several machines (not `is_here`), or on another `machine`. Just None for an engine
-    that does not compute on a CPU's threads."""
+    """The numbers of threads at which a result must hold, the engine's own first: those `asked` for, by default the
+    engine's. (None,) for an engine without CPU threads. Raises BadOption if the machine that measures has fewer cores:
+    this one if `is_here`, or `machine`."""
     own = threads_of(engine)
     if own is None:
         if asked is not None and len(asked) > 1:
@@ -48,7 +48,7 @@ def counts_of(
 
 
 def tuned_for(counts: Sequence[int | None], *, is_default: bool) -> str | None:
-    """The numbers of threads that a result was tuned for, in words; None for an engine that has none."""
+    """The numbers of threads that a result was tuned for, as text; None for an engine without threads."""
     numbers = [str(count) for count in counts if count is not None]
     if not numbers:
         return None
@@ -57,13 +57,13 @@ def tuned_for(counts: Sequence[int | None], *, is_default: bool) -> str | None:
 
 
 def at_each(mix: Mix, counts: Sequence[int | None]) -> Mix:
-    """The workloads at each number of threads. A call at n threads counts n times: it takes about the n-th part of the
-    time, and every number shall weigh alike."""
+    """The workloads, repeated at each number of threads. A call at n threads gets n times the share, since it takes
+    about 1/n of the time, and all numbers of threads should weigh alike."""
     return as_workloads(tuple(replace(w, threads=count, share=w.share * (count or 1)) for count in counts for w in mix))
 
 
 def views_of(mix: Mix, counts: Sequence[int | None]) -> tuple[View, ...]:
-    """The contexts of a race on the calls of `at_each`, in the order of the numbers of threads."""
+    """The conditions for a race over the workloads of `at_each`, in the order of the numbers of threads."""
     calls = at_each(mix, counts)
     views = []
     for at, count in enumerate(counts):
@@ -76,8 +76,8 @@ def views_of(mix: Mix, counts: Sequence[int | None]) -> tuple[View, ...]:
 
 
 def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
-    """Advice if a run has fewer cores than threads, or if other processes use those of this machine, or of another
-    `machine` that measures; None for the fake engine, and where times mean nothing."""
+    """A warning if there are fewer cores than threads, or if other processes use them, on this machine or the other
+    `machine` that measures. None for the fake engine and simulators."""
     if engine.facts.is_modelled or simulated(engine.name, machine):
         return None
     threads = engine.options.get("threads", 1)

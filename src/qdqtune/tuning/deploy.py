@@ -1,4 +1,5 @@
-"""The folder `deploy` of a run: settings.json says how to run what ships and what it was proven with; run.py does so.
+"""The folder `deploy` of a run: settings.json says how to run the shipped model and under which conditions it was
+measured; run.py runs it.
 
 `qdqtune verify` reads the settings on another machine.
 """
@@ -29,14 +30,13 @@ from qdqtune.tuning.store import Shipped, plain
 from qdqtune.tuning.summary import Count, Positive, read_json
 
 FORMAT = 1
-"""The version of deploy/settings.json."""
 
 
 @dataclass(frozen=True)
 class Proven:
-    """What was proven: time over that of the float model with its interval, the numbers of threads at which it is not
-    slower; the output SQNR in dB, None if exact or unknown, and the limits on outputs. `ratio` is None where float
-    ships, or nothing was timed (`timed`). `unchecked`: nobody has compared its outputs with those of float."""
+    """What was measured of the shipped model: latency relative to float with its interval, the numbers of threads at
+    which it is not slower, the output SQNR in dB (None: exact or unknown), and the limits on outputs. `ratio` is None
+    if the float model ships or nothing was `timed`. `unchecked`: its outputs were not compared with those of float."""
 
     ratio: Positive | None
     low: Positive | None
@@ -50,17 +50,17 @@ class Proven:
 
     @property
     def speed(self) -> Ratio | None:
-        """The ratio with its interval; None where float ships."""
+        """The ratio with its interval; None if the float model ships."""
         return None if self.ratio is None else Ratio(self.ratio, self.low, self.high)
 
 
 class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """deploy/settings.json. Files are named from the folder of the run: `model` is what ships, `baseline` the float
-    model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the machine
-    of the proof, `spec` opens the engine, `library` is what run.py tells the vendor's library. `inputs` has the type
-    and shape of each. `fix_inputs` are as in placement.yaml, `scores` the outputs that the user named. `given` is the
-    user's file with the digest of its content, if it was the float model of the proof, and `baseline` has rewrites or
-    another precision."""
+    """deploy/settings.json. Files are named from the folder of the run: `model` is the shipped file, `baseline` the
+    float model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the
+    machine that measured, `spec` opens the engine, `library` has the settings that run.py gives the vendor's library.
+    `inputs` has the type and shape of each. `fix_inputs` are as in placement.yaml, `scores` the outputs that the user
+    declared as class scores. `given` is the user's file with its digest, if that was the float model compared with and
+    `baseline` has rewrites or another precision."""
 
     format: int = FORMAT
     told: str
@@ -79,7 +79,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
-    """Write the folder `deploy` of a run that has written its files; `summary` is the content of summary.json."""
+    """Write the folder `deploy`, after the other files of the run; `summary` is the content of summary.json."""
     folder, spec, fed = run.settings.output_dir, run.settings.engine, run.subject.mix[0].inputs
     with writing(folder / DEPLOY_SCRIPT):
         (folder / DEPLOY_SCRIPT).parent.mkdir(exist_ok=True)
@@ -138,8 +138,8 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
 
 
 def copy_companions(run: Run) -> None:
-    """Copy the settings and tokenizers beside the model (see `model_folder`) to the folder of the run, so that Optimum
-    loads what ships."""
+    """Copy settings and tokenizers beside the user's model (see `model_folder`) to the run's folder, so that Optimum
+    can load the shipped model."""
     folder = run.settings.output_dir
     for file in companions(run.settings.model):
         if real(file.parent) != real(folder):
@@ -148,7 +148,7 @@ def copy_companions(run: Run) -> None:
 
 
 def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """The SHA-256 of each of these models in a folder, and of the files of their external data, by name from there."""
+    """The SHA-256 of models and of their external data, by file name in the folder."""
     found = {}
     for file in (file for name in names for file in files_of(folder / name)):
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts or not file.is_file():
@@ -158,7 +158,8 @@ def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
-    """The models that are missing, or whose file or external data is not that of the proof: what ships first."""
+    """The models that are missing or differ from those that were measured, external data included; the shipped one
+    first."""
     changed: list[str] = []
     for model in (settings.model, settings.baseline):
         try:

@@ -1,4 +1,4 @@
-"""Estimates what a run would take (`--dry-run`), from one build of the float model and two rounds of it."""
+"""Estimates how long a run would take (`--dry-run`), by building the float model once and timing it for two rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from qdqtune.tuning.subject import CALIBRATION_SHARE, PAIRED, open_subject
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take, in seconds; `latency` is that of the float model. `notes` are for the user."""
+    """The estimated duration of a run in seconds, with the float model's `latency` in seconds and `notes` for the
+    user."""
 
     regions: int
     patterns: int
@@ -40,7 +41,7 @@ class Estimate:
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
-    """Estimate what `tune` would take. Calibrates on three samples at most, and leaves no state."""
+    """Estimate how long `tune` would take. Calibrates on at most three samples, and writes no state file."""
     if not settings.is_timed:
         untimed = simulated(settings.engine.name, settings.machine)
         raise BadOption(f"{untimed}, so no time can be estimated: `builds` and `time_budget` bound a run")

@@ -1,5 +1,5 @@
-"""Races of model files as they lie on disk: each is built anew, several times, and all builds are timed in the same
-rounds, until it is decided which file is faster. The proof of a run, fronts and `qdqtune compare` use this."""
+"""Races of model files on disk: each is built anew several times, and all builds are timed in the same rounds until it
+is decided which file is faster. Used by the proof of a run, by fronts and by `qdqtune compare`."""
 
 from __future__ import annotations
 
@@ -25,41 +25,39 @@ from qdqtune.tuning.store import Caveat, Store
 from qdqtune.types import Array, Deaf, Listener, Times, Turn
 
 SIDE_BY_SIDE = 512 * 2**20
-"""If two builds of each file take more bytes, one of each is held at a time. Chosen, not measured."""
+"""If two builds of each file would take more bytes, one of each is held at a time. Chosen, not measured."""
 
 MOST_BYTES = 2 * 2**30
-"""Bytes of the files of one race, at most; at least one file races against those that it has to beat. Chosen, not
-measured."""
+"""Bytes of the files in one race at most, but at least one file against its opponents. Chosen, not measured."""
 
 SINGLES, FEWEST_SINGLES, SINGLES_SECONDS = 200, 100, 20.0
-"""Single inferences of each file whose percentiles are told, the fewest for which they are, and the most seconds that
-those of all files may take. Chosen, not measured."""
+"""Single inferences of each file for percentiles; the fewest that will do; and the most seconds for those of all files.
+Chosen, not measured."""
 
 BELOW = 0.999
-"""A p90 below this share of the median contradicts it. The rest is rounding."""
+"""A p90 below this share of the median contradicts it; less than that is rounding."""
 
 MOST_TRIES = 3
-"""How often a block is tried if its worker is killed, too slow or short of memory. Chosen, not measured."""
+"""How often a block of rounds is tried if its worker is killed, too slow or out of memory. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """Milliseconds within which 90 % and 99 % of single inferences of a file end."""
+    """The 90th and 99th percentile of a file's single inferences, in milliseconds."""
 
     p90: float
     p99: float
 
     @classmethod
     def of(cls, seconds: Array, shares: Sequence[float]) -> Self:
-        """Of [inference, call], where calls have these shares."""
+        """From seconds [inference, workload], where workloads have these shares."""
         order = np.argsort(seconds, axis=None)
         weights = np.cumsum(np.broadcast_to(shares, seconds.shape).ravel()[order])
         places = np.searchsorted(weights, [0.9 * weights[-1], 0.99 * weights[-1]])
         return cls(*(1e3 * seconds.ravel()[order[places]]).tolist())
 
     def fits(self, median_ms: float) -> bool:
-        """Whether single inferences and the rounds with this median met the same machine: it may have been busier in
-        the rounds, which came before."""
+        """Whether the p90 agrees with the median of the rounds, which ran before and maybe on a busier machine."""
         return self.p90 >= BELOW * median_ms
 
     @property
@@ -69,7 +67,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class FileRace:
-    """Blocks of rounds of fresh builds of files, and the contexts in which files are compared."""
+    """The measured blocks of a race between files, and the conditions under which files are compared."""
 
     blocks: tuple[Block, ...]
     plan: Plan
@@ -80,17 +78,17 @@ class FileRace:
         return sum(len(block.times.seconds) for block in self.blocks)
 
     def compared(self, a: int, b: int) -> tuple[Compared, ...]:
-        """File number b against number a, in each context."""
+        """File number b against file number a, under each condition."""
         return tuple(Compared.of(self.blocks, a, b, self.plan, view) for view in self.views)
 
 
 @dataclass(frozen=True)
 class Racer:
-    """Races files on a runner that was fed with the calls of the `views`. Build number n has the seed `seed` + n.
+    """Races files on a runner whose inputs are the workloads of `views`. Build number n has the seed `seed` + n.
 
-    `store` keeps blocks by the content of the files, and is asked first. `lacks` tells whether work of so many seconds
-    would end too late. Intervals that are wide are made narrower with more builds as long as these end within
-    `precision_seconds`. A block has so many `builds` of each file, one if files are large.
+    Blocks are looked up in the state file `store` by the content of the files. `lacks` says whether work of so many
+    seconds would end too late. Wide intervals are narrowed with more builds, for up to `precision_seconds`. A block has
+    `builds` builds of each file, one if files are large.
     """
 
     runner: Runner
@@ -104,8 +102,8 @@ class Racer:
     builds: int = USUAL_BUILDS
 
     def race(self, files: Sequence[Path], comparisons: Comparisons, name: str) -> FileRace:
-        """Race files until each of the comparisons (a, b) is decided, or more builds would not decide it. Logs of the
-        builds begin with `name`.
+        """Race files until each comparison of files number (a, b) is decided, or more builds would not decide it. Names
+        of the builds' logs begin with `name`.
 
         Raises:
             EngineRefused: the engine fails on one of the files.
@@ -141,7 +139,7 @@ class Racer:
         return FileRace(tuple(blocks), self.plan, self.views)
 
     def together(self, opponents: Sequence[Path], files: Sequence[Path]) -> Sequence[Path]:
-        """The first of some files whose builds fit into memory beside those of their opponents, at least one."""
+        """The first files whose builds fit into memory together with those of the opponents; at least one."""
         each = builds_for(self.runner.mix)
         room = MOST_BYTES - each * sum(map(nbytes, opponents))
         sizes = [each * nbytes(file) for file in files]
@@ -151,8 +149,8 @@ class Racer:
         return files[:count]
 
     def refused(self, files: Sequence[Path]) -> dict[Path, Failure]:
-        """Those of the files that the engine does not run even alone, and why: where it fails in a race, one of them
-        may be to blame."""
+        """The files that the engine fails to run even alone, each with its failure; for use after a race that
+        failed."""
         failures = dict[Path, Failure]()
         for file in files:
             try:
@@ -166,9 +164,9 @@ class Racer:
         return failures
 
     def tails(self, files: Sequence[Path], caveat: Caveat | None = None) -> tuple[tuple[Tail, ...], ...]:
-        """For each file, its tail in each of the `views`, from single inferences that the files take in turn; nothing
-        where an inference takes too long, time is over, or the engine fails or starts a process to time a model. The
-        `caveat` says whether another attempt may tell them."""
+        """For each file and each of the `views`, percentiles from single inferences, which the files run in turn. Empty
+        if inferences take too long, time is over, the engine fails, or starts a process for each measurement; `caveat`
+        then says whether another attempt may succeed."""
         caveat = caveat or Caveat()
         if self.runner.starts_processes:
             return ()
@@ -197,7 +195,7 @@ class Racer:
     def _block(
         self, files: Sequence[Path], key: str, comparisons: Comparisons, builds: int, number: int, name: str
     ) -> Block:
-        """Rounds of fresh builds, or those that the store has under this key."""
+        """The rounds of fresh builds, from the state file if it has them under this key."""
         caveat = Caveat()
 
         def repeated() -> Times:
@@ -216,8 +214,8 @@ class Racer:
     def _fresh(
         self, files: Sequence[Path], comparisons: Comparisons, builds: int, number: int, name: str, caveat: Caveat
     ) -> Times:
-        """Rounds of fresh builds. The files are built in reverse: the float model, which comes first, is the largest,
-        and memory to read the others is free again by then."""
+        """Build files and time them. The float model, which is first and largest, is built last, when the memory for
+        reading the others is free again."""
         begun, runner = time.monotonic(), self.runner
 
         def is_late() -> bool:

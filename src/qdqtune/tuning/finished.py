@@ -1,8 +1,9 @@
-"""Reads a finished run from its folder: summary.json, run.json, placement.yaml, and the records of its state file.
+"""Reads a finished run from its folder, without running anything: summary.json, run.json, placement.yaml, and the
+records of its state file.
 
-Nothing is run. The float model is read from baseline.onnx, the shipped placement from placement.yaml (from the shipped
-file where that is the user's own Q/DQ model); builds, ranges and noise from the state file. Times of layers and nodes
-add up to the measured latencies.
+The float model is read from baseline.onnx, the shipped placement from placement.yaml (from the shipped file where that
+is the user's own Q/DQ model); builds, ranges and noise from the state file. Times of layers and nodes add up to the
+measured latencies.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from qdqtune.types import Edge, Layer, Measurement, Placement, Trial
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has ended; `records` are those of its state file. Times are in ms.
+    """A finished run; `records` is the content of its state file. Times are in ms.
 
-    What it reads from files raises BadOption where a file is missing or damaged, and BadState where the state file ends
-    too early, or records pairs of another model.
+    Its properties read files, and raise BadOption if one is missing or damaged, BadState if the state file ends too
+    early or is about another model.
     """
 
     folder: Path
@@ -54,7 +55,6 @@ class FinishedRun:
 
     @cached_property
     def log(self) -> RunLog:
-        """The content of run.json."""
         log = read_json(self.folder / RUN, RunLog)
         if log is None:
             raise BadOption(f"{self.folder} has lost {RUN}: run the same tune command again, which writes it anew")
@@ -72,7 +72,7 @@ class FinishedRun:
 
     @property
     def plan(self) -> Plan:
-        """The numbers of rounds after which candidates were judged, with the error of a comparison."""
+        """The schedule of rounds with which candidates were judged."""
         return self.log.plan
 
     @cached_property
@@ -95,22 +95,21 @@ class FinishedRun:
 
     @cached_property
     def placement(self) -> Placement:
-        """The placement of what ships; empty if that has no pairs."""
+        """The placement of the shipped model; empty if that has no pairs."""
         if self.keeps_own_pairs:
             return placement_in(self.model, load(self.folder / FINAL))
         return read_placement_file(self.folder / PLACEMENT).placement
 
     @cached_property
     def trial(self) -> Trial | None:
-        """The trial of the shipped placement, the last one if there are several; None where the user's own file ships,
-        which no candidate stands for."""
+        """The trial of the shipped placement, the last if there are several; None where the user's own file ships."""
         if self.summary["shipped"] == "given":
             return None
         return next((t for t in reversed(self.history) if t.placement == self.placement), None)
 
     @cached_property
     def able(self) -> frozenset[Edge]:
-        """The edges on which a pair can stand."""
+        """All edges that can carry a pair."""
         seen = self.placement.edges.union(*(t.placement.edges for t in self.history))
         if strange := seen - every_edge(self.model):
             pair = min(map(str, strange))
@@ -121,7 +120,8 @@ class FinishedRun:
 
     @cached_property
     def possible(self) -> frozenset[Edge]:
-        """The edges of `able` where the user allows a pair: those within the nodes that he lists, and those tried."""
+        """The edges of `able` that the options allow: those inside the nodes that the user listed, and those that
+        trials used."""
         if not self.fingerprint.node_filter:
             return self.able
         regions = discovery.find(self.model, self.fingerprint.regions)
@@ -131,19 +131,19 @@ class FinishedRun:
 
     @property
     def here(self) -> Summary | AtThreads:
-        """Times and ratio of the shipped model at the number of threads that the search ran with."""
+        """Latencies and ratio of the shipped model at the number of threads of the search."""
         rows, threads = self.summary["by_threads"], self.summary["engine"].get("threads")
         return next((row for row in rows if str(row["threads"]) == threads), self.summary)
 
     @property
     def floats(self) -> str:
-        """The name of the float model in which pairs were placed."""
+        """The name of the file with the float model that pairs were placed in."""
         return "rewritten float" if self.summary["rewrites"]["names"] else "float"
 
     @property
     def float_ms(self) -> float | None:
-        """Time per inference, measured in rounds, of the float model in which pairs were placed: the user's file, or
-        the rewritten float; None on a simulator."""
+        """Latency of the float model that pairs were placed in (the user's file, or the rewritten one), in ms; None on
+        a simulator."""
         gave = self.summary["rewrites"].get("gave")
         if gave is None:
             return self.here["baseline_ms"]
@@ -153,7 +153,7 @@ class FinishedRun:
 
     @cached_property
     def shipped_ms(self) -> float | None:
-        """Time per inference of what ships, at least as the search measured it; None if unknown."""
+        """Latency of the shipped model in ms, from the search if the proof has none; None if unknown."""
         if not self.placement or self.float_ms is None:
             return self.float_ms
         if self.here["final_ms"] is not None:
@@ -163,7 +163,7 @@ class FinishedRun:
 
     @cached_property
     def float_layers(self) -> tuple[Layer, ...]:
-        """The layers of the float build, in order, with the times of profiled inferences; empty if unknown."""
+        """The layers of the float build in order, with times from profiled inferences; empty if unknown."""
         return self._layers("")
 
     @cached_property
@@ -189,21 +189,22 @@ class FinishedRun:
 
     @property
     def proof(self) -> tuple[Measurement, ...]:
-        """Rounds of the float (a) and the shipped model (b) for each block of builds; empty if nothing is proven."""
+        """The proof's rounds of float (a) against the shipped model (b), for each block of builds; empty without a
+        proof."""
         if self.summary["shipped"] != "tuned":
             return ()
         return self.records.get(proof_key(self.placement), tuple[Measurement, ...]) or ()
 
     @cached_property
     def alone(self) -> Mapping[str, float]:
-        """By tensor, the power of the output error that rounding it alone causes, over the power of the output; empty
-        if it was not measured."""
+        """For each tensor, the output error that rounding it alone causes, relative to the output (powers); empty if it
+        was not measured."""
         noises = self.records.values("noise:", dict[str, float])
         return list(noises.values())[-1] if noises else {}
 
     @cached_property
     def noise(self) -> Noise | None:
-        """The noise of placements, where the run measured that of single tensors."""
+        """The noise estimates of the search; None if the run did not measure single tensors."""
         return Noise(self.model, self.alone, self.limits.max_noise) if self.alone else None
 
     def _layers(self, of: str) -> tuple[Layer, ...]:
@@ -212,7 +213,7 @@ class FinishedRun:
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """Read a finished run. Its state file is the one that summary.json names, or else the folder's."""
+    """Read a finished run. Its state file is the one named in summary.json, or else the default one in the folder."""
     summary = read_summary(folder)
     state = Path(summary["state_file"] or folder / STATE)
     if not state.is_file():
@@ -228,10 +229,10 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def data_beside(file: Path, execution: Execution) -> Data | None:
-    """The calibration data of the run that wrote a model file; None if the file lies in no folder of a run, or if the
-    data have changed since.
+    """The calibration data of the run that wrote a model file; None if the file is not in a run's folder, or the data
+    have changed.
 
-    Folders may come from elsewhere: code that they name is not imported.
+    The folder is not trusted: code that it names is not imported.
     """
     folder = file.parent.parent if file.parent.name == FRONT else file.parent
     if not (folder / RUN).is_file():

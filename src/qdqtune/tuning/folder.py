@@ -1,7 +1,7 @@
-"""The output folder of a run: it is locked, and has a list of the files that runs have written there.
+"""The output folder of a run: it is locked, and has a list of the files that runs wrote there.
 
-Files that an input refers to are never written. Files that are not on the list, or that lie elsewhere behind a link,
-are never overwritten or deleted: a run that would need the name of such a file is refused before it begins.
+Inputs are never overwritten. Neither are files that are not on the list, or that a link leads to outside of the folder:
+a run that needs such a name is refused before it begins.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from qdqtune.tuning.store import may_continue
 LOGS = "logs"
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
 RAW = "optimized_raw.onnx"
-"""Subgraph mode: the model with all groups that gain alone, whether or not the whole model gains by them."""
+"""The file of subgraph mode with pairs in all groups that gain alone, even if the whole model does not gain."""
 
 PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
 RUN, REPORT = "run.json", "report.html"
@@ -79,7 +79,7 @@ class OutputFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Unlock the folder. If the run has not written a file, remove the list and the folders that it made."""
+        """Unlock the folder. If the run has written nothing, remove the list and the folders that it made."""
         with self._file, suppress(OSError):
             logs, files = self.path / LOGS, [self.path / name for name in (*self._ours, STATE)]
             if logs in self._made and not any(logs.iterdir()) and not any(file.is_file() for file in files):
@@ -88,13 +88,13 @@ class OutputFolder:
                     folder.rmdir()
 
     def claim(self, path: Path) -> Path:
-        """Add a path to the list before its file is written; gives the path."""
+        """Add a path to the list, before its file is written, and return it."""
         check_inside(path, self.path)
         self._claim([path.relative_to(self.path).as_posix()])
         return path
 
     def _claim(self, names: Iterable[str]) -> None:
-        """Add names to the list, on the disk as well: a file that is not on it is never overwritten."""
+        """Add names to the list and flush it to the disk, since a file that is not on it is never overwritten."""
         fresh = list(dict.fromkeys(name for name in names if name not in self._ours))
         if fresh:
             with writing(self._list):
@@ -102,7 +102,7 @@ class OutputFolder:
             self._ours.update(fresh)
 
     def clear(self, folder: str) -> Path:
-        """Delete the listed files of a subfolder, and the subfolder if it holds no others."""
+        """Delete the listed files of a subfolder, and the subfolder if nothing else is in it; returns its path."""
         check_inside(self.path / folder, self.path)
         with writing(self.path / folder):
             for path in sorted(map(Path, self._ours)):
@@ -114,7 +114,7 @@ class OutputFolder:
 
 
 def check_run(settings: Settings) -> None:
-    """Check that a run may write all files that its settings name, and those of its folder."""
+    """Raise if a run may not write one of the files that its settings name, or that belong in its folder."""
     folder, state, times = settings.output_dir, settings.state, settings.engine.options.get("timing_cache")
     check_inside(folder / LIST, folder)
     lines = listed(folder)
@@ -133,8 +133,8 @@ def check_run(settings: Settings) -> None:
 
 
 def _present(folder: Path, lines: Collection[str]) -> Iterator[Output]:
-    """What lies in the subfolders of a run. Files there may be deleted, and are no inputs; those of the names that runs
-    write are on the list, logs by their folder."""
+    """The existing files in the subfolders of a run, as outputs that may be replaced: those with names that runs write
+    must be on the list, logs at least their folder."""
     is_ours = in_list(folder)
     for part, patterns in WRITTEN.items():
         check_inside(folder / part, folder)
@@ -149,7 +149,7 @@ def _present(folder: Path, lines: Collection[str]) -> Iterator[Output]:
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """The list of an output folder, opened and locked. Closing it, or the end of the process, unlocks it."""
+    """Open and lock the list of an output folder. Closing it, or the end of the process, unlocks it."""
     check_inside(folder / LIST, folder)
     while True:
         file = (folder / LIST).open("ab", buffering=0)
@@ -204,5 +204,4 @@ def _inputs(settings: Settings) -> Inputs:
 
 
 def pattern_cache_of(state: Path) -> Path:
-    """Where a run with that state file writes its pattern cache."""
     return state.with_name(state.stem + "_pattern_cache.yaml")

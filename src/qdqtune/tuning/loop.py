@@ -1,7 +1,7 @@
-"""The loop of a run: what its mode measures before the search, and proposes; how candidates are measured, judged and
-accepted; and the proof of the best.
+"""The loop of a run: what its mode prepares and proposes; how candidates are measured, judged and accepted; and the
+proof of the best.
 
-A further mode is a function here, and a line in `MODES`.
+To add a mode, write a function here and a line in `MODES`.
 """
 
 from __future__ import annotations
@@ -43,18 +43,15 @@ from qdqtune.tuning.subgraph_mode import profile
 from qdqtune.types import Measurement, Placement, Trial
 
 UNHURRIED = 2.0
-"""A search hurries if less time is left than this many times the shortest time of all its builds. Chosen, not
+"""A search is hurried if less time is left than this multiple of the least time for all its builds. Chosen, not
 measured."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode made ready for one run.
-
-    `strategy` proposes candidates. `end` is called with the trials when the search has ended, and may write files.
-    `notes` are for the user. `observers` are told of each trial before the observer of the run is. `shortfall` tells
-    the user what a time budget had no room for before the search.
-    """
+    """A mode made ready for one run: `strategy` proposes candidates. `end` is called with all trials after the search,
+    and may write files. `notes` are for the user. `observers` are told of each trial before the run's own observer.
+    `shortfall` tells the user what the time budget left out before the search."""
 
     strategy: Strategy
     end: Callable[[Sequence[Trial]], None] = lambda history: None
@@ -67,7 +64,8 @@ class Mode:
 
 
 def cut(run: Run) -> Mode:
-    """Price fusion groups by the layer times of builds; without layer times, by the latency of whole builds."""
+    """Mode cut: learn costs of fusion groups from layer times of builds, or without layer times from the latency of
+    builds."""
     if not run.settings.is_timed:
         return Mode(rule_search(run))  # costs by rule, where nothing is timed
     subject, noise = run.subject, noise_of(run)
@@ -93,8 +91,7 @@ def rule_search(run: Run) -> RuleSearch:
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
-    """The search that prices fusion groups by layer times; None if the engine reports none, or no time is left to ask
-    it for them."""
+    """The search that learns from layer times; None if the engine reports none, or there is no time to get them."""
     if not run.budget.can_learn:
         return None
     subject, layers = run.subject, run.bench.layers()
@@ -126,7 +123,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
 
 
 def region(run: Run) -> Mode:
-    """Vary placements pattern by pattern, starting from what cut mode finds in its first builds."""
+    """Mode region: vary placements pattern by pattern, starting from what mode cut finds in its first builds."""
     settings, subject, noise = run.settings, run.subject, binding_noise_of(run)
     _tell_of_16_bits(run)
     run.observer.patterns(subject.tuned)
@@ -170,9 +167,8 @@ def _tell_of_16_bits(run: Run) -> None:
 
 
 def _write_regions(files: Mapping[str, Path], history: Sequence[Trial], run: Run) -> None:
-    """Write for each pattern, given by its digest, the whole model with the last accepted placement that changed it; if
-    no scheme of the pattern was accepted, with the best placement of the search. The models share one file of
-    constants."""
+    """For each pattern (given by its digest), write the model with the last accepted placement that changed it, or with
+    the best placement of the search if there is none. The models share one file of constants."""
     inserter = Inserter(run.subject.model, run.subject.ranges, run.subject.numbers)
     folder, best = run.output.path / REGION_MODELS, best_of(history)
     won = {t.proposal.pattern: t.placement for t in history if t.accepted}
@@ -188,7 +184,7 @@ def _write_regions(files: Mapping[str, Path], history: Sequence[Trial], run: Run
 
 
 def subgraph(run: Run) -> Mode:
-    """Time every distinct fusion group alone, then try what gains on the whole model."""
+    """Mode subgraph: time every distinct fusion group alone, then try on the whole model what gained."""
     _tell_of_16_bits(run)
     search, progress, notes, shortfall = profile(run)
     run.candidates.write_whole(search.all_accepted, run.settings.output_dir / RAW)
@@ -198,7 +194,6 @@ def subgraph(run: Run) -> Mode:
 
 
 MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "subgraph": subgraph}
-"""The modes by the name that `mode` has."""
 
 
 # ---------------------------------------------------------------- the run
@@ -207,8 +202,8 @@ MODES: Mapping[str, Callable[[Run], Mode]] = {"cut": cut, "region": region, "sub
 def tune(settings: Settings, observer: Observer | None = None, begun: float | None = None) -> Result:
     """Find the fastest placement for a model on an engine, and write it to the output folder.
 
-    It may be stopped at any time: the same call goes on where it was stopped. A time budget counts from `begun`, by
-    `time.monotonic`, or from now on.
+    It may be stopped at any time; the same call continues. A time budget counts from `begun` (by `time.monotonic`), by
+    default from now.
 
     Raises:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
@@ -225,8 +220,8 @@ def tune(settings: Settings, observer: Observer | None = None, begun: float | No
 
 
 REPORTED_SHARE = 0.1
-"""Most of the time left for which a hurried search, which learns nothing from layers, asks for those of the float
-model. Chosen, not measured."""
+"""A hurried search, which does not use layers, asks for the float model's layers if that takes at most this share of
+the time left. Chosen, not measured."""
 
 
 def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
@@ -259,9 +254,8 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
 
 
 def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial], str | None]:
-    """The trials of a search, which ends when the strategy proposes nothing more or the budget is spent; and what to
-    tell the user if time has ended it. No more pairs are tried once a trial has shown that the engine runs none of them
-    in 8 bits."""
+    """Run a search until the strategy proposes nothing more or the budget is spent. Returns the trials, and a message
+    if time ended it. Once a trial shows that the engine has no 8-bit kernels, no more pairs are tried."""
     plan, budget, started = run.settings.plan, run.budget, time.monotonic()
     history: list[Trial] = []
     pace: float | None = None
@@ -303,8 +297,8 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
 
 
 def slowdown(history: Sequence[Trial], run: Run) -> float:
-    """How many times as long as expected the best model took when it last raced, at least 1: other work may have begun
-    on the machine."""
+    """How much longer than expected the best model took in its last race, as a factor of at least 1: other work may
+    have started on the machine."""
     ratios = ratios_to_float(history, run.settings.plan)
     for trial in reversed(history):
         if isinstance(trial.result, Measurement) and trial.against in ratios:

@@ -1,4 +1,4 @@
-"""Events of a run while it goes on: stages, progress, trials and notes."""
+"""Events during a run: stages, progress, trials and notes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Listener, Placement, Trial
 
 SEARCHING = "searching"
-"""The stage in which candidates are measured. Other stages, such as measuring noise, may interrupt it."""
+"""The stage in which candidates are measured; others, such as measuring noise, may come in between."""
 
 
 @dataclass(frozen=True)
 class State:
     """The progress of a run after a trial.
 
-    `builds` were spent and `limit` are allowed, the float model's build included in both. `best_ratio` is the time of
-    the best placement over the float model's: the product of the accepted ratios. `seconds_left` is an estimate for the
-    whole run, proof included. `replayed`: the trial was read from the state file. `ratio` is the trial's ratio to the
-    float model, None if it failed. `missed` names the limit on accuracy that it misses, if any. `timed` is False where
-    costs by rule stand in the place of times, `judged` where inputs are random: outputs say nothing of accuracy then.
+    `builds` were made and `limit` are allowed, the float model's included. `best_ratio` is the latency of the best
+    placement divided by float's, the product of the accepted ratios. `seconds_left` is an estimate for the whole run,
+    proof included. `replayed`: the trial was read from the state file. `ratio` is the trial's latency divided by
+    float's, None if it failed. `missed` names the accuracy limit that it misses, if any. `timed` is False on a
+    simulator, where costs are estimated; `judged` is False where inputs are random, so that accuracy is unknown.
     """
 
     builds: int
@@ -40,15 +40,14 @@ class State:
 
 
 class Observer(Listener, Protocol):
-    """Receives the events of a run, in order, in the thread that runs it. An exception that it raises ends the run, and
-    what was measured is kept. A subclass may leave out methods that it does not need."""
+    """Receives the events of a run, in order, in the run's thread. An exception raised here ends the run; all that was
+    measured is kept. Subclasses implement the methods that they need."""
 
     def note(self, text: str) -> None:
-        """A sentence that the user should see at once."""
         return
 
     def patterns(self, tuned: Sequence[Pattern]) -> None:
-        """Region mode is about to try schemes for these patterns."""
+        """Region mode starts to tune these patterns."""
         return
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
@@ -61,8 +60,7 @@ class Silent(Observer):
 
 
 class Observers:
-    """Passes events on to several observers in turn, as far as these have a method for them. Raises once the
-    call is cancelled."""
+    """Passes events on to those of several observers that have a method for them. Raises once the call is cancelled."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers

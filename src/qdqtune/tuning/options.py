@@ -1,4 +1,4 @@
-"""The options of a search, and options that other commands share with it."""
+"""The options of a search, some of them shared with other commands."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Mode = Literal["cut", "region", "subgraph"]
 Division = Literal["auto", "names", "topology"]
 FloatType = Literal["float16", "float32", "bfloat16"]
 Switched = Literal["auto"] | float | None
-"""A limit: a number, the usual one ("auto"), or none."""
+"""The value of a limit: a number, the default ("auto"), or none."""
 
 MOST_DB = 1000
-"""The largest limit in dB: float64 itself has some 300 dB."""
+"""The largest limit in dB; even float64 only has some 300 dB."""
 
 
 WARMUP = COUNT(
@@ -69,7 +69,6 @@ PRECISION = choice(
 
 
 def folder_or_model(value: Any) -> Path:
-    """The path of a model or of a folder, which may hold several."""
     path = to_read(value)
     if path.suffix in (".npz", ".npy", ".csv", ".txt"):
         raise ValueError(f"{path} is no ONNX file: samples are `calibration_data`, right answers are `labels`")
@@ -77,7 +76,7 @@ def folder_or_model(value: Any) -> Path:
 
 
 def single_model(value: Any) -> Any:
-    """The path of a model, or of the one in a folder (see `model_folder`); an object of Python as it is."""
+    """The path of a model, or of the one model in a folder (see `model_folder`); a Python object unchanged."""
     return model_in(folder_or_model(value)) if isinstance(value, str | Path) else value
 
 
@@ -85,8 +84,8 @@ MODEL = partial(FILE, convert=single_model, reads=files_of)
 
 
 def _wildcards(value: Any) -> tuple[str, ...]:
-    """Wildcards of node names: a sequence of them, or a file with one a line. Empty lines and lines that begin with #
-    are skipped."""
+    """Wildcards for node names: a sequence, or a file with one per line, without empty lines and those that begin with
+    #."""
     if not isinstance(value, str | Path):
         return tuple(map(text_of, texts_of(value)))
     lines = [line.strip() for line in to_read(value).read_text(encoding="utf-8").splitlines()]
@@ -97,9 +96,9 @@ def _wildcards(value: Any) -> tuple[str, ...]:
 
 
 class SearchOptions(LabelOptions, ScoreOption, DataOptions, CacheOption, RewriteOption, FixOption, WorkerOptions):
-    """The options of a search that `Settings` takes as the user gives them.
+    """The options of a search that go into `Settings` unchanged.
 
-    Options from which settings are derived (engine, builds, rounds) are in `commands.tune.TuneOptions`.
+    Those that are converted first (engine, builds, rounds) are in `commands.tune.TuneOptions`.
     """
 
     output_dir: File = OF_RUN(

@@ -1,8 +1,5 @@
-"""The proof: files that may ship, and points of a front, are compared with the user's own on fresh builds, in each
-context.
-
-`shipping` decides what is compared next, and what ships.
-"""
+"""The proof: files that may ship, and points of a front, are timed against the user's file on fresh builds, under each
+condition of the deployment. `shipping` decides what is compared next, and what ships."""
 
 from __future__ import annotations
 
@@ -36,17 +33,17 @@ from qdqtune.types import EQUAL_DB, Measurement, Placement, Proposal, Trial, noi
 
 @dataclass(frozen=True)
 class Proof:
-    """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
+    """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares with the float
+    model.
 
-    `in_file` are the pairs and weight formats of the file that ships, those of the user included; `trial` is what was
-    measured of exactly these, None if nothing was. Where the user's Q/DQ file ships, that was measured on the file
-    itself, and `metric` is the user's metric of it.
+    `in_file` has the pairs and weight formats in the shipped file, the user's own included, `trial` the measurements of
+    exactly this placement, if any. If the user's Q/DQ file ships, both are of that file, and `metric` is its user
+    metric.
 
-    `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
-    inputs that were fixed, `to_rewritten` that of a file with pairs to the rewritten model without; all None where
-    nothing is proven. Seconds per inference are medians, those of the final
-    file None if nobody has timed it; both None where nothing is timed. `contexts` has the comparison with the float
-    model in each context.
+    `ratio` is the shipped file's latency divided by the float model's; `to_given` compares it with the user's file, if
+    that has pairs or inputs that were fixed; `to_rewritten` compares it with the rewritten model without pairs. All are
+    None without a proof. Seconds per inference are medians, None if not timed. `contexts` compares with float under
+    each condition.
     """
 
     shipped: Shipped
@@ -64,12 +61,12 @@ class Proof:
 
     @property
     def placement(self) -> Placement:
-        """The placement of the tuned model; empty where that does not ship."""
+        """The placement of the tuned model; empty if that does not ship."""
         return self.in_file if self.shipped == "tuned" else Placement()
 
     @property
     def time_to_float(self) -> float | None:
-        """The time of what ships over that of the float model, proven or not; None if nobody has timed it."""
+        """Latency of what ships divided by that of the float model, proven or not; None if it was not timed."""
         if self.ratio is not None:
             return self.ratio.median
         if self.final_seconds is None or self.float_seconds is None:
@@ -78,7 +75,8 @@ class Proof:
 
 
 def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
-    """What ships where nothing is timed: the cheapest placement by rule that holds the limits, or the float model."""
+    """What ships from a simulator, where nothing is timed: the placement with the least estimated cost that meets the
+    limits, or the float model."""
     placement = Placement() if run.settings.withholds_pairs else best_of(history)
     run.candidates.write_whole(placement, run.settings.output_dir / FINAL)
     run.given.check()
@@ -87,11 +85,11 @@ def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:
-    """Write the files that may ship, and race them against the user's own as they lie on disk, until one proves itself.
+    """Write the files that may ship, and race them against the user's file until one is proven faster.
 
-    First come the placements of the search; where the float model was rewritten, it races along without pairs and may
-    ship as well. If none proves itself, the user's file ships, or the float model where pairs of the user's own do not
-    hold the limits."""
+    If the float model was rewritten, it takes part without pairs and may ship as well. If none is proven faster, the
+    user's file ships, or the float model if the user's own pairs miss the limits.
+    """
     settings, folder = run.settings, run.settings.output_dir
     given, metric = _given_file(run)
     pairs_hold = given is not None and given.holds is True
@@ -154,8 +152,8 @@ class Field:
     """The opponents of finalists: the user's file (`given`, None if the engine does not run it) and the float model as
     we write it.
 
-    `has_other_float`: the float model is not the user's file, which has pairs or other inputs. `beats_given`: a
-    finalist has to be faster than the user's file, too. `is_rewritten`: the float model was rewritten, or is in another
+    `has_other_float`: the float model is not the user's file, which has pairs or other inputs. `beats_given`: finalists
+    must also be faster than the user's file. `is_rewritten`: the float model was rewritten or converted to another
     precision, and may ship without pairs.
     """
 
@@ -167,8 +165,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Raced:
-    """What races of finished files have shown, and the builds that they took. `given_to_float` compares the user's file
-    with the float model where that is another; `field` has no user's file if the engine does not run it."""
+    """The result of races between files, and the number of builds made. `given_to_float` compares the user's file with
+    the float model if they differ; `field.given` is None if the engine does not run the user's file."""
 
     attempts: tuple[Attempt, ...]
     builds: int
@@ -178,8 +176,8 @@ class Raced:
 
 
 def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run: Run) -> Raced:
-    """Race the files of finalists, written here, against the user's file and, where that is another, the float model. A
-    file that the engine does not run even alone is left out.
+    """Write the files of finalists and race them against the user's file and, if that differs, the float model. A file
+    that the engine does not run even alone is left out.
 
     Raises:
         BaselineFailed: the engine fails on the files, and none of them is to blame.
@@ -239,8 +237,8 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
 
 
 def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
-    """Race the files of placements, or of the first ones that fit into memory. Raises EngineRefused if the engine fails
-    on one of the files."""
+    """Race the files of placements, at least the first ones that fit into memory together. Raises EngineRefused if the
+    engine fails on one of the files."""
     opponents = [] if field.given is None else [field.given]
     if not opponents or field.has_other_float or field.is_rewritten:
         opponents.append(run.settings.output_dir / BASELINE)
@@ -269,8 +267,9 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
 
 
 def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
-    """What the user's own file with pairs does to the outputs, judged by the limits, and the user's metric of it; both
-    None for a float model. Pairs may have no counterpart in the float model, so that no candidate is the same."""
+    """The accuracy of the user's own Q/DQ file as a trial that was judged by the limits, and the user's metric of it;
+    both None if the user gave a float model. No trial of the search stands for it, as its pairs may be placed where
+    ours cannot."""
     settings, own = run.settings, run.subject.imported
     if own is None or not settings.from_qdq:
         return None, None
@@ -286,8 +285,8 @@ def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
 
 
 def _float_file(run: Run) -> Trial | None:
-    """What half precision that nobody asked for does to the outputs, as the file that would ship computes them; None if
-    there is none. A metric does not tell that, as what it is compared with was measured in half precision."""
+    """The accuracy of the float model in half precision, if the user did not ask for that, as a judged trial; else
+    None. The user's metric cannot show it, since the metric to compare with was computed in half precision too."""
     settings = run.settings
     if run.subject.precision in ("fp32", settings.precision):
         return None
@@ -305,8 +304,8 @@ def _float_limits(run: Run) -> Limits:
 
 
 def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Attempt:
-    """The attempt, refused if it might ship and misses the limits: the search computes the user's metric only of
-    candidates that were faster there. What was not measured on this very file does not ship."""
+    """The attempt; marked as missing the limits if it might ship and misses them, or its accuracy was not measured. The
+    user's metric is computed here for candidates that were not faster in the search."""
     if attempt.verdict not in ("ships", "pairs do not pay"):
         return attempt
     trial = trial_of(attempt.placement, history) if attempt.placement else _float_file(run)
@@ -320,12 +319,12 @@ def _within_limits(attempt: Attempt, history: Sequence[Trial], run: Run) -> Atte
 
 
 def trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
-    """The trial of a placement whose outputs were compared; None if there is none."""
+    """The trial of a placement that has an accuracy; None if there is none."""
     return next((t for t in history if t.placement == placement and t.accuracy is not None), None)
 
 
 def proof_of(won: Attempt, notes: Sequence[str], builds: int, store: Store) -> Proof:
-    """The proof of a file that ships, with figures of the context that is shown."""
+    """The proof of a tuned file, with the figures of the condition that is shown first."""
     best = first_faster(won.to_float)
     keep_rounds(won.placement, best, store)
     return Proof(
@@ -344,13 +343,13 @@ def proof_of(won: Attempt, notes: Sequence[str], builds: int, store: Store) -> P
 
 
 def keep_rounds(placement: Placement, best: Compared, store: Store) -> None:
-    """Store the rounds that prove a placement, for the report."""
+    """Store the rounds that prove a placement faster, for the report."""
     if store.get(proof_key(placement), tuple[Measurement, ...]) != best.measured:
         store.put(proof_key(placement), best.measured)
 
 
 def unproven_file(placement: Placement, run: Run) -> Path:
-    """The file of a placement that may ship, written once. It moves to the output folder when it has proven itself."""
+    """The file of a placement that may ship, written at the first call. It moves to the output folder once it ships."""
     path = run.candidates.folder / placement.digest / FINAL
     if not path.exists():
         with writing(path):
@@ -360,7 +359,7 @@ def unproven_file(placement: Placement, run: Run) -> Path:
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Copy a model to another folder or name, and the external data that it refers to.
+    """Copy a model and its external data to another folder or name.
 
     Raises:
         OutputError: it cannot be written.
@@ -386,9 +385,9 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
 
 
 def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[str, Any]]]:
-    """Race a file for each point of the front against the user's own. Those that prove faster, and that no other beats,
-    get names. If no point may ship, `proof.prove` decides what ships. Gives that, and a row of summary.json for each
-    point, the fastest first."""
+    """Race a file for each point of the front against the user's file, and name those that are proven faster and not
+    beaten by another point. If none may ship, `prove` decides what does. Returns the proof, and a row of summary.json
+    for each point, the fastest first."""
     folder = run.settings.output_dir / FRONT
     placements = _promising(history, run)
     queue = Finalists(placements, len(placements), are_points=True)
@@ -458,8 +457,8 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
 
 
 def _promising(history: Sequence[Trial], run: Run) -> tuple[Placement, ...]:
-    """The placements of the search that may become points of the front, as many as there is room for, the best one
-    among them."""
+    """The placements of the search that may become points of the front, the best among them, as many as can be proven
+    in time."""
     most = run.limits.max_noise
     points = undominated(history, run.settings.plan)
     able = {p: point for p, point in points.items() if not is_too_noisy(noise_of(point.db), most)}
@@ -470,7 +469,8 @@ def _promising(history: Sequence[Trial], run: Run) -> tuple[Placement, ...]:
 
 
 def _named(placement: Placement, name: str, run: Run) -> Path:
-    """Move the file of a placement that was raced to the folder of the front, with the placement beside it."""
+    """Move the file of a placement that was raced to the front's folder, under `name`, and write its placement beside
+    it."""
     raced, file = unproven_file(placement, run), run.output.claim(run.settings.output_dir / FRONT / f"{name}.onnx")
     if data_of(raced).exists():  # its constants lie in a file named after it: both are written again
         run.output.claim(data_of(file))

@@ -1,4 +1,4 @@
-"""What a run gives back, and what it writes at its end: summary.json, run.json, placement.yaml, the pattern cache."""
+"""The result of a run, and the files written at its end: summary.json, run.json, placement.yaml, the pattern cache."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from qdqtune.version import __version__
 class Result:
     """The placement that ships (empty without an improvement), summary.json, and every trial.
 
-    `ratio` is the time of the final model over that of the float model, None where nothing faster was found. `shipped`
-    says what optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file.
+    `ratio` is the latency of the final model divided by float's, None if nothing faster was found. `shipped` says what
+    optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file.
     """
 
     shipped: Shipped
@@ -56,12 +56,12 @@ class Result:
 
     @property
     def improved(self) -> bool:
-        """Whether the shipped model is faster than the float model, beyond noise."""
+        """Whether the shipped model is faster than the float model beyond noise."""
         return self.shipped == "tuned"
 
     @property
     def unmet(self) -> bool:
-        """Whether candidates were faster, or may be, but none of these holds the limits on accuracy."""
+        """Whether candidates were or may be faster, but all of them miss the accuracy limits."""
         return self.summary["constraint_met"] is False
 
 
@@ -75,8 +75,8 @@ def conclude(
     shortfall: str | None,
     log: RunLogWriter,
 ) -> Result:
-    """Write what a run has found to its output folder. `history` has the trials of the front, too, `front` its rows for
-    summary.json if one was asked for; `of_mode` are notes; `shortfall` says that time is over."""
+    """Write the results of a run to its output folder. `history` includes trials of the front, and `front` its rows for
+    summary.json, if asked for; `of_mode` are the mode's notes; `shortfall` tells that time was over, if it was."""
     settings, subject = run.settings, run.subject
     write_placement_of(proof.placement, settings.output_dir / PLACEMENT, run)
     schemes = cache.cache_of(
@@ -123,11 +123,12 @@ def conclude(
 
 
 def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
-    """The result that an earlier session has left in the output folder, if time has ended this one before it proved
-    anything as fast; else None. Its file is written anew, everything else stands as it is.
+    """The result of an earlier session, if this one ran out of time before it proved anything as fast; else None. The
+    model is written again, all other files stay.
 
-    Of two proven results the one whose interval ends at the faster speed ships: medians of sessions with few rounds
-    would favour the luckier one."""
+    Of two proven results, the one with the faster upper end of its interval ships: medians of sessions with few rounds
+    would favour the luckier one.
+    """
     settings, folder = run.settings, run.settings.output_dir
     is_judged = not settings.withholds_pairs and not (settings.has_metric and run.limits.before is None)
     if shortfall is None or settings.front or not is_judged or not (folder / SUMMARY).is_file():
@@ -186,7 +187,7 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
 
 
 def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
-    """What summary.json holds in every mode, without the front and the seconds of the run."""
+    """The content of summary.json, without the front and the seconds of the run."""
     settings, subject, final, tuned = run.settings, run.subject, proof.in_file, proof.ratio
     accuracy = None if proof.trial is None else proof.trial.accuracy
     description, is_judged, is_tuned = run.runner.describe(), settings.has_samples, proof.shipped == "tuned"
@@ -256,8 +257,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
 
 
 def _tails(proof: Proof, run: Run) -> dict[str, Tail]:
-    """The percentiles of single inferences of the float model and the tuned one, measured once; empty where another
-    file ships, at several numbers of threads, and where they were not measured."""
+    """The percentiles of single inferences of the float and the tuned model, measured once. Empty if another file
+    ships, for several numbers of threads, or if they were not measured."""
     settings, floats, caveat = run.settings, run.bench.floats, Caveat()
     if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
         return {}
@@ -276,9 +277,9 @@ def _tails(proof: Proof, run: Run) -> dict[str, Tail]:
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
-    """What the limits cost: the fastest candidate that misses them, if it is faster than the one that ships and than
-    all that hold them. Where nothing with pairs ships for want of samples, every candidate counts as one that misses
-    them."""
+    """The row of summary.json about the fastest candidate that misses the limits, if it is faster than what ships and
+    than all that meet them; else None. Without samples nothing with pairs ships, and every candidate counts as missing
+    the limits."""
     ratios, is_withheld = ratios_to_float(history, run.settings.plan), run.settings.withholds_pairs
     able = [t for t in history if t.placement in ratios and t.placement]
     missing = able if is_withheld else [t for t in able if t.holds is False]
@@ -296,7 +297,7 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
 
 
 def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:
-    """The best candidate that seemed faster if none was accepted: how fast, and what would decide it."""
+    """If no candidate was accepted but one seemed faster: how fast it was, and what could decide it; else None."""
     floats, able = ratios_to_float(history, plan), [t for t in history if t.holds is not False]
     seeming = [(trial, measured.scaled(floats[trial.against])) for trial, measured in with_ratios(able, plan)]
     trial, ratio = min(seeming, key=lambda pair: pair[1].median, default=(None, None))
@@ -309,7 +310,7 @@ def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:
 
 
 class RunLogWriter(Silent):
-    """An observer that records when each trial ended, in seconds since it was made."""
+    """Records when each trial ended, in seconds since this observer was made."""
 
     def __init__(self) -> None:
         self._begun, self._clock = datetime.now(UTC), time.monotonic()

@@ -1,6 +1,6 @@
-"""What rounding does to the outputs, found before anything is built: for each tensor alone, and for placements.
+"""What rounding does to the outputs, estimated before anything is built: for each tensor alone, and for placements.
 
-Noise is the power of the error of the outputs over the power of the outputs.
+Noise is the power of the output error divided by the power of the outputs.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ Key = TypeVar("Key")
 Found = TypeVar("Found")
 
 NEGLIGIBLE_SHARE = 0.01
-"""Share of the noise that a limit allows: tensors that together cause less are not measured one by one. Chosen, not
+"""Tensors that together cause less than this share of the allowed noise are not measured one by one. Chosen, not
 measured."""
 
 TIME_SHARE = 0.25
-"""Share of the time that is left that measuring the noise of single tensors may take. Chosen, not measured."""
+"""Share of the remaining time for measuring the noise of single tensors. Chosen, not measured."""
 
 LEAST_SECONDS = 300.0
-"""Seconds that it may always take without a time budget; beyond that, `TIME_SHARE` of what the builds of the search
-take. Chosen, not measured."""
+"""Seconds for it without a time budget; or `TIME_SHARE` of the time for all builds, if that is more. Chosen, not
+measured."""
 
 SAMPLED = 64
-"""Output channels of a weight on which the error of a weight format is computed."""
+"""Output channels of a weight on which the error of its weight format is computed."""
 
 STEPS_IN_ONE = 257
-"""Steps of 16 bits in one of 8: 65535 / 255."""
+"""Steps of 16-bit values in one of 8-bit values: 65535 / 255."""
 
 TINY = 1e-12
-"""Keeps ratios of powers finite."""
 
 FRONT_FLOOR = 1e-7
-"""Noise (70 dB) down to which tensors are told apart for a front. Chosen, not measured."""
+"""Noise (70 dB) of tensors that for a front need not be measured one by one. Chosen, not measured."""
 
 
 class LazyMapping(Mapping[Key, Found]):
-    """A mapping whose values are computed, all at once, when the first is read."""
+    """A mapping that is computed as a whole when a value is first read."""
 
     def __init__(self, find: Callable[[], Mapping[Key, Found]]) -> None:
         self._find = cache(find)
@@ -69,10 +68,8 @@ class LazyMapping(Mapping[Key, Found]):
 
 
 def binding_noise_of(run: Run) -> Noise | None:
-    """`noise_of` a run; None as well if even the placement of all pairs holds the limits, so that none of them binds.
-
-    For searches that need noise at once.
-    """
+    """`noise_of(run)`, for searches that need it at once; also None if even the fullest placements are predicted to
+    meet the limits, so that noise does not matter."""
     limits, shares = run.limits, run.format_shares
     if (noise := noise_of(run)) is None or run.settings.front or limits.max_drop is not None:
         return noise
@@ -91,16 +88,16 @@ def _coarsest(shares: Iterable[WeightFormat]) -> WeightFormat:
 
 
 MISSED = 1.1
-"""The noise of a placement that misses a limit on single samples or first choices, as a multiple of the limit on all
-samples together. Chosen, not measured."""
+"""The assumed noise of a placement that misses a limit on single samples or on top-1 classes, as a multiple of the
+noise allowed for all samples. Chosen, not measured."""
 
 
 def noise_of(run: Run) -> Noise | None:
-    """The noise of tensors and placements, for a search; None if nothing limits noise and no front is asked for.
+    """The noise estimates for a search; None if nothing limits noise and no front is asked for.
 
-    Measuring single tensors takes long on a large model, and the first builds do not need it: it is done when a search
-    reads the values, and then stored. Where ONNX Runtime cannot run the model with each pair switched on and off, or no
-    time is left, all tensors count the same.
+    Measuring single tensors is slow on large models and not needed for the first builds: it is done when a search first
+    reads the values, and then stored. If ONNX Runtime cannot run the model, or no time is left, all tensors get equal
+    noise.
     """
     subject, limits, is_front = run.subject, run.limits, run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
@@ -132,8 +129,8 @@ def _floor(run: Run) -> float:
 
 
 def _counted(run: Run, accuracy: Accuracy | None) -> float | None:
-    """The noise that a simulated accuracy counts as: more than the limit where a limit on single samples, or on first
-    choices, is missed."""
+    """The noise of a simulated accuracy; more than the limit if a limit on single samples or top-1 classes is
+    missed."""
     most = run.limits.max_noise
     if accuracy is None or most is None or run.limits.is_exact_enough(accuracy):
         return None if accuracy is None else accuracy.noise
@@ -141,8 +138,8 @@ def _counted(run: Run, accuracy: Accuracy | None) -> float | None:
 
 
 def noise_of_bits(run: Run) -> Noise:
-    """The noise of rounding each tensor alone in 8 and in 16 bits; the latter is zero where the engine has none. That
-    of placements is simulated until this has taken `TIME_SHARE`."""
+    """The noise of rounding each tensor alone to 8 and to 16 bits (none if the engine has no 16 bits). That of
+    placements is simulated for up to `TIME_SHARE` of the time."""
     subject, alone, ends = run.subject, _Alone(run, _floor(run), TIME_SHARE), list[float]()
 
     def noise_at(placement: Placement) -> float | None:
@@ -158,13 +155,13 @@ def noise_of_bits(run: Run) -> Noise:
 
 
 WeightNoise = tuple[tuple[str, str, float], ...]
-"""Rows of tensor, name of the weight format, and the output noise that storing the weight so causes."""
+"""Rows of tensor, name of a weight format, and the output noise of storing the weight in it."""
 
 
 @dataclass(frozen=True)
 class _Alone:
-    """The noise of single tensors, from the state file or measured within `share` of the time left; tensors that
-    together make less than `floor` share it."""
+    """The noise of single tensors, from the state file or measured in the `share` of the time; tensors that together
+    cause less than `floor` are not measured one by one."""
 
     run: Run
     floor: float
@@ -172,16 +169,16 @@ class _Alone:
 
     @property
     def deadline(self) -> float:
-        """When measuring has to end: after a share of the time that is left, or of the time of all builds."""
+        """The time at which measuring must end: after a share of the remaining time, or of the time for all builds."""
         deadline, now = self.run.budget.deadline, time.monotonic()
         if deadline is None:
             return now + max(LEAST_SECONDS, self.share * self.run.budget.builds * self.run.bench.trial_seconds)
         return now + self.share * (deadline - now)
 
     def tensors(self, narrow: Mapping[str, float] | None = None) -> Mapping[str, float]:
-        """The noise of rounding each tensor to 8 bits; all count the same if ONNX Runtime cannot run the model. Where
-        that is given (`narrow`), the noise of rounding to 16 bits: of weights, and of what was not measured, it follows
-        from that in 8 bits, as noise goes with the square of a step."""
+        """The noise of rounding each tensor to 8 bits; all equal if ONNX Runtime cannot run the model. If that is given
+        as `narrow`, the noise of rounding to 16 bits: for weights and what was not measured, computed from `narrow`, as
+        noise grows with the square of the step."""
         subject, bits = self.run.subject, "" if narrow is None else " in 16 bits"
 
         def measured(caveat: Caveat) -> dict[str, float]:
@@ -196,9 +193,9 @@ class _Alone:
         return found or dict.fromkeys((edge.tensor for edge in subject.possible), 1.0)
 
     def weights(self, coarsest: Mapping[Edge, WeightFormat]) -> Mapping[tuple[str, str], float]:
-        """The noise of each weight in a weight format, by tensor and name of the weight format: measured in the format
-        that keeps least, and for other formats scaled by the error of the weight itself. That of dynamic quantization
-        includes the noise of rounding the activation, which the products that read it share."""
+        """The noise of each weight in each weight format, by tensor and format name: measured in the coarsest format,
+        and scaled by the weight's own error for others. For dynamic quantization it includes the noise of rounding the
+        activation, divided among the products that read it."""
         run, model = self.run, self.run.subject.shaped
 
         def measured(caveat: Caveat) -> WeightNoise:
@@ -220,11 +217,11 @@ class _Alone:
         return {(tensor, name): noise for tensor, name, noise in rows}
 
     def activations(self, caveat: Caveat) -> Mapping[Edge, float]:
-        """By the edge of a weight that may have dynamic quantization, the noise of rounding the activation of its
-        product; an equal part of it for each product that reads the activation. Empty if it cannot be measured.
+        """For each weight that may have dynamic quantization, the noise of rounding its product's activation, divided
+        equally among the products that read it. Empty if it cannot be measured.
 
-        It is measured without the noise of weights: where the noise of several tensors is measured together, the large
-        noise of weights in 4 bits would hide it.
+        Weights stay float here: the large noise of 4-bit weights would hide this noise where several tensors are
+        measured together.
         """
         model = self.run.subject.shaped
         able = (edge for edge, shares in self.run.format_shares.items() if any(s.dynamic for s in shares))
@@ -234,8 +231,8 @@ class _Alone:
         return {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
 
     def measured(self, what: str, pairs: Mapping[Edge, How], caveat: Caveat) -> dict[str, float] | None:
-        """The noise of each tensor alone; None if ONNX Runtime cannot run the model. `what` names the measurement to
-        the user. It is hurried if a time budget left tensors that are not told apart."""
+        """The noise of each tensor alone; None if ONNX Runtime cannot run the model. `what` describes it for the user.
+        `caveat` is marked if time was too short to measure all tensors one by one."""
         run, deadline, is_thinned = self.run, self.deadline, list[bool]()
         run.observer.stage(f"measuring what {what} does to the outputs")
         try:
@@ -264,7 +261,8 @@ class _Alone:
 
 
 def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
-    """The power of the error of a weight in a weight format over that of the weight, on `SAMPLED` of its outputs."""
+    """The error power of a weight in a weight format relative to the weight's power, on `SAMPLED` of its output
+    channels."""
     weight = weight_at(model, edge)
     assert weight is not None  # only weights have weight formats
     values = np.asarray(weight.array(), np.float32)
@@ -274,8 +272,8 @@ def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
 
 
 def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
-    """The accuracy of a placement by simulation, from the state file if it has it; None if there is no time, or the
-    simulation fails."""
+    """The simulated accuracy of a placement, maybe from the state file; None if there is no time, or simulation
+    fails."""
     key = f"prediction:{placement.digest}"
     if run.budget.is_late and not run.store.has(key):
         return None
@@ -288,8 +286,8 @@ def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
 def each_value(
     model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge], *, wide: bool = False
 ) -> dict[Edge, Quantization]:
-    """A pair on each possible edge, for `sensitivities`: of tensors that hold the same value, only on the first. With
-    `wide`, one of 16 bits on each activation."""
+    """The quantization of each possible edge, for `sensitivities`; of tensors that only rearrange each other's values,
+    of the first alone. `wide`: in 16 bits, for activations only."""
     aliases = Noise(model, {}).aliases
     able = (e for e in possible if e.tensor not in aliases and not (wide and e.tensor in model.constants))
     return {e: quantization(model, ranges, numbers, e, wide=wide) for e in able}

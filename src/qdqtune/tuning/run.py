@@ -1,5 +1,5 @@
-"""A run: what all its stages use (engines, limits, how many candidates at a time), opened and closed here; and what it
-may spend, in builds and in time, which is divided from its end: writing the result, the proof, the search."""
+"""A run: what all its stages share (engines, limits, how many candidates at a time), and its budget of builds and time,
+which is planned from the end: writing the result, the proof, the search."""
 
 from __future__ import annotations
 
@@ -46,60 +46,58 @@ from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Measurement, Placement, Trial
 
 PROOF_SHARE = 0.2
-"""The share of a time budget that the first look of a proof may take. Chosen, not measured."""
+"""Share of a time budget that the first look of a proof may take. Chosen, not measured."""
 
 FRONT_SHARE = 0.5
 """The same for the proof of a front. Chosen, not measured."""
 
 FINISH_SHARE, MOST_FINISH_SECONDS = 0.08, 3.0
-"""The share of a time budget that is kept for writing the result and its report, up to so many seconds. Chosen, not
-measured."""
+"""Share of a time budget for writing the result and its report, and its most seconds. Chosen, not measured."""
 
 FINISH_SECONDS_A_BYTE = 6e-9
-"""Seconds for each byte of the model beside these: its files are written, read and hashed. Measured with BERT-base."""
+"""Further seconds per byte of the model for writing, reading and hashing its files. Measured with BERT-base."""
 
 LEAST_ROUNDS = least_rounds(Plan.error, 1)
-"""Rounds that a comparison needs to decide anything, if it has one look."""
+"""Rounds that a comparison with a single look needs to decide anything."""
 
 GRACE_SHARE, OVER_SHARE = 0.05, 0.02
-"""The share of a time budget by which a proof may end late that would not begin otherwise; and by which it may then end
-after the budget. Chosen, not measured."""
+"""Shares of a time budget: by how much a proof may be expected to end late if it could not begin otherwise; and how
+late it may then really end. Chosen, not measured."""
 
 SLACK = 1.25
-"""How much longer candidates may take than is expected of them, or than those before took: they are to leave the proof
-its time. Chosen, not measured."""
+"""Factor on the expected seconds of candidates, so that the proof keeps its time. Chosen, not measured."""
 
 LEARNING = 3
-"""A layer report of the float model is worth its time if so many candidates may follow. Chosen, not measured."""
+"""Candidates that must be possible in the remaining time for a layer report of float to be worth its time. Chosen, not
+measured."""
 
 SPARE = 2.0
-"""Time left at the end of a search is told if it is this many times that of the proof. Chosen, not measured."""
+"""Users are told if a search ends with this multiple of the proof's time left over. Chosen, not measured."""
 
 FURTHER_SHARE = 0.25
-"""The share of a time budget that is kept for further blocks of builds in the proof, where the best candidate may need
-them. Chosen, not measured."""
+"""Share of a time budget for further blocks of builds in the proof, if the best candidate may need them. Chosen, not
+measured."""
 
 STALE = 4
-"""After so many candidates in a row that are no better than the best, a further block of its proof is worth more than
-further candidates. Chosen, not measured."""
+"""After so many candidates in a row without a better one, a further block in the proof is preferred to further
+candidates. Chosen, not measured."""
 
 PLANNED_BUILDS = 12
-"""Builds of each file for which the proof is given time. Chosen, not measured."""
+"""Builds of each file for which the proof has time. Chosen, not measured."""
 
 HOPED_RATIO = 0.8
-"""The share of float's time that a finalist is expected to take before one is known. Chosen, not measured."""
+"""Assumed latency of a finalist relative to float, before one is known. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search and its proof may spend: `builds` of candidates, and time until `ends`, by `time.monotonic`; None
-    without a time budget.
+    """What a search and its proof may spend: `builds` of candidates, and time until `ends` (by `time.monotonic`; None
+    without a time budget).
 
-    `candidate` is the least seconds that a candidate takes if it is as fast as the float model, `brief` the same if it
-    is only built, judged and proven. `proof` are the numbers of rounds at which the proof looks. There each file has so
-    many `copies` in a block; `file_builds` and `file_rounds` are the seconds that one build of a file takes, and its
-    part of the first look, if it is as fast as float; `opponents` files race beside the finalists, of which a front has
-    up to `points`. Further blocks may take up to `further` seconds.
+    Seconds of a candidate as fast as float: `candidate` at least, `brief` if it is only built, judged and proven.
+    `proof` are the looks of the proof, in rounds. There each file has `copies` builds in a block; `file_builds` and
+    `file_rounds` are the seconds of one build, and of a file's part of the first look; `opponents` files race against
+    the finalists, of which a front has up to `points`. Further blocks may take `further` seconds.
     """
 
     builds: int
@@ -117,8 +115,8 @@ class Budget:
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None, *, has_other_float: bool) -> Budget:
-        """The budget of a run whose search begins now, and which has to end at `ends`. `has_other_float`: the float
-        model that candidates are made of is not the user's file, which then races in the proof, too."""
+        """The budget of a run whose search begins now, and which must end at `ends`. `has_other_float`: the float model
+        differs from the user's file, which then takes part in the proof too."""
         total = settings.time_budget
         whole = total or 0.0
         finish = min(FINISH_SHARE * whole, MOST_FINISH_SECONDS) + FINISH_SECONDS_A_BYTE * bench.model_bytes
@@ -161,35 +159,35 @@ class Budget:
         )
 
     def proof_seconds(self, finalists: int, ratio: float = HOPED_RATIO) -> float:
-        """The seconds of the first look of a proof, whose finalists take the share `ratio` of float's time."""
+        """Seconds until the first look of a proof with so many finalists, whose latency relative to float is
+        `ratio`."""
         slow = self.opponents + ratio * finalists
         return self.copies * ((self.opponents + finalists) * self.file_builds + slow * self.file_rounds)
 
     @property
     def brief_and_proof(self) -> float:
-        """The seconds of a candidate that is hardly timed, and of its proof: by one build of each file, which only a
-        large gain can pass."""
+        """Seconds for one candidate with few rounds and a proof with one build of each file, which only a large gain
+        passes."""
         one = FEWEST_BUILDS
         return self.brief + self.in_haste.proof_seconds(1, clear_ratio(one, len(BLOCK_LOOKS), Plan.error))
 
     def blocks(self, ratio: float) -> int:
-        """How many blocks of builds show a gain that takes the share `ratio` of float's time, if builds differ as much
-        as they may."""
+        """How many blocks of builds prove a latency of `ratio` relative to float, even if builds vary as much as
+        expected at most."""
         looks = self.planned_looks
         return next((n for n in looks if ratio < clear_ratio(n * self.copies, len(BLOCK_LOOKS), Plan.error)), looks[-1])
 
     @property
     def planned_looks(self) -> tuple[int, ...]:
-        """The numbers of blocks for which time is kept: hardly any builds differ so much that more are needed."""
+        """The numbers of blocks that the budget plans for; more are hardly ever needed."""
         return tuple(n for n in BLOCK_LOOKS if n * self.copies <= PLANNED_BUILDS)
 
     def reserve(self, ratio: float, stale: int = 0) -> float:
-        """The seconds by which the proof takes longer than `deadline` leaves to it, where the best candidate takes the
-        share `ratio` of float's time, 1 without one: a small gain needs more blocks of builds; and so may a large one
-        where builds differ much, for which time is left once `stale` candidates in a row, `STALE` or more, were no
-        better. Below 0 for a large gain, and without one: what is found late is proven in haste. Never below 0 for a
-        front, whose other points may gain less, nor without a candidate where a rewritten float model may ship, which
-        is proven like one."""
+        """Seconds that the proof needs beyond those that `deadline` keeps for it, if the best candidate's latency
+        relative to float is `ratio` (1 without one). A small gain needs more blocks of builds. After `stale` candidates
+        in a row, `STALE` or more, without a better one, time for one more block is kept. Negative for a large gain, and
+        without a candidate, as a late one is proven in haste; but never for a front, nor without a candidate if a
+        rewritten float model may ship."""
         if self.ends is None:
             return 0.0
         if ratio >= 1:
@@ -204,7 +202,7 @@ class Budget:
 
     @property
     def deadline(self) -> float | None:
-        """When the search has to end, so that the proof ends in time."""
+        """The time at which the search must end, so that the proof ends in time."""
         return None if self.ends is None else self.ends - self.proof_seconds(self.points)
 
     @property
@@ -217,15 +215,15 @@ class Budget:
 
     @property
     def can_learn(self) -> bool:
-        """Whether there is time for candidates that layer reports lead to."""
+        """Whether there is time for enough candidates to make use of layer reports."""
         return self.seconds_left is None or self.seconds_left >= LEARNING * SLACK * self.candidate
 
     def lacks(self, seconds: float) -> bool:
-        """Whether work of so many seconds would end after the time at which the run has to end."""
+        """Whether work of so many seconds would end too late for the run."""
         return self.ends is not None and time.monotonic() + seconds > self.ends
 
     def slowed(self, by: float) -> Budget:
-        """The same where everything takes so many times as long."""
+        """This budget if everything takes `by` times as long."""
         if by == 1:
             return self
         each = {name: by * getattr(self, name) for name in ("candidate", "brief", "file_builds", "file_rounds")}
@@ -233,20 +231,20 @@ class Budget:
 
     @property
     def in_haste(self) -> Budget:
-        """The same with as few builds in the proof as can decide anything, for a search that has ended late."""
+        """This budget with the fewest builds in the proof that can decide anything, for a search that ended late."""
         return replace(self, copies=FEWEST_BUILDS)
 
     def provable(self, finalists: int, ratio: float = HOPED_RATIO) -> int:
-        """How many of the finalists, which take the share `ratio` of float's time, there is time to prove together:
-        several only if that leaves time for all blocks that one of them may need; points of a front by one block."""
+        """How many finalists, with latency `ratio` relative to float, can be proven together in time: several only if
+        there is time for all blocks that one of them may need; points of a front with one block."""
         blocks = SLACK * self.blocks(ratio) if self.points == 1 else 1.0
         while finalists > 1 and self.lacks(blocks * self.proof_seconds(finalists, ratio) - self.grace):
             finalists -= 1
         return 0 if finalists and self.lacks(self.proof_seconds(finalists, ratio) - self.grace) else finalists
 
     def room(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> int:
-        """How many candidates may follow; `pace` is the seconds that one took so far, `reserve` what the search leaves
-        beside the usual proof."""
+        """How many more candidates can be measured; `pace` is the seconds of one so far, `reserve` the seconds to keep
+        in addition to the usual proof."""
         left = self.builds - len(trials)
         if self.seconds_left is None:
             return left
@@ -254,14 +252,14 @@ class Budget:
         return max(0, min(left, int((self.seconds_left - reserve) / each))) if each else left
 
     def is_brief(self, trials: Sequence[Trial]) -> bool:
-        """Whether there is time for one candidate only, which goes to the proof without rounds that decide anything."""
+        """Whether there is only time for one candidate, which goes to the proof after few rounds."""
         if trials or self.room(()) or not self.builds:
             return False
         return not self.lacks(self.brief_and_proof - self.grace)
 
     def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
-        """What to tell the user if time has ended a search that had builds left, or if it ended with time to spare. To
-        be called as soon as it ended."""
+        """A message if time ended a search that had builds left, or if much time is left over. Call it right after the
+        search."""
         if not trials:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
@@ -281,28 +279,27 @@ class Budget:
 
 
 FIRST, LESSONS = 3, 2
-"""Builds of the first batch, which prices every fusion group; and batches that are to follow it in a search that learns
-from each batch, so that many workers do not spend all builds right after the first. Measured by benchmarks/batches.py:
-with two the files are at most 0.4 % slower than by one build at a time, with one up to 4 %."""
+"""Builds of the first batch, with which every fusion group is measured; and least number of later batches, in a search
+that learns from each batch, so that many workers do not spend all builds at once. Measured by benchmarks/batches.py:
+with two, models are at most 0.4 % slower than with one build at a time, with one up to 4 %."""
 
 GLANCE_ROUNDS, GLANCE_SHARE = 3, 0.05
-"""Rounds of the glance at one thread, each of four inferences or more, and the share of the time left of a time budget
-that it may take. Chosen, not measured."""
+"""To look whether one thread is faster: rounds of at least four inferences, and the most of the remaining time budget
+that they may take. Chosen, not measured."""
 
 CLEARLY_LESS = 0.9
-"""The most of the time at all threads that one thread may take to be told of. Chosen, not measured."""
+"""Users are told if one thread takes at most this share of the time at all threads. Chosen, not measured."""
 
 DROP = 0.01
-"""By which share the user's metric may fall if the user sets no limit on it. Chosen, not measured."""
+"""Default of `max_drop`: by which share the user's metric may fall. Chosen, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     """A run before anything is measured: its settings, the model that was read, and an engine that was started.
 
-    `given` are the user's model files as they were when the run began. `execution` is how models are run; it ends with
-    the time budget. Files of candidates refer to `constants`. `others` measure besides `runner`, each on a device of
-    its own.
+    `given` are the user's model files as they were when the run began. `execution` has the time limits. Candidates'
+    files share `constants`. `runner` and `others` measure, each on a device of its own.
     """
 
     settings: Settings
@@ -320,11 +317,9 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Ready):
-    """A run whose model was calibrated and measured in float.
-
-    `limits` know the metric of the float model. A search proposes `width` candidates at a time, so that all devices are
-    busy; one that learns from the layers of each batch proposes `learning_width`.
-    """
+    """A run whose model is calibrated and whose float model is measured: `limits` has the float model's metric. A
+    search proposes `width` candidates at a time, so that all devices are busy, or `learning_width` if it learns from
+    each batch."""
 
     candidates: Candidates
     bench: Bench
@@ -337,19 +332,20 @@ class Run(Ready):
 
     @cached_property
     def format_shares(self) -> FormatShares:
-        """By weight, the weight formats that it may have; measured on the engine when this is first read."""
+        """The weight formats that each weight may have, with their relative time; measured on the engine at the first
+        use."""
         if not self.budget.can_learn:
             return {}
         return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
 
     @property
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """At each of several numbers of threads, the share of each call in the time; empty if there is one number."""
+        """For each of several numbers of threads, the weights of all workloads in it; empty for a single number."""
         views = self.racer.views
         return tuple(view.shares for view in views) if len(views) > 1 else ()
 
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
-        """The placements that are slower than float at one of several numbers of threads."""
+        """The placements that are slower than float at any of several numbers of threads."""
         ratios = {Placement(): np.ones(len(self.shares))}  # to float, at each number
         for trial in history if self.shares else ():
             if isinstance(trial.result, Measurement) and trial.against in ratios:
@@ -417,8 +413,8 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
 
 
 def try_metric(ready: Ready) -> None:
-    """Ask the user's own function about the float model, if no earlier session has: one that fails is told before the
-    work of the run begins. The answer is kept, as a function may take long."""
+    """Compute the user's metric of the float model, unless an earlier session did, so that a metric that fails is
+    reported before the work begins. The value is stored, as it may take long."""
     metric, runner = ready.evaluation, ready.runner
     if not isinstance(metric, Evaluation) or ready.store.has(metric_key(metric)):
         return
@@ -437,8 +433,8 @@ def try_metric(ready: Ready) -> None:
 
 @contextmanager
 def _asking(metric: Metric, ends: float | None) -> Iterator[None]:
-    """Turn what the engine refuses while the metric of the float model is computed into an error about that: one of the
-    time budget if that has ended at `ends`."""
+    """Turn EngineRefused, raised while the float model's metric is computed, into a user's error: about the time
+    budget, if that ended at `ends`."""
     try:
         yield
     except EngineRefused as refused:
@@ -520,9 +516,8 @@ def open_run(ready: Ready) -> Iterator[Run]:
 
 
 def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
-    """A note if the float model is faster at one thread than at those that the engine takes by default, as a few
-    rounds at each tell. Not looked at where the user names the threads, for large models, or where time is short.
-    """
+    """A note if the float model is faster at one thread than at the default number, by a few rounds. None if the user
+    chose the threads, for large models, or if time is short."""
     settings, runner, count = ready.settings, ready.runner, ready.settings.thread_counts[0]
     is_usual = settings.threads is None and settings.engine.facts.is_threaded and settings.is_timed
     if count in (None, 1) or not is_usual or runner.memory is not None:
@@ -557,8 +552,8 @@ def rule_costs(settings: Settings, subject: Subject) -> RuleCosts:
 
 
 def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget: Budget, observer: Observer) -> Limits:
-    """The limits on accuracy, with the metric of the float model. Raises BadOption if a limit cannot be held, or is
-    about outputs that the model does not have."""
+    """The accuracy limits, with the float model's metric. Raises BadOption if a limit cannot be met, or is about
+    outputs that the model lacks."""
     floor, equal = (
         limit if isinstance(limit, float) else None for limit in (settings.min_sqnr, settings.min_agreement)
     )
@@ -587,7 +582,7 @@ def _limits(settings: Settings, evaluation: Metric | None, bench: Bench, budget:
 
 
 def _about(bench: Bench, limits: Limits) -> Limits:
-    """Those of the limits that are about outputs which the model has: floats, scores of classes, integers."""
+    """The limits without those on kinds of outputs that the model lacks: floats, class scores, integers."""
     kinds = bench.floats.kinds
     limits = limits if "f" in kinds else replace(limits, min_sqnr=None, min_sqnr_worst=None)
     if all(kind == "f" for kind in kinds) and not bench.floats.scores.axis:
