@@ -118,7 +118,8 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
 
 
 def _named(result: R) -> R:
-    """A result in whose paths and notes temporary files have the names of the objects that they stand for."""
+    """The result with temporary files in its paths and notes replaced by the names of the objects that they stand
+    for."""
     changes: dict[str, Any] = {}
     for each in fields(result):  # type: ignore[arg-type]
         value = getattr(result, each.name)

@@ -32,8 +32,8 @@ import msgspec
 
 
 class QdqtuneError(Exception):
-    """Base of all errors below; `exit_code` is what the command line returns for it, and `is_transient` tells whether
-    it comes of a `Failure` that the machine may not meet again."""
+    """Base of all errors below. `exit_code` is what the command line returns; `is_transient` is set if it comes from a
+    `Failure` that may not occur again."""
 
     exit_code = 2
     is_transient = False
@@ -89,10 +89,10 @@ Stage = Literal["build", "run", "timeout", "crash", "output", "resources"]
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why a build or a run gave no result. `log` is the output of the engine.
+    """Why a build or a run failed. `log` is the output of the engine.
 
     Stages: "build" and "run": the engine refused; "output": values are unusable; "timeout"; "crash": the process ended;
-    "resources": memory or disk was short.
+    "resources": out of memory or disk.
     """
 
     stage: Stage
@@ -105,7 +105,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineRefused(EngineFailure):
-    """A request to an engine's worker gave no result. `failure` says at which stage, and why."""
+    """A request to an engine's worker failed. `failure` says at which stage, and why."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -129,25 +129,25 @@ class Cancelled(QdqtuneError):
 
 
 def one_line(error: object, limit: int = 400) -> str:
-    """The text of an error of other programs without line breaks, at most `limit` characters. Its backquotes become
-    apostrophes, as ours name options."""
+    """The message of an error from other code on one line of at most `limit` characters. Backquotes, which mark our
+    options, become apostrophes."""
     text = " ".join(str(error).split()).replace("`", "'") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def escaped(text: str) -> str:
-    """The text with control characters escaped, line breaks and those that reverse or hide other text included."""
+    """The text with control characters escaped, also line breaks and characters that reverse or hide text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
-    """The text with options in backquotes spelled as they are typed: `time_budget` becomes --time-budget. `flags` are
-    those of the options by field name; what else stands in backquotes stays."""
+    """The text with option names in backquotes spelled as flags: `time_budget` becomes --time-budget. `flags` maps
+    field names to flags; other text in backquotes stays."""
     return re.sub(r"`(\w+)`", lambda found: flags.get(found[1], found[0]), text)
 
 
 def first_of(texts: Sequence[str], separator: str = ", ") -> str:
-    """The first six texts, and dots if there are more: a language model has two inputs for each layer."""
+    """The first six texts, and dots if there are more (a language model has two inputs for each layer)."""
     return separator.join([*texts[:6], "..."] if len(texts) > 6 else texts)
 
 
@@ -174,7 +174,7 @@ def parsed_json(text: str, **how: Any) -> Any:
 
 @contextmanager
 def rewording(text: str, error: type[QdqtuneError] = EngineFailure) -> Iterator[None]:
-    """Turn an EngineRefused of the block into `error`, whose message is `text` and the reason."""
+    """Turn an EngineRefused into `error`, with `text` and the reason as its message."""
     try:
         yield
     except EngineRefused as refused:
@@ -185,7 +185,7 @@ def rewording(text: str, error: type[QdqtuneError] = EngineFailure) -> Iterator[
 
 @contextmanager
 def writing(what: Path | str, hint: str = "choose another place, or make room there") -> Iterator[None]:
-    """Turn an OSError of the block, which writes `what`, into an OutputError of one line; `hint` says what to do."""
+    """Turn an OSError while writing `what` into an OutputError of one line; `hint` says what to do."""
     try:
         yield
     except OSError as error:
@@ -193,14 +193,15 @@ def writing(what: Path | str, hint: str = "choose another place, or make room th
 
 
 def check_file(path: Path) -> None:
-    """Raise an OSError for an existing path that is neither file nor folder: a pipe or a device might never end."""
+    """Raise an OSError for an existing path that is neither file nor folder, as reading a pipe or a device might never
+    end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is no file", str(path))
 
 
 @contextmanager
 def reading(what: Path | str, raises: type[InputError] = BadOption) -> Iterator[None]:
-    """Turn an OSError of the block, which reads `what`, into one line of the error `raises`."""
+    """Turn an OSError while reading `what` into an error `raises` of one line."""
     try:
         yield
     except OSError as error:

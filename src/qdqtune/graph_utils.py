@@ -1,4 +1,4 @@
-"""What scripts for ModelOpt import from a module of this name."""
+"""ModelOpt's module of this name: what its scripts import from there."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import onnx
 
 
 def get_tensor_consumer_node_indices(graph: Any) -> dict[str, list[int]]:
-    """By tensor, the indices of the nodes of an ONNX or GraphSurgeon graph that read it, once for each input."""
+    """For each tensor, the indices of the nodes of an ONNX or GraphSurgeon graph that read it, one entry for each
+    input."""
     graph = graph.graph if isinstance(graph, onnx.ModelProto) else graph
     is_proto = isinstance(graph, onnx.GraphProto)
     users: dict[str, list[int]] = {}

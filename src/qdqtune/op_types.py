@@ -1,8 +1,8 @@
-"""What scripts for ModelOpt import from a module of this name."""
+"""ModelOpt's module of this name: what its scripts import from there."""
 
 from qdqtune.graph.operators import COMMUTATIVE
 
 
 def get_symmetric_ops() -> set[str]:
-    """Operators whose inputs may change places."""
+    """Operators whose inputs can be swapped."""
     return set(COMMUTATIVE)

@@ -1,9 +1,9 @@
 """Options as fields of a dataclass for each command. A field gives the name, the type, the default and the help.
 
-The command line, the keywords of Python, jobs files and the reference in docs/ come from these fields. One function
-converts and checks a value, from text or from a Python object: `Option.read`, when the dataclass is made; what it gives
-it also takes. Errors and notes name an option by its field, in backquotes; the command line spells it as a flag (see
-`errors.with_flags`).
+The command line, the keywords of Python, jobs files and the reference in docs/ are derived from these fields. Values
+are converted and checked in one place, `Option.read`, when the dataclass is made, from text or from Python objects;
+converted values may be given again. Errors and notes name an option by its field, in backquotes; the command line
+spells it as a flag (see `errors.with_flags`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def number_in(least: float, most: float, make: type, words: Sequence[str], value
 
 
 def _without_unit(value: Any, most: float) -> str:
-    """What to give in place of a number with a unit, and of percents; empty for other values."""
+    """A hint in errors for a number with a unit or a percentage: what to type instead; empty for other values."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z%]*)", str(value).strip())
     if match is None:
         return ""
@@ -97,18 +97,18 @@ def texts_of(value: Any) -> list[Any]:
 
 
 def each(convert: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Converts one value or each of several, to a tuple."""
+    """Applies `convert` to a single value or to each of several; the result is a tuple."""
     return lambda value: tuple(map(convert, texts_of(value)))
 
 
 def names_of(value: Any) -> tuple[str, ...]:
-    """Names, from texts with one or several, by commas."""
+    """Names from one text or several, each of which may hold several with commas."""
     words = ",".join(map(text_of, texts_of(value))).split(",")
     return tuple(filter(None, map(str.strip, words)))
 
 
 def shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes by input name, from texts such as NAME:1x3x224x224 (NAME: is a scalar), also several by commas, or from a
+    """Shapes by input name, from texts such as NAME:1x3x224x224 (NAME: is a scalar), several with commas, or from a
     mapping of sizes."""
     if isinstance(value, Mapping):
         named = [*value.items()]
@@ -144,9 +144,8 @@ def _assigned(value: Any) -> dict[str, Any]:
 
 
 def check_name(value: Any) -> str:
-    """The text of a file name. Names that are empty, which would be the current folder, or hold a NUL, or are not
-    UTF-8, are refused, since engines take no others.
-    """
+    """A valid file name: not empty (which would be the current folder), no NUL, and UTF-8, since engines take no
+    others."""
     text = text_of(value)
     if not text:
         raise ValueError("the name is empty: give the name of a file or folder")
@@ -157,14 +156,14 @@ def check_name(value: Any) -> str:
 
 
 def to_read(value: Any) -> Path:
-    """The path of something to read, no pipe and no device."""
+    """The path of something to read, which must not be a pipe or a device."""
     path = Path(check_name(value))
     check_file(path)
     return path
 
 
 def source(value: Any) -> Any:
-    """Text that names something to read; an object of Python as it is."""
+    """The name of something to read; Python objects are returned as they are."""
     if not isinstance(value, str | Path):
         return value
     to_read(value)
@@ -180,14 +179,14 @@ def _to_write(value: Any) -> Path:
 
 @dataclass(eq=False)
 class Option(Generic[Out]):
-    """One option: a descriptor that converts the value of its field. A field that takes other types than it gives, as
-    texts for a path, is annotated with `Option` and the type that it gives; others with their type.
+    """One option: a descriptor that converts the value of its field. If the field accepts other types than it returns
+    (text for a path, say), it is annotated as an `Option` of the returned type; else with the type.
 
-    `convert` makes the value of text or of an object, and raises ValueError or OSError with the reason; of a repeated
-    option it gets None, one value, a list or a mapping. One without a `group` is named by its place. `short` explains
-    in a few words those that most users need: `--help` lists the others by name only. `flags` are the spellings on the
-    command line, by default two dashes and the name of the field. `reads` gives the files that a value names to be
-    read, `writes` what is written, from the value, the option's name and all options.
+    `convert` makes the value from text or an object, and raises ValueError or OSError with the reason; for a repeated
+    option it gets None, one value, a list or a mapping. An option without a `group` is a positional argument. `short`
+    is the help of options that most users need; `--help` lists the others by name only. `flags` are the spellings on
+    the command line, by default two dashes and the name of the field. `reads` returns the files that a value names to
+    be read, `writes` the files to be written, from the value, the option's name and all options.
     """
 
     help: str
@@ -226,7 +225,7 @@ class Option(Generic[Out]):
 
     @property
     def negative(self) -> str:
-        """The flag that turns a switch off that is on by default; of others empty."""
+        """The flag that turns off a switch that is on by default; empty for other options."""
         return f"--no-{self.flag[2:]}" if self.is_switch and self.default is not False else ""
 
     @property
@@ -255,7 +254,7 @@ class Option(Generic[Out]):
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 class Options:
-    """Options of a command. Each subclass is a frozen dataclass, of keywords if it does not say otherwise."""
+    """Base class of the options of a command. Each subclass becomes a frozen dataclass, keyword-only by default."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -269,7 +268,7 @@ def options_of(kind: type[Options]) -> dict[str, Option[Any]]:
 
 
 def flags_of(kind: type[Options]) -> dict[str, str]:
-    """The flags of the options of a command by field name; what has a place on the command line has none."""
+    """Flags by field name, without positional arguments."""
     return {name: own.flag for name, own in options_of(kind).items() if own.group}
 
 
@@ -304,8 +303,8 @@ def number(
     words: Sequence[str] = (),
     **more: Any,
 ) -> Any:
-    """An option that takes a finite number, as comparisons with nan or infinity would let everything pass; or one of
-    some `words`, of which `none` becomes None."""
+    """An option that takes a finite number (every comparison with nan would be false), or one of some `words`, of which
+    `none` becomes None."""
     return TEXT(*given, convert=partial(number_in, least, most, make, words), **{"metavar": "X"} | more)
 
 

@@ -31,7 +31,6 @@ class Edge(NamedTuple):
 
     @property
     def is_graph_output(self) -> bool:
-        """Whether the tensor is used as a graph output."""
         return not self.node
 
     def __str__(self) -> str:
@@ -46,9 +45,10 @@ WEIGHT_FORMAT = re.compile(r"(?P<kind>[wd])(?P<bits>[478])(b(?P<block>\d+))?(?P<
 class WeightFormat:
     """How weight-only quantization stores a weight: integers of 4 or 8 bits, which the kernel converts to floats.
 
-    There is one scale for `block` weights that are summed into one output, or without `block` for each output channel.
-    Integers are signed, or if not `symmetric` unsigned with a zero point for each scale. If `dynamic`, the product also
-    reads its activation in 8 bits, with a scale found at run time; 7 bits overflow nowhere then, as 8 do without VNNI.
+    There is one scale for each `block` of weights that are summed into one output, or without `block` for each output
+    channel. Integers are signed; if not `symmetric`, unsigned with a zero point for each scale. If `dynamic`,
+    activations are also quantized to 8 bits, with a scale computed at run time; 7-bit weights avoid the overflow that 8
+    bits have on CPUs without VNNI.
     """
 
     bits: int
@@ -66,28 +66,28 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """The name for users: w8, w8b128, w4b32, w4b32a (asymmetric), d8 and d7 (dynamic)."""
+        """The name that users see: w8, w8b128, w4b32, w4b32a (asymmetric), d8 and d7 (dynamic)."""
         return f"{self.family}{f'b{self.block}' if self.block else ''}{'' if self.symmetric else 'a'}"
 
     @property
     def family(self) -> str:
-        """The name of all formats of this kind with as many bits: w8, w4, d8 or d7."""
+        """The name without block size and symmetry: w8, w4, d8 or d7."""
         return f"{'d' if self.dynamic else 'w'}{self.bits}"
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of the integers, and of a float32 scale with a zero point for each block, per weight."""
+        """Bytes per weight: its integer, and its part of the scale (float32) and zero point of a block."""
         own = 0.5 if self.bits == 4 else 1.0
         return own + (0.0 if self.block is None else (4 + (0 if self.symmetric else own)) / self.block)
 
     @property
     def opset(self) -> int:
-        """The lowest opset that has the format: 21 for blocks, else 13."""
+        """The lowest opset that supports the format: 21 for blocks, else 13."""
         return 13 if self.block is None else 21
 
     @staticmethod
     def named(name: str) -> WeightFormat:
-        """The weight format that a name such as w4b32 stands for. Raises ValueError if there is none."""
+        """The weight format of a name such as w4b32. Raises ValueError if there is none."""
         match = WEIGHT_FORMAT.fullmatch(name)
         if match is None:
             raise ValueError(f"{name!r} is no weight format: write w8, w8b128, w4b32, w4b32a, d8 or d7")
@@ -100,8 +100,8 @@ class Placement:
     """The edges with a Q/DQ pair; a constant bias has none, since its scale follows from other inputs.
 
     `weight_only` holds the uses of weights that are quantized without their activation, with their weight formats. An
-    edge has a pair or a weight format, not both. `wide` are those of `edges` that are read in 16 bits, not in 8: of
-    activations, and of weights beside them. A node writes as many bits as it reads (`placement.possible`).
+    edge has a pair or a weight format, not both. `wide` are those of `edges` that are read in 16 bits instead of 8: of
+    activations, and of weights next to them. A node writes as many bits as it reads (`placement.possible`).
     """
 
     edges: frozenset[Edge] = frozenset()
@@ -150,7 +150,7 @@ class Placement:
     def of(
         edges: Iterable[Edge], weight_only: Iterable[tuple[Edge, WeightFormat]] = (), wide: Iterable[Edge] = ()
     ) -> Placement:
-        """A placement of pairs on `edges`, of weight formats, and of the edges that are read in 16 bits."""
+        """A placement of pairs on `edges`, of weight formats, and of edges that are read in 16 bits."""
         return Placement(frozenset(edges), frozenset(weight_only), frozenset(wide))
 
     @cached_property
@@ -160,7 +160,6 @@ class Placement:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that identify the placement."""
         rows: list[tuple[object, ...]] = [*self]
         rows += [(*edge, weight_format.name) for edge, weight_format in self.weight_formats.items()]
         rows += [(*edge, "16 bits") for edge in sorted(self.wide)]
@@ -184,7 +183,8 @@ class QType(Enum):
 
 @dataclass(frozen=True)
 class FixedScale:
-    """The scale and zero point that an engine needs behind an operator in 16 bits; without the latter a least scale."""
+    """The scale and zero point that an engine requires for the 16-bit result of operator `op`; if `zero_point` is None,
+    the least scale that it accepts."""
 
     op: str
     scale: float
@@ -195,12 +195,12 @@ class FixedScale:
 class NumericFormat:
     """The number formats of an engine's Q/DQ pairs, which `insert` follows.
 
-    `unsigned`: in a format that is symmetric otherwise, tensors without negative values are uint8, and an input of a
+    `unsigned`: in an otherwise symmetric format, tensors without negative values are uint8, and an input of a
     convolution that comes from a Concat has zero point 128. `shared_scale_ops`: operators that need one scale for input
     and output to run in integers. `reduced_weights`: weights have 7 bits, because u8 x s8 products saturate on x86
-    without VNNI. `float_weights`: constants stay float in front of a Q and a DQ, for engines that accept no integers
-    there (nor float16 scales). `wide`: the type of activations in 16 bits, for engines that have it, with weights of 8
-    or 16 bits; `wide_scales`: what operators need of the scale of their output then."""
+    without VNNI. `float_weights`: constants stay float with a Q and a DQ, for engines that accept no integers there
+    (nor float16 scales). `wide`: the type of 16-bit activations, if the engine has them, with weights of 8 or 16 bits;
+    `wide_scales`: what it then requires of the scales of some operators' results."""
 
     activation: QType
     weight: QType
@@ -231,7 +231,7 @@ class NumericFormat:
 
     @property
     def opset(self) -> int:
-        """The lowest opset that has such pairs: 13 for per-channel scales, 19 for FP8."""
+        """The lowest opset that supports such pairs: 13 for per-channel scales, 19 for FP8."""
         return 19 if self.activation is QType.FP8 else 13
 
 
@@ -243,9 +243,9 @@ LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded", "unknow
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that an engine ran: its ONNX nodes and its time. With several workloads, `time_ms` is that of the average
-    call; `parts` has the ms on each if all run the same layers. `elsewhere` says where a layer runs that an execution
-    provider leaves to another, and why."""
+    """A layer that an engine ran: its ONNX nodes and its time. With several workloads, `time_ms` is the mean over
+    calls, and `parts` has the time of each in ms if all run the same layers. `elsewhere` is set for nodes that an
+    execution provider does not run: which one does, and why."""
 
     name: str
     nodes: tuple[str, ...]
@@ -261,7 +261,6 @@ EQUAL_DB = 200.0
 
 
 def noise_of(sqnr_db: float) -> float:
-    """The power of an error relative to the signal: 10^(-SQNR/10)."""
     return float(10 ** (-sqnr_db / 10))
 
 
@@ -273,12 +272,12 @@ def sqnr_of(noise: float) -> float | None:
 @dataclass(frozen=True)
 class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples. `sqnr_db` is the SQNR of the worst
-    float output, `lowest_db` and `highest_db` are its extremes on single samples; None where outputs are equal, or none
-    is float. `agreement` is the share of equal elements of the worst integer output, `top1` that of equal first choices
-    among `choices`, `independent` the number of independent choices that would tell as much (see `numerics.scores`). If
-    not all samples were run, `at_most_db` is the SQNR where the others have the float model's outputs. `slice_name` and
-    `slice_db` tell the worst slice of a float output, and `slice_is_lost` that the SQNR of its output hides its loss
-    (`numerics.accuracy`). `by_output` is the SQNR of each of several float outputs."""
+    float output, `lowest_db` and `highest_db` its extremes on single samples; None if outputs are equal, or none is
+    float. `agreement` is the share of equal elements of the worst integer output, `top1` that of equal best classes
+    among `choices`, `independent` their effective number (see `numerics.scores`). If not all samples were run,
+    `at_most_db` is the SQNR if the others have no error. `slice_name` and `slice_db` are the worst slice of a float
+    output; `slice_is_lost`: it is destroyed, and the SQNR of the whole output hides that (`numerics.accuracy`).
+    `by_output` is the SQNR of each of several float outputs."""
 
     sqnr_db: float | None = None
     lowest_db: float | None = None
@@ -296,13 +295,13 @@ class Accuracy:
 
     @property
     def worst_output(self) -> str:
-        """The name of the output that `sqnr_db` is of; empty where one is float, or none differs."""
+        """The name of the output with the SQNR `sqnr_db`; empty if there is only one float output, or none differs."""
         levels = {name: db for name, db in self.by_output.items() if db is not None}
         return min(levels, key=levels.__getitem__, default="")
 
     @property
     def noise(self) -> float:
-        """Power of the error over the power of the worst float output, 10^(-SQNR/10); 0 for equal outputs."""
+        """Power of the error relative to the worst float output, 10^(-SQNR/10); 0 for equal outputs."""
         return 0.0 if self.sqnr_db is None else noise_of(self.sqnr_db)
 
     def __post_init__(self) -> None:
@@ -328,7 +327,8 @@ class Measurement(msgspec.Struct, frozen=True, tag=True):
             raise ValueError("each workload has a part in each round")
 
     def mean(self, shares: Sequence[float]) -> Measurement:
-        """The rounds of those workloads that have a share above 0; `shares` has one for each part and adds up to 1."""
+        """Times as the mean over those workloads that have a share above 0; `shares` has one for each part and adds up
+        to 1."""
         a, b = (tuple(np.dot(shares, [getattr(part, side) for part in self.parts]).tolist()) for side in "ab")
         parts = tuple(part for part, share in zip(self.parts, shares, strict=True) if share)
         return Measurement(a, b, parts if len(parts) > 1 else ())
@@ -337,15 +337,15 @@ class Measurement(msgspec.Struct, frozen=True, tag=True):
 @dataclass(frozen=True)
 class Times:
     """Times of models that ran in the same rounds, in seconds per inference: `seconds[model][round][call]`. A model
-    that has left the race has fewer rounds than others. `shares` are those of the calls in all, each a workload at a
-    number of threads; they add up to 1.
+    that was eliminated early has fewer rounds. A call is a workload at a number of threads; `shares` are the shares of
+    calls and add up to 1.
     """
 
     seconds: tuple[tuple[tuple[float, ...], ...], ...]
     shares: tuple[float, ...] = (1.0,)
 
     def pair(self, a: int, b: int) -> Measurement:
-        """The rounds in which two of the models ran, by their numbers."""
+        """The rounds in which both models ran; `a` and `b` are indices."""
         count = min(len(self.seconds[a]), len(self.seconds[b]))
         both = np.array([self.seconds[a][:count], self.seconds[b][:count]])  # [model, round, call]
         means = np.tensordot(both, self.shares, axes=([2], [0])).tolist()
@@ -362,8 +362,8 @@ class Times:
 
 
 class CostsByRule(msgspec.Struct, frozen=True, tag=True):
-    """What a candidate (`b`) and the placement that it is compared with (`a`) cost by rule (`search.costs.rule_costs`),
-    in place of a `Measurement` where an engine's times mean nothing."""
+    """Costs by rule (`search.costs.rule_costs`) of a candidate (`b`) and of the placement that it is compared with
+    (`a`): they replace a `Measurement` where an engine's times mean nothing."""
 
     a: float
     b: float
@@ -375,10 +375,10 @@ class CostsByRule(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class Proposal:
-    """A placement that a strategy wants to be measured; `origin` says how it was found.
+    """A placement that a search wants to be measured; `origin` says how it was found.
 
     `pattern` is the digest of the pattern that it changes, `predicted` the estimated ratio to the float model, if any.
-    `wants_layers`: the strategy uses the layers of the build.
+    `wants_layers`: the search needs the engine's layers of the build.
     """
 
     origin: str
@@ -392,9 +392,9 @@ class Proposal:
 class Trial:
     """A candidate: the proposal, the placement that it was compared with, and the results.
 
-    `result` compares the candidate (side b) with the best placement at that time (side a, `against`), in rounds or by
-    rule. `accuracy` is None if the trial failed.
-    `metric` is the user's own, measured only for candidates that would be accepted.
+    `result` compares the candidate (side b) with the best placement at that time (side a, `against`), by times or by
+    rule. `accuracy` is None if the trial failed. `metric` is the user's own, measured only for candidates that would be
+    accepted.
     """
 
     number: int
@@ -420,7 +420,6 @@ class Trial:
 
     @property
     def placement(self) -> Placement:
-        """The placement of the candidate."""
         return self.proposal.placement
 
 
@@ -431,8 +430,8 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Inputs of one kind of call, the number of threads that it runs with, and the share of these calls in all. The
-    shares of a `Mix` add up to 1. `threads` is None for the number that the engine was opened with."""
+    """Inputs of one kind of call, its number of threads, and its share of all calls. The shares of a `Mix` add up to 1.
+    `threads` is None for the number that the engine was opened with."""
 
     inputs: Tensors
     share: float = 1.0
@@ -453,8 +452,9 @@ LONG_INFERENCE = 0.04
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a model: `runs` back-to-back inferences, each of `seconds` on the slowest model. In a round each has
-    `per_round`: two, A B C C B A, so that drift cancels; one if inferences are long or turns start a process."""
+    """How long a model runs before the next one does: `runs` back-to-back inferences, each of `seconds` on the slowest
+    model. In a round each model has `per_round` turns: two, as A B C C B A, so that drift cancels; one if inferences
+    are long or turns start a process."""
 
     runs: int
     per_round: int
@@ -463,14 +463,14 @@ class Turn:
 
     @classmethod
     def of(cls, seconds: float, least: float, start: float = 0.0) -> Turn:
-        """The turn that lasts at least `least` seconds, for inferences of `seconds`."""
+        """A turn of at least `least` seconds, where one inference takes `seconds` and starting a process `start`."""
         runs = max(1, math.ceil(least / (seconds or 1)))
         per_round = 1 if start or seconds >= LONG_INFERENCE else 2
         return cls(runs, per_round, seconds, start)
 
     @property
     def round_seconds(self) -> float:
-        """Seconds that each model takes in a round, if it takes `seconds`."""
+        """Seconds that a model takes in one round, where one inference takes `seconds`."""
         return self.per_round * (self.runs * self.seconds + self.start)
 
 
@@ -478,11 +478,10 @@ class Listener(Protocol):
     """Receives the progress of long work."""
 
     def stage(self, text: str) -> None:
-        """A new stage begins."""
         return
 
     def progress(self, done: int, total: int | None) -> None:
-        """`done` steps of the stage are done; `total` is None if their number is unknown."""
+        """`done` steps of the stage are finished; `total` is None if their number is unknown."""
         return
 
 

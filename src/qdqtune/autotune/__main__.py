@@ -110,7 +110,7 @@ MODE_PRESETS = {
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """ModelOpt's flags, as it spells them; what a mode presets is None until `apply_mode_presets`."""
+    """ModelOpt's flags with its spellings; those that a mode presets are None until `apply_mode_presets`."""
     parser = argparse.ArgumentParser("python -m qdqtune.autotune", description="--help of the program tells more.")
     parser.add_argument("-m", "--onnx_path", required=True)
     parser.add_argument("-o", "--output_dir", default="./autotuner_output")

@@ -1,7 +1,7 @@
-"""The search as a conversation: it says what to measure (`generate`, `export_onnx`), the script measures (`submit`).
+"""ModelOpt's search loop: `generate` and `export_onnx` say what to measure, the script measures and calls `submit`.
 
-A scheme of the region at hand stands on top of the best placement so far, and stays only where it is faster. Scripts
-measure with a benchmark that all functions share: `init_benchmark_instance` makes it.
+A scheme (a set of pairs) of the current region is added to the best placement so far, and kept only if that is faster.
+Scripts measure with one benchmark for all functions, which `init_benchmark_instance` makes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ log = logging.getLogger("qdqtune.autotune")
 
 
 def default_engine() -> tuple[str, str]:
-    """The engine where none is named, and why: TensorRT where it can be used, else ONNX Runtime."""
+    """The engine if none is named, and why: TensorRT if available, else ONNX Runtime."""
     state = engine_state("tensorrt")
     if state.status == "usable":
         return "tensorrt", f"TensorRT {state.version} on {state.device}"
@@ -98,16 +98,16 @@ def spec_of(
 
 
 def rounds_for(timing_runs: int) -> int:
-    """Rounds in which each model runs at least `timing_runs` times: a round has two slots for each."""
+    """The number of rounds in which each model runs at least `timing_runs` times: a round has two slots for each."""
     return max(12, ceil(timing_runs / 2))
 
 
 class Benchmark:
-    """An engine, and the first model that it has timed, with which all later ones are compared in interleaved rounds:
-    latencies of two calls can be compared, though minutes lie between them.
+    """An engine. All models are timed in interleaved rounds with the first one, so that latencies of two calls can be
+    compared even if minutes lie between them.
 
-    The timing cache, plug-in libraries and trtexec's arguments go to engines that know them. Models are fed
-    `calibration_data` (as in `Settings`), random inputs without it.
+    The timing cache, plug-in libraries and trtexec's arguments are passed to engines that support them. Models run on
+    `calibration_data` (as in `Settings`), or random inputs without it.
     """
 
     engine: str | None = None
@@ -136,7 +136,6 @@ class Benchmark:
         self._number = 0
 
     def prepared(self, model: Model, data: str | None = None) -> Prepared:
-        """A model at the shapes that the engine tunes for, and samples for it."""
         data = data or self.calibration_data
         return prepare(model, Data(data, input_shapes=usual_shapes(self.spec, data)), most=0)
 
@@ -147,10 +146,9 @@ class Benchmark:
         flush_timing_cache: bool = False,
         export_profile_path: str | Path | None = None,
     ) -> float:
-        """Milliseconds per inference on the first sample. `export_profile_path` gets the times of layers in the form of
-        trtexec's --exportProfile. The timing cache is up to date after each build in any case.
-
-        Infinite, with a warning that tells why, where the model or the engine cannot be used.
+        """Milliseconds per inference on the first sample; infinite, with a warning, if the model or the engine cannot
+        be used. `export_profile_path` gets the times of layers as trtexec's --exportProfile writes them. The timing
+        cache is saved after each build, whatever `flush_timing_cache` says.
         """
         self._number += 1
         path, log_path = (self._folder.path / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
@@ -221,7 +219,7 @@ def init_benchmark_instance(
     engine: str | EngineSpec | None = None,
     calibration_data: str | None = None,
 ) -> Benchmark:
-    """Make the benchmark that `benchmark_onnx_model` and the workflow use; `engine` names another than the default."""
+    """Make the benchmark for `benchmark_onnx_model` and the workflow; `engine` replaces the default."""
     global _instance
     engine = engine or ("trtexec" if use_trtexec else None)
     _instance = Benchmark(timing_cache_file, warmup_runs, timing_runs, plugin_libraries, trtexec_args, engine=engine)
@@ -243,7 +241,7 @@ def benchmark_onnx_model(
     flush_timing_cache: bool = False,
     export_profile_path: str | Path | None = None,
 ) -> float:
-    """Milliseconds per inference (see `Benchmark.run`). `init_benchmark_instance` comes first."""
+    """Milliseconds per inference (see `Benchmark.run`). Call `init_benchmark_instance` first."""
     return instance().run(model_path, log_file, flush_timing_cache, export_profile_path)
 
 
@@ -251,7 +249,7 @@ def benchmark_onnx_model(
 
 
 class QDQAutotunerBase:
-    """The conversation about `regions`, which a subclass or the script sets. `initialize` is the first call."""
+    """The search over `regions`, which a subclass or the script sets. Call `initialize` first."""
 
     def __init__(self, model: GraphLike) -> None:
         self.onnx_model = as_proto(model)
@@ -311,9 +309,9 @@ class QDQAutotunerBase:
         return self._divided[1]
 
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
-        """Turn to a region, or to none; `commit` ends the one before it, the best of its schemes stays if it is faster.
-        `current_profile_pattern_schemes` is None afterwards if the pattern is done, or has no place for a pair.
-        """
+        """Make a region the current one, or none. `commit` ends the one before it, and keeps its best scheme if that is
+        faster. Afterwards, `current_profile_pattern_schemes` is None if the pattern is done or no pair can stand in
+        it."""
         self._check_initialized()
         if commit:
             self._best = self._standing()
@@ -332,9 +330,8 @@ class QDQAutotunerBase:
             self.current_profile_pattern_schemes = PatternSchemes(key, [*map(InsertionScheme.of, schemes)])
 
     def generate(self) -> int:
-        """The index, in the current pattern's schemes, of one with a placement yet to be measured; -1 if there is none.
-        First come schemes that wait there, then new ones.
-        """
+        """The index, in the current pattern's schemes, of the next one to measure: first those already in the list,
+        then new ones; -1 if there is none."""
         self._check_initialized()
         current = self.current_profile_pattern_schemes
         if current is None:
@@ -352,8 +349,9 @@ class QDQAutotunerBase:
         return -1
 
     def submit(self, latency_ms: float, success: bool = True) -> None:
-        """Tell what was measured: first of the model without pairs, then of each scheme. Infinity is a failure, of the
-        first one BaselineFailed. The scheme stays current, and the schemes of the pattern are sorted, fastest first.
+        """Report a latency: first that of the model without pairs, then that of each scheme. Infinity means failure;
+        for the first it raises BaselineFailed. The schemes of the pattern are then sorted, fastest first; the current
+        one stays current.
         """
         self._check_initialized()
         latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
@@ -376,7 +374,7 @@ class QDQAutotunerBase:
             print(f"{current.pattern.get_short_signature()}: {latency:.3f} ms", file=sys.stderr)
 
     def export_onnx(self, output_path: str | Path | None = None, insert_qdq: bool = True, best: bool = False) -> bytes:
-        """The model with the current scheme on top of the best placement; with `best`, with that placement alone."""
+        """The model with the best placement and, unless `best`, the current scheme."""
         inserter, placement = self._tools[0], Placement()
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
         if insert_qdq and current is not None and index is not None and not best:
@@ -395,7 +393,7 @@ class QDQAutotunerBase:
             self.pattern_cache.add_pattern_from_region(region, self.graph, quantized_tensors)
 
     def save_state(self, output_path: str | Path) -> None:
-        """Write a state file, in one step, and the pattern cache beside it; none over a file of something else."""
+        """Write a state file atomically, and the pattern cache beside it; refuses to overwrite other files."""
         fingerprint, path = self._fingerprint(), Path(output_path)
         cache = Output(pattern_cache_of(path), "output_path", written_as("record"))
         check_outputs([cache], {})
@@ -416,7 +414,7 @@ class QDQAutotunerBase:
         self.pattern_cache.save(cache.path)
 
     def load_state(self, input_path: str | Path) -> None:
-        """Go on from a state file; patterns that were begun there are done.
+        """Continue from a state file; patterns that were begun there count as done.
 
         Raises:
             BadState: there is no such file, or it is of another model, engine or configuration.
@@ -435,7 +433,7 @@ class QDQAutotunerBase:
             self.pattern_cache.merge(PatternCache.load(pattern_cache_of(path)), prefer_existing=False)
 
     def adopt(self, result: Result) -> None:
-        """Take over a tuning run of this model: latencies, and what ships as a scheme of each pattern."""
+        """Take over the result of a tuning run of this model: latencies, and what ships as a scheme of each pattern."""
         before, after = result.summary["baseline_ms"], result.summary["final_ms"]
         self.baseline_latency_ms, self._best = before, (result.placement, after)
         self._measured = {Placement().digest: before, result.placement.digest: after}
@@ -459,7 +457,7 @@ class QDQAutotunerBase:
         return [PatternSchemes(current.pattern, done)] if done else []
 
     def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
-        """New schemes: those of the rules, then mutations of the fastest."""
+        """New schemes: first those of the placement rules, then mutations of the fastest."""
         pattern, base = self._pattern_of[self.current_profile_region], self._best[0]
         measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
         top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
@@ -468,7 +466,7 @@ class QDQAutotunerBase:
             yield self._scheme(pattern, idea.placement)
 
     def _standing(self) -> tuple[Placement, float]:
-        """The best placement, with the best scheme of the pattern at hand on top if that is faster; and its latency."""
+        """The best placement, with the best scheme of the current pattern if that is faster; and its latency in ms."""
         scheme = (self.current_profile_pattern_schemes or PatternSchemes()).best_scheme
         if scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:
             return self._best
@@ -489,7 +487,7 @@ class QDQAutotunerBase:
 
 
 class QDQAutotuner(QDQAutotunerBase):
-    """The conversation about the regions of the search, leaves first, without those that no pair can make faster."""
+    """Searches the regions of region mode, innermost first, without those that no pair can make faster."""
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
         super().initialize(config, pattern_cache)

@@ -1,4 +1,4 @@
-"""Configuration, insertion points, schemes, patterns with their schemes, and their cache, as scripts know them."""
+"""ModelOpt's configuration, insertion points, schemes, patterns with their schemes, and pattern cache."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ from qdqtune.types import Edge, QuantType
 
 @dataclass
 class Config:
-    """What `initialize` takes. Scales come from `calibration_data` (as in `Settings`), random inputs without it.
-
-    `default_q_scale` and `default_q_zero_point` hold for a model that ONNX Runtime cannot run for calibration.
-    A scheme counts as better where it is `performance_threshold` times as fast.
+    """Settings for `initialize`. Scales come from `calibration_data` (as in `Settings`), or random inputs without it;
+    `default_q_scale` and `default_q_zero_point` are used for a model that ONNX Runtime cannot run. A scheme counts as
+    better if it is `performance_threshold` times as fast.
     """
 
     verbose: bool = False
@@ -60,7 +59,6 @@ class Config:
     calibration_data: str | None = None
 
     def check(self) -> search.Config:
-        """Check the values, and return them as the `Config` of `search.region`."""
         for name, values in (("default_quant_type", get_args(QuantType)), ("default_dq_dtype", tuple(FLOAT_TYPES))):
             if getattr(self, name) not in values:
                 raise BadOption(f"{name} is one of {', '.join(values)}, not {getattr(self, name)!r}")
@@ -81,7 +79,7 @@ class Values:
 
 
 class ResolvedInsertionPoint(Values, Struct, frozen=True):
-    """One use of a tensor: input `input_index` of node `node_index`; without a node, of the graph as its output."""
+    """One use of a tensor: input `input_index` of node `node_index`; if that is None, output of the graph."""
 
     tensor_name: str
     node_index: int | None = None
@@ -89,8 +87,8 @@ class ResolvedInsertionPoint(Values, Struct, frozen=True):
 
 
 class InsertionPoint(Values, Struct, frozen=True):
-    """A place in a pattern where a pair can stand: a `Point` of the search with scripts' names. `kinds` are those of
-    the fields but the last, one of which is set."""
+    """A place in a pattern where a pair can stand, with ModelOpt's field names. `kinds` has a kind of `Point` for each
+    field but the last; exactly one of these fields is set."""
 
     kinds: ClassVar[tuple[PointKind, ...]]
 
@@ -111,7 +109,7 @@ class InsertionPoint(Values, Struct, frozen=True):
         ]
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
-        """The uses that the point means in a region; none if it is about a child and there are no children."""
+        """The uses in a region to which the point refers; none if it refers to a child region and there are none."""
         if getattr(self, "region_index", None) is not None and not region.children:
             return set()
         model, point = as_model(graph), self.core
@@ -141,7 +139,7 @@ class ChildRegionInputInsertionPoint(InsertionPoint, frozen=True):
 
 
 class ChildRegionOutputInsertionPoint(InsertionPoint, frozen=True):
-    """An output of a child region or of a node; the other one is None."""
+    """An output of a child region or of a node; the index of the other one is None."""
 
     region_index: int | None
     node_index: int | None
@@ -154,7 +152,8 @@ RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 
 
 class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_points"}):
-    """Insertion points of a pattern that carry a pair; the model's latency with them, and its ratio to that without."""
+    """The insertion points of a pattern that carry a pair; the model's latency with them in ms, and its ratio to that
+    without."""
 
     node_inputs: list[NodeInputInsertionPoint] = []
     child_region_inputs: list[ChildRegionInputInsertionPoint] = []
@@ -186,7 +185,7 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
     @property
     def hash(self) -> str:
-        """32 hex digits that stand for the points, in whatever order they are listed."""
+        """32 hex digits of a hash of the points, whatever their order."""
         return hashlib.sha256(repr(sorted(map(repr, self.core))).encode()).hexdigest()[:32]
 
     def distance(self, other: InsertionScheme) -> int:
@@ -194,8 +193,8 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
 
 def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
-    """The edges that a scheme means in all instances of a pattern, and the other inputs of the compute operators whose
-    data input is among them: scripts name that alone."""
+    """The edges to which a scheme refers in all instances of a pattern. Scripts name only the data input of a compute
+    operator; its weight is added."""
     try:
         edges = frozenset().union(*(patterns.resolve(pattern, region, scheme) for region in pattern.instances))
     except ValueError as error:
@@ -209,8 +208,8 @@ def uses_at(model: Model, edges: Iterable[Edge]) -> set[ResolvedInsertionPoint]:
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
-    """Whether no pair is worth trying between a tensor and a region, or a node, that reads it. A node outside of the
-    graph is judged by itself."""
+    """Whether no pair is worth trying between a tensor and a region or node that reads it; the node may be outside of
+    `graph`."""
     if isinstance(region_or_node, Region):
         return not _worthwhile(as_model(graph), tensor_name, region_or_node.all_nodes())
     model, index = model_with(graph, region_or_node)
@@ -220,7 +219,7 @@ def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_
 def resolve_region_io_insertion_points(
     region: Region | None, graph: GraphLike, tensor_name: str
 ) -> set[ResolvedInsertionPoint]:
-    """The uses of a tensor where a pair is worth trying: in a region, or anywhere if there is none in the region."""
+    """The uses of a tensor where a pair is worth trying: those in the region, or all if it has none."""
     model = as_model(graph)
     inside = () if region is None else region.all_nodes()
     return _worthwhile(model, tensor_name, inside) or _worthwhile(model, tensor_name, range(len(model.nodes)))
@@ -229,7 +228,7 @@ def resolve_region_io_insertion_points(
 def merge_resolved_insertion_points(
     graph: GraphLike, resolved_insertion_points: Iterable[ResolvedInsertionPoint]
 ) -> set[ResolvedInsertionPoint]:
-    """The same, with one point for the tensor where all nodes that read it are among them."""
+    """The same points, but where all nodes that read a tensor are among them, one point for the whole tensor."""
     users, points = get_tensor_consumer_node_indices(graph), set(resolved_insertion_points)
     for tensor in {point.tensor_name for point in points}:
         own = {point for point in points if point.tensor_name == tensor}
@@ -243,10 +242,11 @@ FEW = 8
 
 
 def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[ResolvedInsertionPoint]:
-    """The uses of a tensor by some nodes where a pair can stand, and ModelOpt's autotuner would try it.
+    """The uses of a tensor by the nodes `users` where a pair can stand, and where ModelOpt's autotuner would try one.
 
-    It does not on weights, which have a pair where the activation has one; between a convolution, a normalization and
-    an activation, which run as one kernel; on tensors of few elements; and in front of what gives no floats.
+    It does not on weights, whose pairs follow from the activation; between a convolution, a normalization and an
+    activation function, which run as one kernel; on tensors of few elements; and in front of operators that return no
+    floats.
     """
     points = set()
     info = model.tensors.get(tensor)
@@ -273,7 +273,8 @@ def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[Resolv
 
 @dataclass(frozen=True)
 class RegionPattern:
-    """A structure that regions share; equal for equal structures, in whatever model. `size` counts nodes."""
+    """A structure that regions share; equal structures are equal patterns, also across models. `size` is the number of
+    nodes."""
 
     signature: str = field(compare=False)
     size: int = field(default=0, compare=False)
@@ -321,8 +322,8 @@ class RegionPattern:
     def matches(
         self, other: RegionPattern | Region, graph: GraphLike | None = None, scheme: InsertionScheme | None = None
     ) -> Any:
-        """Whether a pattern is the same (bool); with a region its nodes in the pattern's order (list[int]), None if it
-        has another one; with a scheme as well what that means there (set[ResolvedInsertionPoint])."""
+        """Given a pattern: whether it is equal (bool). Given a region: its nodes in the pattern's order (list[int]), or
+        None if it has another pattern. Given a scheme as well: its uses in the region (set[ResolvedInsertionPoint])."""
         if isinstance(other, RegionPattern):
             return self == other
         if graph is None:
@@ -351,7 +352,7 @@ class PatternSchemes(Values, Struct):
 
     @property
     def pattern_signature(self) -> str:
-        """Empty where it is not known, as in files of a tuning run."""
+        """Empty if unknown, as in files of a tuning run."""
         return self.pattern.signature
 
     @property
@@ -365,7 +366,7 @@ class PatternSchemes(Values, Struct):
 
 
 class PatternCache(Values, Struct):
-    """Schemes worth trying again by pattern, in memory and as the file that a tuning run reads and writes."""
+    """The best schemes by pattern, to try again; in memory, and as the file that a tuning run reads and writes."""
 
     pattern_schemes: list[PatternSchemes] = []
     minimum_distance: int = search.Config.pattern_cache_minimum_distance
@@ -380,7 +381,7 @@ class PatternCache(Values, Struct):
         return next((own for own in self.pattern_schemes if own.pattern == pattern), None)
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
-        """Keep the fastest of old and new schemes, each of them different enough from all faster ones."""
+        """Keep the fastest of old and new schemes, without those too similar to a faster one."""
         own, kept = self.get_pattern_schemes(pattern_schemes.pattern), list[InsertionScheme]()
         if own is None:
             own = PatternSchemes(pattern_schemes.pattern)
@@ -393,8 +394,7 @@ class PatternCache(Values, Struct):
     def add_pattern_from_region(
         self, region: Region, graph: GraphLike, quantized_tensors: Collection[str] | None = None
     ) -> None:
-        """Add the pattern of a region with the scheme of all points, or of those whose tensor is among
-        `quantized_tensors`."""
+        """Add the pattern of a region with a scheme of all its points, or of those on `quantized_tensors`."""
         model = as_model(graph)
         pattern = pattern_of(model, region)
         scheme = pattern.everything
@@ -405,13 +405,12 @@ class PatternCache(Values, Struct):
             self.add_pattern_schemes(PatternSchemes(RegionPattern.of(pattern), [InsertionScheme.of(scheme)]))
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
-        """Take over the schemes of another cache; with `prefer_existing` only those of patterns that this one lacks."""
+        """Add the schemes of another cache; with `prefer_existing` only for patterns that this one lacks."""
         for theirs in other.pattern_schemes:
             if not (prefer_existing and self.get_pattern_schemes(theirs.pattern)):
                 self.add_pattern_schemes(theirs)
 
     def save(self, output_path: str | Path) -> None:
-        """Write the file: what a tuning run reads of it, and the schemes as they are here."""
         rows = {own.pattern.digest: [(s.core, s.ratio) for s in own.schemes] for own in self.pattern_schemes}
         write_yaml(Path(output_path), {**cache.content_of(rows), "interface": self.to_dict()}, "record")
 

@@ -55,11 +55,11 @@ def quantize(
     """Write a quantized version of a model to `output_path`, by default beside it with `.quant.onnx`.
 
     Shapes are written `input0:1x3x224x224,input1:1x8`. Nodes are chosen by regular expressions that match from the
-    beginning. Pairs stand where `engine`, which need not be installed, gains from them as a rule. A reader gives
-    samples with `get_next`. `others` are those of `IDLE`.
+    beginning. Pairs are placed by the rules of `engine`, which need not be installed. `calibration_data_reader` yields
+    samples by `get_next`. `others` are keywords of `IDLE`, which have no effect here.
 
     Raises:
-        BadOption: a keyword of ModelOpt's has no counterpart here, or a value no meaning.
+        BadOption: a keyword of ModelOpt's has no counterpart here, or a value is unknown.
         QdqtuneError: see `qdqtune.quantize`.
     """
     if quantize_mode not in get_args(QuantType):
@@ -91,9 +91,8 @@ def quantize(
 
 @wraps(api.quantize)
 def either(*arguments: Any, **given: Any) -> Any:
-    """`qdqtune.quantize`, or the `quantize` of this module if a mode such as int8 stands behind the model, or with a
-    keyword that only ModelOpt's has and without an output.
-    """
+    """`qdqtune.quantize`; or this module's `quantize` if the second argument is a mode such as int8, or if there is a
+    keyword that only ModelOpt has and no `output`."""
     if len(arguments) > 1 and isinstance(arguments[1], str) and not Path(arguments[1]).suffix:
         return quantize(*arguments, **given)
     theirs = {*signature(quantize).parameters, *IDLE} - signature(api.quantize).parameters.keys()
@@ -102,8 +101,7 @@ def either(*arguments: Any, **given: Any) -> Any:
 
 
 def _matching(model: Model, expressions: Collection[str]) -> list[str]:
-    """Wildcards for the nodes whose name matches one of some regular expressions; what matches none is told in the
-    log."""
+    """Wildcards for the nodes whose name matches a regular expression; expressions without a match are logged."""
     wildcards = list[str]()
     for expression in expressions:
         try:

@@ -1,4 +1,4 @@
-"""`python -m qdqtune.autotune.region_inspect --model M` prints what `qdqtune inspect M --tree` does."""
+"""`python -m qdqtune.autotune.region_inspect --model M` prints the same as `qdqtune inspect M --tree`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def inspect_region_search(
     rewrites: str = "off",
     verbose: bool = False,
 ) -> list[Region]:
-    """Print how a model divides into regions; gives those at the top that are shown, with their children.
+    """Print the regions of a model; returns the top-level ones that are printed, with their children.
 
-    The functions of scripts tune a graph without `rewrites`, so that it has the nodes of the file.
+    Scripts tune the graph without `rewrites`, so that it has the nodes of the file.
     """
     options = InspectOptions(
         onnx_path, rewrites=rewrites, max_sequence_size=max_sequence_size, include_all_regions=include_all_regions

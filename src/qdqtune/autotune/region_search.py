@@ -1,4 +1,4 @@
-"""Regions as scripts know them, and the division of a graph into them. As a program it is `region_inspect`."""
+"""ModelOpt's regions, and its ways to divide a graph into them. As a program it is `region_inspect`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class InvalidSchemeError(AutotunerError): ...
 
 
 def as_proto(graph: GraphLike) -> onnx.ModelProto:
-    """An ONNX model; a GraphSurgeon graph is exported by the library that it comes from."""
+    """The graph as an ONNX model; a GraphSurgeon graph is exported by its own library."""
     if isinstance(graph, Model):
         return graph.to_proto()
     if isinstance(graph, onnx.ModelProto):
@@ -57,7 +57,7 @@ def _library(graph: GraphLike) -> Any:
 
 
 def as_model(graph: GraphLike) -> Model:
-    """The model of a graph, with the same numbers of nodes."""
+    """The graph as a `Model` with the same node indices."""
     if isinstance(graph, Model):
         return graph
     if hasattr(graph, "toposort") and not _library(graph):
@@ -74,12 +74,12 @@ def as_model(graph: GraphLike) -> Model:
 
 @lru_cache(maxsize=1)
 def _loaded(content: bytes) -> Model:
-    """Kept, because scripts ask about one region of a graph after the other."""
+    """Cached, because scripts ask about many regions of one graph."""
     return load_proto(onnx.ModelProto.FromString(content))
 
 
 def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
-    """The model of a graph and the index of one of its nodes; of a node that is not in it, a model of that alone."""
+    """The model of a graph and the index of one of its nodes; for a node outside of the graph, a model of it alone."""
     model = as_model(graph)
     outputs = getattr(node, "outputs", None) or getattr(node, "output", None) or [""]
     index = model.producers.get(getattr(outputs[0], "name", outputs[0]), model.index_of.get(str(node)))
@@ -87,7 +87,7 @@ def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
 
 
 def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
-    """A model of nodes in GraphSurgeon's form that no library exports. Tensors that no node makes are `inputs` or
+    """A model of GraphSurgeon nodes that its library cannot export. Tensors that no node makes are `inputs` or
     weights."""
     tensors = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.dtype is not None}
     infos = {
@@ -110,7 +110,7 @@ def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any])
 
 
 class Region:
-    """A part of the graph: indices of nodes in `QDQAutotuner.graph.nodes`, and child regions."""
+    """A part of the graph: node indices in `QDQAutotuner.graph.nodes`, and child regions."""
 
     def __init__(self, region_id: int = 0, level: int = 0, region_type: RegionType = RegionType.LEAF) -> None:
         self.id, self.level, self.type = region_id, level, region_type
@@ -141,7 +141,7 @@ class Region:
         return True
 
     def get_children(self, *, sort: bool = False) -> list[Region]:
-        """A new list of the child regions; sorted, the higher levels come first, then the larger ones."""
+        """A copy of the list of child regions; if `sort`, by level and then by size, both descending."""
         return sorted(self.children, key=lambda child: (-child.level, -len(child.all_nodes())) if sort else 0)
 
     def get_nodes(self, *, sort: bool = True) -> list[int]:
@@ -164,7 +164,7 @@ class Region:
 
 
 def leaves_first(tops: Iterable[Region]) -> list[Region]:
-    """All regions of some trees: the leaves, then those that hold regions, both in the order of `walk`."""
+    """All regions in the trees `tops`: first those without children, then the others, each in the order of `walk`."""
     return sorted(chain.from_iterable(top.walk() for top in tops), key=lambda r: bool(r.children))
 
 
@@ -191,12 +191,12 @@ def patterns_of(model: Model, regions: Iterable[Region]) -> dict[Region, Pattern
 
 @lru_cache(maxsize=1)
 def _structure(model: Model) -> Structure:
-    """Kept, because scripts ask about one region of a model after the other."""
+    """Cached, because scripts ask about many regions of one model."""
     return Structure(model)
 
 
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
-    """Whether a region holds an operator that engines quantize, working on floats, or regions that may."""
+    """Whether a region has an operator on floats that engines quantize, or child regions that may."""
     if region.type is not RegionType.LEAF and not region.all_nodes():
         return True
     model = as_model(graph)
@@ -207,7 +207,7 @@ def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
 
 
 class RegionSearchBase:
-    """A graph, and a region to start from: by default one with all its nodes."""
+    """A graph, and a region to start from: by default one of all nodes."""
 
     def __init__(self, graph: GraphLike, root: Region | None = None) -> None:
         self.graph = as_model(graph)
@@ -227,7 +227,7 @@ class RegionSearchBase:
     def print_tree(
         self, region: Region | None = None, indent: int = 0, max_items: int = 20, file: TextIO | None = None
     ) -> None:
-        """Print a region, by default the root, and all under it; of nodes and tensors at most `max_items` each."""
+        """Print a region, by default the root, and all below it, each with at most `max_items` nodes and tensors."""
         shown = region or self.root
         lines = [
             f"├─ Region {shown.id} (Level {shown.level}, Type: {shown.type.value})",
@@ -256,17 +256,17 @@ class CombinedRegionSearch(RegionSearchBase):
 
 
 class TorchRegionBuilder(RegionSearchBase):
-    """Regions after node names such as `/encoder/layer.0/Conv`, which `--regions names` uses."""
+    """Divides a graph by node names such as `/encoder/layer.0/Conv`, as `--regions names` does."""
 
     def build_regions(self, linearize: bool = True, only_quantizable: bool = False) -> list[Region]:
-        """The regions, those without regions in them first; or with `linearize=False` only those at the top."""
+        """All regions, those without children first; with `linearize=False` only the top-level ones."""
         tops = self._tops("names")
         regions = leaves_first(tops) if linearize else tops
         return [r for r in regions if not only_quantizable or has_quantizable_operations(r, self.graph)]
 
 
 class RegionPartitioner(RegionSearchBase):
-    """The first phase: divides the nodes among regions that have no children yet."""
+    """ModelOpt's first phase: divides the nodes into regions without children."""
 
     def partition_graph(self) -> list[Region]:
         tops = self._tops()
@@ -276,7 +276,7 @@ class RegionPartitioner(RegionSearchBase):
 
 
 class TopDownRegionBuilder(RegionSearchBase):
-    """The second phase: what of the division lies in a region of the first."""
+    """ModelOpt's second phase: divides one region of the first."""
 
     def __init__(
         self, graph: GraphLike, root: Region, next_region_id: int = 0, maximum_sequence_region_size: int = 10
@@ -285,7 +285,7 @@ class TopDownRegionBuilder(RegionSearchBase):
         self._next_id, self._size = next_region_id, maximum_sequence_region_size
 
     def build_composite_region(self) -> Region:
-        """The region with its nodes in leaves."""
+        """The region with its nodes in child regions."""
         wanted = self.root.all_nodes()
         whole = Region(self._next_id, self.root.level, RegionType.COMPOSITE)
         whole.inputs, whole.outputs = list(self.root.inputs), list(self.root.outputs)

@@ -1,4 +1,4 @@
-"""Whole runs from scripts: their options and functions, and the groups of nodes that TensorRT fuses."""
+"""ModelOpt's functions for whole runs, and the groups of nodes that TensorRT fuses."""
 
 from __future__ import annotations
 
@@ -69,8 +69,6 @@ OF_TUNE = options_of(TuneArguments)
 
 
 class AutotuneOptions(TuneArguments):
-    """ModelOpt's flags, and those of `tune`."""
-
     model: Any = MODEL("ONNX file.", "Model", "ONNX file", default=REQUIRED, flags="-m --onnx-path --model")
     output_dir: File = OF_RUN(
         "Where everything goes. The same folder again resumes.",
@@ -151,7 +149,7 @@ class AutotuneOptions(TuneArguments):
 
 
 class RegionLogs(Silent):
-    """Copies the logs of a run to the names that users of regions look for: of region and scheme."""
+    """Copies the logs of a run to the file names that ModelOpt uses, by region and scheme."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -172,7 +170,8 @@ class RegionLogs(Silent):
             self._counts[number] += 1
 
     def finish(self) -> None:
-        """The run has ended: the log of what ships, and the folder of region models, which may be empty."""
+        """At the end of a run: copy the log of the file that ships, and make the folder of region models, which may be
+        empty."""
         path = self._folder / PLACEMENT
         shipped = read_placement_file(path).placement if path.exists() else Placement()
         self._copy(self._log_of.get(shipped, "baseline.log"), "final.log")
@@ -199,11 +198,11 @@ def region_pattern_autotuning_workflow(
     *,
     model_path: str | Path | None = None,
 ) -> QDQAutotuner:
-    """Tune a model (a file, by either of two names, or an ONNX model) in region mode on the engine of the benchmark.
-    Gives an autotuner that holds the result. The same call goes on where an interrupted one was.
+    """Tune a model (a path, under either keyword, or an ONNX model) in region mode on the engine of the benchmark.
+    Returns an autotuner that holds the result. The same call continues an interrupted one.
 
-    Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
-    `--effort default`.
+    Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of `--effort
+    default`.
     """
     benchmark, model = instance(), model_or_path if model_path is None else model_path
     if model is None:
@@ -247,9 +246,8 @@ def subgraph_autotuning_workflow(
     incremental_validation: bool = True,
     calibration_data: SamplesLike | None = None,
 ) -> str:
-    """Tune a model by its fusion groups, as `qdqtune tune --mode subgraph` does, on the engine of
-    `init_benchmark_instance`, or on trtexec where there is none. Gives the path of the final model.
-    """
+    """Tune a model by fusion groups, as `qdqtune tune --mode subgraph` does, on the engine of
+    `init_benchmark_instance`, else on trtexec. Returns the path of the final model."""
     benchmark = instance(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
     options = AutotuneOptions(
         model=Path(model_path),
@@ -276,7 +274,7 @@ def parse_graph_json(path: str | Path) -> list[Layer]:
 
 
 def create_fusion_groups(trt_layers: Sequence[Layer], graph: GraphLike) -> list[Group]:
-    """The names of the nodes that each layer runs, in graph order; what no layer mentions is a group of its own."""
+    """For each layer the names of its nodes, in graph order; a node without a layer is a group of its own."""
     return list(from_layers(as_model(graph), trt_layers).groups)
 
 
@@ -286,7 +284,7 @@ def generate_graph_json(
     plugin_libraries: Sequence[str] | None = None,
     extra_trtexec_args: Sequence[str] | None = None,
 ) -> str:
-    """Build a model with trtexec, and leave its layers in `<model>.fp16.graph.json`. Gives that path."""
+    """Build a model with trtexec, and write its layers to `<model>.fp16.graph.json`. Returns that path."""
     path, folder = Path(onnx_path), Path(output_dir)
     benchmark = TrtExecBenchmark(None, 1, 1, plugin_libraries, extra_trtexec_args)
     sample = benchmark.prepared(load(path)).samples.first(1)[0]

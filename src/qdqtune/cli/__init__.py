@@ -1,1 +1,1 @@
-"""Arguments in, tables out; the only place that prints."""
+"""The command line: parses arguments and prints results. No other folder prints."""

@@ -1,4 +1,4 @@
-"""The program that tunes one of several models. It gets options as JSON on standard input."""
+"""The program that tunes one of several models; it reads options as JSON from standard input."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Click commands made of dataclasses of options: click parses words, the dataclass converts and checks values.
+"""Click commands made from dataclasses of options: click splits the words, the dataclass converts and checks values.
 
-`--help` has a line for each usual option and the names of the rare ones; `--help-all` explains all.
+`--help` has a line for each common option and the names of the rare ones; `--help-all` explains all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME_COLUMNS = 32
 
 
 class Terminal(Options):
-    """What every command has on the command line only. `help_all` ends the command before there are options."""
+    """Options that every command has on the command line only. `help_all` prints help and exits first of all."""
 
     as_machine: bool = SWITCH("Print the result as JSON.", "Output", "print JSON", flags="--json")
     quiet: bool = SWITCH("No progress.", "Output", flags="-q --quiet")
@@ -35,7 +35,7 @@ class Terminal(Options):
 
 
 def _parameter(own: Option[Any]) -> click.Parameter:
-    """What click parses an option with: its value is a text, of a repeated one a tuple; None if it is not given."""
+    """The click parameter of an option. Its value is text, or a tuple if repeated; None if it is not given."""
     shown = click.Choice(own.choices) if own.choices else click.Path()
     more: dict[str, Any] = {"type": None if own.is_switch else str, "shell_complete": shown.shell_complete}
     if own.group is None:
@@ -56,23 +56,21 @@ def _explain(ctx: click.Context, _: click.Parameter, is_asked: bool | None) -> N
 
 
 def command_line() -> tuple[str, ...]:
-    """The command line as it was typed, with the program; empty if none is running."""
+    """The command line as typed, with the program's name; empty outside of one."""
     context = click.get_current_context(silent=True)
     words: tuple[str, ...] = (context.find_root().obj or ()) if context is not None else ()
     return words
 
 
 def begun() -> float | None:
-    """When the command line was entered, by `time.monotonic`; None if none is running."""
+    """When the command started, by `time.monotonic`; None outside of one."""
     context = click.get_current_context(silent=True)
     return None if context is None else context.meta.get(BEGUN)
 
 
 class Command(click.Command):
-    """A command that makes options of a dataclass and runs `body` with them, which returns the exit code (None is 0).
-
-    It may write only what does not overwrite its inputs, and its errors spell options as they are typed.
-    """
+    """A command that makes a dataclass from its options and runs `body` with it, which returns the exit code (None is
+    0). It refuses to overwrite its inputs, and spells options in errors as flags."""
 
     allow_extra_args = True  # `parse_args` refuses them
 
@@ -103,7 +101,7 @@ class Command(click.Command):
             return self.body(ctx.params["options"])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in groups: a line for each usual one, and the names of the rare ones."""
+        """Write options by group: a line for each common one, and the names of the rare ones."""
         for group, options in self.groups():
             formatter.write(f"\n{group}:\n")
             for own in options:
@@ -125,7 +123,7 @@ class Command(click.Command):
                                               break_on_hyphens=False) + "\n")  # fmt: skip
 
     def explanation(self, ctx: click.Context) -> str:
-        """The page of `--help-all`."""
+        """The text of `--help-all`."""
         formatter = ctx.make_formatter()
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
@@ -160,8 +158,8 @@ def _flags_in_errors() -> Iterator[None]:
 
 
 def command(kind: type[Options]) -> Callable[[Callable[..., int | None]], Command]:
-    """Make a click command of a function of options, which is named after it: `tune` of `tune_command`. Where these
-    know nothing of the terminal, its options are added, and the function takes them as a second argument."""
+    """Decorator: makes a click command of a function, which is named after it (`tune` of `tune_command`). If the
+    dataclass of options has none of `Terminal`, these are added, and passed as a second argument."""
 
     def made(body: Callable[..., int | None]) -> Command:
         name = body.__name__.removesuffix("_command")

@@ -1,4 +1,4 @@
-"""The commands other than `tune` and `run`: functions of `qdqtune.commands` with their options and help."""
+"""The commands other than `tune` and `run`: their help, and calls of the functions in `qdqtune.commands`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Processes of qdqtune that this process starts: one for a run on Ray, and one for each of several models to tune, one
-on each device at a time. A model that fails does not end the others."""
+"""Child processes: one for a run on Ray, or one for each of several models, one at a time on each device. A model that
+fails does not stop the others.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ PLAIN = {"TERM": "dumb", "TTY_COMPATIBLE": "0"}
 
 @contextmanager
 def lifeline() -> Iterator[tuple[int, TextIO]]:
-    """The two ends of a pipe: children watch the first, and end when this process closes the second, or is gone."""
+    """The two ends of a pipe. Child processes watch the first, and end when this process closes the second or dies."""
     reads, holds = os.pipe()
     with os.fdopen(reads), os.fdopen(holds, "w") as holder:
         yield reads, holder
@@ -64,16 +65,15 @@ def lifeline() -> Iterator[tuple[int, TextIO]]:
 def start(
     arguments: Sequence[str], variables: Mapping[str, str], pipe: int, fds: Sequence[int] = (), **how: Any
 ) -> subprocess.Popen[str]:
-    """Start this Python with these arguments and additional environment variables, in a group of its own. It watches
-    `pipe` (see `lifeline`), `fds` stay open in it, and `how` are arguments of `subprocess.Popen`."""
+    """Start this Python with these arguments and additional environment variables, in its own process group. It watches
+    `pipe` (see `lifeline`), keeps `fds` open, and `how` are arguments of `subprocess.Popen`."""
     words = python(*arguments, **variables, **{PARENT: str(pipe)})
     return subprocess.Popen(**words, process_group=0, pass_fds=(pipe, *fds), **how)
 
 
 def run_on_ray() -> int:
-    """Run the typed command in a child, since Ray ends a program without a message when its node is lost. Returns the
-    exit code.
-    """
+    """Run the same command in a child process, since Ray ends a program without a message when its node is lost.
+    Returns the exit code."""
     with lifeline() as (pipe, _):
         run = start(("-m", "qdqtune", *command_line()[1:]), {DRIVER: "1"}, pipe, stdout=sys.stdout.fileno())
         while run.returncode is None:
@@ -91,7 +91,7 @@ def run_on_ray() -> int:
 
 
 def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Terminal) -> int:
-    """Tune models and print what became of each. Gives the worst exit code."""
+    """Tune models and print the outcome of each. Returns the worst exit code."""
     begun = time.monotonic()
     devices, more = _devices([job.spec() for job in jobs], options)
     more |= {"as_machine": True, "quiet": terminal.quiet, "verbose": terminal.verbose}
@@ -111,8 +111,8 @@ def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Term
 
 
 def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Sequence[Device], dict[str, Any]]:
-    """The devices for jobs, and the options of workers that each job gets. Devices are allocated for the engine that
-    needs a GPU, or else the most cores."""
+    """The devices for jobs, and the options of workers that each job gets. Devices are those for the engine that needs
+    a GPU, or else the most cores."""
     widest = max(engines, key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
     each = options.cores_per_worker
     if options.on is not None:
@@ -127,8 +127,8 @@ def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Seq
 
 
 def _tune_all(jobs: Sequence[TuneOptions], devices: Sequence[Device], more: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tune all models with `more` options, one on each device at a time; when one is interrupted, all are. Gives what
-    became of each, as `--json` prints it; of a dry run, the estimate."""
+    """Tune all models with `more` options, one at a time on each device; an interrupt stops all. Returns the outcome of
+    each as `--json` prints it; for a dry run, the estimate."""
     free = SimpleQueue[Device]()
     for device in devices:
         free.put(device)
@@ -158,8 +158,8 @@ def _tune_all(jobs: Sequence[TuneOptions], devices: Sequence[Device], more: Mapp
 
 
 def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dict[str, Any]]:
-    """Have a child tune a model on a device (see `cli.child`), and print its lines, which begin with the model. Gives
-    its exit code and its result."""
+    """Tune a model on a device in a child process (see `cli.child`), and print its output with the model's name in
+    front. Returns exit code and result."""
     options = request["options"]
 
     def show(text: str) -> None:
@@ -187,7 +187,7 @@ def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dic
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> str:
-    """What became of all models together: the geometric mean of the speedups of those that ship faster."""
+    """The outcome of all models in a sentence, with the geometric mean of the speedups of those that became faster."""
     gains = [row["ratio"] for row in rows if row.get("shipped") == "tuned" and row.get("ratio")]
     failed = sum(row["exit_code"] not in CODES for row in rows)
     faster = f"{len(gains)} faster" + (f" ({speed(geometric_mean(gains))} in the mean)" if gains else "")
@@ -211,7 +211,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOptions]:
-    """The options that were typed for each model, which goes to a folder of its own."""
+    """The same options for each model, with an output folder of its own."""
     for model, folder in named(list(dict.fromkeys(models))).items():
         if not model.exists():
             hint = "check the path" if model.suffix else "several values of one option are parted by commas, like 8,1"
@@ -220,8 +220,8 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOption
 
 
 def named(models: Sequence[Path]) -> dict[Path, str]:
-    """A folder name for each model: the name of its file; if several files have that name, preceded by the name of the
-    parent folder, and numbered if these are equal, too."""
+    """A folder name for each model: its file name; if that is not unique, with the parent folder's name in front, and a
+    number if these are equal, too."""
     stems = Counter(model.stem for model in models)
     names: dict[Path, str] = {}
     for model in models:

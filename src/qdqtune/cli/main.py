@@ -1,4 +1,4 @@
-"""The command line: imports the module of a command when it runs, and turns errors into a line and an exit code."""
+"""The command line: imports a command's module only when it runs, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def _failed(text: str, code: int) -> int:
 
 
 class Later(click.Command):
-    """A command whose module is imported only when it is run or completed; lists of commands show its `summary`."""
+    """A command whose module is imported only when it runs or is completed by the shell; lists of commands show its
+    `summary`."""
 
     def __init__(self, name: str, summary: str) -> None:
         super().__init__(name, help=summary)

@@ -1,4 +1,4 @@
-"""Output of commands: results go to standard output, progress, notes and errors to standard error."""
+"""Output of commands: results go to standard output; progress, notes and errors to standard error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def flags() -> dict[str, str]:
-    """Flags by field name, and the names in help of what has a place instead: of the command at hand; else of `tune` or
-    `quantize`, which other commands advise."""
+    """How to show options in messages, by field name: flags, or the names of positional arguments. They are those of
+    the running command; for other options those of `tune` or `quantize`, which messages may mention."""
     from qdqtune.commands.quantize import QuantizeOptions  # slow to import, and most lines name no option
     from qdqtune.commands.tune import TuneOptions
     from qdqtune.options import flags_of, options_of
@@ -37,7 +37,7 @@ def with_flags(text: str) -> str:
 
 
 def say(text: str, style: str = "") -> None:
-    """Write one line for people to standard error. On a terminal it is broken between words."""
+    """Write one line of text to standard error; on a terminal it wraps between words."""
     here = console(is_error=True)
     line = " ".join(with_flags(text).splitlines())
     here.print(escaped(line), style=style, soft_wrap=not here.is_terminal)
@@ -48,14 +48,13 @@ def say_error(text: str) -> None:
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """Print notes to the user on standard error, a line each."""
     for note in notes:
         say(f"note: {note}")
 
 
 def console(*, is_error: bool = False, **how: Any) -> Console:
-    """A console on standard output or standard error. It takes no markup, and escapes control characters, since names
-    in models may hold anything."""
+    """A console on standard output or standard error. Markup is off and control characters are escaped, since names in
+    models may hold anything."""
     from rich.console import Console  # slow to import, and many commands print without it
     from rich.segment import Segment
 
@@ -79,7 +78,7 @@ LONG_CELL = 60
 
 
 def present(done: Shown, *, as_machine: bool) -> int:
-    """Print the result of a command, as JSON or for people. Gives the exit code."""
+    """Print the result of a command as JSON or as text. Returns the exit code."""
     if as_machine:
         print_json(done.to_dict())
     else:
@@ -96,8 +95,8 @@ def print_parts(parts: Iterable[str | Table]) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table on standard output, without empty columns. Where that is no terminal, long cells are broken between
-    words. On a narrow terminal the widest columns are folded: nothing is cut, and short words stay whole."""
+    """Print a table without empty columns. If output is no terminal, long cells wrap between words; on a narrow
+    terminal the widest columns wrap. Nothing is cut."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -122,7 +121,6 @@ def show(table: Table) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines for people. Line breaks in names are escaped."""
     for line in lines:
         print(escaped(with_flags(line)))
 

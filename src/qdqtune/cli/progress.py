@@ -1,4 +1,4 @@
-"""An observer that shows the progress of a command: lines, and on a terminal a changing line below them."""
+"""An observer that shows the progress of a command: lines, and on a terminal a status line below them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ LINE_SECONDS = 10.0
 
 
 def shown(*, quiet: bool = False, verbose: bool = False) -> Progress:
-    """An observer that shows progress. Only lines appear where there is no terminal, or with `verbose`."""
+    """An observer that prints progress. Without a terminal, or with `verbose`, it prints lines only."""
     here = console(is_error=True, quiet=quiet)
     return Progress(here, is_moving=here.is_terminal and not here.is_dumb_terminal and not verbose)
 
 
 def run(command: Callable[[O, Progress], R], options: O, terminal: Terminal) -> R:
-    """Run a command with its progress on the terminal, then print its notes. Gives its result, whose notes spell
-    options as they are typed."""
+    """Run a command with its progress on the terminal, then print its notes. Returns its result, with options in notes
+    spelled as flags."""
     with shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
         done = command(options, observer)
     if done.notes:
@@ -49,7 +49,7 @@ def run(command: Callable[[O, Progress], R], options: O, terminal: Terminal) -> 
 
 
 class Progress:
-    """Prints a line for each note and each candidate. Stages are lines, too, but with `is_moving` they change one line
+    """Prints a line for each note and each candidate. Stages are lines, too; with `is_moving` they share a status line
     at the bottom of the terminal, which vanishes at the end. A context manager."""
 
     def __init__(self, console: Console, *, is_moving: bool) -> None:
@@ -121,8 +121,8 @@ class Progress:
 
 
 def line(trial: Trial, outcome: str, state: State, *, is_new: bool = False) -> str:
-    """A candidate: what was spent, the speed of the best, what it is, its speed or costs, and what becomes of it. What
-    it is called is explained where that `is_new`."""
+    """A candidate in one line: builds used, the best speed so far, the candidate's name (with an explanation if
+    `is_new`), its speed or costs, and the outcome."""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
     best = f"  best {speed(state.best_ratio)}" if state.timed else ""
     proposal, figures = trial.proposal, list[str]()

@@ -1,4 +1,4 @@
-"""Safe standard streams and Ctrl-C. Streams may be closed, full, or a pipe that nobody reads.
+"""Standard output and error that never fail (they may be closed, full, or a pipe without a reader), and Ctrl-C.
 
 Text may hold names from models, so control characters in it are escaped.
 """
@@ -39,14 +39,13 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 def escaped_lines(text: str) -> str:
-    """The text with control characters escaped, but not line breaks."""
     return text if text.isprintable() else "\n".join(map(escaped, text.split("\n")))
 
 
 class SafeStream(io.TextIOBase):
-    """A text stream that never fails, and escapes control characters. After an error further text is dropped, and
-    `lost` holds the error; a pipe whose reader has gone is none. `styled` is the same stream for text that is escaped
-    already and has colours.
+    """A text stream that never fails, and escapes control characters. After an error, further text is dropped and
+    `lost` holds the error, except for a pipe whose reader has gone. `styled` is the same stream for text that is
+    already escaped and has colours.
     """
 
     def __init__(self, stream: TextIO, *, is_styled: bool = False) -> None:
@@ -94,8 +93,8 @@ class SafeStream(io.TextIOBase):
 def guarded() -> Iterator[None]:
     """Replace standard output and standard error by safe streams, and restore them at the end.
 
-    Standard output is for results only: what libraries write to its descriptor goes to standard error. A stream with
-    another descriptor, as in tests, keeps it.
+    Standard output is for results only: what libraries write to its file descriptor goes to standard error. A stream
+    with another descriptor, as in tests, keeps it.
     """
     for number in range(3):  # a file that is opened under such a number would get what libraries print
         try:
@@ -127,12 +126,12 @@ def guarded() -> Iterator[None]:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """The stream for text that is escaped already and has colours."""
+    """The stream for text that is already escaped and has colours."""
     return stream.styled if isinstance(stream, SafeStream) else stream  # type: ignore[return-value]
 
 
 def lost_output() -> OSError | None:
-    """The error that kept results from standard output; None if there was none."""
+    """The error because of which results were not written to standard output; None if there was none."""
     sys.stdout.flush()
     if not isinstance(sys.stdout, SafeStream):
         return None
@@ -141,11 +140,8 @@ def lost_output() -> OSError | None:
 
 @contextmanager
 def interrupts() -> Iterator[Event]:
-    """Ctrl-C: the first one raises KeyboardInterrupt, so that everything is cleaned up; the second ends the process.
-
-    The event is set by the first one: inside of a library it may turn into any other error. Nothing changes where
-    interrupts are ignored, as in the background.
-    """
+    """Handle Ctrl-C: the first one sets the event and raises KeyboardInterrupt, which a library may turn into another
+    error; the second one ends the process. Nothing changes where interrupts are ignored, as in the background."""
     happened, before = Event(), signal.getsignal(signal.SIGINT)
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -168,7 +164,8 @@ def interrupts() -> Iterator[Event]:
 
 
 def end_with_parent() -> None:
-    """Interrupt this process when its parent is gone, if the parent has set `PARENT`; end it if that does not help."""
+    """Interrupt this process when its parent is gone (if the parent has set `PARENT`); if that does not help, end
+    it."""
     pipe = os.environ.pop(PARENT, "")
     if pipe.isdigit():
         threading.Thread(target=_await_end, args=(int(pipe),), daemon=True).start()

@@ -1,4 +1,4 @@
-"""`qdqtune tune` and `run`: searches, and what is printed of their results."""
+"""`qdqtune tune` and `run`: run searches and print their results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qdqtune.tuning.options import MODEL, folder_or_model
 
 
 def _models(value: Any) -> Path | tuple[Path, ...]:
-    """Model files, and the graphs of folders (see `model_folder`), sorted by name in each: a path, or several."""
+    """A path, or several: model files, and for folders their graphs (see `model_folder`), sorted by name."""
     paths = list[Path]()
     for path in map(folder_or_model, texts_of(value)):
         graphs = graphs_in(path) if path.is_dir() else [path]
@@ -71,10 +71,7 @@ def tune_command(options: TuneArguments) -> int:
 
 
 def run(options: TuneArguments, listener: Observer | None = None) -> int:
-    """Tune one model and print the result. Gives the exit code.
-
-    `listener` receives the events of the run as well.
-    """
+    """Tune one model and print the result. `listener` also receives the events of the run. Returns the exit code."""
     settings = options.settings(command_line())
     try:
         with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
@@ -164,7 +161,7 @@ def run_command(options: RunOptions) -> int:
 
 
 def read_jobs(path: Path) -> list[TuneArguments]:
-    """The jobs of a file: `defaults` for all, and `jobs`, a list of options by name with a `model` each."""
+    """The jobs in a YAML file: `defaults` for all, and `jobs`, a list of options by name with a `model` each."""
     try:
         file = msgspec.convert(parsed_yaml(path, "jobs"), _File)
     except msgspec.ValidationError as error:

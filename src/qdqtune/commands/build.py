@@ -25,7 +25,7 @@ ARTIFACT = "build"
 
 
 def _outputs(path: Path, name: str, options: EngineOptions) -> list[Output]:
-    """The files that `build` writes: the artifact, and a timing cache beside it if none is named."""
+    """The files that `build` writes: the built model, and beside it a timing cache unless options name one."""
     engine = options.engine_spec
     cached = with_timing_cache(engine, path.parent)
     cache = [] if cached is engine else timing_cache(Path(cached.options["timing_cache"]), "the timing cache")
@@ -43,7 +43,7 @@ class BuildOptions(EngineOptions, ModelOption, kw_only=False):
 
 @dataclass(frozen=True, repr=False)
 class Artifact(Shown):
-    """The written files (weights may have their own), their size, and the duration of the build."""
+    """The written files (weights may have their own), their total size, and the duration of the build."""
 
     engine: str
     files: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""`qdqtune check`: what an engine does not fuse in a Q/DQ model; with `--layers` the layers that it runs."""
+"""`qdqtune check`: which pairs of a Q/DQ model an engine does not fuse; with `--layers`, the layers that it runs."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
-    """The layers of an engine with these `numbers`, in the order in which they run, for inputs of these `sizes`.
-    `machine` is the other one that ran them, if any; `described` is what the engine says of itself, None of an exported
-    report."""
+    """The layers that an engine runs for a model, in order, for inputs of these `sizes`; `numbers` is its format of
+    pairs.
+
+    `machine` is the remote machine that ran them, if any; `described` is what the engine says of itself, None if layers
+    were read from a file."""
 
     engine: str
     layers: tuple[Layer, ...]
@@ -110,8 +112,8 @@ def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
 
 
 def _profile(options: LayersOptions, graph: Model) -> Layers:
-    """Read the report that `graph_json` names, or have the engine run the model. Where times mean nothing, layers have
-    none."""
+    """Read the report that `graph_json` names, or run the model on the engine. Layers have no times if the engine's
+    times mean nothing."""
     path = options.model
     is_fp8 = any(info.dtype == TensorProto.FLOAT8E4M3FN for info in graph.tensors.values())
     quant_type: QuantType = "fp8" if is_fp8 else "int8"
@@ -153,9 +155,9 @@ class CheckOptions(LayersOptions):
 
 @dataclass(frozen=True, repr=False)
 class Checked(Shown):
-    """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so no
-    finding fails. `profile` has no layers if the model has no pairs, but for execution providers: `fallback` is what
-    they leave to others."""
+    """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs faster on this engine,
+    so no finding counts as a failure. `profile` has no layers if the model has no pairs, except for execution
+    providers: `fallback` has the nodes that they leave to others."""
 
     model: Path
     graph: Model
@@ -167,7 +169,6 @@ class Checked(Shown):
 
     @property
     def passes(self) -> bool:
-        """Whether no finding fails; always so for pairs that a search has measured."""
         return self.measured or not any(finding.fails for finding in self.findings)
 
     @property
@@ -186,7 +187,7 @@ class Checked(Shown):
         return f"{self.model} on {self.profile.where}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
     def table(self) -> Table:
-        """The findings, those with one cause together; those that fail come first, the most time first."""
+        """The findings, grouped by cause; failures first, then by time."""
         groups: dict[tuple[bool, str], list[Finding]] = {}
         for finding in sorted(self.findings, key=lambda f: ORDER.index(f.kind)):
             groups.setdefault((not finding.fails, finding.cause or finding.reason), []).append(finding)
@@ -244,8 +245,8 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
     """Find what the engine does not fuse in a Q/DQ model, and why.
 
     Raises:
-        BadOption: options do not go together.
-        QdqtuneError: the engine cannot run the model, say.
+        BadOption: options exclude each other.
+        QdqtuneError: the engine cannot run the model, for example.
     """
     path = options.model
     graph, is_report = load(path), options.graph_json is not None
@@ -264,10 +265,8 @@ def check(options: CheckOptions, observer: Observer | None = None) -> Checked:
 
 
 def _is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
-    """Whether `file` lies in the folder of a run that has proven the pairs of its `model` faster on this engine.
-
-    `engine` is the description of the engine: another version, device or setting may fuse otherwise.
-    """
+    """Whether `file` is in the folder of a run that has proven the pairs of its `model` faster on this engine. `engine`
+    describes the engine: another version, device or setting may fuse otherwise."""
     folder = file.parent
     try:
         summary = read_summary(folder)

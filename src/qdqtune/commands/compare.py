@@ -1,5 +1,6 @@
-"""`qdqtune compare`: times a user's files against the first of them, as the proof of a search does, and says what they
-hold of limits, for continuous integration also as JUnit XML and Markdown."""
+"""`qdqtune compare`: times files against the first one, as the proof of a search does, and checks limits; for
+continuous integration also as JUnit XML and Markdown.
+"""
 
 from __future__ import annotations
 
@@ -167,8 +168,8 @@ class CompareOptions(MetricOptions, EngineOptions, MeasureOptions):
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """The result of `compare`: a row for each file but the first, in their order, and notes for the user. Outputs were
-    compared on `judged` samples, 0 if samples are random."""
+    """The result of `compare`: a row for each file but the first, in order, and notes. Outputs were compared on
+    `judged` samples; 0 if inputs are random."""
 
     first: str
     rows: tuple[Row, ...]
@@ -206,7 +207,6 @@ class Comparison(Shown):
         return f"{'; '.join(told)} (against {self.first})"
 
     def table(self) -> Table:
-        """Every file against the first; the row of a file that failed is empty. Without samples no SQNR is known."""
         cells = list[tuple[str, ...]]()
         title = next((row.metric[0].name for row in self.rows if row.metric is not None), "metric")
         for row in self.rows:
@@ -262,9 +262,8 @@ def compare(
     observer: Observer | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Comparison:
-    """Time every other file against the first, in the same rounds on fresh builds of all. Where nothing else says which
-    sizes inputs have, random ones have `shapes`.
-    """
+    """Time every other file against the first, in the same rounds on fresh builds of all. `shapes` are those of random
+    inputs, by input name, unless options set them."""
     execution, machine = on_device(options.on, execution_of(options))
     workloads = options.workloads
     usual = usual_threads() if machine is None else machine.physical_cores
@@ -342,7 +341,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Part:
-    """The comparison on one of several workloads: its share of all calls, median latencies in ms, ratio b/a."""
+    """The comparison on one of several workloads: its share of all calls, median latencies in ms, and ratio b/a."""
 
     name: str
     share: float
@@ -353,12 +352,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
+    """One file (b) against the first (a): median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `first_percentiles_ms` and `percentiles_ms` are those of single inferences, None where they were not timed, or
+    `first_percentiles_ms` and `percentiles_ms` are those of single inferences; None if they were not timed, or
     contradict the medians. `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `threads` is
-    set if several numbers of threads were asked for; `workloads` has a part for each of several. `scores` are those in
-    the outputs, None if inputs are random. `metric` is that of the first file and of this one, if one is asked for.
+    set if several numbers of threads were asked for; `workloads` has a part for each of several. `scores` are the
+    outputs that hold class scores; None if inputs are random. `metric` has that of the first file and of this one, if
+    asked for.
     """
 
     file: str
@@ -382,7 +382,7 @@ class Row:
 
     @property
     def words(self) -> str:
-        """The verdict in words; an undecided one with the largest difference that the interval allows."""
+        """The verdict as text; if undecided, with the largest difference within the interval."""
         if self.ratio is None or self.ratio.verdict != "undecided":
             return self.verdict or ("failed" if self.reason else "not timed")
         low, high = self.ratio.low, self.ratio.high
@@ -437,10 +437,10 @@ def compare_files(
     reference_from: Runner | None = None,
     metric: Metric | None = None,
 ) -> list[Row]:
-    """Compare each other file with the first, at each number of threads in `counts`: all race on as many fresh builds
-    as a verdict needs. They are timed on `mix`, by default on the first sample of `judging`. Outputs are compared on
-    `judging` if `has_real_samples`, and best classes in those that are `asked` for, see `scores_of`; so is the
-    `metric`. With `reference_from` outputs and metric of the first file come from there, and nothing is timed.
+    """Compare each other file with the first, at each number of threads in `counts`, on as many fresh builds as a
+    verdict needs. Times are those on `mix`, by default on the first sample of `judging`. If `has_real_samples`, outputs
+    on `judging` are compared, with the best classes of the outputs that are `asked` for (see `scores_of`), and the
+    `metric`. If `reference_from` is given, it runs the first file, and nothing is timed.
     """
     observer, first = observer or Silent(), files[0]
     observer.stage(f"running {first.name}")
@@ -498,7 +498,8 @@ def compare_files(
 def _ran(
     runner: Runner, file: Path, samples: Sequence[Sample], metric: Metric | None, first: Path
 ) -> tuple[Outputs, Score | None]:
-    """The outputs of one build of a file, and its metric. Without labels, the answers of the first file are right."""
+    """The outputs and the metric of one build of a file. Without labels, the outputs of the file `first` serve as
+    labels."""
     with ExitStack() as stack:
 
         def load(path: Path) -> Handle:
@@ -515,7 +516,7 @@ def _ran(
 
 
 def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> Row:
-    """The row of a file with how close its outputs are to those of the first one, or why they cannot be compared."""
+    """The row with how close a file's outputs are to those of the first one, or why they cannot be compared."""
     if outputs[0].keys() != reference[0].keys():
         return replace(row, unlike="they have other names")
     if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
@@ -535,7 +536,7 @@ BEGINNING = "<!-- made by qdqtune -->"
 
 
 def junit(gated: Sequence[Gated]) -> str:
-    """The outcomes as JUnit XML: a test case for each limit of each file; an undecided one counts as skipped."""
+    """The outcomes as JUnit XML: a test case for each limit of each file; undecided ones count as skipped."""
     found = Counter(one.outcome for one in gated)
     told = {"tests": len(gated), "skipped": found["undecided"], "failures": found["missed"], "errors": found["failed"]}
     suites = ElementTree.Element("testsuites")
@@ -551,7 +552,6 @@ def junit(gated: Sequence[Gated]) -> str:
 
 
 def markdown(told: str, table: Table | None, gated: Sequence[Gated], notes: Sequence[str] = ()) -> str:
-    """A result as Markdown: a sentence, its table, the outcome of each limit, notes."""
     lines = [BEGINNING, f"**qdqtune:** {plain(told)}", "", *([] if table is None else table.markdown())]
     lines += [f"- {plain(text)}" for text in (*(one.in_words for one in gated), *(f"note: {n}" for n in notes))]
     return "\n".join(lines).rstrip() + "\n"

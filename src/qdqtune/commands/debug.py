@@ -1,7 +1,7 @@
-"""`qdqtune debug`: which tensor breaks the outputs of a quantized model. `quantize --report` has the same ranking.
+"""`qdqtune debug`: which tensor breaks the outputs of a quantized model. `quantize --report` shows the same ranking.
 
-It ranks tensors by what their pairs alone do to the outputs, as ONNX defines them, and takes the worst out until the
-outputs are healthy. Then it measures what the engine computes of the pairs that are left.
+It ranks tensors by the error that their pairs alone cause, as ONNX defines pairs, and removes the worst until the
+outputs are healthy. Then it compares that with what the engine computes.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ SENSITIVE = "its range fits: the network is sensitive there"
 class Damage:
     """What the pairs of one tensor do to the outputs.
 
-    `nodes` are the nodes to keep in float: those that read the tensor through the pairs, or the node that makes a graph
-    output. `noise` is that of the outputs with these pairs alone, `without` that of the pairs that are left without
-    them, where that was measured. `float_range` are the values of the float tensor on the samples, `quantized_range`
-    those that the pairs can represent. `joined` are the ranges of the tensors that a Concat joins to this one.
+    `nodes` are the nodes to keep in float: those that read the tensor with its pairs, or the node that makes a graph
+    output. `noise` is the error with these pairs alone, `without` the error once they are removed as well, if measured.
+    `float_range` is that of the float tensor on the samples, `quantized_range` what the pairs can represent. `joined`
+    are the ranges of the tensors that a Concat joins with this one.
     """
 
     tensor: str
@@ -112,7 +112,7 @@ class Damage:
         return SENSITIVE
 
     def to_dict(self) -> dict[str, Any]:
-        """The tensor as JSON values; NaN and infinite ends of ranges are text, since JSON has no such numbers."""
+        """As JSON values; NaN and infinite ends of ranges become text, since JSON has no such numbers."""
         row = {name: value for name, value in asdict(self).items() if name not in ("noise", "without")}
         for name in ("float_range", "quantized_range"):
             row[name] = [end if np.isfinite(end) else str(end) for end in row[name]]
@@ -121,10 +121,8 @@ class Damage:
 
 
 def noise(reference: Outputs, outputs: Outputs) -> float:
-    """The power of the error relative to that of the signal, for the worst output, or for a slice of one that is lost.
-
-    For integer outputs, such as class numbers, the share of values that differ, if that is larger.
-    """
+    """The power of the error relative to the signal, for the worst output or a destroyed slice of one. For integer
+    outputs, such as class numbers: the share of values that differ, if that is larger."""
     if not is_finite(outputs):
         return UNBOUNDED_NOISE
     shapes = ((r[name].shape, o[name].shape) for r, o in zip(reference, outputs, strict=True) for name in r)
@@ -137,8 +135,8 @@ def noise(reference: Outputs, outputs: Outputs) -> float:
 
 
 def errors_by_sample(reference: Outputs, outputs: Outputs) -> list[float]:
-    """How much of the error each sample makes: its noise times the power of its signal, so that one whose outputs are
-    next to nothing counts for nothing; of integers alone its noise."""
+    """How much of the error each sample causes: its noise times the power of its signal, so that samples with outputs
+    near zero count little; for integer outputs alone, its noise."""
     errors = []
     for wanted, values in zip(reference, outputs, strict=True):
         floats = [array for array in wanted.values() if array.dtype.kind == "f"]
@@ -149,8 +147,7 @@ def errors_by_sample(reference: Outputs, outputs: Outputs) -> list[float]:
 
 class SwitchedPairs:
     """The float model with a switch at every pair of a file, on ONNX Runtime without optimization, which computes pairs
-    as ONNX defines them. One build serves all sets of pairs.
-    """
+    as ONNX defines them. One build serves all sets of pairs."""
 
     def __init__(self, pairs: Sequence[FilePair], samples: Sequence[Sample], run: ModelRun) -> None:
         self._pairs, self.samples, self._run = pairs, samples, run
@@ -172,8 +169,8 @@ class SwitchedPairs:
         return noise(self.reference, self.outputs(on))
 
     def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
-        """Keep only the samples that make most of the error in these outputs, if the noise on them is above `limit`.
-        The noise of the outputs on the samples that are kept."""
+        """Keep only the samples with the largest errors in these outputs, if the noise on them is above `limit`.
+        Returns the noise on the samples that are left."""
         reference, most = self.reference, max(1, min(SAMPLES, INFERENCES // len(self.tensors)))
         errors = errors_by_sample(reference, outputs)
         worst = sorted(sorted(range(len(errors)), key=lambda i: -errors[i])[:most])
@@ -185,7 +182,7 @@ class SwitchedPairs:
         return there
 
     def ranking(self) -> dict[str, float]:
-        """The noise that each tensor makes alone, the largest first."""
+        """The noise that the pairs of each tensor cause alone, the largest first."""
 
         def of_block(block: Block) -> float:
             start, stop = block
@@ -215,8 +212,8 @@ def switched_pairs(
 
 @dataclass(frozen=True)
 class Damages:
-    """The `WORST` tensors of a quantized model, the largest damage first, and the noise that all pairs make `together`,
-    on so many `samples`: those with most of the error. Biases are not in it."""
+    """The `WORST` tensors of a quantized model, the largest noise first, and the noise of all pairs `together` (without
+    those of biases), on the `samples` samples with the largest errors."""
 
     worst: tuple[Damage, ...]
     together: float
@@ -249,7 +246,7 @@ def described(
     samples: Sequence[Sample],
     execution: Execution,
 ) -> list[Damage]:
-    """The tensors of `noises`, in order, with what `samples` and the file tell of them."""
+    """The `Damage` of each tensor in `noises`, in order."""
     joined = {tensor: _joined(model, tensor) for tensor in noises}
     ranges = _float_ranges(model, list(dict.fromkeys([*joined, *chain(*joined.values())])), samples, execution)
     damaged = []
@@ -271,9 +268,9 @@ def described(
 
 
 def to_exclude(found: Damages, leaves_some: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
-    """The nodes of the tensors that make a tenth or more of the error of all together, the worst first.
+    """The nodes that read the tensors whose pairs cause a tenth or more of the whole error, the worst first.
 
-    `leaves_some` says whether anything stays quantized without some nodes; tensors are added as long as something does.
+    `leaves_some(nodes)` says whether anything stays quantized without these nodes; the list ends before nothing would.
     """
     chosen: tuple[str, ...] = ()
     for damage in found.worst:
@@ -303,7 +300,7 @@ def _float_ranges(
 
 
 def _joined(model: Model, tensor: str) -> tuple[str, ...]:
-    """The tensors that a Concat joins to this one, whose pair gives all of them one scale; empty without a Concat."""
+    """The tensors that a Concat joins with this one, so that one pair gives them all the same scale; else empty."""
     maker = model.maker(tensor)
     while maker is not None and maker.op in REARRANGES:
         maker = model.maker(maker.inputs[0])
@@ -337,12 +334,13 @@ class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """The result of `debug`. Noise is relative to the signal, of the worst output.
+    """The result of `debug`. Noise is that of the worst output, relative to the signal.
 
-    `noise` is that of `file` on the `engine` on all `samples`. The next values are measured on the `examined` worst
-    samples: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest` without the guilty
-    pairs. The `suspects` are the guilty tensors, whose `without` is known; the worst ones if none is. `pairs` counts
-    examined pairs, those on biases included, and `unexamined` those on no tensor of the float model.
+    `noise` is that of `file` on the `engine` on all `samples`. Further values were measured on the `examined` samples
+    with the largest errors: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest`
+    without the guilty pairs. `suspects` are the guilty tensors, whose `without` is known; if there are none, the worst
+    ones. `pairs` counts examined pairs, those on biases included; `unexamined` those that are on no tensor of the float
+    model.
     """
 
     pairs: int
@@ -417,7 +415,7 @@ class Diagnosis(Shown):
             yield f"no single tensor is guilty{where}: calibrate otherwise, or exclude several"
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values. SQNR in dB, None for equal outputs, -30 if outputs are not finite."""
+        """As JSON values. SQNR in dB: None for equal outputs, -30 if outputs are not finite."""
         return {
             "model": str(self.file),
             "engine": self.engine,

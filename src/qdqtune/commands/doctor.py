@@ -47,7 +47,8 @@ class DoctorOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class EngineState:
-    """Whether an engine runs models here, simulates that, only builds them, or neither; why, and what would help."""
+    """Whether an engine runs models here, simulates that, only builds them, or does neither; why, and what to
+    install."""
 
     name: str
     status: Literal["usable", "simulated", "builds only", "missing"]
@@ -75,8 +76,7 @@ class Gpu:
 
 @dataclass(frozen=True, repr=False)
 class EnginesState(Shown):
-    """The engines, among them execution providers, and the hardware of this machine. `gpu_note` says why there is no
-    GPU."""
+    """The engines and execution providers, and the hardware of this machine. `gpu_note` says why no GPU was found."""
 
     engines: tuple[EngineState, ...]
     processor: Processor
@@ -112,7 +112,7 @@ class EnginesState(Shown):
 
 
 def examine() -> EnginesState:
-    """Open every engine in a process of its own, and read the hardware. Failures are part of the result."""
+    """Try to open every engine, each in its own process, and read the hardware. Failures are part of the result."""
     gpus, note = find_gpus()
     engines = tuple(engine_state(name) for name in ENGINES if name not in PROVIDERS)
     isa = instruction_sets()
@@ -122,7 +122,8 @@ def examine() -> EnginesState:
 
 
 def doctor_elsewhere(on: str, *flags: str) -> int:
-    """Run `doctor` on the machine that the option `on` names, which prints here. Gives its exit code."""
+    """Run `doctor` on the remote machine that the option `on` names; its output is printed here. Returns its exit
+    code."""
     destination = Destination.parsed(on)
     destination.facts()  # which says in one line what is missing
     words = destination.command(" ".join(("qdqtune doctor", *flags)))
@@ -133,8 +134,8 @@ def doctor_elsewhere(on: str, *flags: str) -> int:
 
 
 def engine_state(name: str) -> EngineState:
-    """Open one engine or execution provider without options; if that fails and the engine can, for a device that is not
-    present."""
+    """Open an engine or execution provider with default options; if that fails, for a device that is not present, if it
+    can build without one."""
     facts = facts_of(name)
     if not all(map(importlib.util.find_spec, facts.packages)):
         return EngineState(name, "missing", reason="not installed", remedy=facts.install)

@@ -1,4 +1,4 @@
-"""`qdqtune explain`: why each unit of a finished run runs as it does, read from the folder of the run."""
+"""`qdqtune explain`: why each group of nodes of a finished run is in 8 bits or in float, read from the run's folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ExplainOptions(Options):
 
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
-    """A finished run, explained: what shipped in a sentence, why the search `ended`, and a row for every unit.
-    `is_part`: `rows` are only the units of the nodes that were asked for. `floats` names the float model of their
-    times; `caution` says how far these can be trusted."""
+    """A finished run, explained: what shipped in a sentence, why the search `ended`, and a row for every unit (nodes
+    that are quantized together). `is_part`: only the rows of nodes that were asked for. `floats` names the float model
+    that `float_ms` is about; `caution` says if times cannot be trusted."""
 
     folder: Path
     headline: str
@@ -42,7 +42,7 @@ class Explained(Shown):
         return self.headline
 
     def table(self) -> Table:
-        """The units by state and reason, or one by one if only some were asked for."""
+        """The units, by state and reason; one by one if only some were asked for."""
         if self.is_part:
             rows = [
                 (", ".join(row.nodes), ", ".join(row.operators), _runs_in(row), row.why, *_times(row))
@@ -79,7 +79,7 @@ def explain_run(folder: Path, pattern: str | None = None) -> Explained:
 
     Raises:
         BadOption: the folder holds no finished run, or no such node.
-        BadState: its state file is damaged, or missing.
+        BadState: its state file is damaged or missing.
     """
     run = read_run(folder)
     headline = verdict(run.summary).headline

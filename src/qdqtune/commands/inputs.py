@@ -55,9 +55,8 @@ T = TypeVar("T", bound=Options)
 
 
 def model_file(model: ModelLike, folder: Path, name: str = "model", example_inputs: object = None) -> Path:
-    """The path of a model; a model object is written to the folder, a module of PyTorch is exported with
-    `example_inputs` (see `torch_export`).
-    """
+    """The path of a model. A model in memory is written to `folder`; a PyTorch module is exported with `example_inputs`
+    (see `torch_export`)."""
     if isinstance(model, str | Path):
         return model_in(Path(model))
     path = folder / f"{name}.onnx"
@@ -73,10 +72,10 @@ def model_file(model: ModelLike, folder: Path, name: str = "model", example_inpu
 
 
 def sample_source(samples: Any, folder: Path, execution: Execution, limit: int | None = None) -> str:
-    """The source of samples that lie in memory, as text. Arrays are written to the folder one by one, at most `limit`.
-    A generator runs in a thread of its own, within the time limits of `execution`.
+    """The text that names a source of samples. Arrays in memory are written to the folder one by one, at most `limit`
+    samples. A generator runs in its own thread, within the time limits of `execution`.
 
-    Equal arrays give files of equal bytes, so that a stopped run can continue.
+    Equal arrays give equal files, so that a stopped run can continue.
     """
     target = folder / "samples"
     target.mkdir()
@@ -100,7 +99,7 @@ def sample_source(samples: Any, folder: Path, execution: Execution, limit: int |
 
 
 class ModelOption(Options, kw_only=False):
-    """The model of a command: a path, in a program any `ModelLike` until `on_disk` has written it."""
+    """The model of a command: a path; in a program any `ModelLike`, which `on_disk` writes to a file."""
 
     model: File = MODEL("The ONNX file, or a folder that holds one.", default=REQUIRED, metavar="MODEL")
 
@@ -114,16 +113,14 @@ FIXED = VALUES(
 
 
 def execution_of(options: Options, begun: float | None = None) -> Execution:
-    """How a command runs models by its options, as far as it has them: `time_limit` of each request and of reading
-    samples, and `time_budget` of the whole run, from the time `begun` of `time.monotonic` or from now on."""
+    """The time limits in options, if they have them: `time_limit` of each request to an engine and of reading samples,
+    and `time_budget` of the whole run, from `begun` (of `time.monotonic`) or from now on."""
     seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
     ends = None if budget is None else budget + (monotonic() if begun is None else begun)
     return Execution(seconds, ends)
 
 
 class MetricOptions(LabelOptions, DataOptions):
-    """A metric of the user, or one over labelled samples."""
-
     evaluate: Option[str | None] = SOURCE(
         "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
         "{output: array}. Also path/to/file.py:callable.",
@@ -140,9 +137,10 @@ class MetricOptions(LabelOptions, DataOptions):
 
 @contextmanager
 def on_disk(options: T, execution: Execution = EXECUTION) -> Iterator[T]:
-    """Yield the options with files and names in place of Python objects, which are written to a temporary folder.
-    Samples are read within the time limits of `execution`. The `example_inputs` of a module of PyTorch also say at
-    which sizes it is measured, where nothing else does.
+    """Yield the options with Python objects (models, samples, metrics) replaced by files in a temporary folder.
+
+    Samples are read within the time limits of `execution`. The `example_inputs` of a PyTorch module also set the sizes
+    at which it is measured, unless options do.
     """
     given = {name: getattr(options, name, None) for name in IN_MEMORY}
     examples = getattr(options, "example_inputs", None)
@@ -200,7 +198,7 @@ def _array(values: object) -> npt.NDArray[np.generic]:
 
 @contextmanager
 def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
-    """Yield a name under which the function can be imported as a metric. The name changes with the function's code."""
+    """Yield a name under which the function can be imported as a metric. It changes with the function's code."""
     if metric is None or isinstance(metric, str):
         yield metric
         return
@@ -254,8 +252,8 @@ def prepared_for(
 ) -> Prepared:
     """A model for an engine, and the samples that options name, in files (see `on_disk`): see `prepare`.
 
-    If they name none, and one of the model `files` lies in the folder of a run, the samples of that run. Random samples
-    have `shapes`, or the sizes that the engine tunes for, unless the user names others.
+    If options name none and one of `files` is in the folder of a run: that run's samples. Random samples have `shapes`,
+    or the sizes that the engine tunes for, unless the user sets others.
     """
     files, source = tuple(files), options.calibration_data
     data = Data(
@@ -276,7 +274,8 @@ def prepared_for(
 
 
 def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:
-    """`spec` with the range of input sizes over all workloads, if the engine takes such ranges and none are set."""
+    """`spec` with the range of input sizes over all workloads, if the engine takes such ranges and the user set
+    none."""
     if not spec.facts.is_tensorrt or not workloads or spans(spec):
         return spec
     return with_spans(spec, spans_of(workloads, fixed))

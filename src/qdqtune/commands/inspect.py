@@ -1,4 +1,4 @@
-"""`qdqtune inspect`: what a model holds, and its regions and patterns, as JSON values and as text made of them."""
+"""`qdqtune inspect`: a model's inputs, operators, regions and patterns, as JSON values and as text."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Inspection(Shown):
         return lines + [f"{'':{width}} {note}" for note in model["notes"]]
 
     def lines(self, *, tree: bool = False, verbose: bool = False) -> list[str]:
-        """A summary that fits on a screen; with `tree` every region as well, with `verbose` its nodes and tensors."""
+        """A summary that fits on a screen; with `tree` also every region, with `verbose` its nodes and tensors."""
         lines = list(_head(self.values))
         if tree or verbose:
             lines.append("")
@@ -98,8 +98,7 @@ class Inspection(Shown):
 
 
 def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspection:
-    """Tell what a model holds, divide the graph that a run tunes in it into regions, and find which of them share a
-    pattern.
+    """Describe a model; with regions, divide the graph that a run tunes, and find which regions share a pattern.
 
     Raises:
         QdqtuneError: the model cannot be read, or an option does not fit.
@@ -114,7 +113,8 @@ def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspec
 
 
 def overview_of(model: Model) -> dict[str, Any]:
-    """What a model holds, as JSON values. A product can have pairs if both its inputs can."""
+    """A model's inputs, outputs and operators, as JSON values. A product counts as quantizable if both inputs can have
+    pairs."""
     products = [node for node in model.nodes if node.op in COMPUTE and not node.domain]
     refusals = [
         next(
@@ -161,8 +161,8 @@ def _tensors(model: Model, names: Sequence[str]) -> list[InputSpec]:
 def inspected(
     model: Model, regions: Regions, patterns: Sequence[Pattern], *, include_all_regions: bool = False
 ) -> Inspection:
-    """The hierarchy and its statistics. Regions without quantizable operators are counted but shown only with
-    `include_all_regions`; patterns that no search tunes are only listed with it."""
+    """The regions and their statistics. Regions without quantizable operators are counted, but listed only with
+    `include_all_regions`, as are patterns that no search tunes."""
     patterns = patterns if include_all_regions else tunable(model, patterns)
     pattern_of = {region: p.digest for p in patterns for region in p.instances}
     parent = {child: region.id for region in regions.listings for child in region.children}

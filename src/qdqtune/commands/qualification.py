@@ -1,4 +1,4 @@
-"""What every engine must do, as the tests of engines check it, and `doctor --qualify` on a machine."""
+"""Requirements that every engine must meet: checked by the tests of engines, and by `doctor --qualify` on a machine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def samples_of(file: Path) -> list[Sample]:
 
 def _model(shape: Sequence[int | str], nodes: str, name: str = "x", constants: str = "") -> onnx.ModelProto:
     """A model of nodes in ONNX's text format, from the input `name` to the output `y`. Constants such as
-    `weight_a_64x32` get values: weights are random, and keep the variance of values."""
+    `weight_a_64x32` get values: weights are random, scaled to keep the variance of activations."""
     sizes = ",".join(map(str, shape))
     model = parser.parse_model(f"{HEAD} net (float[{sizes}] {name}) => (float y) <{constants}> {{{nodes}}}")
     random, graph = np.random.default_rng(0), model.graph
@@ -131,8 +131,8 @@ def residual() -> onnx.ModelProto:
 
 
 def transformer(head: int) -> onnx.ModelProto:
-    """A layer of attention with heads of a size, whose queries, keys and values come from one product, and two products
-    with a Gelu between them."""
+    """A transformer layer with heads of size `head`: attention with queries, keys and values from one product, then two
+    products with a Gelu between them."""
     width = HEADS * head
     nodes = f"""
         {_norm("x", "n", width)} {_product("n", "all", width, 3 * width)} apart = Reshape(all, five)
@@ -211,7 +211,7 @@ class NotApplicableError(Exception): ...
 
 @dataclass
 class Bench:
-    """An engine with the files of graphs, which are made when they are first asked for. `simulation` is ONNX Runtime
+    """An engine with the files of test models, which are written when first needed. `simulation` is ONNX Runtime
     without fusion; no request takes longer than `time_limit`."""
 
     engine: str
@@ -263,7 +263,8 @@ class Bench:
 
 
 def _reports_layers(bench: Bench, graph: str) -> str:
-    """Graphs build in float, and with pairs or stored weights by our rules; each node is in one layer, with a time."""
+    """Test models build in float, with pairs by our rules, and with weight formats; each node is in one layer, with a
+    time."""
     counts = []
     for file in (bench.plain(graph), bench.quantized(graph)):
         layers, operators = bench.layers(file), {node.name: node.op for node in load(file).nodes}
@@ -290,8 +291,8 @@ def _reports_layers(bench: Bench, graph: str) -> str:
 
 
 def _keeps_8_bits(bench: Bench, graph: str) -> str:
-    """Convolutions and products with pairs run in 8 bits, and products read weights in weight formats themselves. What
-    else `qdqtune check` finds, such as conversions between 8 bits and float, costs time and is counted."""
+    """Convolutions and products with pairs run in 8 bits, and products read weights in weight formats directly. What
+    else `qdqtune check` finds, such as conversions between 8 bits and float, only costs time and is counted."""
     file, options = bench.quantized(graph), GRAPHS[graph][1]
     model, layers = load(file), bench.layers(file)
     numbers = None if "weight_only" in options else bench.runner.numeric_format("fp8" if graph == "fp8" else "int8")
@@ -330,8 +331,8 @@ def _agrees_with_simulation(bench: Bench, graph: str) -> str:
 
 
 class Requirement(NamedTuple):
-    """`look` checks it for one of the `subjects`, and gives what was seen; a QdqtuneError says that it did not hold. If
-    it `runs` models, it is asked only where they can run."""
+    """A requirement. `look` checks it for one of the `subjects` and returns what was seen, or raises a QdqtuneError if
+    it is not met. If `runs` is set, it is only checked on machines that can run models."""
 
     name: str
     subjects: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""`qdqtune quantize` and `apply`: put pairs into a float model, by placement rules or as a placement file has them.
+"""`qdqtune quantize` and `apply`: put pairs into a float model, by placement rules or from a placement file.
 
-Both load the model, calibrate, insert the pairs, save the file, and compare the outputs, if there are enough samples on
-some that calibration has not seen. Nothing is timed.
+Both load the model, calibrate, insert the pairs, save the file, and compare the outputs, on samples that calibration
+has not used if there are enough. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ outputs. Chosen, not measured."""
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A float model that pairs can be put into: `graph`, and `shaped`, the same model with fixed input shapes.
+    """A float model to put pairs into: `graph`, and `shaped`, the same model with fixed input shapes.
 
-    `prepared` holds its samples, None where the model is not run. `matched` holds the ranges of a calibration cache,
-    None where none was given. `notes` are for the user.
+    `prepared` holds its samples; None if the model is not run. `matched` holds the ranges of a calibration cache, None
+    without one. `notes` are for the user.
     """
 
     graph: Model
@@ -115,8 +115,8 @@ class PreparedModel:
     def ranges(
         self, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement], observer: Observer
     ) -> tuple[Ranges, tuple[str, ...]]:
-        """The ranges of the cache, or else calibrated ones of tensors with pairs, and what a time budget left out of
-        calibration. `placed` maps ranges to the placement."""
+        """The ranges of the cache, or else calibrated ones of tensors with pairs; and notes on calibration that the
+        time budget cut short. `placed` maps ranges to the placement."""
         if self.matched is not None:
             return self.matched.ranges, ()
         if self.prepared is None:
@@ -164,11 +164,9 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
         *,
         is_run: bool,
     ) -> PreparedModel:
-        """The model for an engine, with inputs made constant that are `fixed`, and its samples or the ranges of
-        `calibration_cache`.
-
-        With a cache, samples are drawn only if `is_run`. Without a `precision` the model gets the usual one of the
-        engine, where its values allow it.
+        """The model for an engine, and its samples or the ranges of `calibration_cache`. `fixed` has values of inputs
+        to make constant; `is_run`: the command runs the model, so it needs samples even with a cache. If the option
+        `precision` is not set, the model gets the usual precision of the engine, where its values allow it.
         """
         path = self.model
         observer.stage(f"reading {path.name}")
@@ -246,8 +244,8 @@ class QuantizeOptions(MetricOptions, FixOption, SourceOptions):
 
     @property
     def is_run(self) -> bool:
-        """Whether the model is run, to find ranges and to compare outputs. Not if a file has the ranges and there are
-        neither data nor a metric: outputs on random inputs would tell nothing about accuracy."""
+        """Whether the model is run, to find ranges and to compare outputs: not if ranges come from a file, and there
+        are neither data nor a metric, since random inputs say nothing about accuracy."""
         return self.calibration_cache is None or bool(self.calibration_data or self.has_metric)
 
     @property
@@ -280,10 +278,10 @@ def _matching(model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -
 class Quantized(Shown):
     """What `quantize` has written, and its accuracy.
 
-    `sqnr_db` is that of the worst output against the float model on `judged` samples; None where outputs are equal, or
-    not finite. `agreement` is the share of integers or best classes that are as in float, if any;
-    `scores` are the outputs whose best classes these are.
-    `measured` is the user's metric before and after. `damages` is the report, the worst tensor first.
+    `sqnr_db` is that of the worst output against the float model on `judged` samples; None if outputs are equal, or not
+    finite. `agreement` is the share of integers or best classes that are as in float, if any; `scores` are the outputs
+    whose best classes these are. `measured` is the user's metric before and after. `damages` is the ranking of tensors,
+    the worst first.
     """
 
     options: QuantizeOptions
@@ -307,7 +305,6 @@ class Quantized(Shown):
 
     @property
     def metric(self) -> tuple[float, float] | None:
-        """The user's metric before and after; None without one."""
         return None if self.measured is None else (self.measured[0].value, self.measured[1].value)
 
     @property
@@ -454,7 +451,6 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
 
 
 def _check_options(options: QuantizeOptions) -> None:
-    """Refuse options that exclude each other or lack data, and weight formats without a kernel in the engine."""
     check_metric(options.evaluate, options)
     if options.report and options.time_budget is not None:
         raise BadOption("`report` runs the model up to 400 times, however long that takes: leave `time_budget` out")
@@ -476,8 +472,8 @@ def _float_rules(placed: PlacedByRules) -> str:
 
 
 def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric | None, observer: Observer) -> Quantized:
-    """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
-    target. Random inputs give no accuracy, but the file must run on them."""
+    """Compare the outputs of a file with those of the user's model on ONNX Runtime; pairs are fused if that is the
+    target engine. With random inputs there is no accuracy, but the file must run."""
     options = done.options
     model = load(options.model, fix_inputs=options.fix_inputs)
     is_fused = options.engine == "onnxruntime" and len(model.nodes) <= MOST_OPTIMIZED
@@ -528,7 +524,8 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
 def _measured(
     metric: Metric, runner: Runner, before: Handle, after: Handle, until: float, observer: Observer
 ) -> tuple[tuple[Score, Score] | None, str | None]:
-    """The metric of both models, which is to be done at `until`, and what a time budget left out of it."""
+    """The metric of both models, if it can be computed before the time `until`; and a note if the time budget left it
+    out or cut it short."""
     in_time = SamplesInTime(metric.samples if isinstance(metric, Labelled) else (), until, 2, observer)
     if isinstance(metric, Labelled):
         metric = replace(metric, samples=replace(metric.samples, produce=in_time))
@@ -562,7 +559,7 @@ class ApplyOptions(SourceOptions):
 
 @dataclass(frozen=True, repr=False)
 class Applied(Shown):
-    """What `apply` has written. `lost` are edges of the placement that the model lacks, or has no scale for."""
+    """What `apply` has written. `lost` are edges of the placement that the model lacks, or that have no scale."""
 
     output: Path
     placement: Placement

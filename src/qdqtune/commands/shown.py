@@ -15,20 +15,18 @@ MOST_ROWS = 30
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people: titles of columns, rows of texts, and a caption below."""
-
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
 
     @property
     def filled(self) -> Table:
-        """The table without empty columns; columns without a title stay."""
+        """The table without empty columns that have a title."""
         told = [n for n, name in enumerate(self.columns) if not name or any(row[n] for row in self.rows)]
         return replace(self, columns=[self.columns[n] for n in told], rows=[[r[n] for n in told] for r in self.rows])
 
     def markdown(self, most: int | None = None) -> list[str]:
-        """The lines of the table in Markdown, with at most so many rows, and the caption below."""
+        """The lines of the table in Markdown, with at most `most` rows, and the caption."""
         filled = self.filled
         rows = [filled.columns, ["---"] * len(filled.columns), *filled.rows[:most]] if self.rows else []
         rest = len(self.rows[:most]) - len(self.rows)
@@ -45,7 +43,6 @@ class Shown:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command."""
         return 0
 
     @abstractmethod
@@ -53,11 +50,11 @@ class Shown:
         """The result in a sentence."""
 
     def table(self) -> Table:
-        """The result as a table; empty where the sentence says it all."""
+        """The result as a table; empty if the sentence says it all."""
         return Table((), ())
 
     def parts(self) -> Iterator[str | Table]:
-        """What the command line prints, from top to bottom: lines, and tables, of which empty ones are left out."""
+        """What the command line prints, from top to bottom: lines and tables. Empty tables are left out."""
         yield self.table()
         yield self.in_words()
 
@@ -73,10 +70,9 @@ class Shown:
 
 
 def plain(text: str) -> str:
-    """Text in which Markdown and HTML see no marks, as names come from models: one line, escaped where needed."""
+    """Text (a name from a model, say) on one line, escaped so that Markdown and HTML show it literally."""
     return "".join(f"\\{c}" if c in r"\`*_|<>[]" else c for c in escaped(text)).replace("@", "@\u200b")
 
 
 def milliseconds(ms: float | None) -> str:
-    """A time in ms as text; empty if unknown."""
     return "" if ms is None else f"{ms:.4g}"

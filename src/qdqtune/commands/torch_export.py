@@ -1,4 +1,4 @@
-"""Writes a module of PyTorch as an ONNX file, by the exporter that PyTorch builds on torch.export."""
+"""Exports a PyTorch module to ONNX, by the exporter that is based on torch.export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Module(Protocol):
 
 
 def is_module(model: object) -> TypeGuard[Module]:
-    """Whether a value is a module of PyTorch, which is not imported for that."""
+    """Whether a value is a PyTorch module; does not import PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
@@ -77,7 +77,7 @@ def export(module: Any, example_inputs: Any, path: Path) -> None:
 
 
 def example_shapes(file: Path, module: Any, example_inputs: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the examples by the names of the inputs in the `file` of a module."""
+    """The shapes of the example inputs, by the input names of the exported `file`."""
     names = [value.name for value in read(file).graph.input]
     tensors = list(_tensors(_bound(module, example_inputs).arguments))
     return {name: tuple(one.shape) for name, one in zip(names, tensors, strict=False)}
@@ -114,8 +114,8 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def _evaluating(module: Any) -> Iterator[None]:
-    """Set a module to evaluation, and each of its parts back at the end. Keep back what PyTorch warns of meanwhile:
-    libraries that it lacks, and attempts to export that fail."""
+    """Set a module to evaluation mode, and restore the mode of each of its parts at the end. Meanwhile, hide PyTorch's
+    warnings about libraries that it lacks and about failed attempts to export."""
     modes = [(part, part.training) for part in module.modules()]
     logger = logging.getLogger("torch")
     level = logger.level

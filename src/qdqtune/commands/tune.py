@@ -67,7 +67,8 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
     report: bool = SWITCH("Write report.html, which shows the result in a browser.", "Output", default=True)
 
     def plan(self, *, has_few: bool, last: int | None = None) -> Plan:
-        """How candidates are compared: at the looks of the effort, or at `FEW_LOOKS`, the last at `last` rounds."""
+        """How candidates are compared: at which numbers of rounds a verdict is tried, by the effort, or `FEW_LOOKS` if
+        `has_few`; `last` replaces the last of them."""
         looks = FEW_LOOKS if has_few else EFFORTS[self.effort].looks
         looks = looks_until(last or looks[-1], looks)
         if not has_few:
@@ -76,9 +77,8 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
         return Plan(tuple(sorted({max(first, n) for n in looks})), FEW_LOOKS_ERROR)
 
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
-        """The settings of the search. `command` is the command line; `more` are fields of `Settings` that take
-        precedence. `effort` sets the others. Samples, workloads and metric lie in files (see `on_disk`).
-        """
+        """The settings of the search. Samples, workloads and metric must be in files (see `on_disk`). `command` is the
+        command line, for the log; `more` are fields of `Settings` that take precedence over options."""
         machine = None if self.on is None else Destination.parsed(self.on).facts()
         effort = EFFORTS[self.effort]
         # With a time budget it is time that ends the search, while there is something left to try.
@@ -124,7 +124,7 @@ class Result(Shown, result.Result):
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as the float model the file that ships has proven; None if nothing has."""
+        """Float latency divided by that of the file that ships, as proven; None if nothing was proven faster."""
         return None if self.ratio is None else 1 / self.ratio.median
 
     @property
@@ -144,7 +144,7 @@ class Result(Shown, result.Result):
 
     @property
     def report(self) -> Path:
-        """The report for a browser; missing if `report` is False."""
+        """The HTML report; missing if `report` is False."""
         return self.folder / REPORT
 
     def explain(self, pattern: str | None = None) -> Explained:
@@ -185,7 +185,6 @@ class Result(Shown, result.Result):
         return result_table(self)
 
     def to_dict(self) -> Mapping[str, Any]:
-        """The contents of summary.json, the notes, and the folder."""
         return {**self.summary, "notes": list(self.notes), "folder": str(self.folder)}
 
 
@@ -196,8 +195,8 @@ def tune(settings: Settings, observer: Observer | None = None, begun: float | No
 
 
 def result_table(found: result.Result) -> Table:
-    """Latency, speedup, pairs and accuracy of the float and of the tuned model; below, what the search has spent and
-    what outputs were compared."""
+    """Latency, speedup, pairs and accuracy of the float and of the tuned model; in the caption, what the search has
+    used, and which outputs were compared."""
     summary = found.summary
     failed = sum(failure(trial) is not None for trial in found.history)
     between = sum(trial.proposal.origin == "front" for trial in found.history)  # not shown while the search runs

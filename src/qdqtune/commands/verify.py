@@ -1,4 +1,4 @@
-"""`qdqtune verify`: whether what a run has proven holds on this machine, or on another one."""
+"""`qdqtune verify`: whether the result of a run also holds on this machine, or on another one."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class VerifyOptions(MeasureOptions, kw_only=False):
 
 @dataclass(frozen=True, repr=False)
 class Verified(Shown):
-    """Whether what was proven holds here, and why. `differences` are what the engine says of itself otherwise than in
-    the proof, by name: there, here. `comparison` is None where nothing had to be measured, or could be."""
+    """Whether the proven speedup and accuracy hold here, and why. `differences` are properties of engine and machine
+    that differ from the proof, by name: (there, here). `comparison` is None if nothing had to be measured, or could
+    be."""
 
     folder: Path
     finding: Finding
@@ -81,12 +82,12 @@ class Verified(Shown):
 
 
 def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified:
-    """Check files, engine and machine against those of the proof, and compare float and tuned model anew; `on` names
-    the machine.
+    """Compare files, engine and machine with those of the proof, and time float and tuned model again; `on` names the
+    machine.
 
     Raises:
-        InputError: the folder holds no such settings, or samples cannot be used.
-        EngineUnavailable: the engine is not here.
+        InputError: the folder has no settings of a run, or samples cannot be used.
+        EngineUnavailable: the engine is not available.
         EngineFailure: it cannot run the float model.
     """
     folder, settings, execution = options.folder, read_settings(options.folder), execution_of(options)

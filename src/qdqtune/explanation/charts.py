@@ -13,13 +13,11 @@ from qdqtune.types import EQUAL_DB
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values over a width."""
-
     low: float
     high: float
 
     def place(self, value: float) -> float:
-        """The position of a value in % of the width; that of the nearer end if it lies outside."""
+        """The position of a value in % of the width; 0 or 100 if it lies outside."""
         share = (value - self.low) / (self.high - self.low)
         return round(100 * min(max(share, 0.0), 1.0), 2)
 
@@ -33,7 +31,6 @@ class Axis:
 
 
 def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
-    """An axis that holds all values, with a margin."""
     numbers = list(values)
     low, high = min(numbers), max(numbers)
     room = pad * (high - low) or 0.05 * abs(high) or 1.0
@@ -41,19 +38,16 @@ def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
 
 
 def ends(speed: Ratio) -> tuple[float, ...]:
-    """The median of a speed and the known ends of its interval."""
+    """The median of a speed, and those ends of its interval that are known."""
     return tuple(v for v in (speed.low, speed.median, speed.high) if v is not None)
 
 
 def of_speeds(speeds: Iterable[Ratio]) -> Axis:
-    """One axis for several comparisons, which includes the speed 1."""
     return spanning([1.0, *(value for speed in speeds for value in ends(speed))])
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """The axes of a chart with speed to the right and output SQNR upwards."""
-
     x: Axis
     y: Axis
     height: int
@@ -65,7 +59,7 @@ class Scatter:
 
 
 def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) -> Scatter:
-    """Axes that hold all points, a speed of 1 and the asked SQNR."""
+    """Axes that include all points, a speed of 1 and the required SQNR."""
     x = of_speeds(point.speed for point in points)
     levels = [p.sqnr_db for p in points if p.sqnr_db is not None and p.sqnr_db < EQUAL_DB]
     levels += [] if floor_db is None else [floor_db]

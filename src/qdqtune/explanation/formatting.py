@@ -17,31 +17,30 @@ def counted(count: int, what: str) -> str:
 
 
 def title(model: Path) -> str:
-    """The name of a model in titles: that of its file, with its folder if the file is called model.onnx."""
+    """A model's name for titles: that of its file, with the folder in front if the file is called model.onnx."""
     folder = model.absolute().parent.name
     return f"{folder}/{model.name}" if model.name == "model.onnx" and folder else model.name
 
 
 def built(summary: Mapping[str, Any]) -> str:
-    """The builds of a finished run, as the option `builds` counts them, and those of the proof."""
+    """The number of builds of a finished run (as the option `builds` counts them), and of its proof."""
     proof = summary["proof_builds"]
     return f"{summary['builds']} and {proof} for the proof" if proof else str(summary["builds"])
 
 
 def duration(seconds: float) -> str:
-    """A duration in hours and minutes, in minutes and seconds, or in seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def samples(count: int, is_held_out: bool) -> str:
-    """How many samples outputs were compared on, and whether these were held out of calibration."""
+    """On how many samples outputs were compared, and whether these were held out of calibration."""
     return counted(count, "held-out sample" if is_held_out else "sample")
 
 
 def placed(placement: Placement) -> str:
-    """How many tensors of a placement have a Q/DQ pair, and how many weights have a weight format."""
+    """The numbers of tensors with a Q/DQ pair and of weights with a weight format, as text."""
     count = len(placement.weight_only)
     weights = f"{count} {'weight is' if count == 1 else 'weights are'} stored in fewer bits"
     if count and not placement.edges:
@@ -91,7 +90,7 @@ def origin_in_words(origin: str) -> str:
 
 
 def became_in_words(trial: Trial, came: str, *, is_best: bool, missed: str | None) -> str:
-    """What became of a candidate with this outcome (see `timing.limits.outcome`). `is_best`: it was the best so far.
+    """The outcome `came` of a candidate (see `timing.limits.outcome`) as text. `is_best`: it was the best so far.
     `missed` is the limit on accuracy that it misses."""
     rival = "the best before it" if trial.against else "the float model"
     if isinstance(trial.result, Failure):

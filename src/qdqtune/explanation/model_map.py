@@ -1,4 +1,4 @@
-"""The map of a model: groups of nodes in the order in which they run, in rows; a block that repeats is one row."""
+"""The map of a model in the report: groups of nodes in the order in which they run; a repeated block is one row."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ USUAL, MOST = 6, 40
 
 @dataclass(frozen=True)
 class MapNode:
-    """A node of the model, with the state of its unit, and why (see `units.Explanation`)."""
-
     name: str
     op: str
     state: str
@@ -42,11 +40,12 @@ class MapNode:
 
 @dataclass(frozen=True)
 class MapGroup:
-    """Nodes that the engine runs together, with reshapes of their results; `count` such groups that are alike; or all
-    nodes that it computes in advance, or that compute shapes alone. Times come from profiled inferences; None where the
-    engine gives none. `conversion_ms` of `tuned_ms` is that of the pairs at the group's borders.
+    """Nodes that the engine runs together, with reshapes of their results; `count` is above 1 if it stands for several
+    such groups. One group has all nodes that the engine computes in advance, one those that only compute shapes. Times
+    come from profiled inferences; None if the engine gives none. `conversion_ms` is the part of `tuned_ms` for pairs at
+    the group's borders.
 
-    `error_db` is the output SQNR if only the results of this group were rounded; None if it was not measured.
+    `error_db` is the output SQNR if only this group's results are rounded; None if it was not measured.
     """
 
     nodes: tuple[MapNode, ...]
@@ -60,7 +59,7 @@ class MapGroup:
 
     @property
     def name(self) -> str:
-        """That of its first node that converts nothing."""
+        """The name of the first node that is no Q or DQ."""
         return next((node.name for node in self.nodes if node.op not in QDQ), self.nodes[0].name)
 
     @property
@@ -69,7 +68,6 @@ class MapGroup:
 
     @property
     def reasons(self) -> Mapping[tuple[str, str], Sequence[str]]:
-        """The names of the nodes by state and reason."""
         names: dict[tuple[str, str], list[str]] = {}
         for node in self.nodes:
             names.setdefault((node.state, node.why), []).append(node.name)
@@ -77,7 +75,7 @@ class MapGroup:
 
 
 def together(groups: Sequence[MapGroup]) -> MapGroup:
-    """Groups as one."""
+    """Several groups merged into one."""
     return replace(
         groups[0],
         nodes=tuple(node for group in groups for node in group.nodes),
@@ -91,7 +89,8 @@ def together(groups: Sequence[MapGroup]) -> MapGroup:
 
 @dataclass(frozen=True)
 class MapRow:
-    """Groups that run one after the other; where a block repeats so many `times`, each stands for all its repeats."""
+    """Groups that run one after the other. For a block that repeats `times` times, each group stands for all its
+    repeats."""
 
     name: str
     groups: tuple[MapGroup, ...]
@@ -100,8 +99,6 @@ class MapRow:
 
 @dataclass(frozen=True)
 class Map:
-    """A model as a map."""
-
     rows: tuple[MapRow, ...]
     tuned: str = ""
     """The name of what ships, which `tuned_ms` is about; empty if that is the float model."""
@@ -114,15 +111,14 @@ class Map:
 
     @property
     def bars(self) -> Sequence[MapGroup]:
-        """The groups with the most time, and one for all others; empty where times are unknown."""
+        """The slowest groups, and one for all others; empty if times are unknown."""
         groups = sorted((group for group in self.groups if group.longest), key=lambda group: -group.longest)
         rest = [replace(together(groups[BARS:]), label="all others")] if groups[BARS:] else []
         return [*groups[:BARS], *rest]
 
 
 def rows_of(groups: Sequence[MapGroup], keys: Sequence[object]) -> tuple[MapRow, ...]:
-    """The rows of groups: a block that repeats, of groups with equal `keys`, is one; the others end where a module
-    ends."""
+    """Groups in rows: a block of groups whose `keys` repeat is one row; other rows end where a module ends."""
     rows, alone = list[MapRow](), list[MapGroup]()
 
     def end() -> None:
@@ -149,7 +145,7 @@ def rows_of(groups: Sequence[MapGroup], keys: Sequence[object]) -> tuple[MapRow,
 
 
 def _repeats(keys: Sequence[object], at: int) -> tuple[int, int]:
-    """The length of the block that begins there and its repeats cover most, and how often it stands there."""
+    """For the block at index `at` whose repeats cover the most groups: its length, and how often it occurs in a row."""
     best = 1, 1
     for length in range(1, min(LONGEST, (len(keys) - at) // 2) + 1):
         if keys[at + length] != keys[at]:
@@ -163,27 +159,28 @@ def _repeats(keys: Sequence[object], at: int) -> tuple[int, int]:
 
 
 def _name(first: Sequence[MapGroup], last: Sequence[MapGroup]) -> str:
-    """The module of most of the first groups, and that of most of the last ones."""
+    """The most frequent module among the first groups, and that among the last ones."""
     return " to ".join(dict.fromkeys(Counter(map(_module, block)).most_common(1)[0][0] for block in (first, last)))
 
 
 def _module(group: MapGroup) -> str:
-    """That in which a group stands, by the upper two levels of its name; without modules its name."""
+    """The module of a group: the upper two levels of its name; its name if it has none."""
     return "/".join(scope(group.name)[:2]) or group.name.strip("/")
 
 
 def scope(name: str) -> tuple[str, ...]:
-    """The modules in a node's name: those of /encoder/layer.0/attention/MatMul are encoder, layer.0, attention."""
+    """The modules in a node's name: encoder, layer.0, attention for /encoder/layer.0/attention/MatMul."""
     return tuple(part for part in name.split("/") if part)[:-1]
 
 
 def group_label(operators: Sequence[str]) -> str:
-    """The operators of a group, each once: Conv + Relu. Q, DQ and views count only if there is nothing else."""
+    """The operators of a group, each once: Conv + Relu. Q, DQ and reshapes are left out unless there is nothing
+    else."""
     return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ | VIEWS) or dict.fromkeys(operators))
 
 
 def _shape_nodes(model: Model) -> frozenset[str]:
-    """Nodes that depend on shapes and constants only, and make no graph output."""
+    """Names of nodes that depend on shapes and constants only, and make no graph output."""
     nodes, apart = set[str](), set(model.constants)
     for node in model.nodes:
         read = [tensor for tensor in (*node.inputs, *node.captures) if tensor]
@@ -202,12 +199,11 @@ def draw(
     floats: str = "float",
     kernels: Iterable[Sequence[str]] = (),
 ) -> Map:
-    """The map of a model whose units have these `rows`. `tuned` is the name of what ships, empty if that is the float
+    """The map of a model from the `rows` of its units. `tuned` names the file that ships, empty if that is the float
     model, which is called `floats`. `error_db`: output SQNR by tensor, if only that one is rounded.
 
-    Units of one of the `kernels`, sets of nodes that run together, form a group. A unit that only changes a shape joins
-    the group that makes its input. Nodes that the engine computes in advance form a group, and nodes that compute
-    shapes.
+    Units of one of the `kernels` (sets of names of nodes that run together) form a group. A unit that only changes a
+    shape joins the group that makes its input.
     """
     of_shapes, first_of = _shape_nodes(model), {name: kernel[0] for kernel in kernels for name in kernel}
     home = dict[str, int]()

@@ -27,7 +27,7 @@ PARTS = Path(__file__).parent / "page"
 
 
 def write_report(folder: Path, flags: Mapping[str, str]) -> Path:
-    """Write the report of the run in `folder`, and give its path. `flags` spell the options that it names (see
+    """Write the report of the run in `folder`, and return its path. `flags` spell the options that it names (see
     `with_flags`).
 
     Raises:
@@ -40,7 +40,6 @@ def write_report(folder: Path, flags: Mapping[str, str]) -> Path:
 
 
 def render(report: Report, flags: Mapping[str, str]) -> str:
-    """The HTML text of a report; `flags` are those of `write_report`."""
     style = (PARTS / "style.css").read_text(encoding="utf-8")
     return _template(tuple(flags.items())).render(
         report=report,
@@ -53,7 +52,7 @@ def render(report: Report, flags: Mapping[str, str]) -> str:
 
 @cache
 def _template(flags: tuple[tuple[str, str], ...]) -> Template:
-    """The template of the page, which takes a third of a second to compile."""
+    """The template of the page; cached, as it takes a third of a second to compile."""
     spelled = dict(flags)
     environment = Environment(
         loader=FileSystemLoader(PARTS),
@@ -95,5 +94,5 @@ def _db(value: float | None) -> str:
 
 
 def _colour(group: MapGroup) -> str:
-    """The class of a group: what computes in few bits, or with weights in few bits, has a colour."""
+    """The CSS class of a group: quantized operators and weights have a colour."""
     return "q" if "bit" in group.state else "f"

@@ -35,7 +35,7 @@ OWN = "your Q/DQ file"
 
 @dataclass(frozen=True)
 class Fact:
-    """A named number or text, with a hint of what it means."""
+    """A name and its value, with a hint about its meaning."""
 
     name: str
     value: str
@@ -47,8 +47,9 @@ Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "faile
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate of the search. `against_best` is its speed against the best candidate before it, `speed` against the
-    float model. "costlier": by rule, where nothing is timed. `ships`: its placement is that of optimized_final.onnx."""
+    """A candidate of the search. `against_best` is its speed relative to the best candidate before it, `speed` relative
+    to the float model; "costlier" if judged by rule, where nothing is timed. `ships`: optimized_final.onnx has its
+    placement."""
 
     number: int
     origin: str
@@ -64,7 +65,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement with its speed and accuracy; `sqnr_db` is None where outputs are equal. `proven`: on fresh builds."""
+    """A placement with its speed and accuracy; `sqnr_db` is None if outputs are equal. `proven`: measured on fresh
+    builds."""
 
     name: str
     speed: Ratio
@@ -147,8 +149,8 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
 
 
 def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
-    """The rows of the result as `tune` prints them, but for the speedup in the headline, what runs elsewhere, and what
-    the search took."""
+    """The rows of the result that `tune` prints, without the speedup (which is in the headline), nodes that run
+    elsewhere, and what the search used."""
     for row in result_rows(summary):
         if row.final and row.name != "speedup [interval]":
             is_plain = row.before in ("", "0", "1x", row.final)
@@ -217,7 +219,6 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
 
 
 def circumstances(run: FinishedRun) -> Iterator[Fact]:
-    """The engine, the machine and the settings of a run."""
     summary, log = run.summary, run.log
     engine = summary["engine"]
     for name in ("engine", "provider", "plugin", "device", "driver", "isa"):
@@ -236,7 +237,7 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
 
 
 def commands(run: FinishedRun) -> Iterator[Fact]:
-    """The commands that made the run, start it again, and measure its result again."""
+    """The commands that made the run, repeat it, and measure its result again."""
     typed = run.log.command
     if typed:
         yield Fact("what was run", shlex.join(typed))

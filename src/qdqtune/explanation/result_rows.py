@@ -1,5 +1,5 @@
-"""A finished run's result: in a sentence, and in rows with the latency, speedup, pairs and accuracy of the float and of
-the shipped model."""
+"""A finished run's result: one sentence, and rows with latency, speedup, pairs and accuracy of float and shipped
+model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Headline:
-    """The answer in one sentence, what it means, and the speed against the float model that it is about (the
-    inverse of a ratio of times)."""
+    """The result in one sentence, what it means, and the speed relative to the float model (the inverse of the
+    ratio)."""
 
     headline: str
     meaning: str
@@ -31,7 +31,6 @@ class Headline:
 
 
 def verdict(summary: Mapping[str, Any]) -> Headline:
-    """The result in a sentence, and what it means."""
     name, is_timed, ratio_to_float = title(Path(summary["model"])), summary["timed"], summary["ratio"]
     unchecked = ", accuracy not measured" if summary["unchecked"] else ""
     if is_timed and summary["shipped"] == "tuned" and ratio_to_float is not None:
@@ -74,7 +73,7 @@ def _weights_in_words(name: str, count: int) -> str:
 
 
 class Row(NamedTuple):
-    """A row: a value of the float model and of what ships, and small print beside the latter."""
+    """A property with its value for the float model and for the file that ships, and small print on the latter."""
 
     name: str
     before: str
@@ -136,7 +135,7 @@ def result_rows(summary: Mapping[str, Any]) -> list[Row]:
 
 
 def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What stands below the rows: for what it was tuned, what was not taken and why, what outputs were compared."""
+    """Notes below the rows: what the model was tuned for, what was rejected and why, which outputs were compared."""
     if summary["tuned_for"]:
         yield f"tuned for {summary['tuned_for']}"
     without, judged = summary["fastest_without_limits"], summary["accuracy_samples"]
@@ -181,7 +180,7 @@ def _comparison_rows(name: str, row: Mapping[str, Any]) -> list[Row]:
 
 
 def tells_accuracy(summary: Mapping[str, Any]) -> bool:
-    """Whether outputs of what ships were compared with those of the float model, on samples."""
+    """Whether outputs of the file that ships were compared with the float model's on samples."""
     return is_judged(summary) and (summary["shipped"] == "tuned" or summary["output_accuracy"] is not None)
 
 

@@ -1,6 +1,6 @@
-"""What an engine did not fuse in a Q/DQ model, and the likely reason, concluded from the graph.
+"""Finds what an engine did not fuse in a Q/DQ model, and concludes the likely reason from the graph.
 
-An operator runs in 8 bits if all its operands come from DQs, its result goes into Qs, and the engine has a kernel. A
+An operator runs in 8 bits if all its operands come from DQs, its result goes into Qs, and the engine has a kernel. The
 condition that does not hold is the likely reason; engines do not report theirs.
 """
 
@@ -38,12 +38,12 @@ USUAL = COMPUTE | MOVERS | INTEGER_KERNELS
 class Finding:
     """A layer that a better placement might avoid, if it `fails`; otherwise a note.
 
-    Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
-    float although its inputs carry pairs; "reformat", a layer beside a quantized one that only moves values (it fails
+    Kinds: "standalone pair", a Q or a DQ that runs as a separate kernel; "float compute", an operator that runs in
+    float although its inputs carry pairs; "reformat", a layer next to a quantized one that only moves values (it fails
     if the other side is float); "elsewhere", nodes that an execution provider leaves to another (it fails if they carry
     pairs); "boundary", a conversion that is needed because the model's inputs and outputs are float, or that the user
-    allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that `reason` is about: findings with one cause
-    belong together.
+    allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that `reason` is about: findings with the same
+    cause belong together.
     """
 
     reason: str
@@ -56,20 +56,20 @@ class Finding:
 
 
 def is_low(precision: str) -> bool:
-    """Whether a layer's precision is one of 8 bits or less."""
+    """Whether a layer's precision is 8 bits or less."""
     return LOW.match(precision) is not None
 
 
 def is_float(precision: str) -> bool:
-    """Whether a precision is a float type of more than 8 bits. An unknown one is neither low nor float."""
+    """Whether a precision is a float type of more than 8 bits; false for an unknown one, as `is_low`."""
     return FLOAT.match(precision) is not None and not is_low(precision)
 
 
 def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None) -> tuple[Finding, ...]:
     """The findings about a Q/DQ model, in the order of the engine's layers.
 
-    `layers` name nodes of `model`; other names are ignored. `numbers` is the numeric format of the engine: with it,
-    pairs in another format are given as a reason.
+    Names in `layers` that are no nodes of `model` are ignored. `numbers` is the engine's numeric format; if given,
+    pairs in another format are a possible reason.
     """
     graph = _Graph(model, layers, numbers)
     findings = ((layer, graph.finding(number)) for number, layer in enumerate(layers))
@@ -77,7 +77,7 @@ def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None =
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
-    """The findings, where those with a node or cause that matches a wildcard become boundaries."""
+    """The findings; those with a node or cause that matches a wildcard become boundaries, which do not fail."""
 
     def is_meant(finding: Finding) -> bool:
         names = (*finding.nodes, finding.cause)
@@ -102,7 +102,7 @@ class _Graph:
         self._low_operators = {node.op for node in model.nodes if node.name in self._low}
 
     def finding(self, number: int) -> Finding | None:
-        """What a layer is a finding about, without its name and time; None if it is none."""
+        """The finding about layer number `number`, without its name and time; None if there is none."""
         layer = self._layers[number]
         if layer.kind in ("folded", "unknown"):
             return None
@@ -135,9 +135,9 @@ class _Graph:
         return replace(self._in_float(first), kind=kind, nodes=_names(meant))
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
-        """Whether a convolution or product has a pair; or another operator has pairs on all inputs, and one of its
-        pairs runs as a layer that need not be there: else it is float arithmetic in a kernel that reads and writes
-        8 bits, which costs nothing."""
+        """Whether a node should run in 8 bits: a convolution or product with a pair; or another operator with pairs on
+        all inputs, one of which runs as a separate, avoidable layer. (Otherwise it is float arithmetic inside a kernel
+        that reads and writes 8 bits, which costs nothing.)"""
         operands = self._operands(node)
         dqs = [dq for dq in map(self._dq, operands) if dq is not None]
         if not dqs or any(dq.name in self._formats for dq in dqs):
@@ -161,7 +161,7 @@ class _Graph:
         return replace(foremost, nodes=_names(pairs))
 
     def _inserted(self, number: int) -> Finding | None:
-        """A layer that the engine has added and that takes time, if it stands beside one in 8 bits."""
+        """The finding about a layer that the engine has added, if it takes time and is next to one in 8 bits."""
         layer = self._layers[number]
         before = next((x for x in reversed(self._layers[:number]) if x.kind == "compute"), None)
         behind = next((x for x in self._layers[number + 1 :] if x.kind == "compute"), None)
@@ -226,7 +226,7 @@ class _Graph:
         return Finding(f"{q.name} follows {dq.name} with another scale: give both pairs one")
 
     def _in_float(self, node: Node) -> Finding:
-        """Why a node, or the one in front of it that engines fuse it with, runs in float."""
+        """Why a node, or the one in front that engines fuse with it, runs in float."""
         before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
         if before is not None and before.op not in QDQ and before.name not in self._low:
             return self._in_float(before)
@@ -254,7 +254,8 @@ class _Graph:
         return ""
 
     def _numbers_of_pairs(self, node: Node) -> str:
-        """A text about numbers that this engine does not take, where it runs no node of that operator in 8 bits."""
+        """A text about number formats that this engine does not support, if it runs no node of that operator in 8
+        bits."""
         numbers = self._numbers
         if numbers is None or node.op in self._low_operators:
             return ""
@@ -281,7 +282,8 @@ class _Graph:
         return f"its output carries no pair on the way to {users}" if users else ""
 
     def _kernel(self, node: Node) -> str:
-        """Convolutions and products with a weight have integer kernels everywhere, except for ConvTranspose."""
+        """A text if there may be no integer kernel. Convolutions and products with a weight have one in every engine,
+        except ConvTranspose."""
         if node.op in self._low_operators:
             return ""
         if node.op not in COMPUTE or node.op == "ConvTranspose":
@@ -293,7 +295,7 @@ class _Graph:
     # ---- the graph
 
     def _operands(self, node: Node) -> list[str]:
-        """The float tensors that the node computes with, without biases."""
+        """The float inputs of a node, without biases."""
         end = 2 if node.op in COMPUTE else SETTINGS_FROM.get(node.op, len(node.inputs))
         infos = {tensor: self._model.tensors.get(tensor) for tensor in node.inputs[:end] if tensor}
         return [t for t, info in infos.items() if self._dq(t) is not None or (info is not None and info.is_float)]
@@ -307,12 +309,11 @@ class _Graph:
         return None if dq is None else self._pairs.get(dq.name)
 
     def _is_constant(self, tensor: str) -> bool:
-        """Whether a tensor is constant in front of its pair."""
         pair = self._pair(tensor)
         return tensor in self._model.constants if pair is None else pair.is_constant
 
     def _readers(self, tensor: str) -> list[Node]:
-        """The nodes that read a tensor's values. Those that ask for its shape do not count."""
+        """The nodes that read a tensor's values and not only its shape."""
         users = dict.fromkeys(use.node for use in self._model.uses(tensor) if use.node != GRAPH)
         return [self._model.nodes[i] for i in users if self._model.nodes[i].op not in ASKS_SHAPE]
 
@@ -320,13 +321,13 @@ class _Graph:
         return all(np.array_equal(self._values(a, slot), self._values(b, slot)) for slot in (1, 2))
 
     def _values(self, conversion: Node, slot: int) -> Array | str:
-        """The scale (1) or zero point (2) of a Q or DQ; the name of its tensor if that is no constant."""
+        """The scale (slot 1) or zero point (slot 2) of a Q or DQ; the name of the tensor if it is no constant."""
         tensor = conversion.inputs[slot] if len(conversion.inputs) > slot else ""
         constant = self._model.constants.get(tensor)
         return tensor if constant is None else constant.array()
 
     def _float_users(self, tensor: str) -> str:
-        """What reads a tensor in float, in words; empty if nothing does."""
+        """What reads a tensor in float, as text; empty if nothing does."""
         users = [_named(node) for node in self._readers(tensor) if node.op != "QuantizeLinear"]
         users += ["the model's output"] * (tensor in self._model.outputs)
         return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")

@@ -1,19 +1,18 @@
-"""The table of a finished run by unit: how each runs in what ships, what it takes, and why it does not run in 8 bits.
+"""The table of a finished run by unit: how each one runs in the file that ships, its time, and why it is not in 8 bits.
 
-A unit are nodes that are quantized together, since the engine runs them as one kernel. The question about a unit in
-float is what the model would take with it in 8 bits, and nothing else changed; the facts 2 and 3 tell of one in 8 bits
-what the model would take with it in float. Units of equal operators and shapes are
-judged together, since the difference of a small one alone is lost in noise. These facts answer it, the first that there
-is:
+A unit is a set of nodes that are quantized together, since the engine runs them as one kernel. For a unit in float, the
+question is how the latency would change with it in 8 bits and nothing else changed; for a unit in 8 bits, the facts 2
+and 3 tell how it would change in float. Units of equal operators and shapes are judged together, since the difference
+of a single small one is lost in noise. The first of these facts that is available gives the answer:
 
 1. structure: no kernel reads 8 bits there, or the user has excluded it;
-2. a candidate that was timed against what ships and differs in these units alone: its latency, "measured";
-3. the prices that the layer times of all builds give (`search.costs.prices`): the difference is "estimated". Prices
-   that no build shows are guessed low, so that what is slower even then is slower, but no figure is given;
+2. a candidate that was timed against the file that ships and differs in these units alone: its latency, "measured";
+3. costs derived from the layer times of all builds (`search.costs.prices`): the difference is "estimated". Costs that
+   no build shows are guessed low: if 8 bits are slower even then, they are slower, but no figure is given;
 4. the limits on accuracy, where 8 bits would be faster, or the times are unknown;
-5. a candidate that was faster than what ships, and missed a limit or did not prove itself: estimates of one unit alone
+5. a candidate that was faster than the file that ships, but missed a limit or was not proven: estimates of single units
    do not tell what many save together;
-6. what became of the candidate that had it in 8 bits with the fewest other changes.
+6. the outcome of the candidate that had it in 8 bits with the fewest other changes.
 """
 
 from __future__ import annotations
@@ -82,14 +81,14 @@ most 0.1, in disturbed ones 0.4 and more."""
 
 @dataclass(frozen=True)
 class Explanation:
-    """A row of the table: a unit, and why it runs as it does. Times are in ms, conversions at its borders included.
+    """A row of the table: a unit, and why it runs as it does. Times are in ms, and include conversions at its borders.
 
     `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "computed in advance", or
-    names the bits of its weights where these alone are quantized. `precision` is what the engine reports, "" if it does
-    not. `ms` is the time in what ships, `conversion_ms` of it in conversions, `float_ms` that in the float model: their
-    sums over all units are the measured latencies. `more_ms` is what the model would take more with this unit and
-    `alike` others of equal operators and shapes the other way, in 8 bits or in float; `source` says where that comes
-    from. A time is None where it is unknown, and `more_ms` where it is within noise.
+    names the bits of its weights if only these are quantized. `precision` is what the engine reports, or "". `ms` is
+    the time in the file that ships (`conversion_ms` of it in conversions), `float_ms` that in the float model; summed
+    over all units, they are the measured latencies. `more_ms` is how much the latency would grow if this unit and
+    `alike` others of equal operators and shapes switched precision (8 bits or float); `source` says where that comes
+    from. A time is None if unknown, and `more_ms` if it is within noise.
     """
 
     nodes: tuple[str, ...]
@@ -107,7 +106,7 @@ class Explanation:
 
     @property
     def why(self) -> str:
-        """The reason, and what shows it, in one text."""
+        """The reason, with the evidence, as text."""
         facts = [self.detail] if self.detail else []
         if self.more_ms is not None:
             change = f"{abs(self.more_ms):.2g} ms {'more' if self.more_ms >= 0 else 'less'}"
@@ -121,7 +120,8 @@ def and_others(alike: int) -> str:
 
 
 def _estimated(alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
-    """A text about a `change` of the latency, of which up to `most` may be noise. A guess is no figure."""
+    """A text about a relative `change` of the latency, of which up to `most` may be noise. If `is_guess`, no figure is
+    given."""
     amount = "clearly " * (change > most) if is_guess else f"{abs(change):.0%} "
     effect = f"make the model {amount}{'slower' if change > 0 else 'faster'}"
     effect += ", within the noise of this run" * (abs(change) <= most)
@@ -133,7 +133,7 @@ def _estimated(alike: int, change: float, most: float, is_guess: bool, source: s
 
 
 def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
-    """One row for each state and reason, with the nodes and times of all its units: the largest first, in both."""
+    """One row for each state and reason, with the nodes and times of all its units; the longest time first."""
     groups: dict[tuple[str, Reason], list[Explanation]] = {}
     for row in sorted(rows, key=lambda row: -(row.ms or 0.0)):
         groups.setdefault((row.state, row.reason), []).append(row)
@@ -146,13 +146,11 @@ def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
 
 
 def total(times: Iterable[float | None]) -> float | None:
-    """The sum of the known times; None if none is known."""
     known = [ms for ms in times if ms is not None]
     return sum(known) if known else None
 
 
 def explanations(run: FinishedRun) -> tuple[Explanation, ...]:
-    """A row for every unit, in graph order."""
     table = _Table(run)
     return tuple(map(table.row, table.parts.units))
 
@@ -191,7 +189,8 @@ class _Table:
         self._limit = "the limits on accuracy" if least is None else f"{least:g} dB"
 
     def _reported(self, layers: Iterable[Layer]) -> dict[int, str]:
-        """By number, the state of the units whose kernels have a precision: "8 bits" if one of them has 8."""
+        """State by unit number, for units whose kernels report a precision: "8 bits" if any of them has 8 bits or
+        less."""
         states, owner = dict[int, str](), self.parts.owner
         for layer in layers:
             if layer.kind != "compute" or not (is_low(layer.precision) or is_float(layer.precision)):
@@ -202,7 +201,6 @@ class _Table:
         return states
 
     def row(self, unit: Unit) -> Explanation:
-        """How a unit runs, what it takes, and why it does not run in 8 bits."""
         run, state = self.run, self._states[unit.number]
         nodes = [self.parts.model.nodes[n] for n in unit.nodes]
         names = tuple(node.name for node in nodes)
@@ -245,8 +243,9 @@ class _Table:
         return replace(row, state=state, detail=chosen, **figure)
 
     def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:
-        """What the model would take with all units of a kind in float that do not run so now: a text where that is no
-        figure, and the figure as fields of `Explanation`; both are empty where no build and no known price tells it."""
+        """How the latency would change if all units of a kind (equal operators and shapes) that run as `how` ran in
+        float: a text if there is no figure, and the figure as fields of `Explanation`; both empty if no build or known
+        cost tells."""
         if (kind, how) in self._if_floats:
             return self._if_floats[kind, how]
         run, ships = self.run, self._decision
@@ -270,8 +269,8 @@ class _Table:
         return text, figure
 
     def _measured_with(self, decision: Decision, units: Collection[int]) -> float | None:
-        """By which share a build of a decision that differs from what ships in these units alone takes longer, where
-        one of them was timed against the other; None if that was not, or not well."""
+        """The relative change of latency with `decision` in place of what ships, which differs in `units` alone, if
+        builds of both were timed against each other; None if not, or if the interval is too wide."""
         beside, ships, plan = self._beside(units), self.run.trial, self.run.plan
         for trial, quantized, changed in self._candidates:
             formats = self.parts.decision(trial.placement).weight_formats
@@ -286,14 +285,14 @@ class _Table:
         return None
 
     def _beside(self, units: Iterable[int]) -> set[str]:
-        """The tensors that some units read and write."""
+        """The tensors that units read and write."""
         beside = set[str]()
         for unit in (self.parts.units[number] for number in units):
             beside.update(unit.outputs, (edge.tensor for edge in (*unit.inputs, *unit.weights)))
         return beside
 
     def _in_float(self, unit: Unit) -> dict[str, Any]:
-        """The reason of a unit in float with what shows it, as fields of `Explanation`."""
+        """Why a unit is in float, with the evidence, as fields of `Explanation`."""
         without = self._without_kernel(unit)
         if without:
             return {"reason": "no kernel for this operator", "detail": without}
@@ -312,7 +311,8 @@ class _Table:
         return self._judged[key]
 
     def _judgement(self, unit: Unit, missed: Trial | None) -> dict[str, Any]:
-        """As `_in_float`, for a unit and its twins: by the facts 2 to 6 of the module's list."""
+        """As `_in_float`, for a unit and those like it, by the facts 2 to 6 in the docstring of the module. `missed` is
+        a candidate for fact 5."""
         run, latency, twins = self.run, self.run.shipped_ms, self._twins[unit.kind]
         alike = len(twins) - 1
         trial, others = self._nearest(twins)
@@ -350,8 +350,8 @@ class _Table:
     # ---- facts
 
     def _without_kernel(self, unit: Unit) -> str:
-        """A text if a unit reads nothing that can carry a pair, no engine has an 8-bit kernel for it, or this one ran
-        it and its like in float wherever pairs stood all around them; else empty."""
+        """A text if a unit has no 8-bit kernel: nothing that it reads can carry a pair, no engine has one, or this
+        engine ran all such units in float wherever pairs stood on all their inputs and outputs; else empty."""
         model = self.parts.model
         nodes = [model.nodes[n] for n in unit.nodes]
         for node in nodes:
@@ -372,8 +372,8 @@ class _Table:
 
     @cached_property
     def _ran(self) -> tuple[set[str], set[str]]:
-        """The kinds of units that ran in 8 bits in any build, by its layers, and those that ran in float although pairs
-        stood on all that they read and write."""
+        """The kinds of units that ran in 8 bits in any build, and those that ran in float although pairs stood on all
+        inputs and outputs."""
         low, refused = set[str](), set[str]()
         builds = [(trial.placement, trial.layers) for trial in self.run.history if trial.layers]
         for placement, layers in (*builds, (self.run.placement, self.run.shipped_layers)):
@@ -387,8 +387,8 @@ class _Table:
 
     @cached_property
     def _candidates(self) -> list[tuple[Trial, frozenset[int], set[str]]]:
-        """Each candidate, the numbers of its units in 8 bits, and the tensors on which it has other pairs or formats
-        than what ships."""
+        """Each candidate, the numbers of its units in 8 bits, and the tensors whose pair or weight format differs from
+        what ships."""
         ships, candidates = self.run.placement, []
         for trial in self.run.history:
             formats = {edge for edge, _ in trial.placement.weight_only ^ ships.weight_only}
@@ -397,8 +397,8 @@ class _Table:
         return candidates
 
     def _nearest(self, twins: frozenset[int]) -> tuple[Trial | None, int]:
-        """The candidate with some units in 8 bits, all of them if there is one, that differs from what ships on the
-        fewest tensors besides those that they read and write; and on how many."""
+        """The candidate with some of the units `twins` in 8 bits (all of them, if possible) that differs least from
+        what ships in the rest of the model; and on how many other tensors it differs."""
         beside, ranked = self._beside(twins), list[tuple[bool, int, Trial]]()
         for trial, quantized, changed in self._candidates:
             if not twins.isdisjoint(quantized):
@@ -407,7 +407,8 @@ class _Table:
         return nearest, others
 
     def _slower_here(self, row: Explanation) -> str:
-        """A text if a unit only seems to take more in what ships, as a kernel of the float model has it inside."""
+        """A text if a unit only seems slower in the file that ships, because in the float model it is part of a larger
+        kernel."""
         if not row.ms or not row.float_ms or log(row.ms / row.float_ms) <= self._clear:
             return ""
         here = {name for own in row.nodes if own in self._layer_of for name in self._layer_of[own].nodes}
@@ -423,8 +424,8 @@ class _Table:
 
     @cached_property
     def _faster(self) -> list[tuple[Trial, Decision]]:
-        """The candidates that were faster than what ships, in the search: first those that hold the limits, which did
-        not prove themselves, then the most exact one. Those count that may be faster where none was, see `is_unmet`."""
+        """The candidates that were faster in the search than what ships: first those within the limits, which were not
+        proven, then by accuracy. If the run found no model within the limits, undecided ones count as well."""
         enough = ("faster", "undecided") if self.run.summary["constraint_met"] is False else ("faster",)
         most = (1 - NOISE) * self._ratios.get(self.run.placement, 0.0)
         faster = []
@@ -434,8 +435,8 @@ class _Table:
         return sorted(faster, key=lambda each: (each[0].holds is False, -each[0].exactness))
 
     def _missed_chance(self, unit: Unit) -> Trial | None:
-        """The first of `_faster` with a unit in 8 bits; beside pairs that ship, only if float is not estimated to be
-        faster for it there."""
+        """The first of `_faster` with a unit in 8 bits. If pairs ship: only if the estimate for the unit there does not
+        favour float."""
         for trial, decision in self._faster:
             loses = self.run.placement and self._costs is not None and margin(self._costs, decision, unit) < 0
             if unit.number in decision.quantized and not loses:
@@ -443,7 +444,6 @@ class _Table:
         return None
 
     def _why_missed(self, trial: Trial) -> tuple[Reason, str]:
-        """Why a candidate that was faster than what ships does not ship."""
         ships = f", and what ships {speed(self._ratios[self.run.placement])}" if self.run.placement else ""
         was = f"the candidate with it was {speed(self._ratios[trial.placement])} as fast as float in the search{ships}"
         refused = self.run.limits.why_refused(trial)
@@ -453,7 +453,7 @@ class _Table:
 
     def _together(self, unit: Unit) -> str:
         """A text if float ships, and all candidates with a unit in 8 bits were slower by more than noise, one of them
-        beyond doubt; else empty."""
+        certainly; else empty."""
         tried = {trial.number: low for trial, low, _ in self._candidates if unit.number in low}
         judged = [each for each in with_ratios(self.run.history, self.run.plan) if each[0].number in tried]
         if self.run.placement or "slower" not in [measured.verdict for _, measured in judged]:
@@ -465,12 +465,12 @@ class _Table:
 
     @cached_property
     def _raised(self) -> Costs:
-        """The prices with those raised that no build shows."""
+        """The costs, with guesses for those that no build shows raised."""
         return self._search.costs(self.run.history, raised=True, cuts=self.run.placement.edges)
 
     def _estimate(self, costs: Costs, units: Iterable[int]) -> tuple[float, bool]:
-        """What units in float would add in 8 bits, each by itself, as a share of the float model's time; and whether
-        that depends on a guess."""
+        """How much `units` in float would add to the latency in 8 bits, each by itself, relative to the float model's;
+        and whether that depends on guessed costs."""
         usual, raised = (sum(self._more_ms(each, number) for number in units) for each in (costs, self._raised))
         return usual / self._search.float_ms, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
 
@@ -484,7 +484,7 @@ class _Table:
         return more_ms
 
     def _lost_accuracy(self, twins: frozenset[int]) -> str:
-        """A text if rounding some units is predicted to take the outputs below the limit; else empty."""
+        """A text if the outputs are predicted to miss the limit with these units rounded; else empty."""
         noise, most = self.run.noise, self.run.limits.max_noise
         if noise is None or most is None:
             return ""
@@ -505,14 +505,15 @@ class _Table:
 
     @cached_property
     def _noise_now(self) -> tuple[float, float, set[str]]:
-        """The most noise that holds the limits, the noise of what ships, and the values that it rounds."""
+        """The most noise within the limits, the noise of what ships, and the values that it rounds."""
         noise, placement = self.run.noise, self.run.placement
         assert noise is not None
         rounded = {noise.value(edge.tensor) for edge in placement.edges}
         return noise.allowed(self.run.history), noise.summed(placement), rounded
 
     def _outcome(self, trial: Trial | None, others: int) -> tuple[Reason, str]:
-        """What became of the candidate that is nearest to a unit in 8 bits, which differs on `others` as well."""
+        """The outcome of the candidate `trial` that is nearest to having a unit in 8 bits; it differs on `others` more
+        tensors."""
         if trial is None:
             return "not tried", "no candidate has it in 8 bits"
         run, ratios = self.run, self._ratios
@@ -532,8 +533,8 @@ class _Table:
 
 
 def disturbance(run: FinishedRun) -> str:
-    """A text if times of nodes contradict each other: those of nodes that are alike in one build, or those of nodes
-    beside no pair in what ships and in float; else empty."""
+    """A warning if times of nodes contradict each other: those of like nodes in one build, or those of nodes without
+    pairs in the file that ships and in float; else empty."""
     if not run.float_spent:
         return ""
     rough = "times of single nodes are rough, since other work or the profile disturbed them"
@@ -550,7 +551,7 @@ def disturbance(run: FinishedRun) -> str:
 
 
 def _apart(model: Model, spent: Mapping[str, NodeTime], paired: Collection[str]) -> float:
-    """How far times are from the median of three or more nodes with equal operators, shapes and pairs, as a share of
+    """How far times are from the median of nodes with equal operators, shapes and pairs (three or more), as a share of
     all times."""
     alike = defaultdict[str, list[float]](list)
     for node in model.nodes if spent else ():
@@ -563,7 +564,7 @@ def _apart(model: Model, spent: Mapping[str, NodeTime], paired: Collection[str])
 
 
 def shipped_origin(run: FinishedRun) -> str:
-    """Where the placement of what ships comes from."""
+    """How the placement that ships was found, as text."""
     if run.summary["shipped"] == "given":
         return "your own Q/DQ model"
     if not run.placement:

@@ -1,5 +1,4 @@
-"""Half precision: which nodes exceed the range of float16 on the samples and stay in float32, and what accuracy is
-lost.
+"""Half precision: which nodes exceed the range of float16 on samples and stay in float32, and what accuracy is lost.
 
 The accuracy of the other nodes is measured on the outputs, with every value of a float16 node rounded as an engine
 stores it. bfloat16 has the range of float32: no node has to stay.
