@@ -241,6 +241,7 @@ def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),
         (["m", "--fix-input", "sr"], "'sr' gives nothing a value"),
         (["m", "--engine-option", "noise"], "'noise' gives nothing a value"),
+        (["m", "--engine-option", "threads=abc"], "option 'threads' of engine 'onnxruntime' wants a whole number, not"),
         (["m", "--builds", "1"], "--builds 1 leaves no candidate"),
     ],
 )

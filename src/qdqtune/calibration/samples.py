@@ -266,7 +266,8 @@ def _checked(
     unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in (*fixed, LABELS)]
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
-        hint = f"it holds {first_of([*map(repr, arrays)])}" if missing else "`fix_inputs` names what was made constant"
+        held = f"it holds {first_of([*map(repr, arrays)])}" if arrays else "it is empty"
+        hint = held if missing else "`fix_inputs` names what was made constant"
         raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}; {hint}")
     checked = {spec.name: np.asarray(arrays[spec.name]) for spec in specs}
     for spec in specs:

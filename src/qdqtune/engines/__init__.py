@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -104,9 +104,10 @@ def normal(spec: EngineSpec) -> EngineSpec:
 
 def threads_of(spec: EngineSpec) -> int | None:
     """The CPU threads that one inference uses; None if the engine runs elsewhere, or the number is not known."""
-    if spec.facts.is_threaded:
-        return int(spec.options.get("threads", 1))
-    return None if spec.facts.ep else spec.options.get("threads")
+    threads = spec.options.get("threads", 1 if spec.facts.is_threaded else None)
+    if threads is not None and not isinstance(threads, int):
+        raise BadOption(f"option 'threads' of engine {spec.name!r} wants a whole number, not {threads!r}")
+    return threads if spec.facts.is_threaded or not spec.facts.ep else None
 
 
 def builds_for(mix: Mix) -> int:
@@ -123,8 +124,13 @@ def open_engine(spec: EngineSpec) -> Engine:
         create: Callable[..., Engine] = importlib.import_module(facts.module).create
         kind = get_type_hints(create)["options"]
         own = {"provider": facts.ep} if facts.ep else {}
-        for name in sorted(spec.options.keys() - get_type_hints(kind).keys()):
-            raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(get_type_hints(kind))}")
+        hints = get_type_hints(kind)
+        for name, value in sorted(spec.options.items()):
+            if name not in hints:
+                raise BadOption(f"engine {spec.name!r} has no option {name!r}; it has {', '.join(hints)}")
+            if get_origin(hints[name]) is Literal and value not in get_args(hints[name]):
+                able = ", ".join(get_args(hints[name]))
+                raise BadOption(f"engine {spec.name!r} has no {name} {value!r}; it has {able}")
         return create(msgspec.convert({**own, **spec.options}, kind))
     except msgspec.ValidationError as error:
         raise BadOption(f"options of engine {spec.name!r}: {one_line(error)}") from error

@@ -213,6 +213,10 @@ def read_labels(path: Path) -> Array:
     return labels.astype(np.int64 if is_whole else np.float64)
 
 
+MOST_COUNTED = 1000
+"""Samples beyond the number of labels that are counted, to be told. Chosen, not measured."""
+
+
 def paired(labels: Array, samples: Samples, file: str) -> Array:
     """Labels as [samples, rows, ...]: each sample gets as many as its batch has rows."""
     rows = next((array.shape[0] for array in samples.first(1)[0].values() if array.ndim), 1)
@@ -221,7 +225,8 @@ def paired(labels: Array, samples: Samples, file: str) -> Array:
         return labels.reshape(count, rows, *labels.shape[1:])
     if len(labels) == count and labels.shape[1:2] == (rows,):
         return labels
-    many = str(count) if count <= len(labels) else "more"
+    left = 0 if samples.others is None else sum(1 for _ in samples.others(MOST_COUNTED))
+    many = str(count + left) if left < MOST_COUNTED else f"at least {count + left}"
     each = "sample" if rows == 1 else f"sample, or for each of its {rows} rows"
     raise BadData(
         f"{file} has {len(labels)} labels, {samples.origin} {many} samples: give one for each {each}, in order"

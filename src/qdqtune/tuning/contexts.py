@@ -80,12 +80,12 @@ def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
     `machine` that measures. None for the fake engine and simulators."""
     if engine.facts.is_modelled or simulated(engine.name, machine):
         return None
-    threads = engine.options.get("threads", 1)
+    threads = threads_of(engine) or 1
     if machine is None:
         usable, cores, processes, where = usable_cores(), os.cpu_count() or 1, load() or 0.0, "this machine"
     else:
         usable, cores, processes, where = machine.cores, machine.cores, machine.load or 0.0, machine.where
-    if isinstance(threads, int) and threads > usable:
+    if threads > usable:
         ours = f"{usable} core{'s' * (usable > 1)} of {where}"
         return f"`threads` {threads}: this process may use {ours}, so threads wait for each other, and times say little"
     if processes + threads <= cores + 0.5:

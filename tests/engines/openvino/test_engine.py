@@ -33,7 +33,7 @@ class TestOpenVino(EngineContract):
     ("options", "words"),
     [
         ({"threads": 0}, r"at '\$.threads'"),
-        ({"precision": "f64"}, "Invalid enum value 'f64'"),
+        ({"precision": "f64"}, "has no precision 'f64'; it has f32, f16, bf16"),
         ({"provider": "x"}, "no option 'provider'; it has threads, precision"),
     ],
 )
