@@ -19,10 +19,17 @@ from qdqtune.tuning.loop import tune
 from sample_files import Array, model, saved
 
 
-@pytest.mark.parametrize(("rows", "is_flat"), [(np.zeros((3, 3)), True), (np.arange(9.0).reshape(3, 3), False)])
-def test_samples_of_one_value_give_a_note(tmp_path: Path, rows: Array, is_flat: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "is_alike"),
+    [
+        (np.zeros((3, 3)), True),
+        (np.ones((3, 1)) * [0.0, 1.0, 2.0], True),
+        (np.arange(9.0).reshape(3, 3), False),
+    ],
+)
+def test_samples_that_are_all_alike_give_one_note(tmp_path: Path, rows: Array, is_alike: bool) -> None:
     hints = prepare(model(), Data(saved(tmp_path, x=rows.astype(np.float32)))).hints
-    assert any("data.npz hold one value throughout" in hint for hint in hints) is is_flat
+    assert any("data.npz are all equal, or hold one value" in hint for hint in hints) is is_alike
 
 
 def test_a_small_model_compares_outputs_on_many_samples(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 from onnx import TensorProto
 
 from qdqtune.calibration.calibrate import calibrate
@@ -98,11 +99,14 @@ class Prepared:
         """Warnings about samples that are all alike, and about compute operators that no pair can reach."""
         notes = []
         if self.judging and self.has_real_samples and not self.workloads:
+            first, *others = self.judging
             wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
-            if wide and all((array == array.flat[0]).all() for array in wide):
+            is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
+            is_one = all(np.array_equal(array, other[name]) for other in others for name, array in first.items())
+            if is_flat or (others and is_one):
                 notes.append(
-                    f"the samples in {self.samples.origin} hold one value throughout: scales and accuracy from them do "
-                    "not hold for real inputs; give typical ones"
+                    f"the samples in {self.samples.origin} are all equal, or hold one value throughout: scales and "
+                    "accuracy from them do not hold for real inputs; give typical ones"
                 )
         if (hidden := hidden_work(self.model, self.real)) is not None:
             notes.append(hidden)
