@@ -1,11 +1,11 @@
 """The public functions: the commands, with their options as keywords.
 
 Models are paths, `onnx.ModelProto`s, or `torch.nn.Module`s with `example_inputs`; samples are of the types of
-`SamplesLike`, metrics are functions. Nothing is printed: progress goes to the log, to an observer, and with
-`progress=True` to standard error.
+`SamplesLike`, metrics are functions. Progress goes to the log, to an observer, and with `progress=True` to standard
+error; nothing else is printed.
 
-The logger is `qdqtune`; it is silent unless the program configures it. Stages and candidates have the level INFO, notes
-about a result the level WARNING.
+The logger `qdqtune` is silent unless the program configures it. Stages and candidates have the level INFO, notes
+WARNING.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
 
 
 def _named(result: R) -> R:
-    """The result with temporary files in its paths and notes replaced by the names of the objects that they stand
-    for."""
+    """The result; its paths and notes name the objects in memory, not the temporary files that stand for them."""
     changes: dict[str, Any] = {}
     for each in fields(result):  # type: ignore[arg-type]
         value = getattr(result, each.name)

@@ -32,8 +32,7 @@ import msgspec
 
 
 class QdqtuneError(Exception):
-    """Base of all errors below. `exit_code` is what the command line returns; `is_transient` is set if it comes from a
-    `Failure` that may not occur again."""
+    """Base of all errors below. `exit_code` is what the command line returns; `is_transient`: trying again may help."""
 
     exit_code = 2
     is_transient = False
@@ -91,8 +90,8 @@ Stage = Literal["build", "run", "timeout", "crash", "output", "resources"]
 class Failure(msgspec.Struct, frozen=True, tag=True):
     """Why a build or a run failed. `log` is the output of the engine.
 
-    Stages: "build" and "run": the engine refused; "output": values are unusable; "timeout"; "crash": the process ended;
-    "resources": out of memory or disk.
+    Stages: "build", "run": the engine refused; "output": unusable values; "timeout"; "crash"; "resources": memory or
+    disk.
     """
 
     stage: Stage
@@ -129,8 +128,7 @@ class Cancelled(QdqtuneError):
 
 
 def one_line(error: object, limit: int = 400) -> str:
-    """The message of an error from other code on one line of at most `limit` characters. Backquotes, which mark our
-    options, become apostrophes."""
+    """An error's message on one line, cut to `limit` characters. Backquotes, which mark options, become apostrophes."""
     text = " ".join(str(error).split()).replace("`", "'") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -193,8 +191,7 @@ def writing(what: Path | str, hint: str = "choose another place, or make room th
 
 
 def check_file(path: Path) -> None:
-    """Raise an OSError for an existing path that is neither file nor folder, as reading a pipe or a device might never
-    end."""
+    """Raise an OSError for an existing path that is neither file nor folder: reading a pipe might never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is no file", str(path))
 

@@ -6,8 +6,7 @@ import onnx
 
 
 def get_tensor_consumer_node_indices(graph: Any) -> dict[str, list[int]]:
-    """For each tensor, the indices of the nodes of an ONNX or GraphSurgeon graph that read it, one entry for each
-    input."""
+    """For each tensor of an ONNX or GraphSurgeon graph, the indices of the nodes that read it, one for each input."""
     graph = graph.graph if isinstance(graph, onnx.ModelProto) else graph
     is_proto = isinstance(graph, onnx.GraphProto)
     users: dict[str, list[int]] = {}

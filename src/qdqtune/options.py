@@ -108,8 +108,7 @@ def names_of(value: Any) -> tuple[str, ...]:
 
 
 def shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes by input name, from texts such as NAME:1x3x224x224 (NAME: is a scalar), several with commas, or from a
-    mapping of sizes."""
+    """Shapes by input name, from texts (NAME:1x3x224x224, or NAME: for a scalar; several with commas) or a mapping."""
     if isinstance(value, Mapping):
         named = [*value.items()]
     else:
@@ -144,8 +143,7 @@ def _assigned(value: Any) -> dict[str, Any]:
 
 
 def check_name(value: Any) -> str:
-    """A valid file name: not empty (which would be the current folder), no NUL, and UTF-8, since engines take no
-    others."""
+    """A valid file name: not empty (which would be the current folder), UTF-8 without NUL, as engines require."""
     text = text_of(value)
     if not text:
         raise ValueError("the name is empty: give the name of a file or folder")
@@ -303,8 +301,7 @@ def number(
     words: Sequence[str] = (),
     **more: Any,
 ) -> Any:
-    """An option that takes a finite number (every comparison with nan would be false), or one of some `words`, of which
-    `none` becomes None."""
+    """An option that takes a finite number, or one of some `words`, of which `none` becomes None."""
     return TEXT(*given, convert=partial(number_in, least, most, make, words), **{"metavar": "X"} | more)
 
 

@@ -47,8 +47,7 @@ class WeightFormat:
 
     There is one scale for each `block` of weights that are summed into one output, or without `block` for each output
     channel. Integers are signed; if not `symmetric`, unsigned with a zero point for each scale. If `dynamic`,
-    activations are also quantized to 8 bits, with a scale computed at run time; 7-bit weights avoid the overflow that 8
-    bits have on CPUs without VNNI.
+    activations get 8 bits at run time; 7-bit weights avoid the overflow of 8-bit ones on CPUs without VNNI.
     """
 
     bits: int
@@ -183,8 +182,8 @@ class QType(Enum):
 
 @dataclass(frozen=True)
 class FixedScale:
-    """The scale and zero point that an engine requires for the 16-bit result of operator `op`; if `zero_point` is None,
-    the least scale that it accepts."""
+    """The scale and zero point that an engine requires behind `op` in 16 bits; without a zero point, the least
+    scale."""
 
     op: str
     scale: float
@@ -327,8 +326,7 @@ class Measurement(msgspec.Struct, frozen=True, tag=True):
             raise ValueError("each workload has a part in each round")
 
     def mean(self, shares: Sequence[float]) -> Measurement:
-        """Times as the mean over those workloads that have a share above 0; `shares` has one for each part and adds up
-        to 1."""
+        """The mean over workloads, without those with a share of 0; `shares` has one for each part and adds up to 1."""
         a, b = (tuple(np.dot(shares, [getattr(part, side) for part in self.parts]).tolist()) for side in "ab")
         parts = tuple(part for part, share in zip(self.parts, shares, strict=True) if share)
         return Measurement(a, b, parts if len(parts) > 1 else ())
@@ -337,9 +335,7 @@ class Measurement(msgspec.Struct, frozen=True, tag=True):
 @dataclass(frozen=True)
 class Times:
     """Times of models that ran in the same rounds, in seconds per inference: `seconds[model][round][call]`. A model
-    that was eliminated early has fewer rounds. A call is a workload at a number of threads; `shares` are the shares of
-    calls and add up to 1.
-    """
+    that was eliminated has fewer rounds. A call is a workload at a number of threads; their `shares` add up to 1."""
 
     seconds: tuple[tuple[tuple[float, ...], ...], ...]
     shares: tuple[float, ...] = (1.0,)
@@ -393,8 +389,7 @@ class Trial:
     """A candidate: the proposal, the placement that it was compared with, and the results.
 
     `result` compares the candidate (side b) with the best placement at that time (side a, `against`), by times or by
-    rule. `accuracy` is None if the trial failed. `metric` is the user's own, measured only for candidates that would be
-    accepted.
+    rule. `accuracy` is None if the trial failed. `metric` is the user's, measured only if all else is good enough.
     """
 
     number: int
@@ -452,9 +447,9 @@ LONG_INFERENCE = 0.04
 
 @dataclass(frozen=True)
 class Turn:
-    """How long a model runs before the next one does: `runs` back-to-back inferences, each of `seconds` on the slowest
-    model. In a round each model has `per_round` turns: two, as A B C C B A, so that drift cancels; one if inferences
-    are long or turns start a process."""
+    """How long a model runs before the next one: `runs` inferences in a row, each of `seconds` on the slowest model. In
+    a round each model has `per_round` turns: two, as A B C C B A, against drift; one for long inferences, or if turns
+    start a process."""
 
     runs: int
     per_round: int

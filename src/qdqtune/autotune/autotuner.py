@@ -309,9 +309,8 @@ class QDQAutotunerBase:
         return self._divided[1]
 
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
-        """Make a region the current one, or none. `commit` ends the one before it, and keeps its best scheme if that is
-        faster. Afterwards, `current_profile_pattern_schemes` is None if the pattern is done or no pair can stand in
-        it."""
+        """Make a region the current one, or none. `commit` ends the one before it, and keeps its best scheme if faster.
+        Afterwards, `current_profile_pattern_schemes` is None if the pattern is done or no pair can stand in it."""
         self._check_initialized()
         if commit:
             self._best = self._standing()
@@ -330,8 +329,7 @@ class QDQAutotunerBase:
             self.current_profile_pattern_schemes = PatternSchemes(key, [*map(InsertionScheme.of, schemes)])
 
     def generate(self) -> int:
-        """The index, in the current pattern's schemes, of the next one to measure: first those already in the list,
-        then new ones; -1 if there is none."""
+        """The index in the current pattern's schemes of the next one to measure, old ones first; -1 if none is left."""
         self._check_initialized()
         current = self.current_profile_pattern_schemes
         if current is None:
@@ -350,9 +348,7 @@ class QDQAutotunerBase:
 
     def submit(self, latency_ms: float, success: bool = True) -> None:
         """Report a latency: first that of the model without pairs, then that of each scheme. Infinity means failure;
-        for the first it raises BaselineFailed. The schemes of the pattern are then sorted, fastest first; the current
-        one stays current.
-        """
+        for the first it raises BaselineFailed. Schemes are then sorted, fastest first."""
         self._check_initialized()
         latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index

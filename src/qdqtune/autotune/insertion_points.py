@@ -152,8 +152,7 @@ RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 
 
 class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_points"}):
-    """The insertion points of a pattern that carry a pair; the model's latency with them in ms, and its ratio to that
-    without."""
+    """The points of a pattern that carry a pair; the model's latency with them in ms, and its ratio to that without."""
 
     node_inputs: list[NodeInputInsertionPoint] = []
     child_region_inputs: list[ChildRegionInputInsertionPoint] = []
@@ -193,8 +192,8 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
 
 def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
-    """The edges to which a scheme refers in all instances of a pattern. Scripts name only the data input of a compute
-    operator; its weight is added."""
+    """The edges of a scheme in all instances of a pattern; besides data inputs of compute operators also their
+    weights."""
     try:
         edges = frozenset().union(*(patterns.resolve(pattern, region, scheme) for region in pattern.instances))
     except ValueError as error:
@@ -208,8 +207,7 @@ def uses_at(model: Model, edges: Iterable[Edge]) -> set[ResolvedInsertionPoint]:
 
 
 def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
-    """Whether no pair is worth trying between a tensor and a region or node that reads it; the node may be outside of
-    `graph`."""
+    """Whether no pair is worth trying between a tensor and a region or node (of any graph) that reads it."""
     if isinstance(region_or_node, Region):
         return not _worthwhile(as_model(graph), tensor_name, region_or_node.all_nodes())
     model, index = model_with(graph, region_or_node)
@@ -245,8 +243,7 @@ def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[Resolv
     """The uses of a tensor by the nodes `users` where a pair can stand, and where ModelOpt's autotuner would try one.
 
     It does not on weights, whose pairs follow from the activation; between a convolution, a normalization and an
-    activation function, which run as one kernel; on tensors of few elements; and in front of operators that return no
-    floats.
+    activation function, which run as one kernel; on tensors of few elements; in front of nodes that return no floats.
     """
     points = set()
     info = model.tensors.get(tensor)
@@ -273,8 +270,7 @@ def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[Resolv
 
 @dataclass(frozen=True)
 class RegionPattern:
-    """A structure that regions share; equal structures are equal patterns, also across models. `size` is the number of
-    nodes."""
+    """A structure that regions share; also across models, equal structures are equal. `size` is the number of nodes."""
 
     signature: str = field(compare=False)
     size: int = field(default=0, compare=False)

@@ -87,7 +87,7 @@ def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
 
 
 def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
-    """A model of GraphSurgeon nodes that its library cannot export. Tensors that no node makes are `inputs` or
+    """A model of GraphSurgeon nodes that its library cannot export. Tensors that no node makes: `inputs`, or
     weights."""
     tensors = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.dtype is not None}
     infos = {

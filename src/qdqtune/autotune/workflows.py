@@ -170,8 +170,7 @@ class RegionLogs(Silent):
             self._counts[number] += 1
 
     def finish(self) -> None:
-        """At the end of a run: copy the log of the file that ships, and make the folder of region models, which may be
-        empty."""
+        """Copy the log of the file that ships, and make the folder of region models, which may be empty."""
         path = self._folder / PLACEMENT
         shipped = read_placement_file(path).placement if path.exists() else Placement()
         self._copy(self._log_of.get(shipped, "baseline.log"), "final.log")
@@ -201,8 +200,7 @@ def region_pattern_autotuning_workflow(
     """Tune a model (a path, under either keyword, or an ONNX model) in region mode on the engine of the benchmark.
     Returns an autotuner that holds the result. The same call continues an interrupted one.
 
-    Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of `--effort
-    default`.
+    Every pattern gets `num_schemes_per_region` schemes; by default the search has the builds of `--effort default`.
     """
     benchmark, model = instance(), model_or_path if model_path is None else model_path
     if model is None:

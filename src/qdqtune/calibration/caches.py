@@ -40,8 +40,7 @@ class CacheRanges:
     """The ranges that a cache gives a model; `source` is the first line of the file.
 
     `tensors` have an entry under their own name. `lacking` are tensors that operators with integer kernels read, but
-    that have no range, and so stay in float. `unused` are the entries that match no tensor, or that have no usable
-    scale.
+    that have no range, and so stay in float. `unused` are entries that match no tensor, or have no usable scale.
     """
 
     source: str

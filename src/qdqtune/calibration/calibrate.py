@@ -152,8 +152,7 @@ def calibrate(
 ) -> Ranges:
     """Ranges of candidate tensors (all, or `tensors`) over all samples, by running the float model on ONNX Runtime.
 
-    A tensor with a NaN or an infinite value (an attention mask, say) gets no range, and so no pair. The method
-    mse fits ranges to `numbers`."""
+    A tensor with a NaN or an infinite value (an attention mask, say) gets no range. `numbers` are for method mse."""
     how = how or Calibration()
     tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:

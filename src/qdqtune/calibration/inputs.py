@@ -46,8 +46,7 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """Values for those inputs of `file` that the option `fix_inputs` makes constant in the model it is compared
-    with."""
+    """Values for those inputs of `file` that option `fix_inputs` makes constant in another file."""
     specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
     own = [(specs[name], value) for name, value in fixed.items() if name in specs]
     return {s.name: np.full([d or 1 for d in s.shape], value).astype(s.dtype) for s, value in own}

@@ -60,13 +60,12 @@ class Session:
             path.unlink()
 
     def load(self, model: Model, name: str) -> ModelRun:
-        """A function that runs the model. The model is built at the first call and stays loaded until the session
-        ends."""
+        """A function that runs the model, which is built at the first call and kept until the session ends."""
         return self._files.enter_context(self.loaded(model, name))
 
     @contextmanager
     def loaded(self, model: Model, name: str) -> Iterator[ModelRun]:
-        """As `load`, but the model is only loaded inside the block."""
+        """As `load`, but the model is kept for the block only."""
         path = self._constants.write(model, name)
         with ExitStack() as built:
             built.callback(path.unlink)
@@ -132,8 +131,8 @@ def observe(
     """Each of `tensors` with its value on each sample, in memory that does not grow with the number of samples.
 
     Tensors come in batches that fit into `BATCH_BYTES`, in order, and each batch sample by sample. Each batch takes a
-    pass over the samples, so these must not be an iterator. With `widen`, float16 and bfloat16 become float32. For
-    `budget` and errors see `outputs_on`."""
+    pass over the samples, so these must not be an iterator. With `widen`, half precision becomes float32. For `budget`
+    and errors see `outputs_on`."""
     is_fused = len(model.nodes) + len(tensors) <= MOST_OPTIMIZED
     with _one_at_a_time(model, execution, fuse=is_fused, budget=budget) as session:
         for batch in _batches(model, tensors, samples, session):
@@ -156,8 +155,7 @@ def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], exec
 def outputs_on(
     model: Model, samples: Iterable[Sample], budget: MemoryBudget | None = None, execution: Execution = EXECUTION
 ) -> Iterator[dict[str, Array]]:
-    """All outputs of a model by name, sample by sample. `budget` is the memory budget that it shares with other
-    engines.
+    """All outputs of a model by name, sample by sample. `budget` is the memory budget that engines share.
 
     Raises:
         BadData: no sample.

@@ -63,8 +63,7 @@ class Prepared:
     at which it is measured, except those that differ between workloads.
 
     Outputs are compared on the samples `judging`, which calibration does not use if `is_held_out`. `execution` has time
-    limits and the like for running the model. `data` are where samples came from; `fixed` are inputs that were made
-    constants.
+    limits for runs. `data` says where samples came from; `fixed` are inputs that were made constants.
     """
 
     model: Model
@@ -182,8 +181,7 @@ def prepare(
 
 
 def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
-    """A message if no pair can reach the compute operators of a model (they are in bodies of If nodes, say); else
-    None."""
+    """A message if no pair can reach the model's compute operators (in bodies of If nodes, say); else None."""
     if operators := integer_operators(model):
         names = ", ".join(operators)
         return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"

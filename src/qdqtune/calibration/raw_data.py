@@ -160,8 +160,7 @@ def _picture_settings(path: Path) -> PictureSettings:
 
 
 def pictures_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) -> tuple[InputSpec, Maker]:
-    """The input of a model that takes pictures, and a function that makes its array of picture files; the settings lie
-    in one of the folders `places`."""
+    """The input that takes pictures, and a function that makes its array of files; settings lie in one of `places`."""
     fitting = [s for s in specs if len(s.shape) == 4 and not CHANNELS.isdisjoint((s.shape[1], s.shape[3]))]
     fitting = [spec for spec in fitting if spec.name == "pixel_values"] or fitting
     if len(fitting) != 1:

@@ -37,8 +37,7 @@ LABELS = "labels"
 @dataclass(frozen=True)
 class Samples:
     """A source of samples that can be iterated several times. `digest` identifies its content; `origin` names it in
-    messages. `others(n)` yields at most n samples that the limit left out; None if there is no limit, or for a
-    callable, which may never end."""
+    messages. `others(n)` yields up to n samples that the limit left out; None without a limit, or for a callable."""
 
     origin: str
     digest: str
@@ -50,8 +49,7 @@ class Samples:
         return self.produce()
 
     def apart(self, least: int, most: int) -> tuple[Samples, Samples] | None:
-        """Splits off every fifth sample, at most `most`. Returns the other samples and those held out; None if fewer
-        than `least` would be held out."""
+        """The samples without every fifth one, and these (at most `most`); None if they are fewer than `least`."""
         if len(self.first(HELD_OUT * least)) < HELD_OUT * least:
             return None
         end = HELD_OUT * most
@@ -90,9 +88,8 @@ def open_samples(
 
     Arrays have the names of inputs. An array of the input's rank is cut into batches (`a[i:i+1]` for batch 1), one of a
     higher rank has a sample per entry (`a[i]`); an array with one sample is repeated for all. A callable returns an
-    iterable of dictionaries, or of arrays if the model has one input; it is called for each pass. If there are more
-    than `limit` samples, it takes them at even distances, or the first ones of a callable. Arrays of `fixed` inputs are
-    ignored."""
+    iterable of dictionaries, or of arrays if the model has one input; it is called for each pass. With a `limit`,
+    samples are taken at even distances, from a callable the first ones. Arrays of `fixed` inputs are ignored."""
     specs = input_specs(model)
     if source is None:
         count = limit or 8

@@ -1,7 +1,6 @@
 """Ranges and scales: how ranges are found, and the arithmetic of quantization, for pairs and for weight formats.
 
-Formulas are those of the ONNX operators: q = saturate(round_half_even(x / scale) + zero_point) and x' = (q -
-zero_point) * scale.
+Formulas are those of ONNX: q = saturate(round_half_even(x / scale) + zero_point) and x' = (q - zero_point) * scale.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Ranges:
     For a model that came with Q/DQ pairs, it also has the ranges of other constants, and `weights` the scales of
     weights. `shifts`: corrections of biases by node name and output channel, for nodes whose input and weight carry
     pairs. `is_given`: the user gave the ranges, so none is widened to share its scale with others. `wide` has the
-    ranges for activations in 16 bits: those of all values, since clipping gains nothing there. A tensor without one
-    takes that of `activations`.
+    ranges for activations in 16 bits, of all values, as clipping gains nothing there; without one: `activations`.
     """
 
     activations: Mapping[str, Range]
@@ -63,8 +61,7 @@ Method = Literal["minmax", "percentile", "mse"]
 @dataclass(frozen=True)
 class Calibration:
     """How ranges are found. minmax: all values. percentile: `percentile` % of the values, without outliers at both
-    ends. mse: the least squared error. `bias_correction` corrects biases so that the outputs of quantized layers keep
-    their means."""
+    ends. mse: the least squared error. `bias_correction` corrects biases to keep the means of layers' outputs."""
 
     method: Method = "minmax"
     percentile: float = 99.99
@@ -232,8 +229,7 @@ def integer_ends(weight_format: WeightFormat) -> tuple[int, int]:
 
 
 def rounded_weight(weight: Array, weight_format: WeightFormat) -> RoundedWeight:
-    """A float32 or float16 weight [in, out], rounded to a weight format; the block size must divide `in`. Scales have
-    the type of the weight."""
+    """A float weight [in, out], rounded to a weight format. The block divides `in`; scales have the weight's type."""
     rows, columns = weight.shape
     block = weight_format.block or rows
     kind = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]

@@ -106,8 +106,7 @@ def call_in_thread(
     """The result of a function, which is called in a thread, within the time limits of `execution`; `what` names it in
     errors. Functions that the thread puts into `tasks` are called in the calling thread, and their time does not count.
 
-    Raises what the function or the tasks raise, TooSlow, or Cancelled. A thread that exceeds the limit is abandoned:
-    the process does not wait for it.
+    Raises what the function or the tasks raise, TooSlow, or Cancelled. A thread that exceeds the limit is abandoned.
     """
     (result,) = _from_thread(lambda: iter([function()]), what, execution, tasks)
     return result

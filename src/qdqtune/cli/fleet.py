@@ -72,8 +72,7 @@ def start(
 
 
 def run_on_ray() -> int:
-    """Run the same command in a child process, since Ray ends a program without a message when its node is lost.
-    Returns the exit code."""
+    """Run the same command in a child, as Ray ends a program silently when its node is lost. Returns the exit code."""
     with lifeline() as (pipe, _):
         run = start(("-m", "qdqtune", *command_line()[1:]), {DRIVER: "1"}, pipe, stdout=sys.stdout.fileno())
         while run.returncode is None:
@@ -111,8 +110,7 @@ def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Term
 
 
 def _devices(engines: Sequence[EngineSpec], options: WorkerOptions) -> tuple[Sequence[Device], dict[str, Any]]:
-    """The devices for jobs, and the options of workers that each job gets. Devices are those for the engine that needs
-    a GPU, or else the most cores."""
+    """The devices for jobs (for the engine with the highest needs), and the options of workers that each job gets."""
     widest = max(engines, key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
     each = options.cores_per_worker
     if options.on is not None:
@@ -158,8 +156,8 @@ def _tune_all(jobs: Sequence[TuneOptions], devices: Sequence[Device], more: Mapp
 
 
 def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dict[str, Any]]:
-    """Tune a model on a device in a child process (see `cli.child`), and print its output with the model's name in
-    front. Returns exit code and result."""
+    """Tune a model on a device in a child process, and print its output, marked by model. Returns exit code and
+    result."""
     options = request["options"]
 
     def show(text: str) -> None:
@@ -220,8 +218,8 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOption
 
 
 def named(models: Sequence[Path]) -> dict[Path, str]:
-    """A folder name for each model: its file name; if that is not unique, with the parent folder's name in front, and a
-    number if these are equal, too."""
+    """A folder name for each model: its file name; if not unique, with its folder's name in front, then with a
+    number."""
     stems = Counter(model.stem for model in models)
     names: dict[Path, str] = {}
     for model in models:

@@ -105,8 +105,7 @@ def _failed(text: str, code: int) -> int:
 
 
 class Later(click.Command):
-    """A command whose module is imported only when it runs or is completed by the shell; lists of commands show its
-    `summary`."""
+    """A command whose module is imported only when it runs or is completed by the shell. `summary` is for lists."""
 
     def __init__(self, name: str, summary: str) -> None:
         super().__init__(name, help=summary)

@@ -53,8 +53,7 @@ def say_notes(notes: Iterable[str]) -> None:
 
 
 def console(*, is_error: bool = False, **how: Any) -> Console:
-    """A console on standard output or standard error. Markup is off and control characters are escaped, since names in
-    models may hold anything."""
+    """A console without markup that escapes control characters, since names in models may hold anything."""
     from rich.console import Console  # slow to import, and many commands print without it
     from rich.segment import Segment
 

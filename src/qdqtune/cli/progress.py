@@ -38,8 +38,7 @@ def shown(*, quiet: bool = False, verbose: bool = False) -> Progress:
 
 
 def run(command: Callable[[O, Progress], R], options: O, terminal: Terminal) -> R:
-    """Run a command with its progress on the terminal, then print its notes. Returns its result, with options in notes
-    spelled as flags."""
+    """Run a command with progress on the terminal, and print its notes. In its result, options are spelled as flags."""
     with shown(quiet=terminal.quiet, verbose=terminal.verbose) as observer:
         done = command(options, observer)
     if done.notes:

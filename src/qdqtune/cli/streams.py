@@ -44,9 +44,7 @@ def escaped_lines(text: str) -> str:
 
 class SafeStream(io.TextIOBase):
     """A text stream that never fails, and escapes control characters. After an error, further text is dropped and
-    `lost` holds the error, except for a pipe whose reader has gone. `styled` is the same stream for text that is
-    already escaped and has colours.
-    """
+    `lost` holds the error, except for a closed pipe. `styled` is the same stream for text that is already escaped."""
 
     def __init__(self, stream: TextIO, *, is_styled: bool = False) -> None:
         self._stream, self._is_styled = stream, is_styled
@@ -164,8 +162,7 @@ def interrupts() -> Iterator[Event]:
 
 
 def end_with_parent() -> None:
-    """Interrupt this process when its parent is gone (if the parent has set `PARENT`); if that does not help, end
-    it."""
+    """Interrupt, or else end, this process when its parent is gone, if the parent has set `PARENT`."""
     pipe = os.environ.pop(PARENT, "")
     if pipe.isdigit():
         threading.Thread(target=_await_end, args=(int(pipe),), daemon=True).start()

@@ -56,11 +56,9 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
-    """The layers that an engine runs for a model, in order, for inputs of these `sizes`; `numbers` is its format of
-    pairs.
+    """The layers that an engine runs for a model, in order, at these `sizes`; `numbers` is the format of its pairs.
 
-    `machine` is the remote machine that ran them, if any; `described` is what the engine says of itself, None if layers
-    were read from a file."""
+    `machine` is the remote machine, if any; `described` is what the engine says of itself, None if read from a file."""
 
     engine: str
     layers: tuple[Layer, ...]
@@ -112,8 +110,7 @@ def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
 
 
 def _profile(options: LayersOptions, graph: Model) -> Layers:
-    """Read the report that `graph_json` names, or run the model on the engine. Layers have no times if the engine's
-    times mean nothing."""
+    """Read the report that `graph_json` names, or run the model on the engine. Without times if they mean nothing."""
     path = options.model
     is_fp8 = any(info.dtype == TensorProto.FLOAT8E4M3FN for info in graph.tensors.values())
     quant_type: QuantType = "fp8" if is_fp8 else "int8"

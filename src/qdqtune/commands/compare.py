@@ -357,8 +357,7 @@ class Row:
     `first_percentiles_ms` and `percentiles_ms` are those of single inferences; None if they were not timed, or
     contradict the medians. `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `threads` is
     set if several numbers of threads were asked for; `workloads` has a part for each of several. `scores` are the
-    outputs that hold class scores; None if inputs are random. `metric` has that of the first file and of this one, if
-    asked for.
+    outputs that hold class scores; None if inputs are random. `metric` has that of both files, if asked for.
     """
 
     file: str
@@ -498,8 +497,7 @@ def compare_files(
 def _ran(
     runner: Runner, file: Path, samples: Sequence[Sample], metric: Metric | None, first: Path
 ) -> tuple[Outputs, Score | None]:
-    """The outputs and the metric of one build of a file. Without labels, the outputs of the file `first` serve as
-    labels."""
+    """The outputs and the metric of one build of a file. Without labels, outputs of `first` serve as labels."""
     with ExitStack() as stack:
 
         def load(path: Path) -> Handle:

@@ -339,8 +339,7 @@ class Diagnosis(Shown):
     `noise` is that of `file` on the `engine` on all `samples`. Further values were measured on the `examined` samples
     with the largest errors: `noise_there` of the file, `by_numbers` of its pairs as ONNX defines them, and `rest`
     without the guilty pairs. `suspects` are the guilty tensors, whose `without` is known; if there are none, the worst
-    ones. `pairs` counts examined pairs, those on biases included; `unexamined` those that are on no tensor of the float
-    model.
+    ones. `pairs` counts examined pairs, with those on biases; `unexamined` those on no tensor of the float model.
     """
 
     pairs: int

@@ -47,8 +47,7 @@ class DoctorOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class EngineState:
-    """Whether an engine runs models here, simulates that, only builds them, or does neither; why, and what to
-    install."""
+    """Whether an engine runs models here, simulates that, only builds them, or nothing; why, and what to install."""
 
     name: str
     status: Literal["usable", "simulated", "builds only", "missing"]
@@ -122,8 +121,7 @@ def examine() -> EnginesState:
 
 
 def doctor_elsewhere(on: str, *flags: str) -> int:
-    """Run `doctor` on the remote machine that the option `on` names; its output is printed here. Returns its exit
-    code."""
+    """Run `doctor` on the remote machine that the option `on` names, print its output, and return its exit code."""
     destination = Destination.parsed(on)
     destination.facts()  # which says in one line what is missing
     words = destination.command(" ".join(("qdqtune doctor", *flags)))
@@ -134,8 +132,7 @@ def doctor_elsewhere(on: str, *flags: str) -> int:
 
 
 def engine_state(name: str) -> EngineState:
-    """Open an engine or execution provider with default options; if that fails, for a device that is not present, if it
-    can build without one."""
+    """Open an engine or execution provider with default options; if that fails, try to build for an absent device."""
     facts = facts_of(name)
     if not all(map(importlib.util.find_spec, facts.packages)):
         return EngineState(name, "missing", reason="not installed", remedy=facts.install)

@@ -55,8 +55,7 @@ T = TypeVar("T", bound=Options)
 
 
 def model_file(model: ModelLike, folder: Path, name: str = "model", example_inputs: object = None) -> Path:
-    """The path of a model. A model in memory is written to `folder`; a PyTorch module is exported with `example_inputs`
-    (see `torch_export`)."""
+    """The path of a model. One in memory is written to `folder`, a PyTorch module is exported with `example_inputs`."""
     if isinstance(model, str | Path):
         return model_in(Path(model))
     path = folder / f"{name}.onnx"
@@ -274,8 +273,7 @@ def prepared_for(
 
 
 def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:
-    """`spec` with the range of input sizes over all workloads, if the engine takes such ranges and the user set
-    none."""
+    """`spec` with the range of input sizes over all workloads, if the engine takes ranges and the user set none."""
     if not spec.facts.is_tensorrt or not workloads or spans(spec):
         return spec
     return with_spans(spec, spans_of(workloads, fixed))

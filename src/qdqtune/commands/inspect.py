@@ -113,8 +113,7 @@ def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspec
 
 
 def overview_of(model: Model) -> dict[str, Any]:
-    """A model's inputs, outputs and operators, as JSON values. A product counts as quantizable if both inputs can have
-    pairs."""
+    """A model's inputs, outputs and operators, as JSON values. `products` can have pairs on both inputs."""
     products = [node for node in model.nodes if node.op in COMPUTE and not node.domain]
     refusals = [
         next(

@@ -131,8 +131,8 @@ def residual() -> onnx.ModelProto:
 
 
 def transformer(head: int) -> onnx.ModelProto:
-    """A transformer layer with heads of size `head`: attention with queries, keys and values from one product, then two
-    products with a Gelu between them."""
+    """A transformer layer with heads of size `head`: attention (one product makes queries, keys and values) and an
+    MLP."""
     width = HEADS * head
     nodes = f"""
         {_norm("x", "n", width)} {_product("n", "all", width, 3 * width)} apart = Reshape(all, five)
@@ -263,8 +263,7 @@ class Bench:
 
 
 def _reports_layers(bench: Bench, graph: str) -> str:
-    """Test models build in float, with pairs by our rules, and with weight formats; each node is in one layer, with a
-    time."""
+    """Test models build in float, with our pairs, and with weight formats; each node is in one layer, with a time."""
     counts = []
     for file in (bench.plain(graph), bench.quantized(graph)):
         layers, operators = bench.layers(file), {node.name: node.op for node in load(file).nodes}

@@ -102,8 +102,7 @@ outputs. Chosen, not measured."""
 class PreparedModel:
     """A float model to put pairs into: `graph`, and `shaped`, the same model with fixed input shapes.
 
-    `prepared` holds its samples; None if the model is not run. `matched` holds the ranges of a calibration cache, None
-    without one. `notes` are for the user.
+    `prepared` holds its samples; None if the model is not run. `matched` holds ranges of a calibration cache, if any.
     """
 
     graph: Model
@@ -280,8 +279,7 @@ class Quantized(Shown):
 
     `sqnr_db` is that of the worst output against the float model on `judged` samples; None if outputs are equal, or not
     finite. `agreement` is the share of integers or best classes that are as in float, if any; `scores` are the outputs
-    whose best classes these are. `measured` is the user's metric before and after. `damages` is the ranking of tensors,
-    the worst first.
+    with these classes. `measured` is the user's metric before and after. `damages` ranks tensors, the worst first.
     """
 
     options: QuantizeOptions
@@ -381,8 +379,8 @@ class Quantized(Shown):
 
 
 def quantize(options: QuantizeOptions, observer: Observer | None = None, begun: float | None = None) -> Quantized:
-    """Write a Q/DQ version of a model, its pairs placed by the rules of an engine. A time budget counts from `begun`,
-    by `time.monotonic`, or from now on.
+    """Write a Q/DQ version of a model, its pairs placed by the rules of an engine. `begun` is the time of
+    `time.monotonic` from which the time budget counts; by default now.
 
     Raises:
         InputError: model, data or options cannot be used, or not together.
@@ -524,8 +522,7 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
 def _measured(
     metric: Metric, runner: Runner, before: Handle, after: Handle, until: float, observer: Observer
 ) -> tuple[tuple[Score, Score] | None, str | None]:
-    """The metric of both models, if it can be computed before the time `until`; and a note if the time budget left it
-    out or cut it short."""
+    """The metric of both models, if the time until `until` allows; and a note on what the time budget left out."""
     in_time = SamplesInTime(metric.samples if isinstance(metric, Labelled) else (), until, 2, observer)
     if isinstance(metric, Labelled):
         metric = replace(metric, samples=replace(metric.samples, produce=in_time))

@@ -195,8 +195,7 @@ def tune(settings: Settings, observer: Observer | None = None, begun: float | No
 
 
 def result_table(found: result.Result) -> Table:
-    """Latency, speedup, pairs and accuracy of the float and of the tuned model; in the caption, what the search has
-    used, and which outputs were compared."""
+    """Latency, speedup, pairs and accuracy of float and tuned model; in the caption, what the search used."""
     summary = found.summary
     failed = sum(failure(trial) is not None for trial in found.history)
     between = sum(trial.proposal.origin == "front" for trial in found.history)  # not shown while the search runs

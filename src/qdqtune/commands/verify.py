@@ -43,9 +43,8 @@ class VerifyOptions(MeasureOptions, kw_only=False):
 
 @dataclass(frozen=True, repr=False)
 class Verified(Shown):
-    """Whether the proven speedup and accuracy hold here, and why. `differences` are properties of engine and machine
-    that differ from the proof, by name: (there, here). `comparison` is None if nothing had to be measured, or could
-    be."""
+    """Whether the proven result holds here, and why. `differences` are properties of engine and machine that differ
+    from the proof, by name: (there, here). `comparison` is None if nothing was measured."""
 
     folder: Path
     finding: Finding
@@ -82,8 +81,7 @@ class Verified(Shown):
 
 
 def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified:
-    """Compare files, engine and machine with those of the proof, and time float and tuned model again; `on` names the
-    machine.
+    """Compare files, engine and machine (`on`) with those of the proof, and time float and tuned model again.
 
     Raises:
         InputError: the folder has no settings of a run, or samples cannot be used.

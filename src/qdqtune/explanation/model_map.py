@@ -42,8 +42,7 @@ class MapNode:
 class MapGroup:
     """Nodes that the engine runs together, with reshapes of their results; `count` is above 1 if it stands for several
     such groups. One group has all nodes that the engine computes in advance, one those that only compute shapes. Times
-    come from profiled inferences; None if the engine gives none. `conversion_ms` is the part of `tuned_ms` for pairs at
-    the group's borders.
+    come from profiled inferences, if the engine gives any. `conversion_ms` of `tuned_ms` is for pairs at its borders.
 
     `error_db` is the output SQNR if only this group's results are rounded; None if it was not measured.
     """
@@ -89,8 +88,7 @@ def together(groups: Sequence[MapGroup]) -> MapGroup:
 
 @dataclass(frozen=True)
 class MapRow:
-    """Groups that run one after the other. For a block that repeats `times` times, each group stands for all its
-    repeats."""
+    """Groups that run one after the other. Each stands for all `times` repeats of it, if its block repeats."""
 
     name: str
     groups: tuple[MapGroup, ...]
@@ -174,8 +172,7 @@ def scope(name: str) -> tuple[str, ...]:
 
 
 def group_label(operators: Sequence[str]) -> str:
-    """The operators of a group, each once: Conv + Relu. Q, DQ and reshapes are left out unless there is nothing
-    else."""
+    """The operators of a group, each once: Conv + Relu. Q, DQ and reshapes only count if there is nothing else."""
     return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ | VIEWS) or dict.fromkeys(operators))
 
 

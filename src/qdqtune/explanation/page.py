@@ -27,8 +27,7 @@ PARTS = Path(__file__).parent / "page"
 
 
 def write_report(folder: Path, flags: Mapping[str, str]) -> Path:
-    """Write the report of the run in `folder`, and return its path. `flags` spell the options that it names (see
-    `with_flags`).
+    """Write the report of the run in `folder`, and return its path. `flags` are those of `errors.with_flags`.
 
     Raises:
         OutputError: it cannot be written.

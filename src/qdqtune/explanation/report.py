@@ -48,8 +48,7 @@ Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "faile
 @dataclass(frozen=True)
 class Candidate:
     """A candidate of the search. `against_best` is its speed relative to the best candidate before it, `speed` relative
-    to the float model; "costlier" if judged by rule, where nothing is timed. `ships`: optimized_final.onnx has its
-    placement."""
+    to the float model; "costlier" if judged by rule, without times. `ships`: optimized_final.onnx has its placement."""
 
     number: int
     origin: str
@@ -65,8 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement with its speed and accuracy; `sqnr_db` is None if outputs are equal. `proven`: measured on fresh
-    builds."""
+    """A placement with its speed and accuracy; `sqnr_db` is None for equal outputs. `proven`: on fresh builds."""
 
     name: str
     speed: Ratio
@@ -149,8 +147,8 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
 
 
 def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
-    """The rows of the result that `tune` prints, without the speedup (which is in the headline), nodes that run
-    elsewhere, and what the search used."""
+    """The rows of the result that `tune` prints, without its headline; then where else nodes run, and what the search
+    used."""
     for row in result_rows(summary):
         if row.final and row.name != "speedup [interval]":
             is_plain = row.before in ("", "0", "1x", row.final)

@@ -1,5 +1,4 @@
-"""A finished run's result: one sentence, and rows with latency, speedup, pairs and accuracy of float and shipped
-model."""
+"""A finished run's result: a sentence, and rows with latency, speedup, pairs and accuracy of float and tuned model."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Headline:
-    """The result in one sentence, what it means, and the speed relative to the float model (the inverse of the
-    ratio)."""
+    """The result in one sentence, what it means, and the speedup (float latency divided by the model's)."""
 
     headline: str
     meaning: str

@@ -254,7 +254,7 @@ class _Graph:
         return ""
 
     def _numbers_of_pairs(self, node: Node) -> str:
-        """A text about number formats that this engine does not support, if it runs no node of that operator in 8
+        """A text if pairs have a number format that this engine does not support, and no such operator runs in 8
         bits."""
         numbers = self._numbers
         if numbers is None or node.op in self._low_operators:
@@ -282,8 +282,7 @@ class _Graph:
         return f"its output carries no pair on the way to {users}" if users else ""
 
     def _kernel(self, node: Node) -> str:
-        """A text if there may be no integer kernel. Convolutions and products with a weight have one in every engine,
-        except ConvTranspose."""
+        """A text if there may be no integer kernel, as for ConvTranspose and products of two activations."""
         if node.op in self._low_operators:
             return ""
         if node.op not in COMPUTE or node.op == "ConvTranspose":

@@ -120,8 +120,7 @@ def and_others(alike: int) -> str:
 
 
 def _estimated(alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
-    """A text about a relative `change` of the latency, of which up to `most` may be noise. If `is_guess`, no figure is
-    given."""
+    """A text about a relative `change` of the latency, up to `most` of it noise; without a figure if `is_guess`."""
     amount = "clearly " * (change > most) if is_guess else f"{abs(change):.0%} "
     effect = f"make the model {amount}{'slower' if change > 0 else 'faster'}"
     effect += ", within the noise of this run" * (abs(change) <= most)
@@ -189,8 +188,7 @@ class _Table:
         self._limit = "the limits on accuracy" if least is None else f"{least:g} dB"
 
     def _reported(self, layers: Iterable[Layer]) -> dict[int, str]:
-        """State by unit number, for units whose kernels report a precision: "8 bits" if any of them has 8 bits or
-        less."""
+        """State by unit number, where kernels report a precision: "8 bits" if one of them has 8 bits or less."""
         states, owner = dict[int, str](), self.parts.owner
         for layer in layers:
             if layer.kind != "compute" or not (is_low(layer.precision) or is_float(layer.precision)):
@@ -244,8 +242,7 @@ class _Table:
 
     def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:
         """How the latency would change if all units of a kind (equal operators and shapes) that run as `how` ran in
-        float: a text if there is no figure, and the figure as fields of `Explanation`; both empty if no build or known
-        cost tells."""
+        float: a text if there is no figure, and the figure as fields of `Explanation`; both empty if unknown."""
         if (kind, how) in self._if_floats:
             return self._if_floats[kind, how]
         run, ships = self.run, self._decision
@@ -311,8 +308,7 @@ class _Table:
         return self._judged[key]
 
     def _judgement(self, unit: Unit, missed: Trial | None) -> dict[str, Any]:
-        """As `_in_float`, for a unit and those like it, by the facts 2 to 6 in the docstring of the module. `missed` is
-        a candidate for fact 5."""
+        """As `_in_float`, by the facts 2 to 6 of the module's docstring; `missed` is a candidate for fact 5."""
         run, latency, twins = self.run, self.run.shipped_ms, self._twins[unit.kind]
         alike = len(twins) - 1
         trial, others = self._nearest(twins)
@@ -372,8 +368,7 @@ class _Table:
 
     @cached_property
     def _ran(self) -> tuple[set[str], set[str]]:
-        """The kinds of units that ran in 8 bits in any build, and those that ran in float although pairs stood on all
-        inputs and outputs."""
+        """The kinds of units that ran in 8 bits in any build, and those that ran in float with pairs on all tensors."""
         low, refused = set[str](), set[str]()
         builds = [(trial.placement, trial.layers) for trial in self.run.history if trial.layers]
         for placement, layers in (*builds, (self.run.placement, self.run.shipped_layers)):
@@ -387,8 +382,7 @@ class _Table:
 
     @cached_property
     def _candidates(self) -> list[tuple[Trial, frozenset[int], set[str]]]:
-        """Each candidate, the numbers of its units in 8 bits, and the tensors whose pair or weight format differs from
-        what ships."""
+        """Each candidate, its units in 8 bits, and the tensors whose pair or weight format differs from what ships."""
         ships, candidates = self.run.placement, []
         for trial in self.run.history:
             formats = {edge for edge, _ in trial.placement.weight_only ^ ships.weight_only}
@@ -407,8 +401,7 @@ class _Table:
         return nearest, others
 
     def _slower_here(self, row: Explanation) -> str:
-        """A text if a unit only seems slower in the file that ships, because in the float model it is part of a larger
-        kernel."""
+        """A text if a unit only seems slower in the file that ships: in the float model a larger kernel contains it."""
         if not row.ms or not row.float_ms or log(row.ms / row.float_ms) <= self._clear:
             return ""
         here = {name for own in row.nodes if own in self._layer_of for name in self._layer_of[own].nodes}
@@ -435,8 +428,7 @@ class _Table:
         return sorted(faster, key=lambda each: (each[0].holds is False, -each[0].exactness))
 
     def _missed_chance(self, unit: Unit) -> Trial | None:
-        """The first of `_faster` with a unit in 8 bits. If pairs ship: only if the estimate for the unit there does not
-        favour float."""
+        """The first of `_faster` with a unit in 8 bits; if pairs ship, only if its estimate does not favour float."""
         for trial, decision in self._faster:
             loses = self.run.placement and self._costs is not None and margin(self._costs, decision, unit) < 0
             if unit.number in decision.quantized and not loses:
@@ -452,8 +444,7 @@ class _Table:
         return "not proven", f"{was}, but fresh builds did not prove it: a quieter machine, or more time, may decide"
 
     def _together(self, unit: Unit) -> str:
-        """A text if float ships, and all candidates with a unit in 8 bits were slower by more than noise, one of them
-        certainly; else empty."""
+        """A text if float ships and all candidates with a unit in 8 bits were slower, one surely; else empty."""
         tried = {trial.number: low for trial, low, _ in self._candidates if unit.number in low}
         judged = [each for each in with_ratios(self.run.history, self.run.plan) if each[0].number in tried]
         if self.run.placement or "slower" not in [measured.verdict for _, measured in judged]:
@@ -512,8 +503,7 @@ class _Table:
         return noise.allowed(self.run.history), noise.summed(placement), rounded
 
     def _outcome(self, trial: Trial | None, others: int) -> tuple[Reason, str]:
-        """The outcome of the candidate `trial` that is nearest to having a unit in 8 bits; it differs on `others` more
-        tensors."""
+        """The outcome of `trial`, the candidate nearest to a unit in 8 bits, which differs on `others` more tensors."""
         if trial is None:
             return "not tried", "no candidate has it in 8 bits"
         run, ratios = self.run, self._ratios
@@ -551,8 +541,7 @@ def disturbance(run: FinishedRun) -> str:
 
 
 def _apart(model: Model, spent: Mapping[str, NodeTime], paired: Collection[str]) -> float:
-    """How far times are from the median of nodes with equal operators, shapes and pairs (three or more), as a share of
-    all times."""
+    """The share of all times by which nodes differ from the median of those with equal operators, shapes and pairs."""
     alike = defaultdict[str, list[float]](list)
     for node in model.nodes if spent else ():
         shapes = [info.shape for tensor in node.inputs if (info := model.tensors.get(tensor)) is not None]

@@ -54,8 +54,7 @@ def load_for(
     min_opset: int,
     rewrites: Rewrites = NO_REWRITES,
 ) -> tuple[Model, Rewrites]:
-    """The rewritten model, still in float32, with at least the opset that pairs at `precision` need; and the rewrites
-    that found something to change."""
+    """The rewritten model, still in float32, in an opset that has pairs at `precision`; and the rewrites it got."""
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
@@ -151,8 +150,8 @@ def _holds_float32(model: Model, tensor: str) -> bool:
 
 
 def rounded_to_float16(values: Array) -> Array:
-    """Float32 values as float16, as the converter rounds them, in a twentieth of its time: finite values stay finite,
-    and only zero becomes zero."""
+    """Float32 values as float16, fast, as ONNX Runtime's converter does: finite values stay finite, only 0 becomes
+    0."""
     limits = np.finfo(np.float16)
     with np.errstate(over="ignore"):
         half = np.asarray(values, np.float32).astype(np.float16)

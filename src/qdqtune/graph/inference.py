@@ -126,8 +126,7 @@ def _inferred(
 def _when_read(
     model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
 ) -> Constant | None:
-    """The output of a node of WEIGHT_OPS with constant inputs, computed when it is read, so that no large weight is
-    copied; None for other nodes."""
+    """The output of a node of WEIGHT_OPS with constant inputs, computed when it is read; None for other nodes."""
     if node.op not in WEIGHT_OPS or node.domain or not all(t in known for t in node.inputs if t):
         return None
     output, inputs = node.outputs[0], {t: known[t] for t in node.inputs if t}

@@ -1,5 +1,4 @@
-"""Reads an ONNX file as a `Model`: checks it (also for what ONNX's checker accepts), names nodes, collects constants,
-raises the opset, infers shapes.
+"""Reads an ONNX file as a `Model`: checks it, names nodes, collects constants, raises the opset, infers shapes.
 
 External data stay on disk. Functions that need the whole graph (checker, version converter, shape inference) get it
 with graph inputs in place of the large constants.
@@ -83,8 +82,7 @@ def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int
 
 
 def _check_types(graph: onnx.GraphProto) -> None:
-    """Refuse sparse constants and unknown element types; make sizes dynamic, in place, that are negative or named `?`,
-    as exporters write unknown ones."""
+    """Refuse sparse constants and unknown types of elements; make sizes below 0 or named `?` dynamic, in place."""
     for inner in graphs(graph):
         if inner.sparse_initializer:
             raise BadModel(f"constant {inner.sparse_initializer[0].values.name!r} is sparse: {DENSE}")
@@ -275,8 +273,7 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
 
 
 def _keep_sampling(graph: onnx.GraphProto) -> None:
-    """Make Resize sample as before opset 11. The converter leaves the attributes out, and their defaults have
-    changed."""
+    """Make Resize sample as before opset 11: the converter does not set attributes whose defaults have changed."""
     scales = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
     for node in (node for inner in graphs(graph) for node in inner.node):
         if node.op_type == "Resize":

@@ -63,8 +63,7 @@ def companions(model: Path) -> list[Path]:
 
 
 def first_beside(names: Iterable[str], folders: Iterable[Path]) -> Path | None:
-    """The first existing file with one of these names in `folders`; of a folder `onnx`, the folder above is searched,
-    too."""
+    """The first existing file with one of these names in `folders`, or in the folder above a folder `onnx`."""
     for folder in folders:
         above = [folder.absolute().parent] if folder.absolute().name == SUBFOLDER else []
         for place in (folder, *above):

@@ -48,8 +48,7 @@ Matcher = Callable[[Model, Node], Match | None]
 
 
 def with_merged(model: Model, op: str, matcher: Matcher, opset: int) -> Model:
-    """`model` with one `op` node in place of each group of nodes that `matcher` finds, in opset `opset` or later; the
-    same object if there is no match."""
+    """`model` with one node `op` for each group that `matcher` finds, in `opset` or later; the same object if none."""
     taken: set[int] = set()
     matches: dict[int, Match] = {}
     for node in reversed(model.nodes):
@@ -238,8 +237,8 @@ FOLD = "fold"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A function that rewrites a model (it returns the same object if there is nothing to do), and the operator type
-    that it `makes`, if any."""
+    """A function that returns the rewritten model, or else the same object; and the operator that it `makes`, if
+    any."""
 
     apply: Callable[[Model], Model]
     makes: str = ""
@@ -250,9 +249,7 @@ def merging(op: str, matcher: Matcher, opset: int) -> Rewrite:
 
 
 def without_reciprocals(model: Model) -> Model:
-    """`model` with 1 / x as a Div for each float32 Reciprocal of x; the same object if there is none. The constant 1
-    gets its own pair, whose scale fits it.
-    """
+    """`model` with 1 / x for each float32 Reciprocal of x, so that the 1 gets its own pair; the same object if none."""
     one, nodes, is_changed = UniqueNames(names_in(model.proto.graph)).fresh("one"), [], False
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         info = model.tensors.get(node.inputs[0]) if node.op == "Reciprocal" and not node.domain else None
@@ -265,8 +262,7 @@ def without_reciprocals(model: Model) -> Model:
 
 
 def without_needless_dilations(model: Model) -> Model:
-    """`model` with a dilation of 1 for each 1x1 convolution, where dilation has no effect; the same object if there is
-    none."""
+    """`model` without dilations of 1x1 convolutions, where they have no effect; the same object if there is none."""
     nodes, is_changed = list(model.proto.graph.node), False
     for node in filter(is_dilated, model.nodes):
         weight = model.constants.get(node.inputs[1])
@@ -327,8 +323,7 @@ def between(before: Collection[str], after: Collection[str]) -> tuple[str, ...]:
 
 
 def allowed(value: str, merged: tuple[str, ...] = ()) -> Rewrites:
-    """The rewrites that the value of option `rewrites` names: `auto` (`fold` and `merged`), `off`, or a list with
-    commas."""
+    """The rewrites that option `rewrites` names: `auto` (`fold` and `merged`), `off`, or a list with commas."""
     if value in ("auto", "off"):
         return Rewrites(True, merged=merged) if value == "auto" else Rewrites()
     names = {name.strip() for name in value.split(",")}

@@ -44,8 +44,7 @@ def model_outputs(path: Path, option: str, kind: str = "model") -> list[Output]:
 
 
 class ConstantFile:
-    """A file of constants that the small model files in the same folder refer to; each constant is written when first
-    needed."""
+    """A file of constants, each written when first needed, that small model files in the same folder refer to."""
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
 

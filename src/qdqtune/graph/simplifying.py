@@ -126,8 +126,8 @@ def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
 
 
 def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
-    """Compute nodes in order up to the first If whose condition is known, and replace that by its body. Returns whether
-    there was one."""
+    """Compute nodes up to the first If with a known condition, and put its body in its place. Returns whether there was
+    one."""
     graph = proto.graph
     overridable = {v.name for v in graph.input}
     small = {t.name: t for t in graph.initializer if t.name not in overridable}
@@ -187,8 +187,7 @@ def evaluated(model: onnx.ModelProto) -> list[Array]:
 
 
 def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> list[onnx.NodeProto]:
-    """The nodes of a body of an If that has been removed from the graph. The body's constants are added to the
-    graph."""
+    """The nodes of the chosen body of an If; adds the body's constants to the graph."""
     body = deepcopy(next(a.g for a in node.attribute if a.name == ("then_branch" if condition else "else_branch")))
     own = defined(body)
     names: dict[str, str] = {}

@@ -170,9 +170,8 @@ def _db(signal: float, noise: float) -> float:
 
 
 def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float | None]:
-    """For the output with class scores whose agreement is most surely below `MOST_EQUAL`: the share of positions with
-    the same best class, the number of positions, and how many independent ones carry as much information. Samples whose
-    shape differs do not count."""
+    """For the output whose best classes most surely agree at less than `MOST_EQUAL`: their share of agreement, the
+    number of positions, and how many independent ones tell as much. Samples whose shape differs do not count."""
     shares = list[tuple[float, int, float]]()
     for name, axis in scores.axis.items():
         best = scores.best[name]
@@ -278,8 +277,7 @@ def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
     the whole. `pairs` has the values in the float model and in the other one, sample by sample.
 
     A slice whose values are smaller than usual for its quantity is treated as if they had the usual size, since
-    compared with values near zero every error is large. For a slice that became constant, only variation counts as
-    signal.
+    compared with values near zero every error is large. Of a constant slice, only variation counts as signal.
     """
     slices = list[Slice]()
     for name, arrays in pairs.items():

@@ -67,8 +67,7 @@ def fitted(
 
     `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` only
     its tensors are calibrated, which saves time. `bias_samples` returns how many samples may be used to correct biases
-    if each takes so many seconds (0: no correction); it is called after calibration, and again when the float model has
-    run.
+    if each takes so many seconds (0: no correction); it is called after calibration, and after the float model ran.
     """
     model, listener = prepared.shaped, listener or Deaf()
     tensors = None
@@ -92,8 +91,7 @@ def some_ranges(model: Model) -> Ranges:
 
 
 def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
-    """`found` with ranges for activations in 16 bits, if the format has them: from the lowest to the highest value on
-    samples."""
+    """`found` with ranges of all values for activations in 16 bits, if the format has them."""
     if numbers.wide is None:
         return found
     return replace(found, wide=prepared.ranges(Calibration("minmax"), numbers).activations)
@@ -175,8 +173,7 @@ Mode = Literal["means", "centred", "shifted"]
 class BiasedPlacement:
     """A placement of one model with ranges, run on some samples with variable biases; methods may raise EngineRefused.
 
-    Offsets of biases are arrays [samples, channels]; a row has the channels of all `layers` that can have a bias. There
-    must be one such layer at least."""
+    Offsets of biases are [samples, channels]: the channels of all `layers` (at least one) that can have a bias."""
 
     def __init__(
         self, session: Session, model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges,
@@ -190,9 +187,9 @@ class BiasedPlacement:
         self._means = np.stack([outputs.pop(MOVES) for outputs in self._exact])
 
     def db(self, offsets: Array | None = None) -> float:
-        """SQNR in dB over all samples: for each output the mean over its compared values (see `compared_values`), then
-        the least of all outputs; infinite without any error. With `offsets`, the biases for each sample are corrected
-        by the offsets of the other samples."""
+        """SQNR in dB over all samples: the mean over an output's compared values (see `compared_values`), then the
+        least of all outputs; infinite if equal. With `offsets`, biases for a sample are corrected by those of the
+        others."""
         shifts = np.zeros_like(self._means) if offsets is None else shifts_by_others(offsets)
         actual = self._ran(self._shifted(self._fed(shifts)))
         signal, noise = np.zeros((2, sum(map(len, self._groups))))

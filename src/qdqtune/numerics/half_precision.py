@@ -191,8 +191,7 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
 
 
 def _is_mask(model: Model, tensor: str, values: Range) -> bool:
-    """Whether only the low end of a tensor is out of range and only a Softmax reads it, so that clipping changes
-    nothing."""
+    """Whether only a Softmax reads a tensor and only its low end is out of range, so that clipping changes nothing."""
     if values.high * HEADROOM > FLOAT16_MAX:
         return False
     pending, seen = [tensor], set[str]()
@@ -220,8 +219,7 @@ def _inner_sum(model: Model, node: Node, ranges: Ranges) -> float:
 
 
 def _is_large_constant(model: Model, node: Node, tensor: str) -> bool:
-    """Whether a node computes with a constant out of float16's range; bounds and masks, which may be clipped, do not
-    count."""
+    """Whether a node computes with a constant out of float16's range that cannot be clipped as bounds and masks can."""
     constant = model.constants.get(tensor)
     if constant is None or constant.dtype != TensorProto.FLOAT or node.op not in COMPUTE | ARITHMETIC or node.domain:
         return False

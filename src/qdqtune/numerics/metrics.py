@@ -61,8 +61,7 @@ def answer(metric: Name, output: Array) -> Array | None:
 
 
 def row_scores(metric: Name, told: Array | None, right: Array | None) -> list[float] | None:
-    """The score of each row of a sample, from the model's answers `told` and the labels `right`; None if these cannot
-    be compared."""
+    """The score of each row of a sample, from answers `told` and labels `right`; None if they cannot be compared."""
     if told is None or right is None:
         return None
     if metric == "cosine":
@@ -116,8 +115,7 @@ Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A metric of the user: its name as given, 16 hex digits of a hash of its source text, the function, and its time
-    limits."""
+    """A metric of the user: its name, 16 hex digits of a hash of its source text, the function, and its time limits."""
 
     source: str
     digest: str
@@ -131,8 +129,7 @@ def load_evaluation(source: str, execution: Execution) -> Evaluation:
 
 
 def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
-    """The metric of a model, called with `predict` on the runner's build of it. What the function prints goes to
-    standard error.
+    """The metric of the runner's build of a model. What the function prints goes to standard error.
 
     Raises:
         EngineRefused: the engine cannot run the model, the metric is not finite, or the time budget has ended.

@@ -2,9 +2,8 @@
 
 What an output holds is concluded from the float model's values. Probabilities, or their logarithms, sum to 1 along some
 axis (classes, tokens, pixels). Logits are of shape [rows, classes], or [rows, positions, classes] with as many classes
-as a vocabulary has. In both cases the float model has to prefer one class clearly, as embeddings, coordinates, weights
-of mixtures and untrained models do not. What values do not show, the user can name: logits of pixels, say, or
-independent yes/no values.
+as a vocabulary has. In both cases the float model must clearly prefer one class, which embeddings, coordinates and
+untrained models do not. What values do not show, the user can name, such as logits of pixels, or yes/no values.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ())
 
 
 def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, str | None]:
-    """Splits NAME, NAME:AXIS or NAME:binary, for each output that a user names, into the name and the part behind it;
-    None if there is none."""
+    """For each output that a user names as NAME, NAME:AXIS or NAME:binary: the part behind the name, or None."""
     found = dict[str, str | None]()
     for text in () if list(asked) == [NONE] else asked:
         name, _, axis = (text, "", None) if text in outputs else text.rpartition(":")
@@ -126,8 +124,7 @@ def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, str
 
 def _axis_of(name: str, told: str | None, outputs: Sequence[Mapping[str, Array]]) -> int | None:
     """The axis of the classes in an output that a user names; None if its values are yes/no. If `told` gives no axis:
-    the one that the values show; else axis 1, or the last of three axes (as tokens have them). An output without such
-    an axis, or with one class, is yes/no."""
+    the one that values show, or axis 1, or the last of three; yes/no if there is none, or it has one class."""
     first = outputs[0][name]
     rank = first.ndim
     if told is None:
@@ -183,8 +180,8 @@ def agrees(accuracy: Accuracy, least: float) -> bool:
 
 
 def are_too_many(others: float, choices: float, least: float) -> bool:
-    """Whether `others` differing choices out of `choices` prove that the true share of equal ones is below `least`:
-    exact one-sided binomial test, P(Binomial(choices, 1 - least) >= others) < `DOUBT`; the beta function extends it to
+    """Whether `others` differing of `choices` choices prove that the true share of equal ones is below `least`: exact
+    one-sided binomial test, P(Binomial(choices, 1 - least) >= others) < `DOUBT`, with the beta function for
     fractions."""
     from scipy.special import betainc  # slow to import
 
@@ -231,8 +228,7 @@ def _gaps(rows: Array) -> Array:
 
 
 def _is_clear(outputs: Sequence[Array], axis: int) -> bool:
-    """Whether the float model clearly prefers one class at half of all positions or more, and not always the same
-    class."""
+    """Whether the float model clearly prefers one class, and not always the same, at half of all positions or more."""
     gaps, best = list[Array](), set[int]()
     for array in outputs:
         rows = _rows(array, axis)
@@ -334,10 +330,8 @@ def loss_high(before: Score, after: Score) -> float | None:
 
 
 def samples_to_tell(score: Score, max_drop: float) -> float:
-    """How many samples without any change it takes to show that the loss is within `max_drop`; infinite if no number
-    does.
-
-    For right and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2)."""
+    """How many samples without a change show that the loss is within `max_drop`; infinite if no number does. For right
+    and wrong answers the interval of `n` samples without a change ends at z^2 / (n + z^2)."""
     if max_drop <= 0:
         return inf
     return max(1, ceil(Z2 * (1 - max_drop) / max_drop - 1e-9)) if score.is_of_hits else LEAST_CHANGED

@@ -5,9 +5,8 @@ and compute what they fuse at least as exactly, so their outputs differ from the
 
 ONNX Runtime as the target engine rounds more: between a pair in front of a convolution (or of a MaxPool and the like
 before it) and one behind it, it also rounds the weights, per tensor. For this engine, the model is simulated after
-these rewrites of the graph. Weights have all 8 bits here: where products saturate (see `engines.machine`), the engine
-may lose far more than predicted. Its 8-bit Softmax computes in integers, to less than a step, and is put into the graph
-as such.
+these rewrites of the graph, with ONNX Runtime's integer Softmax. Weights have all 8 bits here: where products saturate
+(see `engines.machine`), the engine may lose far more than predicted.
 """
 
 from __future__ import annotations
@@ -210,13 +209,11 @@ def sensitivities(
     execution: Execution = EXECUTION,
     on_fewer: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The noise relative to the signal (`search.costs.output_noise`) that rounding each tensor of `pairs` adds to the
-    worst output.
+    """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` adds to the worst output.
 
     Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs change most when all
     tensors are rounded. Tensors are measured in blocks, which are halved while they have more noise than `floor` and
-    `time.monotonic` is before the `deadline`. `on_fewer` is called if that leaves time for fewer measurements than
-    wanted.
+    `time.monotonic` is before the `deadline`. If that leaves too little time for all, `on_fewer` is called.
 
     Raises:
         EngineRefused: ONNX Runtime does not run the model with switches, the float model's outputs are not finite, or
@@ -239,8 +236,8 @@ def sensitivities(
             return run({**sample, **switches} for sample in chosen)
 
         def rounded(block: Block, chosen: Sequence[Sample]) -> Outputs | None:
-            """The outputs with the tensors of a block rounded; None if they are not finite, or ONNX Runtime cannot run
-            the model."""
+            """The outputs with a block of tensors rounded; None if not finite, or if ONNX Runtime cannot run the
+            model."""
             try:
                 found = outputs(block, chosen)
             except EngineRefused as refused:
@@ -310,8 +307,8 @@ def halved(
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge, *, wide: bool) -> Quantization:
-    """The quantization of an edge by its own range, with 16 bits if `wide`. In a placement some tensors share a scale,
-    see `placement.quantizations`."""
+    """The quantization of an edge by its own range, even if placements give its tensor a shared scale; 16 bits if
+    `wide`."""
     constant = model.constants.get(edge.tensor)
     if constant is None and wide:
         return scales.of_range(ranges.wide.get(edge.tensor, ranges.activations[edge.tensor]), numbers, wide=True)
@@ -326,8 +323,7 @@ def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edg
 
 
 def _roundings(model: Model, pairs: Mapping[Edge, How]) -> tuple[Rounding, ...]:
-    """A rounding for each tensor, as its first edge has it, in graph order, so that neighbouring tensors share
-    blocks."""
+    """A rounding for each tensor, as its first edge has it; in graph order, so that neighbours share blocks."""
     edges: dict[str, list[Edge]] = {}
     for node in model.nodes:
         found = [edge for edge in node.into if edge in pairs]

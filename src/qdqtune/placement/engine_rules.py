@@ -1,8 +1,8 @@
 """The placement rules of `quantize`, by engine and type.
 
 Each rule is a function with a reason and a source. First, rules exclude edges from pairs. Then others add pairs,
-repeatedly, until none adds any more. At the end a pair on an activation is removed if the weight of that node has none,
-and the other way round.
+repeatedly, until none adds any more. Finally, where only one of a node's activation and weight has a pair, it is
+removed.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def unfusable_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges into both products of an attention that no kernel fuses: for its sizes, or because a pair cannot stand
-    where the kernel needs one.
+    """Edges into both products of an attention that no kernel fuses: for its sizes, or where a required pair is
+    impossible.
 
     INT8, as seen with TensorRT-RTX 1.7 for sm89, and in NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions,
     pairs on both inputs of both products and on the result of the second. FP8: heads of a multiple of 16 up to 256,
@@ -287,8 +287,8 @@ def attention_results(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def attention_parts(queries: GraphQueries) -> Iterator[Edge]:
-    """The result of a quantized product that makes queries, keys and values at once, at the nodes that split it; not if
-    the attention runs fused in float16."""
+    """Where a quantized product that makes queries, keys and values at once is split, unless the attention is fused in
+    float16."""
     for attention in queries.attentions:
         parts = queries.parts(attention)
         is_float = queries.is_fused_as_float(attention, queries.placed)
@@ -328,8 +328,8 @@ def concat(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def passed_on(queries: GraphQueries, operators: frozenset[str]) -> Iterator[Edge]:
-    """The input of an operator of `operators` whose result only quantized operators read; not of a cubic Resize, whose
-    results exceed the range of its input."""
+    """Inputs of `operators` whose result only quantized operators read; not of a cubic Resize, which exceeds its
+    input's range."""
     for node in queries.model.nodes:
         is_cubic = node.attributes.get("mode") in ("cubic", b"cubic")
         if node.op in operators and not is_cubic and _all_read_in_8_bits(queries, node):
@@ -368,8 +368,8 @@ def everywhere(queries: GraphQueries) -> Iterable[Edge]:
 
 
 def _made_in_8_bits(queries: GraphQueries, tensor: str) -> bool:
-    """Whether a tensor is the result, if only through copies, of a quantized fusion, or of a Concat, MaxPool or Resize
-    of quantized inputs."""
+    """Whether a quantized fusion makes a tensor, if only through copies, or a Concat, MaxPool or Resize of quantized
+    inputs."""
     source = queries.source(tensor)
     if source is None:
         return False

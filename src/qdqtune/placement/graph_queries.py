@@ -61,8 +61,8 @@ class GraphQueries:
         return node
 
     def readers(self, tensor: str, copies: frozenset[str] = COPIES) -> Iterator[Edge]:
-        """The edges that read a tensor's values and not only its shape. An operator of `copies` is replaced by the
-        readers of its result."""
+        """The edges that read a tensor's values, not only its shape; for readers in `copies`, those that read their
+        result."""
         pending = self.model.edges(tensor)
         while pending:
             edge = pending.pop()
@@ -78,8 +78,7 @@ class GraphQueries:
 
     @cached_property
     def fusions(self) -> Mapping[int, int]:
-        """For each fused node, the index of the compute operator that it is fused with (for compute operators, their
-        own).
+        """For each fused node, the index of the compute operator that it is fused with (or that it is).
 
         A copy or pointwise operator is fused if all its data comes from one fusion. An Add of two branches is fused
         with a branch that nothing else reads, the later one if there are two; its other input is the skip input.
@@ -100,8 +99,7 @@ class GraphQueries:
         return roots
 
     def skip(self, add: Node) -> Edge | None:
-        """The skip input of a residual Add: the one that its fusion does not compute; None if the Add is not
-        residual."""
+        """The skip input of an Add (the one that its fusion does not compute); None if the Add is not residual."""
         data = self.data(add)
         fused = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
         branch = _joined_branch(self, data, fused)
@@ -142,16 +140,16 @@ class GraphQueries:
         return queries[0], tuple(dict.fromkeys(edges))
 
     def _part_of(self, tensor: str) -> tuple[Node, Edge] | None:
-        """The product with a weight whose result was split (and perhaps scaled) to give a tensor, and the edge into the
-        first operator that splits it."""
+        """The product with a weight of which a tensor is a (scaled) part, and the edge into the operator that splits it
+        first."""
         for node, divided in self._in_front(tensor, COPIES | ARITHMETIC | DIVIDES):
             if divided is not None and node.op in ("Gemm", "MatMul") and len(self.data(node)) == 1:
                 return node, divided
         return None
 
     def _in_front(self, tensor: str, operators: Collection[str]) -> Iterator[tuple[Node, Edge | None]]:
-        """The nodes from which a tensor comes through `operators`, each with the edge into the first splitting operator
-        (DIVIDES) behind it."""
+        """The nodes on which a tensor depends through `operators`, with the edge into the first of DIVIDES after
+        each."""
         pending: list[tuple[str, Edge | None]] = [(tensor, None)]
         seen: set[str] = set()
         while pending:
@@ -165,8 +163,8 @@ class GraphQueries:
                 pending += [(e.tensor, e if node.op in DIVIDES else divided) for e in self.data(node)]
 
     def is_fused_as_float(self, attention: Attention, paired: Collection[Edge]) -> bool:
-        """Whether TensorRT runs an attention as one float16 kernel: it is in half precision, and inputs of its products
-        lack a pair."""
+        """Whether TensorRT runs an attention as one float16 kernel: it does in half precision if a product lacks a
+        pair."""
         info = self.model.tensors.get(attention.softmax.inputs[0])
         is_half = info is not None and info.dtype in HALF
         return is_half and not all(e in paired for e in attention.into_products)

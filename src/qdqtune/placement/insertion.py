@@ -163,8 +163,7 @@ class _Writer:
     def _pair(
         self, key: object, tensor: str, quantization: Quantization, source: str, output: str = "", shared: str = ""
     ) -> None:
-        """Write a DQ and, unless it reads the integers `shared`, a Q in front; `key` is the cache key of the DQ's
-        output."""
+        """Write a DQ and, unless it reads the integers `shared`, a Q. `key` is the cache key of the DQ's output."""
         parameters = self._parameters(tensor, quantization)
         integers = shared or self._fresh(f"{tensor}_QuantizeLinear_Output")
         output = output or self._fresh(f"{tensor}_DequantizeLinear_Output")
@@ -188,8 +187,7 @@ class _Writer:
         return self._made[before, "integers"]
 
     def _constant(self, tensor: str, constant: Constant, quantization: Quantization) -> str:
-        """The name of a DQ output for a constant. The constant is stored quantized, or with `float_weights` in float
-        with a Q."""
+        """The DQ output for a constant, which is stored quantized, or with `float_weights` in float with a Q."""
         integers, axis = quantized(constant, quantization), quantization.axis
         key = (tensor, integers.key)
         if key in self._made:

@@ -1,8 +1,8 @@
 """Where pairs and weight formats can stand, why not elsewhere, and how many bits the tensors of a placement have.
 
-`refusal` checks the structure of the graph; a pair also needs a scale. A weight has either a pair or a weight format
-(weight-only quantization): `weight_at` and `can_have` check for the latter. `biased_layers` finds the layers whose bias
-can be corrected.
+`refusal` checks the structure of the graph; a pair also needs a scale. A weight has a pair or a weight format
+(weight-only quantization, see `weight_at` and `can_have`). `biased_layers` finds the layers whose bias can be
+corrected.
 
 The output of a node is stored in as many bits as the node's input. Where a reader wants other bits, a DequantizeLinear
 of one type and a QuantizeLinear of the other convert it; engines fuse the two.
@@ -33,8 +33,8 @@ WEIGHT_ONLY_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
     """Why `tensor` can carry no pair into input `slot` of node number `node`, or as graph output `slot` (node GRAPH);
-    None if it can, given a range. Activations can at every data input, constants as a weight (`weight_role`) or an
-    operand (`TAKES_CONSTANTS`)."""
+    None if it can, given a range: an activation at data inputs, a constant as `weight_role` or `TAKES_CONSTANTS`
+    allow."""
     if tensor in model.overridable:
         return "callers may override it, and its range with it"
     if not is_float(model, tensor):
@@ -112,8 +112,7 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A constant matrix of a product: [in, out], or [out, in] if `transposed`. Blocks of a weight format run along
-    `in`."""
+    """A constant matrix of a product: [in, out], or [out, in] if `transposed`. Blocks run along `in`."""
 
     node: Node
     constant: Constant
@@ -151,8 +150,7 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
 
 
 def can_have(weight: Weight, weight_format: WeightFormat) -> bool:
-    """Whether a weight can have a weight format: blocks divide its input size, and dynamic quantization needs
-    float32."""
+    """Whether a weight can have a weight format: blocks divide its inputs; dynamic quantization needs float32."""
     if weight_format.block is not None and weight.shape[0] % weight_format.block:
         return False
     return not weight_format.dynamic or weight.constant.dtype == onnx.TensorProto.FLOAT
@@ -165,15 +163,13 @@ def weight_only_edges(model: Model) -> frozenset[Edge]:
 
 
 def compute_edges(node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
-    """The edges of a compute node's activation and weight if both are in `possible`, else none: with a pair on only one
-    of them the node would run in float."""
+    """A compute node's edges of activation and weight if both are in `possible`, else none: one alone gains nothing."""
     both = frozenset(node.into[:2])
     return both if both <= possible else frozenset()
 
 
 def consistent(model: Model, placement: Placement) -> Placement:
-    """The placement without pairs on only one of the two inputs of a compute operator, which cost time and save
-    none."""
+    """The placement without pairs on only one of the inputs of a compute operator, which cost time and save none."""
     computing = (node for node in model.nodes if node.op in COMPUTE and not node.domain)
     present = ([e for e in node.into[:2] if e in placement] for node in computing)
     lonely = {edges[0] for edges in present if len(edges) == 1}
@@ -268,8 +264,7 @@ def wide_weights(model: Model, placement: Placement) -> frozenset[str]:
 
 
 def computable(model: Model, placement: Placement) -> Placement:
-    """The placement with 8 bits for those weights whose node reads no activation in 16 bits: engines have no such
-    kernels."""
+    """The placement with 8 bits for weights of nodes that read no activation in 16 bits: no engine has such kernels."""
     wide = {e.node for e in placement.wide if e.tensor not in model.constants}
     weights = wide_weights(model, placement)
     alone = frozenset(e for e in placement.wide if e.tensor in weights and e.node not in wide)
@@ -277,8 +272,8 @@ def computable(model: Model, placement: Placement) -> Placement:
 
 
 def conversions(model: Model, placement: Placement, stored: frozenset[str]) -> frozenset[Edge]:
-    """The edges that are read in another number of bits than their tensor is stored in; `stored` are the tensors in 16
-    bits. Graph outputs never are."""
+    """The edges (no graph outputs) read in other bits than their tensor is stored in; `stored` are the tensors in 16
+    bits."""
     if not placement.wide:
         return frozenset()
     return frozenset(

@@ -62,8 +62,7 @@ class Decision:
 
 
 class Quantizer:
-    """Decides how placements of one model are quantized, from calibrated ranges; caches scales that placements
-    share."""
+    """Decides how placements of one model are quantized, given calibrated ranges; caches scales that they share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -72,8 +71,8 @@ class Quantizer:
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
-        """The quantization of activations by name, and of constants by edge. Scales of weights may still be raised for
-        biases."""
+        """The quantization of activations by name, and of constants by edge; biases may still raise scales of
+        weights."""
         constants = self._model.constants
         fixed = [e for e in placement if e.tensor in constants]
         weights = {e: self._weight_scale(e, placement) for e in fixed if weight_role(self._model, e) is not None}
@@ -169,9 +168,8 @@ class Quantizer:
         self, placement: Placement, read: Mapping[Edge, Quantization | None], weights: dict[Edge, Quantization],
         shifted: Mapping[int, ShiftedBias],
     ) -> Iterator[tuple[int, IntegerBias]]:  # fmt: skip
-        """Int32 biases by node index, of nodes whose input and weight both carry pairs; their scale is input scale *
-        weight scale. `read` has the quantization of each edge. If a bias would overflow, the scale in `weights` is
-        raised."""
+        """Int32 biases by node index, of nodes whose input and weight both carry pairs; scale = input scale * weight
+        scale. `read` has the quantization of each edge. If a bias would overflow, the scale in `weights` is raised."""
         model = self._model
         for node in model.nodes:
             if node.op not in TAKES_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
@@ -209,8 +207,7 @@ def common_ranges(
     their ranges; inputs that only a Concat reads are not counted, as the range of its output fits them best.
 
     If Concat is not among `operators`, an input that only the Concat reads still gets the range of its output, unless
-    that is wider by more than NEAR_RANGE: another scale would mean a second rounding and a table lookup instead of a
-    copy.
+    that is wider by more than NEAR_RANGE: with another scale, it is rounded again by a table instead of copied.
     """
     group, joined = {m: m for m in own}, set[Member]()
 

@@ -51,7 +51,7 @@ class Pair:
 
     @property
     def range(self) -> Range:
-        """The range of values that the pair can represent. Symmetric int8 leaves out -128, so that its scale is max /
+        """The range of values that the pair can represent; without -128 for symmetric int8, so that scale = max /
         127."""
         return Range(self.end("min"), self.end("max"))
 
@@ -175,8 +175,7 @@ def _uses_behind(float_model: Model, qdq_model: Model, pair: Pair) -> Iterator[U
 
 
 def _is_weight_only(model: Model, pair: Pair, node: int) -> bool:
-    """Whether a node reads a weight that is quantized without its activation: in blocks, in 4 bits, or in 8 bits
-    without a zero point (pairs have one)."""
+    """Whether a node reads a weight quantized without its activation: in blocks, in 4 bits, or without a zero point."""
     if not pair.is_constant or node == GRAPH or model.nodes[node].op not in WEIGHT_ONLY_OPS:
         return False
     is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
@@ -325,9 +324,8 @@ def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int, blo
 
 @dataclass(frozen=True, eq=False)
 class DynamicProduct:
-    """A product with dynamic quantization (see `insertion`): its MatMulInteger, the float tensor that its
-    DynamicQuantizeLinear reads, the scale of the weight (constant) and its bits, and the last node, which makes
-    floats."""
+    """A product with dynamic quantization (see `insertion`): its MatMulInteger, the float tensor that is quantized, the
+    constant scale of the weight and its bits, and the last node, which makes floats."""
 
     node: Node
     source: str
@@ -337,8 +335,8 @@ class DynamicProduct:
 
 
 def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
-    """The dynamically quantized products of a model with signed weights, as `insertion` or ONNX Runtime's
-    quantize_dynamic writes them."""
+    """Dynamically quantized products with signed weights, as `insertion` or ONNX Runtime's quantize_dynamic writes
+    them."""
     for node in model.nodes:
         if node.op != "MatMulInteger" or len(node.inputs) < 3:
             continue
@@ -364,6 +362,5 @@ def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
 
 
 def count_pairs(placement: Placement) -> int:
-    """The number of tensors with a Q/DQ pair, as messages and reports give it; several readers of one tensor count
-    once."""
+    """The number of tensors with a Q/DQ pair, however many nodes read each: what messages and reports call pairs."""
     return len({edge.tensor for edge in placement.edges})

@@ -22,8 +22,8 @@ def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 
 
 def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
-    """`compute_inputs`, and the skip input of every Add whose other input comes from a compute operator: engines fuse
-    the Add into that operator."""
+    """`compute_inputs`, and the skip input of each Add that engines fuse into the compute operator of its other
+    input."""
     edges = set(compute_inputs(model, possible).edges)
     for node in model.nodes:
         if node.op != "Add" or node.domain:
@@ -99,8 +99,7 @@ START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = 
 
 
 def weight_only(model: Model, edges: Iterable[Edge], wanted: Sequence[WeightFormat]) -> Placement:
-    """A placement of weight formats alone: the weight at each edge gets the first format of `wanted` that it can
-    have."""
+    """A placement of weight formats alone: the weight at each edge gets the first of `wanted` that it can have."""
     formats = {}
     for edge in edges:
         weight = weight_at(model, edge)

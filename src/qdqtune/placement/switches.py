@@ -29,8 +29,7 @@ SWITCH = "__switch_"
 @dataclass(frozen=True, eq=False)
 class Rounding:
     """Nodes that round one tensor on some of its edges, in a chain: the first reads `source`, each other one the result
-    before it. `source` is `tensor`; or, where the rounding replaces the Relu or Clip that makes `tensor`, that node's
-    input."""
+    before it. `source` is `tensor`; or the input of the Relu or Clip that makes it, if the rounding replaces that."""
 
     tensor: str
     source: str
@@ -45,8 +44,8 @@ def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: boo
 
 
 def is_switched_at_reader(model: Model, edge: Edge) -> bool:
-    """Whether the If of a switch encloses the node that reads the tensor: true for a large constant with one use, by a
-    node with one output of known type."""
+    """Whether a switch's If encloses the reader: that of a large constant with one use, if it has one output of known
+    type."""
     if edge.is_graph_output or edge.tensor not in model.large or len(model.uses(edge.tensor)) != 1:
         return False
     outputs = model.node(edge.node).outputs
@@ -113,8 +112,8 @@ class _Writer:
         return result
 
     def _switched_reader(self, reader: onnx.NodeProto, edge: Edge, output: str) -> onnx.NodeProto:
-        """An If with two copies of the only node that reads a weight: one reads the rounded weight, one the weight
-        itself."""
+        """An If with two copies of the only node that reads a weight: one for the rounded weight, one for the
+        weight."""
         number = self._numbers[edge]
         rounding, copies = list(self._copies(number)), [deepcopy(reader), deepcopy(reader)]
         for copy, name in zip(copies, ("rounded", "plain"), strict=True):
@@ -176,8 +175,7 @@ class FilePair(Rounding):
 
 
 def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ...], tuple[str, ...]]:
-    """The pairs of `qdq_model` on edges of `float_model`, in graph order; and names of DQs of which some use matches no
-    edge."""
+    """The pairs of `qdq_model` on edges of `float_model` in graph order, and names of DQs with a use on no edge."""
     twins = twins_of(float_model, qdq_model)
     kept = {node.name for node in twins.values()}
     pairs: list[FilePair] = []

@@ -53,8 +53,7 @@ class FormattedWeights:
         return frozenset(producers[t] for t in turned if written >= set(self._model.edges(t)))
 
     def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
-        """The integers, the scales and, if asymmetric, the zero points, in the shapes that their node reads; computed
-        when they are read."""
+        """Integers, scales and, if asymmetric, zero points, in the shapes that their node reads; computed when read."""
         source = weight.constant
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}"
         if key in self._parts:
