@@ -159,6 +159,12 @@ def test_a_build_that_fails_leaves_the_rest_usable(
         assert raced(runner, a, b, 2, **ROUNDS) == before
 
 
+def test_a_failure_quotes_no_earlier_worker(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path, faults={"crash": "conv"}) as runner:
+        (runner.log_dir / "worker.log").write_text("an earlier worker said this\n")
+        assert "earlier" not in failed(lambda: runner.load(files.quantized, "bad")).log
+
+
 def test_inputs_that_do_not_fit_are_a_failed_run(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path, engine="onnxruntime") as runner:
         plain = runner.load(files.plain)

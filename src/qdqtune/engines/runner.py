@@ -92,7 +92,7 @@ class Runner:
         self._spec, self._execution = spec, execution
         self._start = start or start_worker
         self._worker: Worker | None = None
-        self._log = log_dir / f"{device.name or 'worker'}.log"
+        self._log, self._log_start = log_dir / f"{device.name or 'worker'}.log", 0
         self.mix: Mix = ()  # the inputs of `rounds` and `layers`
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
@@ -297,6 +297,10 @@ class Runner:
             with contextlib.suppress(EngineRefused):  # then the memory is free as well
                 self._exchange("unload", number, what="unloading a model")
 
+    def _printed(self) -> str:
+        """What the worker has printed outside of builds."""
+        return self._log.read_bytes()[self._log_start :].decode(errors="replace") if self._log.exists() else ""
+
     @property
     def _is_open(self) -> bool:
         return self._worker is not None and self._worker.alive
@@ -306,6 +310,7 @@ class Runner:
         if self._is_open:
             return
         self.close()
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0  # an earlier worker has printed that
         self._worker = self._start(self._log, self.device)
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         extra = max(0.0, START_SECONDS - self._execution.seconds)
@@ -334,10 +339,10 @@ class Runner:
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"
-            raise EngineRefused(Failure("timeout", reason, _last_lines(log, self._log))) from None
+            raise EngineRefused(Failure("timeout", reason, _last_lines(log, self._printed()))) from None
         except (EOFError, OSError) as error:
             reason = f"the engine process ended with {error} while {what}"
-            raise EngineRefused(Failure("crash", reason, _last_lines(log, self._log))) from None
+            raise EngineRefused(Failure("crash", reason, _last_lines(log, self._printed()))) from None
         finally:
             if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
                 self.close()
@@ -361,10 +366,10 @@ def _twice(ask: Callable[[], T]) -> T:
     return ask()
 
 
-def _last_lines(*logs: Path | None) -> str:
-    """The last `LOG_LINES` lines of those logs that exist."""
-    text = "".join(log.read_text(errors="replace") for log in logs if log is not None and log.exists())
-    return "\n".join(text.splitlines()[-LOG_LINES:])
+def _last_lines(log: Path | None, more: str = "") -> str:
+    """The last `LOG_LINES` lines of a log, if it exists, and of what follows it."""
+    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
+    return "\n".join((text + more).splitlines()[-LOG_LINES:])
 
 
 def _names(handles: Sequence[Handle]) -> str:
