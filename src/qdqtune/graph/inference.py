@@ -7,7 +7,7 @@ onnx infers whole graphs. It stops where a node would have to be computed (the p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 
 import numpy as np
@@ -192,10 +192,9 @@ def _with_sizes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> M
             if dim.dim_param:
                 symbols[dim.dim_param] = size
             dim.dim_value = size
-    for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
-        for dim in info.type.tensor_type.shape.dim:
-            if dim.dim_param in symbols:
-                dim.dim_value = symbols[dim.dim_param]
+    for dim in _dimensions(proto.graph):
+        if dim.dim_param in symbols:
+            dim.dim_value = symbols[dim.dim_param]
     return Model(infer(proto, model.large), model.large)
 
 
@@ -212,12 +211,22 @@ def with_float_type(model: Model, dtype: int) -> Model:
 
 
 def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """`proto` with inferred types and shapes; unchanged if inference fails."""
+    """`proto` with inferred types and shapes; unchanged if inference fails. Open sizes get no names that the file does
+    not have: with those that onnx invents ONNX Runtime fuses other operators than in the user's file."""
     try:
         inferred = onnx.shape_inference.infer_shapes(with_large_inputs(proto, large), data_prop=True)
     except INFERENCE_ERRORS:
         return proto
+    own = {dim.dim_param for dim in _dimensions(proto.graph)}
+    for dim in _dimensions(inferred.graph):
+        if dim.dim_param and dim.dim_param not in own:
+            dim.ClearField("dim_param")
     return without_large_inputs(inferred, large)
+
+
+def _dimensions(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
+    for info in (*graph.input, *graph.value_info, *graph.output):
+        yield from info.type.tensor_type.shape.dim
 
 
 def with_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
