@@ -12,28 +12,28 @@ from qdqtune.timing.ratios import Plan, judge, with_ratios
 from qdqtune.types import LOW_PRECISIONS, CostsByRule, Placement, Proposal, Trial
 
 MOST_PRODUCTS = 0.5
-"""Pairs at this share of the products of a model show whether an engine has 8-bit kernels for any. Chosen, not
-measured."""
+"""If an engine runs this share of the model's matrix products and convolutions in float although they have pairs, it
+has no 8-bit kernels for any. Chosen, not measured."""
 
 
 class Strategy(Protocol):
-    """A search, as a function of its history."""
+    """A search, as a pure function of the trials so far."""
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next batch to measure against the best placement so far; empty when nothing is left to try.
+        """The next placements to measure against the best so far; empty when nothing is left to try.
 
-        No proposal equals a placement of `history` or the empty one.
+        None equals a placement of `history` or the empty one.
         """
 
 
 def best_of(history: Sequence[Trial]) -> Placement:
-    """The placement that was accepted last; the empty one if none was."""
+    """The placement accepted last; the empty one (float) if none was."""
     return next((t.placement for t in reversed(history) if t.accepted), Placement())
 
 
 def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, float]:
-    """The time of each placement without a failure as a share of the float model's: the medians of the comparisons
-    that lead from it to the float model, multiplied."""
+    """Latency of each placement relative to the float model: medians of the comparisons that lead from it to float,
+    multiplied. Failed trials are left out."""
     ratios = {Placement(): 1.0}
     for trial, measured in with_ratios(history, plan):
         if trial.against in ratios:
@@ -42,10 +42,9 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
 
 
 def products_left_in_float(trial: Trial, model: Model, plan: Plan) -> int:
-    """How many convolutions and matrix products with pairs in front and behind an engine ran in float, where that were
-    all of them, and they are most of the model's; 0 otherwise. Such an engine has no 8-bit kernels, and no placement of
-    pairs is fast on it.
-    """
+    """The number of convolutions and matrix products with pairs in front and behind, if the engine ran all of them in
+    float and they are most of the model's; else 0. Such an engine has no 8-bit kernels, and no placement of pairs is
+    fast."""
     if not trial.layers or not trial.placement.edges or isinstance(trial.result, CostsByRule):
         return 0
     measured = judge(trial, plan)
@@ -65,8 +64,8 @@ def products_left_in_float(trial: Trial, model: Model, plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class TwoStage:
-    """Two strategies in a row: `first`, which reads the layers of its builds, until it proposes nothing or has spent
-    `builds`; then `second`."""
+    """Runs strategy `first`, which uses layer reports, until it proposes nothing or has spent `builds`; then
+    `second`."""
 
     first: Strategy
     second: Strategy

@@ -1,9 +1,9 @@
-"""Grouped search, for engines that report no layer times: each build measures the latency of one change.
+"""Grouped search, for engines without layer times: each build shows how one change affects the latency of the model.
 
-The placements that rules suggest come first. Then all units of one kind in the best placement so far are flipped
-between quantized and float, the kinds with the most work first; then stretches of the graph, since a conversion at a
-border pays only if both of its sides agree; then halves of the kinds and of the stretches, and so on. Groups that were
-tried on an earlier best placement are tried again at the end.
+The placements by rules come first. Then all units of one kind (same operators and shapes) are flipped between quantized
+and float in the best placement so far, kinds with the most work first; then stretches of the graph, since a conversion
+at a border only pays if both sides agree; then halves of kinds and stretches, and so on. At the end, groups that were
+tried on an earlier best placement are tried again.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
 from qdqtune.types import Edge, Placement, Proposal, Trial
 
 COPY_SHARE = 0.2
-"""Time of one multiplication, as a share of the time to copy an element. Chosen as roughly right for all engines."""
+"""Assumed time of one multiplication, relative to copying one element. Chosen as roughly right for all engines."""
 
 QUANTIZED_SHARE = 0.4
-"""Share of its float time that a compute operator takes in 8 bits. Chosen as roughly right for all engines."""
+"""Assumed time of a compute operator in 8 bits, relative to float. Chosen as roughly right for all engines."""
 
 
 @dataclass(frozen=True)
 class LatencySearch:
-    """Grouped search (see the module). `seeds` are the placements to begin with, and `width` is how many to propose at
-    a time."""
+    """Grouped search (see the module): begins with `seeds`, and proposes `width` placements at a time."""
 
     model: Model
     possible: frozenset[Edge]
@@ -39,7 +38,7 @@ class LatencySearch:
     width: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next batch, see `Strategy`. The seeds in one batch, then `width` groups of units at a time."""
+        """See `Strategy`: first all seeds, then `width` groups of units at a time."""
         tried = {t.placement for t in history} | {Placement()}
         seeds: dict[Placement, Proposal] = {}
         for name, placement in self.seeds.items():
@@ -65,11 +64,12 @@ class LatencySearch:
 
     @cached_property
     def units(self) -> Partition:
-        """Compute operators with what engines usually fuse into them, and all other nodes by themselves."""
+        """Units: each compute operator with what engines usually fuse into it, and every other node by itself."""
         return partition(self.model, self.possible, usual_groups(self.model, self.possible))
 
     def _groups(self) -> Iterator[Sequence[Unit]]:
-        """Kinds of units by falling work and the halves of the graph, then the halves of all these, and so on."""
+        """The groups to flip: kinds of units by falling work and halves of the graph, then halves of all these, and so
+        on."""
         able = [unit for unit in self.units.units if unit.inputs]
         kinds: dict[str, list[Unit]] = {}
         for unit in able:
@@ -82,7 +82,8 @@ class LatencySearch:
             level, stretches = _halves(level), _halves(stretches)
 
     def _flipped(self, best: Placement, group: Sequence[Unit]) -> Placement:
-        """The best placement with a group in float if most of its work runs quantized there, and quantized if not."""
+        """The best placement with a group flipped: to float if most of its work is quantized there, else to
+        quantized."""
         decision = self.units.decision(best)
         running = [u for u in group if u.number in decision.quantized]
         rest = [u for u in group if u.number not in decision.quantized]
@@ -105,11 +106,11 @@ def _halves(groups: Sequence[Sequence[Unit]]) -> list[Sequence[Unit]]:
 
 
 def placement_within(model: Model, possible: frozenset[Edge], noise: Noise | None) -> Callable[[float], Placement]:
-    """A function from an allowed sum of noise to an estimated placement, without any layer times: the minimum cut of
-    assumed prices. Without `noise` it gives the float model.
+    """A function from allowed noise to a placement that is estimated to be fast, without any measured time: the minimum
+    cut of assumed costs. Without `noise` it returns the empty placement.
 
-    Compute operators take less than half their time in 8 bits, others save nothing, and each border costs one pass over
-    its tensor; so stretches are quantized that are worth their borders.
+    Compute operators are assumed to take less than half their time in 8 bits, other operators to save nothing, and each
+    conversion to take one pass over its tensor: so stretches are quantized that are worth their conversions.
     """
     if noise is None:
         return lambda _: Placement()

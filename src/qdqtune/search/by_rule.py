@@ -1,15 +1,15 @@
-"""Search by rule: the cheapest placement by `search.costs.rule_costs` that holds the limits on accuracy.
+"""Search by rule, for engines that have 16-bit integers and report no times of nodes: finds the placement with the
+least estimated cost (`search.costs.rule_costs`) that meets the accuracy limits. If builds are timed, the fastest counts
+instead.
 
-For engines with 16 bits that do not tell what each node takes. Where builds are timed, the fastest counts; on
-simulators the cheapest by rule. Builds also show which nodes the engine leaves
-to others, and the outputs as it computes them. First everything in 8 bits is built, then everything in 16. If the first
-holds the limits and leaves no node, nothing is cheaper. Else the cheapest placements at a price on noise lie between
-the two, and the price is found as in cut mode: by the noise on ONNX Runtime, or by sums of noise whose size builds
-tell. By the noise on ONNX Runtime, parts go to fewer bits, in groups and then one by one, as long as it holds; the
-result is built.
+Builds show the engine's outputs, and which nodes it leaves to another processor. First everything in 8 bits is built,
+then everything in 16. If 8 bits meet the limits and leave no node, nothing is cheaper. Else a price on noise is raised
+until the cheapest placement meets the limit, by noise simulated on ONNX Runtime, or by sums of single tensors' noise
+that builds calibrate. With simulation, parts of it then go to fewer bits while the limit holds, in groups and one by
+one, and the result is built.
 
-At the end parts of the best placement get fewer bits, those first that save the most for the noise they bring: several
-at once, then one by one.
+At the end parts of the best placement get fewer bits, several at once and then one by one, those first that save the
+most for the noise they add.
 """
 
 from __future__ import annotations
@@ -28,33 +28,32 @@ from qdqtune.timing.limits import failure
 from qdqtune.types import Placement, Proposal, Trial
 
 ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
-"""Origins of proposals: everything in 8 bits, and in 16; the cheapest at a price on noise, or what became of it on ONNX
-Runtime; the best so far with a part in fewer bits."""
+"""Origins of proposals: everything in 8 bits; everything in 16; the cheapest at a price on noise, maybe lowered in bits
+by simulation; the best so far with some parts in fewer bits."""
 
 QUIETER = 0.95
-"""A placement is quieter than one that missed the limit if its sum of noise is at most this share of that. Chosen, not
-measured."""
+"""After a placement missed the limit, others need a sum of noise of at most this share of its. Chosen, not measured."""
 
 AIMS = 6
 """The most placements at a price on noise that are built. Chosen, not measured."""
 
 FRUITLESS = 4
-"""After so many failures in a row the search ends. Chosen, not measured."""
+"""The search ends after so many failures in a row. Chosen, not measured."""
 
 FIRST_HALVINGS = 3
-"""An eighth of the parts get fewer bits at once. Chosen, not measured."""
+"""At first an eighth (three halvings) of the parts get fewer bits at once. Chosen, not measured."""
 
 REFUSED = re.compile(r"OpType:(\w+)")
-"""How ONNX Runtime names the operator that an execution provider has refused."""
+"""Finds the operator that an execution provider refused in ONNX Runtime's message."""
 
 
 Idea = tuple[str, Labels]
-"""The origin of a proposal, and its labels."""
+"""The origin of a proposal, and the bits of each part (`Labels`)."""
 
 
 @dataclass(frozen=True)
 class RuleSearch:
-    """The search (see the module). `is_timed`: builds are timed, and parts may be faster in floats."""
+    """Search by rule (see the module). `is_timed`: builds are timed, and parts may be faster in float."""
 
     costs: RuleCosts
     noise: Noise
@@ -85,7 +84,7 @@ class RuleSearch:
         yield from self._narrowed(costs, history)
 
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
-        """The costs with what builds have shown: nodes that run elsewhere, operators that are refused in 16 bits."""
+        """The costs, updated by builds: nodes that ran on another processor, operators refused in 16 bits."""
         refused = set(self.costs.refused)
         for trial in history:
             failed = failure(trial)
@@ -97,8 +96,8 @@ class RuleSearch:
     # ------------------------------------------------ within the limits
 
     def _within_limits(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Idea]:
-        """The cheapest placement whose noise on ONNX Runtime should hold the limit here; without that noise those at
-        several guesses of the sum of noise that does. All are cheaper than the best so far."""
+        """The cheapest placement expected to meet the limits, by simulated noise; or without simulation one for each of
+        several guesses of the allowed sum of noise. All are cheaper than the best so far."""
         if sum(t.proposal.origin == BY_RULE for t in history) >= AIMS:
             return
         noise = self.noise.corrected(history)
@@ -127,8 +126,8 @@ class RuleSearch:
                 yield BY_RULE, labels
 
     def _lowered(self, costs: RuleCosts, labels: Labels, noise: Noise, limit: float) -> Labels:
-        """The labels with as many parts in fewer bits as the noise on ONNX Runtime allows: large groups of parts first,
-        those with the least noise in front, then neighbours."""
+        """The labels with as many parts in fewer bits as simulated noise allows: tries large groups of parts first,
+        once sorted by noise and once as neighbours."""
         for fewer in (W8A8, W8A16, W16A16):
             single = [noise.summed(costs.placement(_with(labels, (n,), fewer))) for n in range(len(labels))]
             for order in (single.__getitem__, int):
@@ -151,10 +150,11 @@ class RuleSearch:
     # ------------------------------------------------ one part after the other
 
     def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Idea]:
-        """The best placement with parts in fewer bits, those first that save the most for the noise they bring: an
-        eighth of them together, a sixteenth, and so on; then neighbours, which convert nothing between them: half of
-        the parts, a quarter, and so on; then each alone. Without those that miss the limit if their noise exceeds that
-        on ONNX Runtime by as much as the best one's does, or that have nowhere more bits than one that missed it."""
+        """The best placement with parts in fewer bits: first an eighth of the parts, those that save most for the noise
+        they add, then a sixteenth, and so on; then runs of neighbours, which need no conversion between them: half of
+        the parts, a quarter, and so on; then each part alone. Left out are those that should miss the limit by
+        simulated noise, scaled as measured on the best one, and those with nowhere more bits than one that missed
+        it."""
         if not (best := best_of(history)):
             return
         limit, simulate = self.noise.limit, self.noise.simulate
@@ -189,8 +189,8 @@ class RuleSearch:
 
 
 def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:
-    """The labels with the `fewest` bits for half of the parts, which follow each other, then for a quarter, and so on
-    down to two."""
+    """The labels with the `fewest` bits in one run of consecutive parts: each half, each quarter, and so on down to two
+    parts."""
     size = _half(len(labels))
     while size > 1:
         for first in range(0, len(labels), size):

@@ -1,7 +1,7 @@
-"""Cut search: price units from layer reports, build the cheapest decision (a minimum cut), and repeat.
+"""Cut search: learn the cost of units from layer reports, build the cheapest decision (a minimum cut), and repeat.
 
-Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist,
-a_t that all its consumers run quantized, w_u that u reads or writes a tensor of which 8-bit values exist. The predicted
+Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist, a_t
+that all its consumers run quantized, w_u that u reads or writes a tensor of which 8-bit values exist. The predicted
 time, of prices with the names of the fields of `Price` and `Costs`, is
 
     sum_u  as_float_u (1 - x_u) + as_quantized_u x_u
@@ -23,8 +23,7 @@ The lowest price whose optimum keeps within the allowed noise is found by bisect
 is learned from the builds (`search.costs.output_noise`).
 
 Where an engine has weight-only kernels, as_float_u is replaced by the least of u's float time and of its times in each
-weight format, and with lambda each has its noise on top. This does not depend on neighbours, so the cut stays
-exact.
+weight format, and with lambda each has its noise on top. This does not depend on neighbours, so the cut stays exact.
 """
 
 from __future__ import annotations
@@ -61,38 +60,39 @@ from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial
 
 CUT = "cut"
-"""The origin of proposals that are the optimum of the prices."""
+"""The origin of proposals that are the optimum of learned costs."""
 
 USUAL_SHARE = 0.6
-"""Matrix products usually take at most this share of their float time with pairs. Chosen, not measured."""
+"""With pairs, matrix products usually take at most this share of their float time. Chosen, not measured."""
 
 POLISHED_KINDS = 3
-"""How many kinds of units one build of the polish (`_polish`) decides otherwise; its layers price each of them."""
+"""How many kinds of units one build of `_polish` flips; its layers show the cost of each."""
 
 FUSED_UNITS = "fused units"
-"""The origin of the proposal with everything quantized in the groups that the engine fuses in float."""
+"""The origin of the proposal that quantizes everything, in the groups that the engine fuses in float."""
 
 ONLY_PRICES = frozenset({"compute", FUSED_UNITS})
-"""Origins of proposals of the first batch that seldom ship: they price what the others leave open."""
+"""Origins of proposals of the first batch that seldom ship: they serve to learn costs."""
 
 BUILD_SPREAD = 0.1
-"""Fallbacks that are predicted to be slower than the best so far by more than this share are left out: builds of one
-file differ by a little less."""
+"""Fallbacks predicted to be slower than the best by more than this share are skipped; builds of one file differ by a
+little less."""
 
 CLOSE_SHARE = 0.02
-"""A decision is close, and the opposite one worth a build, if that is predicted to cost at most this share of the best
-time more. Chosen, not measured."""
+"""A decision is close, and the opposite one worth a build, if that should cost at most this share of the best time.
+Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class CutSearch:
     """Cut search (see the module). `float_layers` is the layer report of the float build; `seeds` are placements to
-    build first, and `fallbacks` those to build when the prices lead no further. `width` is how many to propose at a
-    time: the optimum, then placements close to the best so far, so that each build prices other units. `format_shares`
-    are the weight formats that weights may have. `is_hurried`: there is time for a few candidates only.
+    build first, `fallbacks` those to build when the optimum does not change any more. `width` is how many to propose at
+    a time: the optimum, then placements close to the best one, so that each build shows other costs. `format_shares`
+    are the weight formats that weights may have. `is_hurried`: there is time for few candidates only.
 
-    With several `contexts`, prices are those of the average call. Each context is given by the share of each part of a
-    measurement in it (see `types.Measurement`); a placement has to be slower than float in none."""
+    With several numbers of threads, costs are means over all calls, and each of `contexts` has the weights of a
+    measurement's parts for one number (see `types.Measurement`); a placement must be slower than float in none.
+    """
 
     model: Model
     possible: frozenset[Edge]
@@ -108,9 +108,9 @@ class CutSearch:
     is_hurried: bool = False
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next batch, see `Strategy`. The first batch prices every unit: the seeds, and everything quantized in the
-        groups that the engine fuses in float. Where a build has shown that the engine has no 8-bit kernels, only weight
-        formats are left."""
+        """See `Strategy`. The first batch shows the cost of every unit: the seeds, and everything quantized in the
+        groups that the engine fuses in float. If a build shows that the engine has no 8-bit kernels, only weight
+        formats remain."""
         if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
         if self.noise is not None and not any(trial.holds is False for trial in history):
@@ -135,13 +135,11 @@ class CutSearch:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The groups of two or more nodes, by name, that the float build runs as one kernel."""
         return fusion_groups(self.model, self.float_layers)
 
     def _first_batch(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:
-        """All weights in a weight format, the seeds, and everything quantized in fused units. Placements that may ship
-        come first, in case the time ends; weight formats come last where they are expected to gain less than pairs
-        usually do."""
+        """Weight formats for all weights, the seeds, and everything quantized in fused units. Placements that may ship
+        come first, in case time runs out; weight formats come last if predicted to gain less than pairs usually do."""
         bits = self._weight_placements(history)
         rest = {name: p for name, p in bits.items() if self._is_slow_format(p)}
         parts = partition(self.model, self.possible, self.groups)
@@ -149,13 +147,12 @@ class CutSearch:
         return tuple(_named(first | {FUSED_UNITS: parts.placement(everything(parts))} | rest))
 
     def _is_slow_format(self, placement: Placement) -> bool:
-        """Whether a placement without pairs is expected to gain less than pairs usually do."""
+        """Whether a placement is weight formats alone that are predicted to gain less than Q/DQ pairs usually do."""
         return not placement.edges and expected_share(self.format_shares, placement) >= USUAL_SHARE
 
     def _weight_placements(self, history: Sequence[Trial]) -> dict[str, Placement]:
-        """Placements without pairs, by name: all weights in a family of formats. If 4 bits miss the limits, the mixture
-        with the fewest bytes that holds them: products alone read weights from a nearer cache, so only a build shows
-        what fewer bits save."""
+        """Placements without pairs, by name: all weights in one family of weight formats, without families that miss
+        the limits. If 4 bits do, a mixture with the fewest bytes that meets them is added."""
         judged = {trial.placement: trial.holds is not False for trial in history}
         bits = weights_by_family(self.format_shares)
         held = {name: p for name, p in bits.items() if (judged[p] if p in judged else self._may_hold(p))}
@@ -173,7 +170,7 @@ class CutSearch:
         return self.noise is None or self.noise.fits(placement, ())
 
     def _later_proposals(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """After the first batch: the optimum of the prices (built already if they are at a fixed point), placements
+        """After the first batch: the optimum by learned costs (already built if nothing changes any more), placements
         near the best one, and the fallbacks."""
         optima = []
         for raised in (True, False) if self.is_hurried else (False,):  # a cut that builds on guesses is often slow
@@ -193,8 +190,8 @@ class CutSearch:
                 yield proposal
 
     def _optima(self, costs: Costs, history: Sequence[Trial], *, raised: bool = False) -> Iterator[Decision]:
-        """The optima of the prices. With several contexts also those of each; first come those that are predicted to be
-        slower than float in none. `raised`: the prices that no build has measured are raised."""
+        """Optimal decisions by learned costs; with several contexts also those by each one's costs, and first those
+        predicted to be slower than float in none. `raised`: costs that no build has shown are raised."""
         if not self.contexts:
             yield from self._optima_of(costs, history)
             return
@@ -218,8 +215,8 @@ class CutSearch:
         return tuple(replace(self, float_layers=layers, contexts=()) for layers in floats)
 
     def _optima_of(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
-        """The optimum of prices, within the limits on noise if there are any: by expected noise, or at several guesses
-        of the sum of noise that holds them."""
+        """The optimal decisions within the limits on noise, if any: by simulated noise, or one for each guess of the
+        allowed sum of noise."""
         if self.noise is None:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
@@ -230,9 +227,9 @@ class CutSearch:
 
     def _polish(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
         """The best placement with its closest decisions reversed: a few kinds of units together, so that the build
-        prices each of them anew, and then each kind alone.
+        shows their costs, and then each kind alone.
 
-        `stuck`: the prices only lead to builds that fail; then every kind is tried, the closest first.
+        `stuck`: optima only lead to builds that fail; then every kind is tried, the closest first.
         """
         best = best_of(history)
         ratio = ratios_to_float(history, self.plan)[best]
@@ -250,8 +247,8 @@ class CutSearch:
             yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
 
     def optima(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The optimum of prices from any builds, if it is predicted to be clearly faster than the best so far: to save
-        more than builds of one file differ by."""
+        """The optimum of costs learned from any builds, if predicted to be faster than the best so far by more than
+        `CLOSE_SHARE`."""
         costs = self.costs(history)
         most = (1 - CLOSE_SHARE) * costs.ms(best_of(history))
         for decision in self._optima(costs, history):
@@ -263,7 +260,8 @@ class CutSearch:
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], *, raised: bool = False, cuts: Collection[Edge] = ()) -> Costs:
-        """Prices of units: the fusion groups, split as the builds so far ran them fastest, and at the edges `cuts`."""
+        """Learn costs for the float build's fusion groups, each split as builds ran it fastest, and at the edges
+        `cuts`."""
         ratios = ratios_to_float(history, self.plan)
         floats = attribute(self.model, Placement(), self.float_layers, self.float_ms)
         times = [floats]
@@ -287,7 +285,7 @@ class CutSearch:
         return members
 
     def _units(self, times: Sequence[BuildTimes]) -> Iterator[Group]:
-        """The float build's groups, each split as groups of its kind ran fastest in 8 bits, whole or in part."""
+        """The float build's groups, each split by pairs inside as groups of its kind ran fastest, or whole."""
         least = defaultdict[str, dict[frozenset[int], float]](dict)  # by kind, for each set of inner edges with pairs
         for group, edges, kind in self._members:
             for build in times:
@@ -302,7 +300,7 @@ class CutSearch:
 
 
 def _layers_at(shares: Sequence[float], layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Layers with their times in a context; where a layer has no parts, with the average times."""
+    """Layers with their times under one context's weights; the mean time where a layer has no parts."""
     return tuple(
         replace(layer, time_ms=float(np.dot(shares, layer.parts)), parts=()) if layer.parts else layer
         for layer in layers

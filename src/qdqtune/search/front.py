@@ -1,8 +1,8 @@
 """Front search: placements that trade latency for accuracy, from the fastest to the most accurate.
 
-Builds are spent as in cut search, so that the fastest placement is found as well. Further points come from predictions:
-for each price on noise, the optimum of time plus price times noise is a placement that no other beats in both, as far
-as prices and sums of noise are right. So are these with one unit decided otherwise. Those that lie farthest from all
+First it works as cut search does, so that the fastest placement is found. Further points are predicted: for each price
+on noise, the placement with the least time plus price times noise is one that no other beats in both, as far as costs
+and sums of noise are right. The same placements with one unit flipped are candidates too. Those farthest from all
 measured points are built.
 """
 
@@ -26,74 +26,73 @@ MAX_POINTS = 8
 """The most points of a front that are proven. Chosen, not measured."""
 
 TARGET_POINTS = 6
-"""How many points a front should have. Chosen, not measured."""
+"""The number of points that a front should have. Chosen, not measured."""
 
 CUT_BUILDS = 8
-"""Candidates that are proposed as without a front, before points are predicted: they price every unit."""
+"""Candidates of cut search to measure before points are predicted: they show the cost of every unit."""
 
 NOISE_PRICES = np.logspace(-3, 8, 45)
-"""Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
+"""Prices on noise, relative to that at which the fastest placement's noise costs as much as its time."""
 
 MAX_EXCESS_NOISE = 10.0
 """Points with more than this multiple of the allowed noise are left out. Chosen, not measured."""
 
 WORTHWHILE_RATIO = 0.96
-"""A placement is worth a build if it is predicted to take at most this share of the float model's time: smaller savings
-are hardly proven on two pairs of builds."""
+"""A placement is built if its predicted latency is at most this share of float's: less is hardly proven with two pairs
+of builds."""
 
 MAX_DB = 100.0
-"""The SQNR in dB above which differences do not count. Chosen, not measured."""
+"""SQNRs above this (in dB) count as equal. Chosen, not measured."""
 
 DECADE_SHARE = 0.5
-"""This share of the float model's time counts as much as a factor of ten in noise, for distances between measured
-points. Chosen, not measured."""
+"""For distances between measured points, this share of float's time counts as much as a factor of ten in noise. Chosen,
+not measured."""
 
 DISTANCE_UNITS = (0.05, 2.0)
-"""Two points have distance one if their times differ by this share and their SQNR by so many dB; with less, chance
-decides which one beats the other."""
+"""Two points have distance one if their times differ by this share and their SQNRs by so many dB; below, chance decides
+which one is better."""
 
 NEAR, NEAREST = 0.25, 0.03
-"""Points nearer than `NEAR` to each other count as one; nearer than `NEAREST` where a front would have too few
-points."""
+"""Points nearer to each other than `NEAR` count as one; than `NEAREST`, if the front has too few points."""
 
 FLIPPED_UNITS = 16
-"""How many units are flipped between quantized and float in each optimum, one at a time. Chosen, not measured."""
+"""How many units are flipped in each optimum, one at a time. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """A time as a share of the float model's, and an SQNR in dB, measured or predicted."""
+    """Latency relative to the float model, and SQNR in dB, measured or predicted."""
 
     ratio: float
     db: float
 
     def apart(self, other: Tradeoff) -> float:
-        """The distance of two tradeoffs, in `DISTANCE_UNITS`: the smaller of the distances in time and in SQNR."""
+        """The distance of two points in `DISTANCE_UNITS`: the smaller of the distances in time and in SQNR."""
         share, db = DISTANCE_UNITS
         in_time = abs(np.log(self.ratio / other.ratio)) / share
         return float(min(in_time, abs(min(self.db, MAX_DB) - min(other.db, MAX_DB)) / db))
 
     def beats(self, other: Tradeoff) -> bool:
-        """Whether this one is at least as good in time and SQNR, and better in one of them."""
+        """Whether this point is at least as good in both, and better in one."""
         return self != other and self.ratio <= other.ratio and self.db >= other.db
 
 
 def farthest(candidates: Mapping[Placement, Tradeoff], taken: Sequence[Tradeoff], near: float) -> Placement | None:
-    """The candidate that is farthest from all `taken` points; None if it is nearer than `near` to one of them."""
+    """The candidate with the largest distance to all `taken` points; None if that is below `near`."""
     distances = {p: min((point.apart(t) for t in taken), default=np.inf) for p, point in candidates.items()}
     chosen = max(distances, key=distances.__getitem__, default=None)
     return chosen if chosen is not None and distances[chosen] >= near else None
 
 
 def undominated(history: Sequence[Trial], plan: Plan) -> dict[Placement, Tradeoff]:
-    """The measured placements that are faster than float and that no other one beats, the fastest first."""
+    """The measured placements that are faster than float and that no other beats, the fastest first."""
     ratios = ratios_to_float(history, plan)
     last = {t.placement: t for t in history if t.placement in ratios and t.accuracy is not None}
     return unbeaten({p: Tradeoff(ratios[p], t.exactness) for p, t in last.items() if ratios[p] < 1})
 
 
 def spread(points: Mapping[Placement, Tradeoff], count: int) -> tuple[Placement, ...]:
-    """At most `count` of the points, in their order: the first, the last, and others far from each other."""
+    """At most `count` points, in their order: the first, the last, and others far from each other."""
     placements = tuple(points)
     if len(points) <= count:
         return placements
@@ -107,7 +106,7 @@ def spread(points: Mapping[Placement, Tradeoff], count: int) -> tuple[Placement,
 
 @dataclass(frozen=True)
 class FrontSearch:
-    """Front search (see the module). `by_cut` knows the noise of every value."""
+    """Front search (see the module). `noise` is the noise estimate that `by_cut` uses as well."""
 
     by_cut: CutSearch
     noise: Noise
@@ -129,7 +128,7 @@ class FrontSearch:
         return [Proposal("front", p, predicted=points[p].ratio, wants_layers=True) for p in chosen]
 
     def _predicted(self, history: Sequence[Trial], measured: Iterable[Placement]) -> dict[Placement, Tradeoff]:
-        """Placements without a build that are predicted to be fast enough to be worth one, and exact enough."""
+        """Placements not built yet that are predicted to be fast and exact enough for a build."""
         costs = self.by_cut.costs(history)
         path = (*self._optima_by_noise_price(costs), *map(costs.partition.decision, measured))
         points = dict[Placement, Tradeoff]()
@@ -143,8 +142,8 @@ class FrontSearch:
         return points
 
     def _optima_by_noise_price(self, costs: Costs) -> tuple[Decision, ...]:
-        """The optima of rising prices on noise, each once, the float model last. Prices between two with one optimum
-        have the same, and are left out."""
+        """The optima for rising prices on noise, each once, the float model last. Between two prices with the same
+        optimum no others are computed."""
         fastest = cut(costs)
         most_noise = self.noise.summed(costs.partition.placement(fastest))
         if most_noise <= 0:
@@ -163,7 +162,8 @@ class FrontSearch:
 
 
 def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
-    """The decisions of a path with one unit flipped between quantized and float, of those that take the most time."""
+    """The decisions of a path, each with one of the units that take the most time flipped between quantized and
+    float."""
     parts = costs.partition
     able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))[
         :FLIPPED_UNITS
@@ -179,6 +179,6 @@ def is_too_noisy(noise: float, limit: float | None) -> bool:
 
 
 def unbeaten(points: Mapping[Placement, Tradeoff]) -> dict[Placement, Tradeoff]:
-    """The points that no other one beats, the fastest first."""
+    """The points that no other beats, the fastest first."""
     kept = [(p, point) for p, point in points.items() if not any(other.beats(point) for other in points.values())]
     return dict(sorted(kept, key=lambda item: item[1].ratio))

@@ -1,10 +1,10 @@
-"""Region search: rules for the whole model first, then one pattern after the other, in all its instances.
+"""Region search: placements by rule for the whole model first, then one pattern after the other, changed in all its
+instances.
 
-Phase 1 measures the placements of rules, of an imported Q/DQ model and of the pattern cache. Phase 2 takes the best of
-these and, for each pattern in the order of its work, tries what the other placements have there, no pairs, and all
-pairs. Phase 3 mutates the fastest schemes of a pattern: it flips a few insertion points at random, until each pattern
-has had its number of schemes, or has no further one. Changes that win alone are also tried together. Weight formats
-come from the placements of phase 1 alone.
+Phase 1 measures placements by rules, of an imported Q/DQ model and of the pattern cache. Phase 2 takes the best of them
+and tries for each pattern, those with the most work first, what the other placements have there, no pairs, and all
+pairs. Phase 3 mutates the fastest schemes of a pattern by flipping a few insertion points at random, until each pattern
+has had its number of schemes. Changes that win alone are also tried together. Weight formats only come from phase 1.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 
 MUTATED = "mutated"
-"""The origin of placements that change a few insertion points of a pattern."""
+"""The origin of placements with a few insertion points of a pattern changed at random."""
 WITHIN_LIMITS = "within the limits"
-"""The origin of placements that are estimated to hold the limits on accuracy."""
+"""The origin of placements estimated to meet the accuracy limits."""
 LIMIT_TRIES = 6
-"""How often placements are proposed as `WITHIN_LIMITS`: each build improves the estimate of noise. Chosen, not
-measured."""
+"""How many `WITHIN_LIMITS` placements are proposed: each build improves the estimate of noise. Chosen, not measured."""
 
 BATCH = 4
-"""Proposals in a batch. All of them are compared with the same placement, so they can be measured in any order."""
+"""Proposals in a batch, all compared with the same placement, so that they can be measured in any order."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Parameters of region search, with the names and defaults of NVIDIA ModelOpt's autotuner."""
+    """Parameters of region search, with names and defaults of NVIDIA ModelOpt's autotuner."""
 
     maximum_sequence_region_size: int = 10
     minimum_topdown_search_size: int = 10
@@ -64,11 +63,11 @@ class Config:
 
 @dataclass(frozen=True)
 class RegionSearch:
-    """Region search (see the module). `seeds` are whole-model placements by name, in the order in which they are tried.
+    """Region search (see the module). `seeds` are whole-model placements by name, tried in this order.
 
-    `cached` holds schemes of earlier runs by pattern digest, fastest first. Where accuracy is limited, `noise`
-    estimates it, and `within` gives a placement for a sum of noise. `width` is how many to propose at a time, if more
-    than `BATCH`.
+    `cached` has schemes of earlier runs by pattern digest, fastest first. Under accuracy limits, `noise` estimates
+    noise, and `within` returns a placement for an allowed sum of noise. Batches have `width` proposals, or `BATCH` if
+    that is more.
     """
 
     model: Model
@@ -84,7 +83,6 @@ class RegionSearch:
     width: int = BATCH
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next batch, see `Strategy`: at most `width` proposals, or `BATCH` if that is more."""
         tried = {t.placement for t in history} | {Placement()}
         spent = Counter(t.proposal.pattern for t in history)
         return tuple(islice(self._ideas(history, tried, spent), max(BATCH, self.width)))
@@ -92,9 +90,8 @@ class RegionSearch:
     def variations(
         self, pattern: Pattern, best: Placement, parents: Sequence[Placement], number: int
     ) -> Iterator[Proposal]:
-        """Proposals for one pattern, for callers with a loop of their own: `best` with the pattern as each seed has it,
-        then mutations of the `parents`, the fastest first. `number` is that of the next trial. Earlier trials are
-        ignored."""
+        """Proposals for one pattern, for callers with their own loop: `best` with the pattern as each seed has it, then
+        mutations of the `parents`, fastest first. `number` is that of the next trial, and seeds the random numbers."""
         alternatives = replace(self, patterns=(pattern,))._alternatives(best, list(self.seeds.items()))
         mutated = self._mutated(pattern, parents, np.random.default_rng((self.seed, number)))
         return self._fresh(chain(alternatives, mutated), set(), Counter())
@@ -106,8 +103,8 @@ class RegionSearch:
         spent: Counter[str],
         may_hold: Callable[[Placement], bool] = lambda _: True,
     ) -> Iterator[Proposal]:
-        """The ideas that were not measured yet, each placement once, within the number of schemes per pattern. Ends
-        after `maximum_generation_attempts` mutations that may not hold the limits."""
+        """The proposals not measured yet, each placement once, up to the number of schemes per pattern. Ends after
+        `maximum_generation_attempts` mutations that may miss the limits."""
         refused = 0
         for idea in ideas:
             if self._is_done(idea.pattern, spent) or (placement := consistent(self.model, idea.placement)) in tried:
@@ -146,8 +143,8 @@ class RegionSearch:
         yield from self._fresh(ideas, tried, spent, lambda placement: self._may_hold(placement, history))
 
     def _may_hold(self, placement: Placement, history: Sequence[Trial]) -> bool:
-        """Whether a placement may hold the limits on noise; up to `DOUBT` times the allowed sum where it is not
-        simulated."""
+        """Whether a placement may meet the limits on noise; without a simulation, up to `DOUBT` times the allowed
+        sum."""
         noise = self.noise
         if noise is None:
             return True
@@ -156,8 +153,7 @@ class RegionSearch:
         return noise.summed(placement) <= DOUBT * noise.allowed(history)
 
     def from_cache(self) -> dict[str, Placement]:
-        """The placement with the fastest cached scheme of every pattern that has one, by its origin; empty if there is
-        none."""
+        """The placement with the fastest cached scheme of each pattern, by its origin; empty without any."""
         edges: set[Edge] = set()
         for pattern in self.patterns:
             for scheme in self.cached.get(pattern.digest, ())[:1]:
@@ -166,7 +162,8 @@ class RegionSearch:
         return {"pattern cache": placement} if placement else {}
 
     def _merged_winners(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
-        """Changes of patterns that were faster than an earlier best but not accepted, on top of the present best."""
+        """Changes of patterns that recently won against an earlier best but were not accepted, applied to the current
+        best."""
         for trial in reversed(history[-2 * max(BATCH, self.width) :]):
             ratio = judge(trial, self.plan)
             is_faster = ratio is not None and ratio.verdict == "faster" and trial.holds is not False
@@ -175,12 +172,11 @@ class RegionSearch:
                 yield Proposal("merged winners", (best - removed) | added)
 
     def _alternatives(self, best: Placement, ranked: Sequence[tuple[str, Placement]]) -> Iterator[Proposal]:
-        """The best placement with one pattern as another suggestion has it: the first alternative for all patterns,
-        then the second, and so on.
+        """The best placement with one pattern as another suggested placement has it: the first alternative for each
+        pattern, then the second, and so on.
 
-        Patterns with much work come first, so composites before the regions inside them. The suggestion that ranks
-        second comes first, then those with the fewest pairs: if the best one loses somewhere, it is mostly by
-        quantizing too much.
+        Patterns with much work come first, so composites before regions inside them. The second-best suggestion comes
+        first, then those with the fewest pairs, as the best one mostly loses by quantizing too much.
         """
         ordered = sorted(self.patterns, key=lambda p: (-self._work(p), p.digest))
         domains = {p.digest: self._domain(p) for p in ordered}
@@ -199,10 +195,8 @@ class RegionSearch:
                 yield Proposal("cached", _with_part_of(best, domains[pattern.digest], other), pattern.digest)
 
     def _mutations(self, best: Placement, history: Sequence[Trial], spent: Counter[str]) -> Iterator[Proposal]:
-        """Mutations of patterns drawn at random, those with much work more often, until no pattern has any left.
-
-        The random numbers depend on `seed` and the number of trials alone.
-        """
+        """Mutations of patterns drawn at random, weighted by work, until none is left. Random numbers only depend on
+        `seed` and the number of trials."""
         rng = np.random.default_rng((self.seed, len(history)))
         ratios = ratios_to_float(history, self.plan)
         able = {p.digest: p for p in self.patterns if p.points and not self._is_done(p.digest, spent)}
@@ -221,8 +215,8 @@ class RegionSearch:
     def _parents(
         self, pattern: Pattern, best: Placement, history: Sequence[Trial], ratios: Mapping[Placement, float]
     ) -> Iterator[Placement]:
-        """The placements that mutations of a pattern start from: the best one, and the best one with each of the
-        fastest measured schemes of the pattern, the fastest first."""
+        """The placements that mutations of a pattern start from: the best one, and the best one with the pattern as in
+        each of its fastest measured schemes."""
         own = [t.placement for t in history if t.proposal.pattern == pattern.digest and t.holds is not False]
         measured = sorted((p for p in own if p in ratios), key=lambda p: ratios[p])
         config, domain = self.config, self._domain(pattern)
@@ -231,8 +225,8 @@ class RegionSearch:
         yield from islice(parents, most)
 
     def _mutated(self, pattern: Pattern, parents: Iterable[Placement], rng: np.random.Generator) -> Iterator[Proposal]:
-        """Placements that differ from one of the `parents` in a few insertion points of a pattern, drawn at random, in
-        every instance; earlier parents more often."""
+        """Placements that differ from one of the `parents`, mostly an early one, in a few random insertion points of a
+        pattern, in every instance."""
         known, points, config = list(parents), pattern.points, self.config
         if not points:
             return
@@ -247,8 +241,8 @@ class RegionSearch:
                 yield Proposal(MUTATED, self._turned(pattern, known[parent], chosen), pattern.digest)
 
     def _turned(self, pattern: Pattern, parent: Placement, points: Iterable[Point]) -> Placement:
-        """`parent` with the pairs on some insertion points of a pattern added, or removed where all stand there. A pair
-        also comes to the other input of a compute operator."""
+        """`parent` with pairs added on these insertion points of a pattern, or removed from points that have all. The
+        other input of a compute operator gets its pair too."""
         fresh, gone = set[Edge](), set[Edge]()
         for point in points:
             own = self._edges(pattern, [point])
@@ -260,7 +254,7 @@ class RegionSearch:
 
     @cached_property
     def _others(self) -> Mapping[Edge, Edge]:
-        """For each of the two inputs of a compute operator the other one: a pair on one alone has no use."""
+        """For each of the two inputs of a compute operator the other one: a pair on only one is useless."""
         computing = (compute_edges(n, self.possible) for n in self.model.nodes if n.op in COMPUTE)
         both = [tuple(edges) for edges in computing if len(edges) == 2]
         return {one: other for a, b in both for one, other in ((a, b), (b, a))}
@@ -271,7 +265,7 @@ class RegionSearch:
         return frozenset().union(*parts) & self.possible
 
     def _domain(self, pattern: Pattern) -> frozenset[Edge]:
-        """Every edge that a node of the pattern reads, and every possible edge that it writes, in all instances."""
+        """The edges that nodes of the pattern read, and the possible edges that they write, in all instances."""
         read, written = set[Edge](), set[str]()
         for node in self._nodes(pattern):
             read.update(node.into)
@@ -291,7 +285,7 @@ def _placement(edges: Iterable[Edge], weight_formats: Mapping[Edge, WeightFormat
 
 
 def _with_part_of(best: Placement, domain: frozenset[Edge], other: Placement) -> Placement:
-    """The best placement with another one's pairs and weight formats on the edges of `domain`."""
+    """The best placement, but with the pairs and weight formats of `other` on the edges of `domain`."""
     weight_formats = {e: s for e, s in best.weight_formats.items() if e not in domain}
     weight_formats |= {e: s for e, s in other.weight_formats.items() if e in domain}
     return _placement((best.edges - domain) | (other.edges & domain), weight_formats)

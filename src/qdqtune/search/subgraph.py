@@ -1,9 +1,9 @@
-"""Subgraph search: the groups that were faster alone are put together and validated on the whole model.
+"""Subgraph search: puts the groups that gained alone together, and tries them on the whole model.
 
-The first build quantizes all of these groups. Then come the placements of rules, each against the best so far, and
-optima of the prices that these builds show, since engines fuse in 8 bits across groups of the float build. If all
-groups together do not win, they are added to the best placement as one batch, the largest expected savings first, and
-in halves where a batch loses. b bad groups among n take b log n builds.
+The first build quantizes all of these groups. Then come placements by rules, and optima of the costs that these builds
+show, since engines fuse across the groups of the float build in 8 bits. If all groups together do not win, they are
+added to the best placement in batches, the largest expected savings first, and a batch that loses is halved. b bad
+groups among n take b log n builds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.types import Placement, Proposal, Trial
 
 OPTIMUM_BUILDS = 4
-"""How often an optimum of prices is built, at most: each build improves the prices."""
+"""The most optima that are built; each build improves the costs."""
 
 
 @dataclass(frozen=True)
 class SubgraphSearch:
-    """Subgraph search (see the module).
-
-    `seeds` are further placements to try, in this order. Without `incremental`, only all groups together are tried.
-    `by_cut` finds the optimum of the prices that these builds show, with groups split and joined as they ran fastest.
-    """
+    """Subgraph search (see the module). `seeds` are further placements to try, in this order. Without `incremental`,
+    only all groups together are tried. `by_cut` finds the optimum of the costs that builds show, with groups split and
+    joined as they ran fastest."""
 
     selection: GroupSelection
     seeds: Mapping[str, Placement] = field(default_factory=dict)
@@ -40,7 +38,7 @@ class SubgraphSearch:
     by_cut: CutSearch | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """The next batch, see `Strategy`. One proposal at a time: each result decides what is proposed next."""
+        """See `Strategy`: one proposal at a time, as each result decides the next."""
         tried = {t.placement for t in history} | {Placement()}
         fixed = {Placement(): "", self.all_accepted: "all groups"}
         for name, placement in self.seeds.items() if self.incremental else ():
@@ -70,11 +68,11 @@ class SubgraphSearch:
 
     @cached_property
     def savings(self) -> Mapping[int, float]:
-        """By accepted group, the ms that it is expected to save; the largest first."""
+        """The ms that each accepted group is expected to save, largest first."""
         return dict(sorted(self.selection.savings().items(), key=lambda item: (-item[1], item[0])))
 
     def _next_batch(self, history: Sequence[Trial], asked: int) -> Sequence[Proposal]:
-        """The next batch of groups without a result. Batches and their halves follow from the results so far."""
+        """The next batch of groups without a result; batches and their halves follow from the results so far."""
         if any(t.placement == self.all_accepted and t.accepted for t in history[:asked]):
             return ()
         trials = {t.placement: t for t in history}
@@ -105,8 +103,8 @@ class SubgraphSearch:
     def mixed(self, base: Placement, other: Placement, groups: Collection[int]) -> Placement:
         """`base` with some groups as another placement has them.
 
-        On an edge between groups from one placement, that placement decides. On others a pair stands if the reader runs
-        in 8 bits and its placement has the pair, or if the placement of the writer stores the tensor in 8 bits.
+        If both groups beside an edge come from one placement, it decides. Else a pair stands if the reader runs in 8
+        bits and its placement has the pair, or if the writer's placement stores the tensor in 8 bits.
         """
         parts = self.parts
         source = [other if unit.number in groups else base for unit in parts.units]
@@ -127,7 +125,8 @@ class SubgraphSearch:
 
 
 def with_quiet_seeds(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
-    """A subgraph search with more seeds: the optimum of its prices within the limit on noise, or two shares of it."""
+    """The search with further seeds: optima of its costs at the allowed noise, or without simulation at two shares of
+    it."""
     if noise is None or noise.limit is None:
         return search
     costs, seeds = search.selection.costs, dict(search.seeds)

@@ -126,8 +126,8 @@ def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
     """The result of an earlier session, if this one ran out of time before it proved anything as fast; else None. The
     model is written again, all other files stay.
 
-    Of two proven results, the one with the faster upper end of its interval ships: medians of sessions with few rounds
-    would favour the luckier one.
+    Of two proven results, the one whose interval (time relative to float) has the lower upper end ships: medians of
+    sessions with few rounds would favour the luckier one.
     """
     settings, folder = run.settings, run.settings.output_dir
     is_judged = not settings.withholds_pairs and not (settings.has_metric and run.limits.before is None)

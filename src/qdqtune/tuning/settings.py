@@ -26,21 +26,20 @@ from qdqtune.tuning.contexts import counts_of
 from qdqtune.tuning.options import Division, FloatType, Mode, SearchOptions
 
 FRONT_LEAST, FRONT_BUILDS = 8, 18
-"""Builds of a run for a front (least, usual); the proof of its points comes on top. Chosen, not measured."""
+"""Builds of a run for a front (least, default), without those of the proof. Chosen, not measured."""
 
 SEED_BUILDS = 12
-"""Builds that cut mode has at the beginning of region mode: the same in every budget, so that a run with a larger
-budget continues one with a smaller. Chosen, not measured."""
+"""Builds that mode cut gets at the beginning of mode region: the same for every budget, so that a run with a larger one
+continues one with a smaller. Chosen, not measured."""
 
 STATE = "autotuner_state.yaml"
-"""The name of the state file in the output folder."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a run may spend: schemes per region, builds by mode, and the numbers of rounds after which comparisons
-    of candidates (`looks`) and of the proof are judged. A comparison of the proof that is decided goes on for a
-    narrower interval if it ends within `precision_seconds`."""
+    """How much a run may spend: schemes per region, builds by mode, and the numbers of rounds (looks) after which
+    comparisons in the search and in the proof are judged. A decided comparison of the proof continues until its
+    interval is narrow, for up to `precision_seconds`."""
 
     schemes_per_region: int
     builds: Mapping[Mode, int]
@@ -61,25 +60,25 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 
 
 BY_RULE_BUILDS: Mapping[str, int] = MappingProxyType({"quick": 8, "default": 25, "extensive": 60})
-"""Builds by effort on a simulator, where a candidate is run on a few samples and not timed. Chosen, not measured."""
+"""Builds by effort on a simulator, where a candidate runs on a few samples and is not timed. Chosen, not measured."""
 
 SIMULATOR_SLOWNESS = 40.0
-"""How much longer than a CPU a simulator takes for outputs. Seen with QNN: 0.1 to 0.2 s for a sample of resnet20."""
+"""How much longer a simulator takes than a CPU to compute outputs. With QNN: 0.1 to 0.2 s for a sample of resnet20."""
 
 
 def usual_builds() -> str:
-    """The builds of each mode by effort, in words."""
+    """The builds of each mode by effort, as text."""
     modes = sorted(EFFORTS["default"].builds)
     return "; ".join(f"{mode} {', '.join(str(effort.builds[mode]) for effort in EFFORTS.values())}" for mode in modes)
 
 
 def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:
-    """The `looks` of a comparison that ends after `last` rounds."""
+    """The numbers of rounds in `looks` up to `last`, and `last`."""
     return (*(n for n in looks if n < last), last)
 
 
 def builds_for(schemes: int, patterns: int) -> int:
-    """Builds in which every pattern gets so many schemes, and a fifth more for wins that are tried together."""
+    """Builds that give every pattern so many schemes, and a fifth more for trying wins together."""
     return 16 + ceil(1.2 * schemes * patterns)
 
 
@@ -88,16 +87,14 @@ class Settings(SearchOptions):
 
     Budgets (`builds`, `time_budget`), limits on accuracy and workers may change when a run is resumed.
 
-    `builds` is what the search may spend, the float model's build included. The builds of the proof come on top.
-    `evaluate` names the user's metric (see `numerics.metrics`), in place of `labels` and `metric`.
-    `accuracy_samples` is the most samples on which outputs are compared.
-    `workloads` are calls of different shapes that are timed as one mix; they are the samples if there are no
-    `calibration_data`.
-    `command` is the command line, for the run log only.
-    `threads` are the numbers of threads that the model will run with: what ships is slower at none of them, and faster
-    at one. None: that of the `engine`, which the user did not name.
-    `machine` is the other machine that measures (`on`); None: this one, or a cluster.
-    The fields behind it are set by `qdqtune.autotune` alone, which explains them."""
+    `builds` is the most builds of the search, the float model's included; the proof makes further ones. `evaluate`
+    names the user's metric (see `numerics.metrics`), in place of `labels` and `metric`. `accuracy_samples` is the most
+    samples for comparing outputs. `workloads` are calls with different shapes, timed together by their shares; they are
+    the samples if there are no `calibration_data`. `command` is the command line, for the run log only. `threads` are
+    the numbers of threads that the model will run with: what ships is slower at none of them, and faster at one. None:
+    the user named none, and the `engine`'s default counts. `machine` is the other machine that measures (`on`); None:
+    this one, or a cluster. The fields after it are only set by `qdqtune.autotune`, which explains them.
+    """
 
     model: Path = field(kw_only=False)
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
@@ -169,48 +166,47 @@ class Settings(SearchOptions):
 
     @property
     def is_timed(self) -> bool:
-        """Whether candidates are timed; else the engine is a simulator, and costs by rule stand in the place of
-        times."""
+        """Whether candidates are timed; if not, the engine is a simulator, and candidates are judged by estimated
+        costs."""
         return not simulated(self.engine.name, self.machine)
 
     @property
     def has_narrow_products(self) -> bool | None:
-        """Whether weights of products take 7 bits: to be `portable`, or since products saturate on another machine that
-        measures. None: if they do here."""
+        """Whether weights have 7 bits so that products cannot saturate: to be `portable`, or because they would on the
+        other machine that measures. None: if they would on this machine."""
         if self.machine is None:
             return self.portable or None
         return self.portable or self.machine.products_saturate
 
     @property
     def has_metric(self) -> bool:
-        """Whether a metric is asked for: a function, labels, or the name of one."""
+        """Whether the user asks for a metric: by a function, labels, or the name of one."""
         return self.evaluate is not None or self.is_labelled
 
     @property
     def has_pairs(self) -> bool:
-        """Whether pairs may be placed."""
         return self.formats is None or self.quant_type in self.formats
 
     @property
     def limits(self) -> Limits:
-        """The limits on accuracy, without the metric of the float model. On outputs there are none without samples."""
+        """The accuracy limits, still without the float model's metric. Without samples there are none on outputs."""
         drop = None if not self.has_metric or self.max_drop == "auto" else self.max_drop
         on_outputs = self._on_outputs(has_metric=self.has_metric) if self.has_samples else Limits()
         return replace(on_outputs, max_drop=drop)
 
     @property
     def has_samples(self) -> bool:
-        """Whether the user gives inputs; outputs on random ones say nothing of accuracy."""
+        """Whether the user gave inputs; outputs on random ones show no accuracy."""
         return self.calibration_data is not None or bool(self.workloads)
 
     @property
     def withholds_pairs(self) -> bool:
-        """Whether nothing with pairs ships: there are limits on outputs, and no samples that tell whether they hold."""
+        """Whether nothing with pairs may ship, as there are limits on outputs but no samples to check them."""
         return not self.has_samples and self._on_outputs(has_metric=self.has_metric).are_set
 
     @property
     def floor(self) -> Limits:
-        """The limits on outputs where no metric decides."""
+        """The limits on outputs that apply where there is no metric."""
         return self._on_outputs(has_metric=False) if self.has_samples else Limits()
 
     def _on_outputs(self, *, has_metric: bool) -> Limits:
@@ -224,28 +220,26 @@ class Settings(SearchOptions):
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads at which candidates are measured, see `contexts.counts_of`."""
+        """The numbers of threads that candidates are timed at, see `contexts.counts_of`."""
         return counts_of(self.engine, self.threads, is_here=self.ray is None, machine=self.machine)
 
     @property
     def proof_plan(self) -> Plan:
-        """The rounds of the proof: its first look is at the least number of rounds that can decide. The error of a
-        comparison is divided among the numbers of threads, as a file may win at each."""
+        """The rounds of the proof: its first look is at the fewest rounds that can decide. The error probability is
+        divided by the number of thread counts, as a file may win at any of them."""
         error, rest = min(self.plan.error, Plan.error) / len(self.thread_counts), self.proof[1:]
         first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
         return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
 
     @property
     def seed_builds(self) -> int:
-        """Builds that cut mode has at the beginning of region mode."""
         return SEED_BUILDS if self.cut_seed else 0
 
     @property
     def search_builds(self) -> int:
-        """Builds that candidates may take: all but the float model's."""
+        """Builds for candidates: all but the float model's."""
         return self.builds - 1
 
     @property
     def state(self) -> Path:
-        """The state file."""
         return self.state_file or self.output_dir / STATE

@@ -1,5 +1,5 @@
-"""Results of comparing two files, and what follows from them: which candidate a search accepts, which file ships; also
-as sentences. Pure functions."""
+"""Decides from comparisons of two files which candidate a search accepts and which file ships, and writes both as
+sentences. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from qdqtune.types import Measurement, Mix, Placement, Trial
 
 @dataclass(frozen=True)
 class Compared:
-    """File b against file a in one context.
+    """File b compared with file a under one condition.
 
-    `ratio` is the time of b to that of a. `a_seconds` is the median per inference, `b_seconds` that times the ratio:
-    the machine drifts while both are timed, so two medians may contradict the ratio, which rounds give. `threads` is
-    the context's number, None where the engine has none; `measured` are the rounds of each block.
-    `by_workload` has a comparison for each of several workloads alone, in the order of the mix. `wants_builds`: more
-    builds, for which there was no time, may decide what these have not.
+    `ratio` is the latency of b divided by that of a. `a_seconds` is the median per inference, `b_seconds` that times
+    the ratio, as two medians could contradict the ratio because of drift. `threads` is the condition's number, None for
+    an engine without threads; `measured` are the rounds of each block. `by_workload` has a comparison for each of
+    several workloads alone, in order. `wants_builds`: more builds, for which there was no time, might decide it.
     """
 
     ratio: Ratio
@@ -59,7 +58,7 @@ class Compared:
 
 
 def first_faster(contexts: Sequence[Compared]) -> Compared:
-    """The context whose figures a result is shown with: the first in which b is faster, else the first."""
+    """The comparison to show first: the first in which b is faster, else the first of all."""
     return next((one for one in contexts if one.ratio.verdict == "faster"), contexts[0])
 
 
@@ -68,49 +67,48 @@ def worst_of(contexts: Sequence[Compared]) -> Compared:
 
 
 def rows_by_threads(contexts: Sequence[Compared]) -> list[dict[str, Any]]:
-    """The rows `by_threads` of summary.json; none for an engine that has no number of threads."""
+    """The rows `by_threads` of summary.json; none for an engine without a number of threads."""
     return [{"threads": one.threads} | one.figures for one in contexts if one.threads is not None]
 
 
 def rows_by_workload(contexts: Sequence[Compared], mix: Mix) -> list[dict[str, Any]]:
-    """The rows `workloads` of summary.json; none where nothing is proven."""
+    """The rows `workloads` of summary.json; none without a proof."""
     parts = first_faster(contexts).by_workload if contexts else ()
     return [{"name": w.name, "share": w.share} | one.figures for w, one in zip(mix, parts, strict=False)]
 
 
 ALIKE = 1.02
-"""Medians within this factor, whose intervals overlap, are taken for equal. Chosen, not measured."""
+"""Medians within this factor whose intervals overlap count as equal. Chosen, not measured."""
 
 SLOWER = 1.01
-"""A median above this counts as slower in a context, even if the rounds have not decided it. Chosen, not measured."""
+"""A median ratio above this counts as slower under a condition even if undecided. Chosen, not measured."""
 
 CLEARLY_FASTER = 0.95
-"""A placement that takes less than this share of float's time in the search is worth a proof. Chosen, not measured."""
+"""A placement that takes less than this share of float's time in the search is worth proving. Chosen, not measured."""
 
 FINALISTS, MOST_FINALISTS = 2, 5
-"""How many placements race together in the proof; and how many are tried in all if one was faster in one context but
-slower in another. Chosen, not measured."""
+"""How many placements race together in the proof, and how many are tried in all if one is faster under one condition
+but slower under another. Chosen, not measured."""
 
 NEAR_BEST = 1.05
-"""A placement that took at most so many times as long as the best in the search races with it in the proof. Chosen, not
-measured."""
+"""Placements within this factor of the best one's latency race with it in the proof. Chosen, not measured."""
 
 
 # ---------------------------------------------------------------- which candidate of a batch is the best so far
 
 
 def is_alike(ratio: Ratio, fastest: Ratio) -> bool:
-    """Whether a ratio is equal to that of the fastest as far as rounds can tell."""
+    """Whether a ratio cannot be told from the fastest one."""
     return ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)
 
 
 def accepted(
     trials: Sequence[Trial], plan: Plan, best: Trial | None = None, slower: Collection[Placement] = ()
 ) -> list[Trial]:
-    """The trials of one batch, at most one of them marked as accepted: the fastest that won, or the most accurate of
-    those that are equal to it. If none won: a trial that is more accurate than the `best` so far, and not slower as far
-    as the rounds can tell. None that is less accurate than the best and hardly faster, and none of the placements that
-    are `slower` than float in a context."""
+    """The trials of one batch, with at most one marked as accepted: the fastest winner, or the most accurate of those
+    equal to it. Without a winner: a trial more accurate than the `best` so far, if it does not seem slower. A trial
+    less accurate than the best must be clearly faster. Placements that are `slower` than float under some condition are
+    never accepted."""
     able = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
     alike = [(t, r) for t, r in able if r.verdict == "faster"]
     if best is not None:
@@ -133,13 +131,13 @@ def accepted(
 
 
 def is_slower(compared: Compared) -> bool:
-    """Whether a file is slower in a context, or seems to be by more than `SLOWER`."""
+    """Whether a file is slower under a condition, or seems so by more than `SLOWER`."""
     ratio = compared.ratio
     return ratio.verdict == "slower" or (ratio.verdict == "undecided" and ratio.median > SLOWER)
 
 
 def is_proven(contexts: Sequence[Compared]) -> bool:
-    """Whether a file is slower in no context, and faster in one."""
+    """Whether a file is slower under no condition, and faster under one."""
     return not any(map(is_slower, contexts)) and first_faster(contexts).ratio.verdict == "faster"
 
 
@@ -151,18 +149,17 @@ AttemptVerdict = Literal[
     "not faster",
     "misses the limits",
 ]
-"""What became of a file that might ship; of several reasons against it the first."""
+"""What became of a file that might ship; if several reasons speak against it, the first."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A placement whose file was raced against the float model in every context; the empty placement is the rewritten
-    float model without pairs.
+    """A placement whose file was raced against the float model under every condition; the empty placement is the
+    rewritten float model without pairs.
 
-    `to_given` compares it with the user's own file where that is another: it has pairs, or other inputs. The file
-    `must_beat_given` if these pairs hold the limits, or if inputs were fixed. `to_rewritten` compares it with the float
-    model without pairs where that was rewritten. `trial` is what was measured of it if it may ship, `missed` the limit
-    on accuracy that it misses, in words.
+    `to_given` compares it with the user's file, if that has pairs or other inputs. It `must_beat_given` if those pairs
+    meet the limits, or if inputs were fixed. `to_rewritten` compares it with the rewritten float model without pairs.
+    `trial` is its measurement if it may ship, `missed` a message about the limit that it misses.
     """
 
     placement: Placement
@@ -175,17 +172,17 @@ class Attempt:
 
     @property
     def exactness(self) -> float:
-        """Output SQNR in dB; 0 if it was not measured."""
         return 0.0 if self.trial is None else self.trial.exactness
 
     @property
     def ratio(self) -> Ratio:
-        """The ratio to float in the context that is shown."""
+        """The latency relative to float under the condition that is shown first."""
         return first_faster(self.to_float).ratio
 
     @property
     def verdict(self) -> AttemptVerdict:
-        """Whether it may ship. Of a file with pairs and rewrites, the pairs must gain as well: they cost accuracy."""
+        """Whether it may ship. With both pairs and rewrites, the pairs alone must gain too, since they cost
+        accuracy."""
         if not is_proven(self.to_float):
             is_elsewhere = self.ratio.verdict == "faster" and is_slower(worst_of(self.to_float))
             return "slower elsewhere" if is_elsewhere else "not faster"
@@ -204,8 +201,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Finalists:
-    """Placements that may ship, in the order of trying: the `first` of them until one ships, the others after one that
-    is slower in another context or misses the limits. Where they `are_points` of a front, each is tried."""
+    """Placements that may ship, in the order of trying: the `first` ones until one ships, the others only after one
+    that is slower under some condition or misses the limits. If they `are_points` of a front, all are tried."""
 
     placements: tuple[Placement, ...] = ()
     first: int = 0
@@ -215,7 +212,7 @@ class Finalists:
         return replace(self, placements=tuple(p for p in self.placements if p not in others))
 
     def next(self, attempts: Sequence[Attempt]) -> tuple[Placement, ...]:
-        """The placements to race next, all together; empty if there is none."""
+        """The placements to race next, all in one race; empty if there is none."""
         tried = [attempt for attempt in attempts if attempt.placement]
         verdicts = {attempt.verdict for attempt in tried}
         if verdicts & {"ships", "pairs do not pay"} and not self.are_points:
@@ -228,9 +225,9 @@ class Finalists:
 
 
 def finalists(history: Sequence[Trial], plan: Plan, slower: Collection[Placement] = ()) -> Finalists:
-    """The placement that the search accepted last, and those that were clearly faster than float, the fastest first;
-    without those that miss the limits or were `slower` in a context. Those that took about as long as the first race
-    together with it. A metric that was not computed is computed before one ships."""
+    """Choose the placements for the proof: the last accepted one, then those clearly faster than float, the fastest
+    first; none that misses the limits or is `slower` under some condition. Those about as fast as the first race with
+    it. A metric still missing is computed before one ships."""
     ratios = ratios_to_float(history, plan)
     able = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
     able = {p: ratio for p, ratio in able.items() if p and p not in slower}
@@ -242,8 +239,8 @@ def finalists(history: Sequence[Trial], plan: Plan, slower: Collection[Placement
 
 
 def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
-    """The attempt that ships: the fastest of those that may, or the most exact of those that are equal to it; else the
-    rewritten float model, if it may; else the first whose pairs do not pay. None if there is none."""
+    """The attempt that ships: the fastest of those that may, or the most accurate of those equal to it; else the
+    rewritten float model, if it may; else the first whose pairs do not pay off. None if there is none."""
     able = [a for a in attempts if a.verdict == "ships"]
     with_pairs = sorted((a for a in able if a.placement), key=lambda a: a.ratio.median)
     if with_pairs:
@@ -259,8 +256,8 @@ TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), 
 
 
 def notes_of(attempt: Attempt, history: Sequence[Trial], model: str, changes: str) -> Iterator[str]:
-    """Why a file did not ship. `model` names the user's file, `changes` is what was done to that without pairs, see
-    `Subject.changes`."""
+    """Why a file did not ship. `model` names the user's file, `changes` says what else was changed in it
+    (`Subject.changes`)."""
     number = next((trial.number for trial in history if trial.placement == attempt.placement), None)
     tried = f"the float model {changes}" if not attempt.placement else f"candidate {number}" if number else "the result"
     first, last = first_faster(attempt.to_float), worst_of(attempt.to_float)
@@ -281,8 +278,7 @@ def notes_of(attempt: Attempt, history: Sequence[Trial], model: str, changes: st
 
 
 def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial], plan: Plan) -> str | None:
-    """A note if the pairs that rules place are what ships, or took as long in the search and hold the limits. Costs by
-    rule are no times."""
+    """A note if the placement by rules is what ships, or was as fast in the search and meets the limits; else None."""
     if shipped == rules:
         return "what ships are the pairs that `quantize` places"
     ratios = ratios_to_float([trial for trial in history if isinstance(trial.result, Measurement)], plan)
@@ -294,7 +290,7 @@ def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial],
 
 
 def unproven(compared: Compared, of: str = "float") -> str:
-    """How fast a model was that did not prove faster, and what would decide it."""
+    """How fast a model was that was not proven faster, and what could decide it."""
     speedup = f"{compared.ratio.speedup} the speed of {of}"
     if compared.ratio.verdict != "undecided":
         return speedup
@@ -307,7 +303,8 @@ def at_threads(count: int | None) -> str:
 
 
 def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
-    """A line for each of several workloads that is slower in what ships, with the context in which that is worst."""
+    """A line for each of several workloads on which the shipped model is slower, with the condition where it is
+    worst."""
     for number, workload in enumerate(mix if contexts and contexts[0].by_workload else ()):
         worst = worst_of([one.by_workload[number] for one in contexts])
         if is_slower(worst):

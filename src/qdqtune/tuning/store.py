@@ -1,9 +1,8 @@
-"""The state file of a run: everything it has measured, in an append-only file with one JSON value a line; and values
-that it holds, where they are no types of other modules.
+"""The state file of a run: all its measurements, in an append-only file with one JSON value per line; and types of
+values that no other module defines.
 
-Each line has a key, a value or the failure in its place, and a checksum. A run that is killed while it writes leaves an
-incomplete last line, which is dropped; any other damage is refused, because a search that goes on from wrong numbers
-ships a wrong model.
+Each line has a key, a value or a failure, and a checksum. A killed run may leave an incomplete last line, which is
+dropped. Any other damage is refused, since a search that continues from wrong numbers ships a wrong model.
 """
 
 from __future__ import annotations
@@ -29,33 +28,32 @@ from qdqtune.system.writing import write_through
 from qdqtune.types import Placement, Trial
 
 VERSION = 5
-"""Raised when state files change, and when the files of equal placements do (loading, scales, insertion), so that no
-run mixes two kinds of candidates. A test notices such a change."""
+"""Raised when the format of state files changes, or the files made for a placement do (loading, scales, insertion), so
+that a run never mixes the two. A test notices such a change."""
 
 BEGINNING = b'{"key": "run", '
-"""The beginning of every state file."""
 
 OF_THE_START = ("ranges", "float:", "metric:")
-"""Beginnings of keys from before the first candidate."""
+"""Prefixes of keys that are written before the first candidate."""
 
 IN_A_HURRY = ", in a hurry"
-"""The end of a key whose value lacks something for want of time: a later session computes it anew."""
+"""Suffix of the key of a value that is incomplete for want of time; a later session computes it again."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class Caveat:
-    """What a computation for `Store.memo` says of its value: time was short, or something failed that may work in a
-    later session."""
+    """Set by a computation for `Store.memo` whose value is provisional: time was short, or something failed that may
+    work in a later session."""
 
     is_hurried: bool = False
     is_lost: bool = False
 
 
 class Line(msgspec.Struct):
-    """A line of a state file: the JSON of its value, or the failure in its place; `where` it is, for messages. The
-    first line has the fingerprint of the run, the bytes of the user's model files, and the version instead."""
+    """A line of a state file: a value as JSON, or a failure; `where` names the line in messages. The first line has the
+    run's fingerprint, the size of the user's model files in bytes, and the format version."""
 
     key: str
     value: Any = None
@@ -69,7 +67,7 @@ class Line(msgspec.Struct):
         """The value.
 
         Raises:
-            EngineRefused: there is a failure in its place.
+            EngineRefused: the line has a failure.
         """
         if self.failure is not None:
             raise EngineRefused(self.failure)
@@ -81,8 +79,8 @@ class Line(msgspec.Struct):
 
 @dataclass(eq=False)
 class Journal:
-    """The content of a state file: the run's fingerprint, all other lines by key, and the bytes of the user's model
-    files."""
+    """The content of a state file: the run's fingerprint, all other lines by key, and the size of the user's model
+    files in bytes."""
 
     fingerprint: dict[str, Any]
     lines: dict[str, Line] = field(default_factory=dict)
@@ -92,7 +90,7 @@ class Journal:
         """The value of a key; None if there is none.
 
         Raises:
-            EngineRefused: there is a failure in its place.
+            EngineRefused: the key has a failure.
         """
         line = self.lines.get(key)
         return None if line is None else line.read(kind)
@@ -101,13 +99,13 @@ class Journal:
         return key in self.lines
 
     def values(self, start: str, kind: type[T]) -> dict[str, T]:
-        """The values whose keys start so, by the rest of the key, in the order in which they were written first."""
+        """The values whose keys begin with `start`, by the rest of the key, in the order of first writing."""
         lines = {key: line for key, line in self.lines.items() if key.startswith(start) and line.failure is None}
         return {key.removeprefix(start): line.read(kind) for key, line in lines.items()}
 
     def may_yield_to(self, other: Journal) -> bool:
-        """Whether a run with another fingerprint may begin in this file: there is no candidate, and the user's model is
-        the same file by its size. Options, such as the precision, change the model of the fingerprint as well."""
+        """Whether a run with another fingerprint may start over in this file: it has no candidate, and the user's model
+        is the same or at least of equal size (options such as the precision change the model in the fingerprint)."""
         is_begun = not all(key.startswith(OF_THE_START) for key in self.lines)
         is_same_model = self.fingerprint.get("model") == other.fingerprint.get("model")
         return not is_begun and (is_same_model or self.model_bytes == other.model_bytes)
@@ -116,13 +114,13 @@ class Journal:
 class Store(Journal):
     """The state file of one run, locked against other processes. A context manager. Several threads may use it.
 
-    The first line is the run's fingerprint. A file of a run with another model, engine or option is refused, and the
-    difference is named. A file without a candidate is emptied for other options: users correct their first commands.
+    The first line is the run's fingerprint. A file of another model, engine or option is refused with a message that
+    names the difference; but without a candidate yet it is emptied, as users correct their first commands.
     """
 
     def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NO_STAMPS) -> None:
-        """Open or create `path` for a run with that fingerprint, a struct or a map. Nothing more is written once one of
-        the files `given` has changed."""
+        """Open or create `path` for a run with that fingerprint, a struct or a map. Once one of the files `given` has
+        changed, nothing more is written."""
         self.path = path
         self._given, self._lock = given, RLock()
         check_inside(path, path.parent)
@@ -151,11 +149,11 @@ class Store(Journal):
         self._file.close()
 
     def memo(self, key: str, kind: type[T], compute: Callable[[], T], caveat: Caveat | None = None) -> T:
-        """The value of a key from this session or an earlier one; else what `compute` gives, which is stored, or the
-        failure that it raises. See `Caveat`, which `compute` fills.
+        """The stored value of a key; without one, that of `compute`, which is then stored, as is its failure. `compute`
+        may mark the `caveat` to make a value provisional.
 
         Raises:
-            EngineRefused: `compute` raises it, now or then.
+            EngineRefused: `compute` raises it, now or in an earlier session.
         """
         known = self.get(key, kind)
         if known is not None:
@@ -171,14 +169,14 @@ class Store(Journal):
         return value
 
     def put(self, key: str, value: T, *, on_disk: bool = True, order: Literal["deterministic"] | None = None) -> T:
-        """Write a value to disk, where it survives a kill of the process; or keep it for this session only. For `order`
-        see `plain`."""
+        """Store a value on the disk, safe from a kill of the process; or for this session only. `order` as in
+        `plain`."""
         self._write(Line(key, plain(value, order)), on_disk=on_disk)
         return value
 
     def refuse(self, key: str, failure: Failure) -> None:
-        """Record that computing the value of a key failed: `get` raises that failure from now on, and in later sessions
-        too unless it `is_transient` (another attempt may succeed)."""
+        """Store a failure: `get` raises it from now on; in later sessions too, unless it `is_transient` (may not happen
+        again)."""
         self._write(Line(key, failure=failure), on_disk=not failure.is_transient)
 
     def _write(self, line: Line, *, on_disk: bool, ending: str = "") -> None:
@@ -195,8 +193,8 @@ class Store(Journal):
             write_through(self._file, line_of(row))
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
-        """The content of the file. If it is empty, or of another run of the same file without a candidate, it begins
-        anew, with the fingerprint as its first line."""
+        """Read the file. An empty one, or one that may be taken over from another run (`may_yield_to`), starts with the
+        fingerprint."""
         self._file.seek(0)
         content = self._file.read()
         journal = _journal(content, self.path)
@@ -216,7 +214,7 @@ def damaged(where: str) -> BadState:
 
 
 def may_continue(path: Path) -> bool:
-    """True if a file is a state file, empty, or the beginning of one, so that a run may go on or start over in it."""
+    """Whether a run may continue or start over in a file: a state file, the beginning of one, or an empty file."""
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
     if not start.startswith(BEGINNING[: len(start)]):
@@ -278,15 +276,15 @@ def plain(value: object, order: Literal["deterministic"] | None = None) -> Any:
 
 
 def _encoded(value: Any) -> object:
-    """Convert what msgspec does not know: maps that are no dictionaries, paths, and numbers of NumPy."""
+    """Convert what msgspec cannot: maps that are no dicts, paths, and NumPy numbers."""
     if isinstance(value, Mapping):
         return dict(value)
     return str(value) if isinstance(value, PurePath) else value.item()
 
 
 def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    """Refuse a fingerprint that differs from that of the file, and name the first difference: the model's, or else the
-    engine's name, if these differ."""
+    """Raise if a fingerprint differs from the file's; the message names the model or the engine, else the first
+    difference."""
     was, now = _flat(old), _flat(new)
     different = [name for name in {**now, **was} if was.get(name) != now.get(name)]
     if not different:
@@ -300,7 +298,7 @@ def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Pat
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The values in nested maps, each by the keys that lead to it."""
+    """The values in nested maps, by the keys that lead to them joined to one name."""
     if not isinstance(value, Mapping):
         return {name: value}
     rows: dict[str, Any] = {}
@@ -320,15 +318,15 @@ Shipped = Literal["tuned", "baseline", "given"]
 
 
 class RangesRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The ranges that calibration found. `hurried` are notes on what a time budget left out of it."""
+    """The ranges from calibration; `hurried` are notes on what a time budget left out."""
 
     ranges: Ranges
     hurried: tuple[str, ...] = ()
 
 
 def job_of(trial: Trial) -> str:
-    """What a trial's key ends with: 16 hex digits made of the digests of the candidate's placement and of the
-    placement `against` which it was timed. So it does not depend on the order of trials."""
+    """The end of a trial's key: 16 hex digits from the digests of the candidate's placement and of its opponent, so
+    that it does not depend on the order of trials."""
     return hashlib.sha256(f"{trial.placement.digest}:{trial.against.digest}".encode()).hexdigest()[:16]
 
 
@@ -337,12 +335,11 @@ def proof_key(placement: Placement) -> str:
 
 
 class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The float model: the seconds of one inference (roughly), of its build, and of starting a process, if each turn of
-    a round starts one; the kinds of its outputs (NumPy's `dtype.kind`); and those that hold scores of classes, without
-    the best class at each position.
+    """Facts of the float model: seconds of one inference (roughly), of its build, and of starting a process, if each
+    turn starts one; the kinds of its outputs (NumPy's `dtype.kind`); and which outputs hold class scores.
 
-    `turn_seconds` is a fourth of a round of two such builds: one inference of each workload at each number of threads;
-    and half as much again with several workloads, because the shapes change.
+    `turn_seconds` is a fourth of a round with two such builds: one inference of each workload at each number of
+    threads; half as much again with several workloads, because shapes change.
     """
 
     seconds: float
@@ -354,8 +351,8 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ConversationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The state of a script that times models by itself through ModelOpt's interface: latencies in ms (None where a
-    model failed), the best placement, latencies by digest of the placement, and the patterns that were begun."""
+    """The state of a script that uses ModelOpt's interface and times models itself: latencies in ms by digest of the
+    placement (None: the model failed), the best placement, and the patterns begun."""
 
     baseline_ms: float | None
     best: Placement

@@ -1,8 +1,8 @@
-"""Which nodes an engine runs together, and such a group of nodes as a model of its own.
+"""Groups of nodes that an engine runs as one kernel, and such a group as a model of its own.
 
-Groups come from the engine's own layer report, from a report that TensorRT wrote elsewhere, or from rules. The inputs
-of a group's model are the tensors that it reads from other nodes; its outputs are the tensors that other nodes read.
-Names are kept, so that edges, ranges and scales of the whole model apply to it.
+Groups come from the engine's layer report, from one that TensorRT wrote elsewhere, or from rules. A group's inputs are
+the tensors that it reads from other nodes, its outputs those that other nodes read. Names stay the same, so that edges,
+ranges and scales of the whole model apply.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ from qdqtune.search.costs.units import Group, usual_groups
 from qdqtune.types import Array, Edge, Layer, Sample
 
 Sizes = Mapping[str, tuple[int, ...]]
-"""Shapes by name of the tensor."""
 
 SHAPE_LENGTH = 64
-"""Computed integer vectors up to this length are taken for shapes. Chosen, not measured."""
+"""Computed integer vectors up to this length are assumed to hold shapes. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Every node of a model once: in a group, or among those that the engine computes in advance (`folded`).
-
-    `nameless` are layers that name no node of the model.
-    """
+    """Every node of a model once: in a group, or in `folded`, if the engine computes it in advance. `nameless` are
+    layers that name no node of the model."""
 
     groups: tuple[Group, ...]
     folded: Group
@@ -47,8 +44,8 @@ class Grouping:
 
 
 def from_layers(model: Model, layers: Sequence[Layer]) -> Grouping:
-    """One group for each layer. A node that two layers name belongs to the first; a node that no layer names is a
-    group of its own."""
+    """One group for each layer. A node that two layers name belongs to the first; one that none names is a group of its
+    own."""
     taken: set[str] = set()
     groups: list[Group] = []
     folded: list[str] = []
@@ -69,7 +66,7 @@ def from_layers(model: Model, layers: Sequence[Layer]) -> Grouping:
 
 
 def from_file(model: Model, path: Path) -> Grouping:
-    """The groups of a layer report that trtexec --exportLayerInfo wrote."""
+    """The groups in a layer report written by trtexec --exportLayerInfo."""
     proto = deepcopy(model.proto)
     for name in model.large:  # whose names `read_report` looks up
         proto.graph.initializer.add(name=name)
@@ -81,7 +78,8 @@ def from_file(model: Model, path: Path) -> Grouping:
 
 
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
-    """A group for each compute operator, with what engines usually fuse into it: if the engine reports no layers."""
+    """Groups by rule, for an engine without a layer report: each compute operator with what engines usually fuse into
+    it."""
     return from_layers(model, [Layer(group[0], group, "", None, "compute") for group in usual_groups(model, possible)])
 
 
@@ -90,7 +88,8 @@ def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Shapes of all tensors in the measurement; `spans` has least, usual and largest shapes of those that vary."""
+    """The shapes of all tensors in the measurement; `spans` has smallest, usual and largest shapes of those that
+    vary."""
 
     sizes: Sizes
     spans: Mapping[str, Span] = field(default_factory=dict)
@@ -104,8 +103,8 @@ def resolve(
     budget: MemoryBudget | None = None,
     execution: Execution = EXECUTION,
 ) -> Resolved:
-    """Shapes of all tensors, by shape inference; those that it does not find, by running the model once on `sample`.
-    `shaped` has the input shapes of that, `spans` those that each dynamic input may take."""
+    """Find the shapes of all tensors by shape inference and, where that fails, by running the model once on `sample`.
+    `shaped` is the model with that sample's input shapes; `spans` are the sizes that dynamic inputs may have."""
     sizes = {name: np.shape(array) for name, array in sample.items()} | _known(shaped)
     made = _made(shaped, range(len(shaped.nodes)))
     unknown = [t for t in made if t not in sizes and t in shaped.tensors]
@@ -129,8 +128,8 @@ def _known(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Inputs and outputs of a group of nodes: tensors that it reads from other nodes (no constants), and tensors of it
-    that other nodes read."""
+    """The inputs of a group, tensors that it reads from other nodes (without constants), and its outputs, tensors that
+    other nodes read."""
     made, inside = _made(model, nodes), set(nodes)
     reads = tuple(t for t in _used(model, nodes) if t and t not in made and t not in model.constants)
     writes = tuple(t for t in made if any(use.node not in inside for use in model.uses(t)))
@@ -146,7 +145,7 @@ def _used(model: Model, nodes: Sequence[int]) -> dict[str, None]:
 
 
 def is_shape(model: Model, tensor: str, sizes: Sizes) -> bool:
-    """Whether a tensor is computed and probably holds the shape of another one, judged by its type and length."""
+    """Whether a computed tensor probably holds the shape of another, judged by type and length."""
     info = model.tensors.get(tensor)
     integer = info is not None and info.dtype in (TensorProto.INT64, TensorProto.INT32)
     size = sizes.get(tensor, (SHAPE_LENGTH + 1,))
@@ -154,9 +153,8 @@ def is_shape(model: Model, tensor: str, sizes: Sizes) -> bool:
 
 
 def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mapping[str, Array]) -> Model:
-    """A group of nodes as a model of its own, which shares the weights of the whole model.
-
-    Inputs have the shape of the measurement, or open sizes where they vary; those in `baked` become constants."""
+    """A group of nodes as a model that shares the weights of the whole one. Inputs have the measured shapes, or open
+    sizes where they vary; those in `baked` become constants."""
     reads, writes = borders(model, nodes)
     inputs = [t for t in reads if t not in baked]
     made, used = _made(model, nodes), _used(model, nodes)

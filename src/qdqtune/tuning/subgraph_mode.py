@@ -1,4 +1,4 @@
-"""Subgraph mode: times each distinct fusion group alone before the search."""
+"""Subgraph mode: times each distinct fusion group alone, before the search on the whole model."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Layer, Placement, Trial
 
 GROUP_ROUNDS = Plan(looks=(5, 9), turn_seconds=0.001, warmup=1)
-"""Rounds of a group with pairs against the same group in float: few, as what ships is decided on the whole model."""
+"""Rounds of a group with pairs against the same group in float: few, as the whole model decides what ships."""
 
 DECISIVE = 0.1
-"""A comparison of a group ends at a look where the median ratio is further than this from 1. Chosen, not measured."""
+"""A group's comparison ends when the median ratio is further than this from 1. Chosen, not measured."""
 
 PROFILED_RUNS = 6
-"""Inferences behind a layer report of a group. Chosen, not measured."""
+"""Inferences profiled for a group's layer report. Chosen, not measured."""
 
 HOPELESS_SHARE = 0.98
-"""If a scheme's layers take more than this share of the float layers' time, it is not timed. Chosen, not measured."""
+"""A scheme whose layers take more than this share of the float layers' time is not timed. Chosen, not measured."""
 
 AT_ONCE = 2**28
-"""Bytes of inputs of groups that are held at a time. Chosen, not measured."""
+"""Bytes of groups' inputs held in memory at a time. Chosen, not measured."""
 
 NO_TIME = "no time was left"
-"""Why a group has no time, or not those of all its schemes."""
+"""The reason why some or all schemes of a group were not timed."""
 
 
 Layers = tuple[Layer, ...]
@@ -73,8 +73,8 @@ Layers = tuple[Layer, ...]
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Groups of equal structure. `number` is the rank of the kind by time, from 1; `ms` is the float time of all its
-    groups together."""
+    """Groups of equal structure. `number` is the rank by time, from 1; `ms` is the float time of all of them
+    together."""
 
     number: int
     units: tuple[Unit, ...]
@@ -90,8 +90,8 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class _Part:
-    """The first group of a kind as a model of its own, which is written to `path`, and the schemes to try on it. Keys
-    of its records in the state file begin with `key`."""
+    """The first group of a kind as a model, to be written to `path`, and the schemes to try on it. Keys of its records
+    in the state file begin with `key`."""
 
     kind: GroupKind
     model: Model
@@ -101,8 +101,8 @@ class _Part:
 
 
 class Profiler:
-    """Builds groups as models of their own and times their schemes, in an engine process of its own on the run's first
-    device. Nothing begins after `deadline` (by `time.monotonic`).
+    """Builds groups as models of their own and times their schemes, with its own engine process on the run's first
+    device. Nothing starts after `deadline` (by `time.monotonic`).
 
     A context manager. The models stay in the folder `subgraphs`, with one file for all weights.
     """
@@ -125,8 +125,8 @@ class Profiler:
         self._runner.close()
 
     def all(self, kinds: Sequence[GroupKind], done: Callable[[GroupKind, Profile], None]) -> dict[int, Profile]:
-        """The profile of each kind by number, with which `done` is called at once. A profile has no options if the kind
-        fails to build or if no time is left."""
+        """Time the kinds of groups; returns their profiles by number, and calls `done` with each at once. A profile is
+        empty if the kind cannot be built or no time is left."""
         profiles: dict[int, Profile] = {}
         parts: list[_Part] = []
         model = self._subject.shaped
@@ -155,7 +155,7 @@ class Profiler:
         return profiles
 
     def _extracted(self, kind: GroupKind, shapes: Mapping[str, Array]) -> _Part:
-        """The first group of a kind as a model, in which the `shapes` that others compute are constants."""
+        """The first group of a kind as a model in which inputs that hold `shapes` are constants."""
         parts, unit = self._parts, kind.first
         model = extract(self._subject.shaped, unit.nodes, self._resolved, shapes)
         own = {e for e in parts.possible if e.node in model.index_of}
@@ -173,8 +173,8 @@ class Profiler:
         )
 
     def _profile(self, part: _Part, values: Callable[[], Mapping[str, Array]], count: int) -> Profile:
-        """The profile of a part from what the state file has, and measured until time is over. Its model is written in
-        any case: it may be missing if the part was timed in an earlier session."""
+        """The profile of a group from the state file, completed by measuring until time is over. Its model is always
+        written, since an earlier session's may be gone."""
         kind, key = part.kind, f"part:{part.key}"
         if self._is_late() and not self._store.has(key):
             return kind.untimed(NO_TIME)
@@ -225,7 +225,8 @@ class Profiler:
     def _scheme(
         self, part: _Part, scheme: str, float_form: Callable[[], Handle], floats: Sequence[Layer]
     ) -> SchemeResult:
-        """Measure one scheme: its layers, and rounds unless the layers show that it is slower."""
+        """Measure one scheme: its layers and, unless these show that it is slower, rounds against the group in
+        float."""
         path = self._run.output.claim(part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx"))
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
         opponent = float_form()
@@ -259,15 +260,15 @@ class Profiler:
 
 
 SMALL = 0.002
-"""Equal groups that together take less than this share of the model's time are not measured. Chosen, not measured."""
+"""Kinds of groups that take less than this share of the model's time are not measured. Chosen, not measured."""
 
 PATIENCE = 0.5
-"""Share of the search's time after which no further group is timed alone, so that time is left to try on the whole
-model what gained alone. Chosen, not measured."""
+"""Share of the search's time after which no more groups are timed alone, so that the rest is left for the whole model.
+Chosen, not measured."""
 
 
 class ProgressFile(Silent):
-    """An observer that writes the progress of a run to a file for people and scripts, anew after each result."""
+    """Writes the progress of a run to a file, anew after each result."""
 
     def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind]) -> None:
         self._path, self._left = folder / PROGRESS, len(kinds)
@@ -298,8 +299,8 @@ class ProgressFile(Silent):
 
 
 def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], str | None]:
-    """Group the nodes of a model, time the distinct groups alone, and select those that gain. Gives the search that
-    starts from them, an observer of that search, notes, and what to tell the user if time was short."""
+    """Group the nodes of a model, time the distinct groups alone, and select those that gain. Returns the search that
+    starts from these, an observer for it, notes, and a message if time was short."""
     settings, subject, observer = run.settings, run.subject, run.observer
     deadline = run.budget.deadline
     if deadline is not None:
@@ -343,8 +344,8 @@ def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], st
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
-    """The groups of `graph_json`, of the engine's layer report, or by rules. A report that trtexec wrote is copied to
-    the output folder."""
+    """The groups of the option `graph_json`, of the engine's layer report, or by rules. A report from trtexec is copied
+    to the output folder."""
     if settings.graph_json is not None:
         return groups.from_file(subject.shaped, settings.graph_json)
     exported = settings.output_dir / LOGS / "baseline.graph.json"
@@ -360,8 +361,8 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
 
 
 def _kinds(parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]) -> tuple[GroupKind, ...]:
-    """Kinds of equal groups, those with the most time first; without groups that are computed in advance, where no pair
-    can stand, or that are too small to matter."""
+    """Kinds of equal groups by falling time; without those that are computed in advance, cannot have pairs, or take too
+    little time."""
     alike: dict[str, list[Unit]] = {}
     for unit in parts.units:
         names = {parts.model.nodes[n].name for n in unit.nodes}

@@ -1,5 +1,5 @@
-"""The model under tuning, made ready: float graph, samples and ranges, patterns, and the edges that may get pairs; and
-the fingerprint of a run, which its state file begins with: it is refused by runs with another one."""
+"""The model to tune, made ready: float graph, samples and ranges, patterns, and the edges that may get pairs; and the
+run's fingerprint, with which its state file begins, so that other runs refuse that file."""
 
 from __future__ import annotations
 
@@ -52,15 +52,14 @@ from qdqtune.tuning.store import RangesRecord, Store
 from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
 FOREMOST = ("imported", "rules", "static", "compute")
-"""Origins of suggestions that cut and subgraph mode always build: the user's pairs; those of the engine's rules, as
-`quantize` ships them; those of a usual static quantizer; and the fewest pairs, with which every compute operator gives
-floats."""
+"""Suggested placements that modes cut and subgraph always build: the user's pairs; the engine's rules, as in
+`quantize`; a usual static quantizer's; and the fewest pairs, so that every compute operator outputs floats."""
 
 CALIBRATION_SHARE = 0.25
-"""The share of the time left that calibration may take in a search. Chosen, not measured."""
+"""Share of the remaining time for calibration in a search. Chosen, not measured."""
 
 PAIRED = 2.0
-"""The time of an inference with pairs that nothing fuses, in plain inferences. Estimated, not measured."""
+"""Time of an inference with pairs that nothing fuses, relative to one without. Estimated, not measured."""
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
@@ -73,12 +72,11 @@ FLOAT_TYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
 @dataclass(frozen=True)
 class Subject:
-    """The model under tuning. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
+    """The model to tune. Outputs are compared on the samples of `accuracy`; the workloads of `mix` are timed.
 
-    `imported` holds the pairs of a Q/DQ model that the user gave, `quantized` is the model that they were taken from if
-    it was the only one (`from_qdq`), `possible` the edges that may get pairs. `ranges` and
-    `possible` are empty until the model is `calibrated`, as is `rules_placement`, that by the rules of TensorRT;
-    `hurried` says what a time budget left out of calibration. The user's float model was converted to `precision`.
+    If the user gave a Q/DQ model, `imported` has its pairs; `quantized` is that model if the user gave no float model
+    (`from_qdq`). `precision` is that of the float model. Only after `calibrated`: `ranges`, `possible` (the edges that
+    may get pairs), `rules_placement` by TensorRT's rules, and `hurried`, notes on what a time budget left out.
     """
 
     prepared: Prepared
@@ -98,23 +96,23 @@ class Subject:
 
     @property
     def changes(self) -> str:
-        """What was done to the user's float model, as a phrase; "" if nothing that may change its time."""
+        """How the user's float model was changed, as a phrase; "" if nothing that may change its latency."""
         in_half = f"in {NAMES[self.precision]}" if self.precision != "fp32" else ""
         return " ".join(filter(None, (in_half, "with its rewrites" if self.rewrites.names else "")))
 
     @property
     def model(self) -> Model:
-        """The float model; sizes that the user's file leaves open are open here, too."""
+        """The float model; input sizes that the user's file leaves open are open here too."""
         return self.prepared.model
 
     @property
     def shaped(self) -> Model:
-        """The same graph with the input shapes of the measurement."""
+        """The float model with the input shapes of the measurement."""
         return self.prepared.shaped
 
     @property
     def feed(self) -> Sample:
-        """The inputs of the most frequent workload, for measurements that take only one."""
+        """The inputs of the most frequent workload, for measurements on a single one."""
         return dict(max(self.mix, key=lambda workload: workload.share).inputs)
 
     @cached_property
@@ -122,7 +120,7 @@ class Subject:
         return patterns.tunable(self.shaped, self.patterns)
 
     def suggestions(self) -> dict[str, Placement]:
-        """Placements of the whole model to try first, by origin: the user's own, then those of the rules."""
+        """Placements to try first, by origin: the user's own, then those of rules."""
         given = {}
         if self.imported is not None:
             own = self.imported.placement
@@ -133,13 +131,13 @@ class Subject:
         return given | {name: p for name, p in simple.items() if p not in given.values()}
 
     def foremost(self) -> dict[str, Placement]:
-        """The suggestions that are always built, see `FOREMOST`."""
+        """The suggestions in `FOREMOST`, which are always built."""
         given = self.suggestions()
         return {name: given[name] for name in FOREMOST if name in given}
 
 
 def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Subject:
-    """Read the model and the first sample of the calibration data; find regions and patterns. Nothing is run."""
+    """Read the model and the first calibration sample, and find regions and patterns, without running the model."""
     check_device(settings.engine, runner)
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
@@ -236,8 +234,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
 def calibrated(
     subject: Subject, settings: Settings, store: Store, observer: Observer, ends: float | None = None
 ) -> Subject:
-    """The subject with ranges: from the state file if it has them, else found on the samples; on fewer of them if
-    `ends`, the time of `time.monotonic` at which the run has to end, is near."""
+    """The subject with ranges, from the state file or found on the samples; on fewer of them if `ends` is near, the
+    time (by `time.monotonic`) at which the run must end."""
     record = store.get("ranges", RangesRecord)
     if settings.calibration_cache is not None:
         matched = ranges_of(settings.calibration_cache, subject.shaped)
@@ -277,18 +275,17 @@ def calibrated(
 
 
 def part_of(ends: float | None, share: float) -> float:
-    """The end of work that may take this share of the time until `ends`, by `time.monotonic`; infinite without one."""
+    """The time (by `time.monotonic`) after `share` of what is left until `ends`; inf without a time budget."""
     now = time.monotonic()
     return inf if ends is None else now + share * max(0.0, ends - now)
 
 
 @dataclass
 class SamplesInTime:
-    """Iterates over samples in several passes that are to be over at the time `until` of `time.monotonic`. A pass that
-    takes more than its part of the time left ends with fewer samples, but for the `LEAST_SAMPLES`, as does one that
-    cannot read them any longer; later passes then take as few. The observer is told of each sample, and the user of
-    what time has no room for (`notes`). The `share` of the time left until `ends` may correct biases, even after
-    `until`."""
+    """Iterates over samples in several passes that should end by the time `until` (of `time.monotonic`). A pass that
+    exceeds its part of the time, or cannot read further samples, ends early, but not before `LEAST_SAMPLES`; later
+    passes take as few. The observer is told of each sample, `notes` say what was left out. Correcting biases may take
+    `share` of the time left until `ends`, even after `until`."""
 
     samples: Iterable[Sample]
     until: float
@@ -303,8 +300,8 @@ class SamplesInTime:
     def of(
         prepared: Prepared, how: Calibration, ends: float | None, observer: Observer, share: float = CALIBRATION_SHARE
     ) -> SamplesInTime:
-        """The samples of a calibration in a run that has to end at `ends`, if at all: its passes and the correction of
-        biases may take the `share` of the time left."""
+        """The samples of a calibration in a run that must end at `ends`, if at all: its passes may take `share` of the
+        remaining time, as may the correction of biases."""
         until = part_of(ends, share)
         if ends is None:
             return SamplesInTime(prepared.calibration, until, 1, observer)
@@ -331,7 +328,8 @@ class SamplesInTime:
         self.passes -= 1  # not where a single sample was looked at
 
     def bias_samples(self, each: float) -> int:
-        """How many samples may correct biases at `each` seconds; 0 if there is no time for `LEAST_SAMPLES`."""
+        """How many samples can be used to correct biases, at `each` seconds; 0 if there is no time for
+        `LEAST_SAMPLES`."""
         self.until = max(self.until, part_of(self.ends, self.share))  # the pass that reads them must not end before
         left = self.until - time.monotonic()
         if left >= LEAST_SAMPLES * each:
@@ -340,8 +338,8 @@ class SamplesInTime:
         return 0
 
     def calibration_notes(self) -> tuple[str, ...]:
-        """What a calibration with these samples left out, of which the observer is told now. It is also told if the
-        time budget is over by now."""
+        """Notes on what the calibration left out; the observer gets them too, and is told if the time budget is
+        over."""
         notes = tuple(filter(None, [self.shortfall("calibrate on all samples"), *dict.fromkeys(self.notes)]))
         for note in notes:
             self.observer.note(note)
@@ -353,13 +351,13 @@ class SamplesInTime:
         return notes
 
     def shortfall(self, what: str) -> str | None:
-        """What to tell the user where there is no time to do `what`; None if no sample was left out."""
+        """A message that there is not enough time to do `what`; None if no sample was left out."""
         return None if self.most == inf else f"`time_budget` has no room to {what}: only {self.most:.0f} are used"
 
 
 def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
-    """The placement for which ranges are fitted: pairs where the engine's rules place them. Empty with `from_qdq`,
-    where the scales are the user's."""
+    """The placement by the engine's rules, for which ranges are fitted; empty with `from_qdq`, which keeps the user's
+    scales."""
     if settings.from_qdq:
         return Placement()
     possible = possible_edges(subject.shaped, ranges)
@@ -389,13 +387,13 @@ def _typed(settings: Settings, model: Model) -> Model:
 
 
 def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
-    """The edges in instances of patterns: with a node filter, the only ones that may get pairs."""
+    """The edges in all instances of patterns: with a node filter, the only ones that may get pairs."""
     return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
 
 
 def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
-    """The graph that a run tunes in a model: without pairs, and with what rewrites make of a float model, if it is
-    tuned in float32. Those that depend on the engine are made if `engine` names it."""
+    """The graph to tune: without pairs, or for a float model with rewrites, including those for `engine` if it is
+    named."""
     if is_quantized(model):
         return Rewrites().of(strip_pairs(model))
     facts = facts_of(engine) if engine else None
@@ -403,7 +401,7 @@ def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
-    """The patterns with an instance in which the name of a node matches a wildcard; without wildcards all."""
+    """The patterns with an instance in which a node's name matches a wildcard; all without wildcards."""
     if not wildcards:
         return found
     names = {n.index for n in model.nodes if any(fnmatchcase(n.name, w) for w in wildcards)}
@@ -414,7 +412,7 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
 
 
 def check_device(spec: EngineSpec, runner: Runner) -> None:
-    """Refuse an engine that can build nothing, or builds and times nothing."""
+    """Raise if the engine cannot build here, or can neither build nor time."""
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:
@@ -429,7 +427,8 @@ def check_device(spec: EngineSpec, runner: Runner) -> None:
 
 
 class CalibrationData(msgspec.Struct, frozen=True):
-    """Calibration data: a digest of its content, how many samples were asked for, and how many are held out."""
+    """Identifies calibration data: a digest of the content, the number of samples asked for, and how many are held
+    out."""
 
     digest: str
     samples: int | None
@@ -437,11 +436,11 @@ class CalibrationData(msgspec.Struct, frozen=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that measurements depend on; budgets are no part of it, nor are the rounds that they have room for:
-    candidates that a plan with fewer rounds has left open are measured again (see `ratios.is_cut_short`).
-    Blocks of the proof are kept by the content of the files and by the looks, see `Racer`.
+    """Everything that measurements depend on, but not budgets and numbers of rounds: candidates that fewer rounds left
+    undecided are measured again (`ratios.is_cut_short`), and blocks of the proof are stored by the content of files and
+    by the looks (`Racer`).
 
-    Options come before entries that follow from them, so that the first difference is the one that the user made.
+    Options come before entries derived from them, so that the first difference is the user's.
     """
 
     mode: str
@@ -467,7 +466,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
-    """The fingerprint of a run; `engine` is the description that the engine gives of itself."""
+    """The fingerprint of a run; `engine` is `Engine.describe()`."""
     formats, data = settings.formats, subject.prepared.samples.digest
     return Fingerprint(
         mode=settings.mode,

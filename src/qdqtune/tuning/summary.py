@@ -1,4 +1,4 @@
-"""What summary.json and run.json hold, checked by msgspec when they are read."""
+"""The content of summary.json and run.json, validated by msgspec when read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from qdqtune.tuning.store import Shipped
 from qdqtune.types import Accuracy
 
 FORMAT = 1
-"""The version of summary.json and run.json."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 
 class Figures(TypedDict):
-    """The final model compared with the float model on fresh builds."""
+    """The final model compared with the float model, on fresh builds."""
 
     ratio: Positive
     low: Positive | None
@@ -71,7 +70,7 @@ class FrontPoint(TypedDict):
 
 
 class Rewritten(TypedDict):
-    """The rewrites of the float model; `gave` is the ratio due to them, `placement_gave` that due to the placement."""
+    """The rewrites of the float model; `gave` is the ratio due to them, `placement_gave` that due to the pairs."""
 
     folded: bool
     names: list[str]
@@ -80,7 +79,7 @@ class Rewritten(TypedDict):
 
 
 class WithoutLimits(TypedDict):
-    """The fastest candidate that misses the limits, and the limit that it `missed`, in words."""
+    """The fastest candidate that misses the accuracy limits, and a message about the limit `missed`."""
 
     ratio: Positive
     sqnr_db: float | None
@@ -89,7 +88,7 @@ class WithoutLimits(TypedDict):
 
 
 class Bits(TypedDict):
-    """The activations of a placement with a pair, and how many of them and of its weights are stored in 16 bits."""
+    """The number of activations with a pair, and how many activations and weights are in 16 bits."""
 
     tensors: int
     tensors_16: int
@@ -99,10 +98,10 @@ class Bits(TypedDict):
 class Summary(TypedDict):
     """The content of summary.json.
 
-    Times, ratio, pairs and accuracy are those of the file that ships, the user's own included. `final_ms` and `ratio`
-    are None where that is the user's Q/DQ file and nobody has timed it. `accuracy` says whether outputs were compared
-    on the user's samples, `unchecked` that a file ships whose outputs nobody compared. On a simulator `timed` is False,
-    and all times are None. `bits` is there where the engine has 16 bits.
+    Times, ratio, pairs and accuracy are those of the shipped file, also if it is the user's own. `final_ms` and `ratio`
+    are None if that is the user's Q/DQ file and was not timed. `accuracy` says whether outputs were compared on the
+    user's samples, `unchecked` that the shipped file's outputs were not compared. On a simulator `timed` is False, and
+    all times are None. `bits` is there where the engine has 16 bits.
     """
 
     format: int
@@ -158,8 +157,8 @@ class Summary(TypedDict):
 
 
 class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """A trial in the order of the search, how it was judged, and when it ended, in seconds from the beginning of the
-    session. Its origin and its rounds are in the state file, under the key `trial:` with the same `of`."""
+    """A trial as judged in the search, and when it ended, in seconds since the session began. Its rounds are in the
+    state file, under the key `trial:` and the same `of`."""
 
     of: str
     accepted: bool
@@ -169,7 +168,7 @@ class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunLog(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json. Seconds count from the beginning of the session; `machine` is the one that measured, as it was then."""
+    """run.json. Seconds count from the beginning of the session; `machine` is the one that measured."""
 
     format: int = FORMAT
     begun: str
@@ -188,7 +187,7 @@ class RunLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keeps_own_pairs(summary: Mapping[str, Any]) -> bool:
-    """Whether what ships is the user's Q/DQ file as it is."""
+    """Whether the shipped file is the user's own Q/DQ file."""
     return summary["shipped"] == "given" and bool(summary["edges"] or summary.get("weights"))
 
 
@@ -200,7 +199,7 @@ def read_summary(folder: Path) -> Summary:
 
 
 def read_json(path: Path, form: type[T]) -> T | None:
-    """The content of a JSON file that a run has written; None if there is no file."""
+    """The content of a JSON file that a run wrote; None if there is no such file."""
     if not path.exists():
         return None
     try:

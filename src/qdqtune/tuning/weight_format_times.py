@@ -1,9 +1,8 @@
-"""Which weight formats weights may have, and how much time these save: measured on the engine, in a small model.
+"""Which weight formats are worth searching, and how much time they save: measured on the engine, in a small model.
 
-The weight formats that an engine declares are tried on a matrix product of the size that takes most of the model's
-time: whether the engine fuses the DequantizeLinear into the product, and how long it takes compared with the float
-product. Formats that take longer are not searched for. A decode step of a language model gains much by them, a
-convolutional network with one small product nothing.
+Each weight format of the engine is tried on a matrix product of the size that takes most of the model's time: does the
+engine fuse the DequantizeLinear into it, and how long does it take compared with float? Slower formats are not
+searched. Decoding in a language model gains much, a convolutional network with one small product nothing.
 """
 
 from __future__ import annotations
@@ -37,36 +36,37 @@ from qdqtune.tuning.subject import Subject
 from qdqtune.types import Edge, Layer, Placement, WeightFormat, Workload
 
 LEAST_BYTES = 2**20
-"""Weights of fewer bytes in all fit in a cache: reading less of them gains nothing. Estimated, not measured."""
+"""Weights of fewer bytes in all fit in a cache, so that smaller ones save no time. Estimated, not measured."""
 
 LEAST_SHARE = 0.1
-"""Share of the float model's time: if all products take less, no weight format is tried. Chosen, not measured."""
+"""If matrix products take less than this share of the float model's time, no weight format is tried. Chosen, not
+measured."""
 
 PAYS = 1.05
-"""Share of the float product's time that a weight format may take to be searched for. It may be above 1, as a product
-alone finds its weights in a cache, where floats lose less than in the model. Chosen, not measured."""
+"""The most time of a product in a weight format, relative to float, for the format to be searched. It may exceed 1:
+alone, a float product finds its weights in a cache and is faster than in the model. Chosen, not measured."""
 
 MOST_WEIGHTS = 2**21
-"""Elements of a weight that is tried: a larger product is tried with fewer outputs."""
+"""Elements of a weight that is tried; of a larger product only some outputs are tried."""
 
 PRODUCT_COPIES, TOGETHER = (3, 8), 2**22
-"""Copies of each product that is tried (least, most), and the elements of weights that they are to have together: then
-they read their weights from memory, as a model does, and the median of several copies is less noisy than one."""
+"""Copies of each product that is tried (least, most), and the weights that all copies should have in elements: enough
+not to fit in a cache, and for a median over copies."""
 
 PRODUCT_RUNS = (4, 24)
 """Inferences of a product in float and in each weight format (least, most)."""
 
 OPERATIONS = 2e10
-"""Multiply-adds that all inferences for one size of product may take together: about a second."""
+"""Multiply-adds of all inferences for one size of product: about a second."""
 
 UNTIMED = 0.5
-"""Share of the float product's time that a weight format is assumed to take if the engine reports no times."""
+"""Assumed time of a weight format relative to float, if the engine reports no times."""
 
 
 @dataclass(frozen=True)
 class Size:
     """The size of a matrix product: rows of the activation in each workload, inputs and outputs of the weight, and the
-    type (onnx.TensorProto.*)."""
+    element type (onnx.TensorProto.*)."""
 
     rows: tuple[int, ...]
     inputs: int
@@ -75,7 +75,7 @@ class Size:
 
     @property
     def name(self) -> str:
-        """The size with its type, for logs and the state file."""
+        """The size and type as text, for logs and the state file."""
         return f"{'+'.join(map(str, self.rows))}x{self.inputs}x{self.outputs}_{self.dtype}"
 
     @property
@@ -95,10 +95,10 @@ def format_shares(
     store: Store,
     float_layers: Callable[[], Sequence[Layer]],
 ) -> FormatShares:
-    """By weight, the weight formats that it may have, and the share of the float product's time that each takes.
+    """For each weight, the weight formats that it may have, each with its product's time relative to the float product.
 
-    Empty if the user wants none, the engine has none, or the model has nothing to gain. The size of product that takes
-    most of the time is tried, and stands for the others.
+    Empty if the user wants none, the engine has none, or the model has nothing to gain. Measured on the product size
+    that takes most of the time, and applied to the others.
     """
     wanted = wanted_formats(settings)
     weights = {e: w for e in weight_only_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
@@ -159,8 +159,8 @@ def wanted_formats(settings: Settings) -> tuple[WeightFormat, ...]:
 def _tried(
     size: Size, wanted: Sequence[WeightFormat], layers_of: Callable[[Sequence[WeightFormat]], Sequence[Layer] | None]
 ) -> dict[str, float]:
-    """The share of the float product's time that each weight format takes, without formats that the engine refuses or
-    does not fuse into the product."""
+    """The time of the product in each weight format relative to float, without formats that the engine refuses or does
+    not fuse into the product."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     able = [s for s in able if not s.dynamic or size.dtype == TensorProto.FLOAT]
     layers = layers_of(able)
@@ -183,13 +183,14 @@ def _tried(
 
 
 def _products_of(layer: Layer, name: str) -> set[str]:
-    """The products of a format that a layer runs, wholly or in part: nodes are named after their product."""
+    """The products in a format that a layer runs at least in part, by the names of their nodes."""
     found = (re.match(rf"{name}_product\d+", node) for node in layer.nodes)
     return {match[0] for match in found if match}
 
 
 def _time(layers: Sequence[Layer], name: str) -> float | None:
-    """The ms of one product in a format: the median over its copies. Layers may split or join products."""
+    """The ms of one product in a format, the median over its copies. A layer may run several products, or a part of
+    one."""
     spent: dict[str, float] = {}
     for layer in layers:
         if layer.time_ms is not None:
@@ -202,7 +203,7 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
 def _layers(
     size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner, counts: Sequence[int | None]
 ) -> tuple[Layer, ...]:
-    """The layers of a model that holds one product in float and in each weight format, several copies of each."""
+    """The layer report for a model with several copies of the product, in float and in each weight format."""
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     rows = size.rows[0] if len(size.rows) == 1 else None
     random, large, nodes, outputs = np.random.default_rng(1), dict[str, Constant](), [], []

@@ -1,1 +1,1 @@
-"""The price model of placements, and its exact optimum as a minimum cut."""
+"""Estimated costs of placements, and the placement with the least cost, found as a minimum cut."""

@@ -1,4 +1,4 @@
-"""Layer times of a build by node and by tensor."""
+"""Divides the layer times of a build among nodes and tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from qdqtune.graph.operators import is_float, work
 from qdqtune.types import Layer, Placement
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
-"""Names of the Q and DQ nodes that insertion adds, by the tensor that they convert."""
+"""Matches the names of inserted Q and DQ nodes; group `tensor` is the tensor that they convert."""
 
 DYNAMIC_CONVERSION = re.compile(r"^(?P<tensor>.*)_DynamicQuantizeLinear(_\d+)?$")
-"""Names of the DynamicQuantizeLinear nodes that insertion adds, by the tensor that they read."""
+"""Matches the names of inserted DynamicQuantizeLinear nodes; group `tensor` is the tensor that they read."""
 
 
 @dataclass(frozen=True)
 class BuildTimes:
-    """The layer times of a build in ms, by node of the model and by converted tensor."""
+    """The times of a build in ms: of each node of the model, and of the conversions (Q, DQ) of each tensor."""
 
     placement: Placement
     nodes: Mapping[str, float]
@@ -37,11 +37,11 @@ class BuildTimes:
 
 
 def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> BuildTimes:
-    """Divide the layer report of a build that takes `ms` among nodes and tensors, scaled so that the sum is that time.
+    """Divide a layer report among nodes and tensors, scaled so that the times add up to `ms`, the latency of the build.
 
-    A layer of several nodes is divided by their work. Layers that name no node (reformats) count for the next layer
-    that does, since they run for it; the last ones count for the node before them. A DynamicQuantizeLinear counts for
-    the products that read it, in equal parts.
+    A layer with several nodes is divided by their work. A layer that names no node (a reformat) counts for the next one
+    that does, since it runs for it; the last ones count for the node before. A DynamicQuantizeLinear is divided equally
+    among the products that read it.
     """
     total = sum(layer.time_ms or 0.0 for layer in layers)
     scale = ms / total if total > 0 else 0.0
@@ -78,16 +78,16 @@ def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: f
 
 
 MOST_SCALED = 2.0
-"""Times of nodes that pairs touch are scaled by less than this factor. Chosen, not measured."""
+"""Times of nodes with pairs beside them are scaled by less than this factor. Chosen, not measured."""
 
 
 def with_float_times(model: Model, build: BuildTimes, floats: BuildTimes) -> BuildTimes:
-    """The times of a build, where nodes that no pair touches take what they take in the float build (`floats`), and the
-    rest of the measured latency is divided among the others.
+    """The times of a build, where nodes without pairs beside them get their time in the float build (`floats`), and the
+    other nodes share the rest of the latency.
 
-    A layer report adds up to less or more than the latency, by waiting between kernels or by the profile itself, the
-    more so at several threads. If all nodes were scaled alike, float nodes would seem to get slower in a slow build,
-    and "all float" slower than the float model.
+    Layer times do not add up to the latency, because of waits between kernels and of profiling, above all with several
+    threads. If all nodes were scaled alike, float nodes would seem slower in a slow build, and the float model slower
+    than it is.
     """
     touched = build.paired | {edge.tensor for edge, _ in build.placement.weight_only}
     same = {n.name for n in model.nodes if n.name in build.nodes and touched.isdisjoint((*n.inputs, *n.outputs))}
@@ -101,7 +101,7 @@ def with_float_times(model: Model, build: BuildTimes, floats: BuildTimes) -> Bui
 
 
 class NodeTime(NamedTuple):
-    """The ms of a node in a build: its own, and those of the conversions that `node_times` charges to it."""
+    """The ms of a node itself in a build, and of the conversions that `node_times` charges to it."""
 
     own: float = 0.0
     conversions: float = 0.0
@@ -110,8 +110,8 @@ class NodeTime(NamedTuple):
 def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, NodeTime]:
     """The time of every node in a build that takes `ms` in all; empty where the engine reports no times.
 
-    A conversion counts once: a Q with the node that writes the value (of an input of the model with its first reader),
-    a DQ with its first reader (where none but the graph reads it with the writer).
+    Each conversion counts once: a Q for the node that writes the tensor (for a model input, its first reader), a DQ for
+    its first reader (for a model output, the node that writes it).
     """
     if not any(layer.time_ms for layer in layers):
         return {}
@@ -128,8 +128,8 @@ def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: 
 
 
 def group_ms(model: Model, group: Collection[str], times: BuildTimes) -> float | None:
-    """The ms of a fusion group in a build, its conversions included; None unless pairs stand inside it, or on every
-    float tensor that enters or leaves it."""
+    """The ms of a fusion group in a build, with its conversions; None unless pairs stand inside it, or on every float
+    tensor that enters or leaves it, so that the build shows its time in 8 bits."""
     nodes = [model.node(name) for name in group]
     inside = {node.index for node in nodes}
     made = {t for node in nodes for t in node.outputs}

@@ -1,7 +1,7 @@
-"""Decisions about units: the cheapest one for given prices, and what each unit costs.
+"""Chooses which units (groups of nodes run as one kernel) to quantize, at the least predicted time.
 
-The cheapest one is a minimum cut, also within a limit on noise: a price on noise (ms per unit of relative noise) is
-raised until the optimum holds the limit.
+The optimum is a minimum cut. Under a limit on noise, a price on noise (ms per unit of relative noise) is raised until
+the optimum meets the limit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
-    """By kind of unit, the ms that flipping a single unit between quantized and float would add, all else unchanged,
-    summed over the units of the kind."""
+    """For each kind of unit, the ms added by flipping one unit between quantized and float, summed over the units of
+    the kind."""
     sums: dict[str, float] = {}
     for unit in costs.partition.units:
         if unit.inputs and costs.prices[unit.number].as_float > 0:
@@ -34,7 +34,7 @@ def margins(costs: Costs, decision: Decision) -> dict[str, float]:
 
 
 def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
-    """The ms that flipping one unit between quantized and float would add, all else unchanged."""
+    """The ms added by flipping one unit between quantized and float, all else unchanged."""
     parts = costs.partition
     units = [parts.units[n] for n in parts.near(unit)]
     tensors = {*parts.leaving(unit), *(e.tensor for e in unit.inputs)}
@@ -46,7 +46,8 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
 
 
 def cheapest_formats(costs: Costs, units: Iterable[int]) -> dict[int, WeightFormat]:
-    """The cheapest weight format of each unit in float; units that are cheapest with float weights are absent."""
+    """The cheapest weight format of each unit if it runs in float; units for which float weights are cheapest are left
+    out."""
     return {number: chosen for number in units if (chosen := costs.cheapest_float(number)[1]) is not None}
 
 
@@ -62,8 +63,8 @@ def other(
     units: Collection[int],
     weight_formats: Mapping[int, WeightFormat] = MappingProxyType({}),
 ) -> Decision:
-    """A decision with some units flipped between quantized and float. Outputs of units that become quantized are
-    stored, unless a reader has a weight format; units that become float get their format from `weight_formats`."""
+    """The decision with some units flipped between quantized and float. Units that become quantized write 8 bits,
+    unless a reader has a weight format; units that become float get their format from `weight_formats`."""
     changed = decision.quantized ^ frozenset(units)
     kept = {n: chosen for n, chosen in decision.weight_formats if n not in changed}
     kept |= {n: weight_formats[n] for n in units if n not in changed and n in weight_formats}
@@ -78,46 +79,45 @@ def other(
 
 
 BISECTIONS = 20
-"""Steps of the bisection for a price on noise. Chosen, not measured."""
 
 SIMULATED_BISECTIONS = 5
-"""Steps of the bisection for a price on noise if each placement is simulated, which takes longer than a cut."""
+"""Fewer steps if each placement is simulated, which takes longer than a cut."""
 
 RAISES = 20
-"""How often a price on noise is raised, by a factor of eight: every noise is prohibitive long before the last."""
+"""How often a price on noise is multiplied by eight at most; it excludes all noise long before."""
 
 CLOSE_TO_LIMIT = 0.9
-"""The bisection ends at noise above this share of the limit (0.5 dB): coming closer is not worth a simulation."""
+"""Bisection stops when noise is above this share of the limit (0.5 dB below): getting closer is not worth a
+simulation."""
 
 
 LEAST_NOISE = 1e-12
-"""Keeps ratios of noise finite."""
 
 STEP_SHARES = (0.2, 0.8)
-"""The least and the largest step of the bisection, as shares of the way from the lower price to the higher one. Chosen,
-not measured."""
+"""The smallest and the largest step of the bisection, as shares of the interval of prices. Chosen, not measured."""
 
 EQUAL_TIME = 0.01
-"""Predicted times that differ by no more than this share count as equal: builds of one file differ by that."""
+"""Predicted times within this share count as equal, as builds of one file differ that much."""
 
 QUIET_CUTS = 6
-"""How many cuts look for a decision with less noise that takes equal time. Chosen, not measured."""
+"""How many cuts are tried to find a decision with less noise that takes equal time. Chosen, not measured."""
 
 
 def everything(parts: Partition) -> Decision:
-    """Quantizes every unit whose inputs can carry pairs, and stores all outputs of these units in 8 bits."""
+    """Quantize every unit whose inputs can have pairs, with outputs in 8 bits."""
     able = frozenset(u.number for u in parts.units if u.inputs)
     return Decision(able, frozenset(t for t in parts.edges if parts.producer.get(t) in able))
 
 
 def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
-    """The cheapest decision found whose sum of noise is at most `allowed`, by raising the price on noise."""
+    """The fastest decision found whose summed noise is at most `allowed`, by raising the price on noise."""
     return _cheapest(costs, noise, allowed, noise.summed, BISECTIONS, allowed)[0]
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The cheapest decision found whose expected noise is at most `limit`, by raising the price on noise. Where that
-    costs time, or a quieter one with equal time; else the noise of single values is not asked for."""
+    """The fastest decision found whose expected noise is at most `limit`, by raising the price on noise; if the limit
+    costs time, the least noisy one found of equal time. Noise of single tensors is only computed if the limit is
+    missed."""
     found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
     if not price:
         return found
@@ -135,8 +135,8 @@ def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
 def _cheapest(
     costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
 ) -> tuple[Decision, float]:
-    """The optimum within `allowed` noise, as `amount` tells it, and its price on noise. If no price suffices, because
-    the noise of single values does not explain that of placements, nothing is quantized."""
+    """The optimum whose noise, as `amount` measures it, is at most `allowed`, and its price on noise. Quantizes nothing
+    if no price achieves that, because noise of single tensors does not explain that of placements."""
     return optimum_within(
         lambda price: cut(costs, noise, price),
         lambda decision: amount(costs.partition.placement(decision)),
@@ -156,8 +156,8 @@ def optimum_within(
     bisections: int,
     enough: float,
 ) -> tuple[T, float] | None:
-    """The optimum at the lowest price on noise that keeps its noise within `allowed`, and that price; None if no price
-    suffices. The search ends early at `enough` noise; `first` is a guess of the price."""
+    """The optimum `at` the lowest price on noise with which its noise is at most `allowed`, and that price; None if
+    there is none. `first` is a guess of the price; the bisection stops early when noise is above `enough`."""
     optimum = at(0.0)
     if amount(optimum) <= allowed:
         return optimum, 0.0
@@ -187,14 +187,15 @@ def optimum_within(
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
-    """The cheapest decision by `Costs.total`, where noise costs `price` ms per unit of relative noise: the optimum of a
-    table with two labels, floats and 8 bits.
+    """The decision with the least `Costs.total`, plus `price` ms per unit of relative noise, as a table
+    (`search.costs.table`) with two labels, float and 8 bits.
 
-    The table has a part for each unit (is it in 8 bits?) and each tensor (is it stored in 8 bits?), and auxiliary parts
-    that take the label 8 bits as soon as one of certain others does: some reader needs a tensor in 8 bits (`exists`), a
-    unit has pairs beside it (`amid`), a unit in float reads a stored tensor and loses its weight format (`fed`), a
-    value is rounded (`rounded`). Units in float have their cheapest weight format. The charge for noise of one value is
-    at most the time of the float model: that rules the value out, and larger numbers would cost the others precision.
+    The table has a part for each unit (does it run in 8 bits?) and tensor (is it stored in 8 bits?), and auxiliary
+    parts that get the label 8 bits as soon as one of certain others has it: a reader needs a tensor in 8 bits
+    (`exists`), a unit has pairs beside it (`amid`), a float unit reads a stored tensor and loses its weight format
+    (`fed`), a tensor's values are rounded (`rounded`). Float units have their cheapest weight format. The charge for
+    the noise of one value is capped at the float model's time, which already excludes the value: larger numbers would
+    cost precision.
     """
     parts, prices, table, most = costs.partition, costs.prices, Table(), costs.float_ms
     noise = noise if price > 0 else None

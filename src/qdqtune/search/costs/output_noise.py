@@ -1,10 +1,10 @@
-"""How much noise a placement brings to the outputs, estimated from the noise of each of its values.
+"""Estimates how much noise a placement adds to the model's outputs, from the noise of each quantized tensor.
 
-Noise is relative: the power of the error at an output over the power of the output, 10^(-SQNR/10). Small errors of many
-values are nearly uncorrelated, so their powers add up. Engines fuse and round in their own way: the factor between the
-sum and the measured noise is learned from the build whose noise is nearest to the limit. Where placements can be
-simulated, two factors are learned, one from builds with pairs and one from builds with weight formats alone: an engine
-that rounds more often than the file says does so at pairs, and takes weight formats as they are.
+Noise is relative: power of the output error divided by power of the output, 10^(-SQNR/10). Small errors are nearly
+uncorrelated, so their powers add up. Engines fuse and round in their own way, so the sum is corrected by a factor,
+learned from the build whose noise is nearest to the limit. Where placements can be simulated there are two factors,
+from builds with pairs and from builds with weight formats only: an engine that rounds more often than the file says
+does so at pairs.
 """
 
 from __future__ import annotations
@@ -19,42 +19,41 @@ from qdqtune.graph.operators import REARRANGES
 from qdqtune.types import Edge, Placement, Trial, WeightFormat
 
 RESERVE = 0.8
-"""Share of the allowed noise that a search uses at first, since a candidate that just misses the limit is lost. Chosen,
+"""Share of the allowed noise that a search aims at first, since a candidate that just misses the limit is lost. Chosen,
 not measured."""
 
 DOUBT = 1.25
-"""A predicted noise of up to this multiple of the allowed one is still tried at the end, since predictions err. Chosen,
+"""At the end, candidates predicted at up to this multiple of the allowed noise are tried, as predictions err. Chosen,
 not measured."""
 
 SHARES = (RESERVE, 1.0, DOUBT)
-"""Shares of the allowed noise that a search aims at, one after the other."""
+"""Shares of the allowed noise that a search aims at in turn."""
 
 WITHIN_FACTOR = 0.1
-"""Builds count for the correction if their noise is within a factor of ten of the limit: farther away they tell little
-about it."""
+"""Only builds whose noise is within this factor of the limit (a tenth to ten times) correct the estimate."""
 
 LIMIT_SHARE = 0.98
-"""Share of the limit that simulated noise may reach: engine and simulation differ by about a tenth of a dB."""
+"""Simulated noise may reach this share of the limit: engine and simulation differ by about a tenth of a dB."""
 
 QUIETER_FACTOR = 4.0
-"""How many times less noise is tried next while no trial has met the limit on the metric. Chosen, not measured."""
+"""While no trial met the limit on the user's metric, the next ones have this factor less noise. Chosen, not
+measured."""
 
 BETWEEN = (0.5, 0.75, 0.875)
-"""Where to try next between the most noise that met the limit on the metric and the least that did not, as positions on
-a logarithmic scale. Chosen, not measured."""
+"""Then the next ones lie at these positions, on a logarithmic scale, between the largest noise that met the limit on
+the metric and the smallest that missed it. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise by value, and the limits that the user sets.
+    """Output noise caused by single tensors, and the user's limit.
 
-    Fields: `value_noise` is the relative noise that quantizing a value alone brings to the worst output; a value is
-    known by the first tensor that holds it (`aliases`). `weight_noise` is the same for weights in a weight format, by
-    tensor and name of the weight format, `wide_noise` that of a value in 16 bits. `limit` is the most noise that the
-    limit on the output SQNR allows; None if
-    only the user's metric counts, and then trials tell how much noise it takes. `simulate` gives the noise of a whole
-    placement without a build, or None where it cannot. `pair_factor` and `weight_factor` correct the noise of pairs
-    and of weight formats.
+    `value_noise` is the noise that quantizing a tensor alone adds to the worst output; tensors that only rearrange
+    another one share its entry (`aliases`). `weight_noise` is the same for weights in a weight format, by tensor and
+    name of the format; `wide_noise` for tensors in 16 bits. `limit` is the noise that the limit on the SQNR allows;
+    None if only the user's metric is limited, so that trials must show how much noise it allows. `simulate` computes
+    the noise of a placement without a build, or None. `pair_factor` and `weight_factor` correct the noise of pairs and
+    of weight formats.
     """
 
     model: Model
@@ -68,12 +67,13 @@ class Noise:
     weight_factor: float = 1.0
 
     def value(self, tensor: str) -> str:
-        """The first tensor that holds the values of `tensor`."""
+        """The tensor of which `tensor` is only a rearrangement (Reshape, Transpose and the like), or itself."""
         return self.aliases.get(tensor, tensor)
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """For each tensor that only rearranges another one, the first tensor that holds the same values."""
+        """For each tensor that is only a rearrangement of another (Reshape, Transpose and the like), that other
+        tensor."""
         first: dict[str, str] = {}
         for node in self.model.nodes:
             if node.op in REARRANGES and not node.domain and node.inputs[0] not in self.model.constants:
@@ -81,32 +81,32 @@ class Noise:
         return first
 
     def summed(self, placement: Placement) -> float:
-        """The noise of a placement as the sum of the noise of its values."""
+        """The noise of a placement: the sum over its tensors."""
         narrow = {self.value(e.tensor) for e in placement.edges - placement.wide}
         wide = {self.value(e.tensor) for e in placement.wide} - narrow
         of_weights = sum(self.of_weight(edge, weight_format) for edge, weight_format in placement.weight_only)
         return sum(map(self.of_value, narrow)) + sum(map(self.of_wide, wide)) + of_weights
 
     def of_value(self, value: str) -> float:
-        """The noise of a value that carries a pair, times `pair_factor`."""
+        """The noise of a tensor with a pair, with the factor applied."""
         return self.pair_factor * self.value_noise.get(value, 0.0)
 
     def of_wide(self, value: str) -> float:
-        """The noise of a value that carries a pair of 16 bits, times `pair_factor`."""
+        """The noise of a tensor with a pair of 16 bits, with the factor applied."""
         return self.pair_factor * self.wide_noise.get(value, 0.0)
 
     def of_weight(self, edge: Edge, weight_format: WeightFormat) -> float:
-        """The noise of a weight in a weight format, times `weight_factor`."""
+        """The noise of a weight in a weight format, with the factor applied."""
         return self.weight_factor * self.weight_noise.get((edge.tensor, weight_format.name), 0.0)
 
     def expected(self, placement: Placement) -> float:
-        """The simulated noise of a placement, times its correction; `summed` where it cannot be simulated."""
+        """The simulated noise of a placement, corrected by the factors; `summed` if it cannot be simulated."""
         noise = None if self.simulate is None else self.simulate(placement)
         return self.summed(placement) if noise is None else noise * self._factor(placement)
 
     def _factor(self, placement: Placement) -> float:
-        """The correction of a placement's simulated noise: the two factors, weighted by what pairs and weight formats
-        contribute to the sum."""
+        """The factor for a placement's simulated noise: the two factors, weighted by the share of pairs and of weight
+        formats in the summed noise."""
         if self.pair_factor == self.weight_factor or not placement.weight_only:
             return self.pair_factor
         if not placement.edges:
@@ -116,14 +116,14 @@ class Noise:
         return of_both / plain if plain > 0 else max(self.pair_factor, self.weight_factor)
 
     def bound(self, history: Sequence[Trial]) -> float | None:
-        """The most that `expected` may be; None without a simulation or a limit on the SQNR, or where trials have a
-        metric."""
+        """The largest `expected` noise that a placement may have; None without a simulation or SQNR limit, or once
+        trials have a metric, which then decides."""
         if self.limit is None or self.simulate is None or any(t.metric is not None for t in history):
             return None
         return LIMIT_SHARE * self.limit
 
     def corrected(self, history: Sequence[Trial]) -> Noise:
-        """This noise with `pair_factor` and `weight_factor` from the builds near the limit: the largest ratio of
+        """A copy with `pair_factor` and `weight_factor` learned from builds near the limit: the largest ratio of
         measured to simulated noise, at least 1."""
         limit, worst = self.limit, {True: 1.0, False: 1.0}
         if limit is None or self.simulate is None:
@@ -138,20 +138,20 @@ class Noise:
         return replace(self, pair_factor=worst[True], weight_factor=worst[False])
 
     def fits(self, placement: Placement, history: Sequence[Trial]) -> bool:
-        """Whether a placement is expected to hold the limits."""
+        """Whether a placement is expected to meet the limits."""
         bound = self.bound(history)
         if bound is None:
             return self.summed(placement) <= self.allowed(history)
         return self.corrected(history).expected(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:
-        """The most that `summed` may be for a placement to hold the limits, learned from the trials; inf without a
-        bound."""
+        """The largest `summed` noise that is expected to meet the limits, learned from the trials; inf if nothing
+        limits it."""
         return min(self._by_limit(history), RESERVE * self._by_metric(history)[1])
 
     def levels(self, history: Sequence[Trial]) -> tuple[float, ...]:
-        """Sums of noise to aim at, the most promising first: near the bound that the SQNR sets, or between what has met
-        the limit on the metric and what has not."""
+        """Values of `summed` to aim at, the most promising first: near the noise that the SQNR limit allows, or between
+        noise that met the limit on the metric and noise that missed it."""
         bound = self._by_limit(history)
         held, failed = self._by_metric(history)
         if failed == inf:
@@ -169,8 +169,8 @@ class Noise:
         return summed * limit / real
 
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
-        """The most noise that has met limits other than that on the SQNR of all samples (0 if none has), and the least
-        that has not (inf if none): the metric, or single samples or first choices."""
+        """The largest summed noise that met all limits other than the SQNR of all samples (metric, single samples,
+        top-1 classes), 0 if none did; and the smallest that missed one of them, inf if none did."""
         judged = []
         for trial in history:
             misses_limit = self.limit is not None and trial.accuracy is not None and trial.accuracy.noise > self.limit

@@ -1,22 +1,23 @@
-"""Prices of units (nodes run as one kernel) and conversions (Q, DQ), learned from the layer reports of a few builds.
+"""Learns what units (nodes run as one kernel) and conversions (Q, DQ) cost in ms, from the layer reports of a few
+builds.
 
 The time of a unit in a build is a sum of its prices:
 
     float      as_float + disturbed, if it reads or writes tensors with pairs
     quantized  as_quantized + behind_float for each float that it reads + handing for each that it writes
 
-So every build gives an equation for every unit that its placement does not quantize in part; equal units share their
-prices, and of equal equations the latest counts. They are solved by non-negative least squares. `disturbed`: pairs
-split what the engine would fuse, or the engine moves a Q in front of operators that only pass values on and runs those
-in a slower way. `behind_float`: engines use another memory layout for 8-bit tensors. `handing` may be below zero: an
-engine may move the Q behind a Concat to each input of the Concat.
+So every build gives an equation for every unit that it quantizes wholly or not at all; equal units share their prices,
+and of equal equations the latest counts. They are solved by non-negative least squares. `disturbed`: pairs break a
+fusion, or the engine moves a Q in front of operators that only move data and then runs these more slowly.
+`behind_float`: engines use another memory layout for 8-bit tensors. `handing` may be below zero: an engine may move the
+Q behind a Concat to each input of the Concat.
 
 A Q that runs by itself behind a float unit is the price `quantize` of its tensor, a DQ that runs in front of a float
-unit its price `dequantize`. Conversions that run although the units on both sides are quantized belong to the unit that
-did not absorb them. A float unit whose weights have a weight format has a price for each format in place of as_float.
+unit its price `dequantize`. A conversion that runs although both sides are quantized is charged to the unit that should
+have absorbed it. A float unit whose weights have a weight format has a price for each format in place of as_float.
 
-What no equation tells is guessed low, so that the search tries it: a unit takes little time in 8 bits and nothing more
-beside floats, and a conversion as much for each element as others do.
+What no equation determines is guessed low, so that the search tries it: little time in 8 bits, no extra time beside
+floats, and for a conversion the mean time per element of the others.
 """
 
 from __future__ import annotations
@@ -38,32 +39,30 @@ from qdqtune.search.costs.units import Decision, Partition, State, Unit, format_
 from qdqtune.types import Placement, WeightFormat
 
 UNMEASURED_SHARE = 0.25
-"""The guessed share of its float time that a quantized unit takes, where no equal unit was measured. Low, so that it is
-tried; chosen, not measured."""
+"""Guessed time of a quantized unit relative to float, if no equal unit was measured. Low, so that it is tried; chosen,
+not measured."""
 
 DRAWN = 1e-4
-"""How strongly `behind_float` is drawn to zero, so that equations that do not tell it apart leave it out."""
+"""Weight of an equation `behind_float` = 0, which leaves it at zero where the builds do not determine it."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """The times of a unit in ms."""
-
     as_float: float
     as_quantized: float
     disturbed: float = 0.0
-    """Extra ms of a float unit that reads a quantized tensor, or writes one that a quantized unit reads."""
+    """Extra ms of a float unit that reads a quantized tensor, or writes one for a quantized unit."""
     behind_float: float = 0.0
     """Extra ms of a quantized unit for each tensor that it reads from a float unit."""
     handing: float = 0.0
     """Extra ms of a quantized unit for each output that it writes as floats."""
     by_format: Mapping[WeightFormat, float] = field(default_factory=dict)
-    """By weight format, the ms as a float unit with its weights in that format, in place of `as_float`."""
+    """For each weight format, the ms of the unit in float with its weights in that format, in place of `as_float`."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices in ms for every unit (by number) and every tensor that crosses a border between units."""
+    """Costs in ms of every unit (by number), and of Q and DQ on every tensor between units."""
 
     partition: Partition
     prices: tuple[Price, ...]
@@ -83,7 +82,7 @@ class Costs:
         )
 
     def of_unit(self, unit: Unit, decision: Decision) -> float:
-        """The predicted ms of one unit, without conversions that run by themselves."""
+        """The predicted ms of one unit, without separate Q and DQ kernels."""
         price = self.prices[unit.number]
         if unit.number in decision.quantized:
             floats = sum(t not in decision.stored for t in unit.storable)
@@ -97,14 +96,14 @@ class Costs:
     def cheapest_float(
         self, unit: int, charges: Mapping[WeightFormat, float] = MappingProxyType({})
     ) -> tuple[float, WeightFormat | None]:
-        """The least ms of a unit in float, and the weight format for it; `charges` are the ms that formats add."""
+        """The least ms of a unit in float, and the weight format for it; `charges` are ms to add for each format."""
         price = self.prices[unit]
         choices: list[tuple[float, WeightFormat | None]] = [(price.as_float, None)]
         choices += [(ms + charges.get(way, 0.0), way) for way, ms in price.by_format.items()]
         return min(choices, key=lambda choice: choice[0])
 
     def of_tensor(self, tensor: str, decision: Decision) -> float:
-        """The predicted ms of the conversions of a tensor."""
+        """The predicted ms of separate Q and DQ kernels on a tensor."""
         if tensor in decision.stored:
             is_converted = any(u is None or u not in decision.quantized for u in self.partition.users[tensor])
             return self.dequantize[tensor] if is_converted else 0.0
@@ -118,22 +117,22 @@ class Costs:
 
 
 class Equation(NamedTuple):
-    """What a quantized unit did in a build: the share of its outputs, and the number of its inputs from units, that
-    were floats."""
+    """The state of a quantized unit in a build: the share of its outputs that it wrote as floats, and how many inputs
+    it read as floats from other units."""
 
     handed: float
     floats: int
 
 
 Fact = Equation | WeightFormat | Literal["disturbed"]
-"""What a time of a kind of unit is of: of a quantized unit, of a float one with a weight format, or what a float unit
-amid pairs takes more."""
+"""What a measured time is about: a quantized unit, a float unit with a weight format, or the extra time of a float unit
+next to pairs."""
 
 
 def learn(parts: Partition, builds: Sequence[BuildTimes], *, raised: bool = False) -> Costs:
-    """Prices from the builds so far, the float model's first. Later builds take precedence, since they are nearer to
-    the solution. `raised`: with every guess raised by the time of the float model, so that a result that changes
-    depends on a guess."""
+    """Learn costs from the builds so far, the float model first. Later builds take precedence, as they are closer to
+    the solution. `raised`: every guess is raised by the float model's time, so that a changed result shows dependence
+    on a guess."""
     before = parts.spent(builds[0].nodes)
     floats = defaultdict[str, list[float]](list)
     for unit in parts.units:
@@ -161,8 +160,8 @@ def learn(parts: Partition, builds: Sequence[BuildTimes], *, raised: bool = Fals
 def _unit_times(
     parts: Partition, times: BuildTimes, states: Sequence[State], before: Sequence[float]
 ) -> Mapping[tuple[str, Fact], list[float]]:
-    """By kind of unit and fact, what the units took in a build. A conversion that ran although no float unit needs it
-    is charged to the units that it could be part of: a Q to the one that writes the tensor, a DQ to its readers."""
+    """For each kind of unit and fact, the measured ms in a build. A separate conversion that no float unit needs is
+    charged to the units that could have absorbed it: a Q to the writer of the tensor, a DQ to its readers."""
     stored, took = stored_in(parts, times.placement, states), parts.spent(times.nodes)
     paid = defaultdict[int, float](float)
     for tensor, spent in times.dequantize.items():
@@ -193,8 +192,8 @@ def _add_conversions(
     quantize: dict[str, float],
     dequantize: dict[str, float],
 ) -> None:
-    """Add the ms of the Qs and DQs that ran in a build, and zeros for those without a layer of their own: a kernel
-    converts while it reads or writes."""
+    """Add the measured ms of the Qs and DQs in a build, 0 for those without a layer of their own (a kernel converts
+    while it reads or writes)."""
     for tensor, edges in parts.edges.items():
         read = {states[parts.owner[e.node]] for e in edges if e.node and e in times.placement}
         made = states[parts.producer[tensor]] if tensor in parts.producer else "float"
@@ -209,8 +208,8 @@ def _add_conversions(
 
 
 def _price(as_float: float, facts: Mapping[Fact, float], surplus: float) -> Price:
-    """The price of a kind of unit, without weight formats, `handing` for all outputs together. Guesses are raised by
-    `surplus`."""
+    """The costs of a kind of unit, without weight formats; `handing` is for all its outputs together. Guesses are
+    raised by `surplus` ms."""
     price = Price(as_float, UNMEASURED_SHARE * as_float + surplus, surplus, surplus, surplus)
     if "disturbed" in facts:
         price = replace(price, disturbed=max(0.0, facts["disturbed"]))
@@ -233,6 +232,6 @@ def _price(as_float: float, facts: Mapping[Fact, float], surplus: float) -> Pric
 
 
 def per_element(model: Model, *conversions: tuple[str, float]) -> float:
-    """The mean ms per element of the conversions that ran, given by tensor and ms; 0 without any."""
+    """Mean ms per element of the conversions that took time, given as (tensor, ms); 0 if there are none."""
     ran = [(elements(model, tensor), ms) for tensor, ms in conversions if ms > 0]
     return sum(ms for _, ms in ran) / max(1.0, sum(count for count, _ in ran))

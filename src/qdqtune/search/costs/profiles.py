@@ -1,9 +1,8 @@
-"""Fusion groups timed alone: which schemes to try on one, and which groups run quantized by these times.
+"""Fusion groups timed alone: which schemes to try on a group, and which groups to quantize, by these times.
 
-A scheme is a set of points (positions within the group), so that a measurement holds for all equal groups. A group's
-own time leaves out the Q of what it reads and the DQ of what it writes: alone it pays both, in the model its neighbours
-may be quantized as well. These conversions have prices of their own, and the minimum cut of `qdqtune.search.cut`
-decides by both which groups run quantized.
+A scheme is a set of positions for pairs within a group, so that one measurement holds for all equal groups. The Q of a
+group's inputs and the DQ of its outputs are not part of its time: alone it needs both, but in the model its neighbours
+may be quantized too. They have costs of their own, and the minimum cut of `qdqtune.search.cut` decides by both.
 """
 
 from __future__ import annotations
@@ -27,22 +26,23 @@ from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, 
 from qdqtune.types import Edge, Layer, Measurement, Placement, WeightFormat
 
 GroupPoint = tuple[int, int]
-"""Input `slot` of the group's node number `n` as (n, slot); all uses of the group's output number `k` as (-1, k)."""
+"""A position for a pair in a group: (n, slot) for input `slot` of its node number `n`, (-1, k) for all uses of output
+`k`."""
 
 MAX_SCHEMES = 10
-"""Schemes with pairs that are tried on one group, at most. Chosen, not measured."""
+"""The most schemes with pairs that are tried on one group. Chosen, not measured."""
 
 MIN_SAVING = 0.01
-"""A group is quantized only if that saves this share of its float time: less is noise of the measurement. Chosen, not
+"""A group is quantized only if this saves at least this share of its float time; less is noise. Chosen, not
 measured."""
 
 
 @dataclass(frozen=True)
 class PricedScheme:
-    """The ms of a group alone in one scheme, to compare with `Profile.float_ms`.
+    """The ms of a group alone with one scheme, to compare with `Profile.float_ms`.
 
-    `quantize` has the ms of the Qs on tensors that the group reads, `dequantize` of the DQs on tensors that it writes,
-    by the first point of the tensor. With a `weight_format`, only weights are quantized and `points` is empty.
+    `quantize` has the ms of Qs on tensors that the group reads, `dequantize` of DQs on tensors that it writes, by the
+    tensor's first position. With a `weight_format` only weights are quantized, and `points` is empty.
     """
 
     scheme: str
@@ -55,7 +55,7 @@ class PricedScheme:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of a group alone; `failures` has the reason for each scheme that has no time."""
+    """The times of a group alone; `failures` has a reason for each scheme without a time."""
 
     float_ms: float
     options: tuple[PricedScheme, ...] = ()
@@ -65,10 +65,10 @@ class Profile:
 def schemes(
     model: Model, possible: frozenset[Edge], format_shares: FormatShares = MappingProxyType({})
 ) -> dict[str, Placement]:
-    """Schemes to try on a group that stands alone as `model`, by name, each placement once and none empty.
+    """The schemes to try on a group given as `model`, by name, all different and none empty.
 
-    An activation never carries a pair without its weight; "output" means that what the group writes is stored in 8 bits
-    too. Of the weight formats that all its weights may have, the fastest with 4 bits and the fastest with 8 are tried.
+    An activation gets a pair only together with the weight; "output" means that outputs are written in 8 bits too. Of
+    the weight formats that all its weights may have, the fastest with 4 bits and the fastest with 8 are tried.
     """
     parts = partition(model, possible, [[node.name for node in model.nodes]], format_shares)
     (unit,) = parts.units
@@ -92,12 +92,13 @@ def schemes(
 
 
 def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
-    """The points of a placement on a group that stands alone."""
+    """The positions of a placement's pairs, in a group that is a model of its own."""
     return frozenset((-1 if e.is_graph_output else model.index_of[e.node], e.index) for e in placement)
 
 
 def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """A text, equal for two groups exactly if their kind, wiring, shapes, constants and possible pairs are."""
+    """A text that is equal for two groups if and only if their operators, wiring, shapes, constants and possible pairs
+    are."""
     model = parts.model
     numbers, wires = dict[str, int](), []
     for node in (model.nodes[n] for n in unit.nodes):
@@ -111,10 +112,8 @@ def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """The measurement of one scheme: the layers, and the paired rounds (b) against the float form (a).
-
-    `result` is None where the layers were too slow already; `layers` is empty where the engine reports none.
-    """
+    """The measurement of one scheme: its layers, and rounds of the group with it (b) and in float (a). `result` is None
+    if the layers were too slow to time it; `layers` is empty if the engine reports none."""
 
     scheme: str
     placement: Placement
@@ -123,13 +122,13 @@ class SchemeResult:
 
 
 def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[SchemeResult]) -> Profile:
-    """The profile of a group from its layer times, or from its latency where the engine reports no layers. Reformats
-    are left out, since they depend on the layouts of neighbours.
+    """The profile of a group from layer times, or from latencies if the engine reports no layers. Reformat layers are
+    ignored, as they depend on the memory layouts of neighbours.
 
     Args:
         model: the group alone.
         floats: its layers in float.
-        answers: the results of all its schemes.
+        answers: the measurements of its schemes.
     """
     rounds = [answer.result for answer in answers if isinstance(answer.result, Measurement)]
     float_ms = 1e3 * float(np.median([s for measured in rounds for s in measured.a])) if rounds else 0.0
@@ -165,8 +164,8 @@ def _without_reformats(model: Model, layers: Sequence[Layer]) -> list[Layer]:
 
 
 def passthrough_profile(parts: Partition, unit: Unit, float_ms: float) -> Profile:
-    """The profile of a group that is too small to be measured: if it only passes values on, it is assumed to take its
-    float time in 8 bits as well; otherwise it stays in float."""
+    """The assumed profile of a group too small to be measured: in 8 bits it takes its float time if it only moves data;
+    else it stays in float."""
     nodes = [parts.model.nodes[n] for n in unit.nodes]
     if not unit.inputs or unit.weights or any(n.domain or n.op not in operators.MOVERS for n in nodes):
         return Profile(float_ms)
@@ -178,7 +177,7 @@ def passthrough_profile(parts: Partition, unit: Unit, float_ms: float) -> Profil
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """Which groups run quantized, and which weight formats the others have, by times that were taken alone."""
+    """The groups chosen to be quantized, and the weight formats of the others, by times measured alone."""
 
     costs: Costs
     decision: Decision
@@ -189,8 +188,8 @@ class GroupSelection:
         return self.costs.partition
 
     def option(self, number: int) -> PricedScheme | None:
-        """The chosen scheme of a group; None for a float group with float weights. For a quantized group, the scheme
-        that stores the outputs in 8 bits if the decision stores all of them, else the one that stores none."""
+        """The chosen scheme of a group; None for float with float weights. If the decision stores all outputs of a
+        quantized group in 8 bits, the scheme that writes them so, else the one that writes floats."""
         if number not in self.decision.quantized:
             chosen = self.decision.format_of.get(number)
             own = self.profiles[number].options if chosen is not None else ()
@@ -201,7 +200,7 @@ class GroupSelection:
         return (storing or handing) if stores else (handing or storing)
 
     def placement(self) -> Placement:
-        """The pairs of all chosen schemes; a tensor that is stored in 8 bits has pairs on all its edges."""
+        """The pairs of all chosen schemes; a tensor stored in 8 bits has pairs on all its edges."""
         parts, edges = self.parts, set[Edge]()
         for number in self.decision.quantized:
             option, nodes = self.option(number), parts.units[number].nodes
@@ -213,7 +212,7 @@ class GroupSelection:
         return Placement.of(edges, parts.placement(self.decision).weight_only)
 
     def savings(self) -> Mapping[int, float]:
-        """By group with pairs or a weight format, the ms that it is expected to save, conversions included."""
+        """The ms that each group with pairs or a weight format is expected to save, conversions included."""
         units, prices = (self.parts.units[n] for n in sorted(self.decision.quantized)), self.costs.prices
         saved = {u.number: margin(self.costs, self.decision, u) for u in units}
         return saved | {
@@ -222,13 +221,13 @@ class GroupSelection:
 
     @property
     def ratio(self) -> float:
-        """The expected time of the model as a share of the float model's."""
+        """The expected latency relative to the float model."""
         return self.costs.total(self.decision) / self.costs.float_ms
 
 
 def select(parts: Partition, profiles: Mapping[int, Profile]) -> GroupSelection:
-    """The cheapest selection of groups for times that were taken alone, without effects of neighbours on each other,
-    which are not known yet. A group without a scheme gets a quantized price above any possible sum."""
+    """Choose the groups to quantize at the least total time, by times measured alone; effects of neighbours on each
+    other are unknown yet. Groups without a scheme get a prohibitive time in 8 bits."""
     never = 1.0 + 2.0 * sum(profiles[u.number].float_ms for u in parts.units)
     prices = []
     for unit in parts.units:
@@ -255,7 +254,7 @@ def select(parts: Partition, profiles: Mapping[int, Profile]) -> GroupSelection:
 def _storing_and_handing(
     parts: Partition, unit: Unit, profile: Profile
 ) -> tuple[PricedScheme | None, PricedScheme | None]:
-    """The best scheme that stores all outputs in 8 bits, and the best that stores none."""
+    """The fastest scheme that writes all outputs in 8 bits, and the fastest that writes none so."""
     leaving = {(-1, k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
 
     pairs = sorted((o for o in profile.options if o.weight_format is None), key=lambda o: o.ms)
@@ -264,7 +263,8 @@ def _storing_and_handing(
 
 
 def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) -> dict[str, float]:
-    """The price of a Q or DQ (`which`) of every tensor between groups: measured, or by the median price per element."""
+    """The ms of the Q or DQ (`which`: "quantize" or "dequantize") on each tensor between groups: the median of its
+    measurements, or an estimate per element."""
     seen: dict[str, list[float]] = {}
     for unit in parts.units:
         for option in profiles[unit.number].options:

@@ -1,17 +1,17 @@
-"""What a placement costs by rule, for engines that do not tell what each part takes: simulators of processors that are
-not here, whose times mean nothing, and NPUs, which run a whole network as one.
+"""Estimated costs of placements, for engines that do not report times of single nodes: simulators, whose times mean
+nothing, and NPUs, which run a whole network as one.
 
-The graph is divided into parts: nodes between which no pair stands in the fullest placement. A part computes on weights
-and activations of 8 bits (W8A8), on activations of 16 bits with weights of 8 or 16 (W8A16, W16A16), or in floats, and
-writes what its activations have. Costs are in bytes, so that in this order count
+The graph is divided into parts: nodes between which no pair can stand. A part computes with weights and activations in
+8 bits (W8A8), with activations in 16 bits and weights in 8 or 16 (W8A16, W16A16), or in floats, and writes its outputs
+as its activations. Costs are in bytes, so that these count in this order:
 
-1. the nodes that the engine leaves to another processor, as its reports say;
-2. the bytes that are written in 16 bits, or twice as dear in floats, and read and written by conversions between parts;
+1. the nodes that the engine leaves to another processor, by its layer reports;
+2. the bytes written in 16 bits, twice as much in floats, and those read and written by conversions between parts;
 3. the bytes of weights.
 
-Each tensor in 16 bits, weights too, and each conversion, also costs a fixed number of bytes, since an operator is not
-free where its tensor is small. With a price on noise the cheapest assignment is that of `labels`: of W8A16 and W16A16,
-which differ in nothing that other parts see, a part has the cheaper one.
+Each tensor in 16 bits, weights too, and each conversion also costs a fixed number of bytes, since small operators are
+not free. With a price on noise, `labels` is the cheapest assignment: of W8A16 and W16A16, which look alike to other
+parts, each part has the cheaper one.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from qdqtune.search.costs.units import joined
 from qdqtune.types import Edge, Layer, Placement
 
 W8A8, W8A16, W16A16, FLOAT = range(4)
-"""What a part computes in: the bits of weights and activations."""
+"""What a part computes in: bits of weights (W) and activations (A)."""
 
 SIXTEEN = (W8A16, W16A16)
 
 ALIKE = ((W8A8,), SIXTEEN, (FLOAT,))
-"""What parts compute in, by what they read and write: 8 bits, 16 bits, floats."""
+"""The labels that write the same type of values: 8 bits, 16 bits, floats."""
 
 WRITES = {label: kind for kind, labels in enumerate(ALIKE) for label in labels}
-"""The kind of values, as numbered in `ALIKE`, that parts read and write."""
+"""The type of values that a part with this label reads and writes, as an index into `ALIKE`."""
 
 EACH = 4096.0
-"""Bytes that a tensor in 16 bits costs beside its own, and a conversion. Chosen, not measured."""
+"""Bytes added for each tensor in 16 bits and each conversion. Chosen, not measured."""
 
 WIDE_BYTES, CONVERTED_BYTES = 2.0, 3.0
-"""Bytes of an element in 16 bits; and of one that is converted, read in one width and written in the other."""
+"""Bytes per element in 16 bits; and per converted element, which is read in one width and written in the other."""
 
 FLOAT_FACTOR = 2.0
-"""What floats cost beside 16 bits: processors that have them (in 16 bits) are slower in them. Chosen, not measured."""
+"""Cost of floats relative to 16 bits: processors that have (16-bit) floats are slower in them. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes that compute in the same bits, by index: the edges that may carry a pair, of activations, weights, and
-    other constants, which are quantized as activations are; and the tensors that leave it."""
+    """Nodes that must compute in the same bits, by index; their edges that may have a pair, of activations, of weights
+    and of other constants (quantized like activations); and the tensors that they write for others."""
 
     nodes: tuple[int, ...]
     reads: tuple[Edge, ...]
@@ -64,28 +64,28 @@ class Part:
 
 
 Labels = tuple[int, ...]
-"""What each part computes in."""
+"""For each part, what it computes in (`W8A8` ...)."""
 
 Off = Mapping[tuple[int, int], int]
-"""By number of a part and what it computes in, how many of its nodes the engine leaves to another processor. What no
-build has shown counts as none, so that it is tried."""
+"""By part number and label, how many of its nodes the engine leaves to another processor; 0 if no build has shown it,
+so that it is tried."""
 
 
 @dataclass(frozen=True)
 class RuleCosts:
-    """The costs of placements of one model; `fullest` has all pairs that are ever placed. `has_wide`: the engine has
-    activations in 16 bits."""
+    """Estimates costs of one model's placements; `fullest` has all pairs that are ever placed. `has_wide`: the engine
+    has 16-bit activations."""
 
     model: Model
     fullest: Placement
     has_wide: bool = True
     refused: frozenset[tuple[str, int]] = frozenset()
-    """Operators that the engine has refused, and in what."""
+    """Operators with a label in which the engine refused them."""
     off: Off = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts, in graph order: nodes that no pair stands between."""
+        """The parts in graph order: nodes connected by tensors that cannot have a pair."""
         model, bare = self.model, list[tuple[int, int]]()
         for node in model.nodes:
             for edge in node.into:
@@ -96,12 +96,12 @@ class RuleCosts:
 
     @cached_property
     def maker(self) -> Mapping[str, int]:
-        """The number of the part that writes each tensor; absent for inputs of the graph and constants."""
+        """The number of the part that writes each tensor; inputs of the graph and constants are absent."""
         return {t: number for number, part in enumerate(self.parts) for t in part.writes}
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """The parts that read each activation through an edge that may carry a pair."""
+        """The numbers of the parts that read each activation through an edge that may have a pair."""
         readers = defaultdict[str, list[int]](list)
         for number, part in enumerate(self.parts):
             for tensor in dict.fromkeys(edge.tensor for edge in part.reads):
@@ -111,8 +111,8 @@ class RuleCosts:
     # ------------------------------------------------ labels and placements
 
     def allows(self, part: Part, label: int) -> bool:
-        """Whether a part can compute so; in floats only those that no pair stands in front of. A dilated convolution
-        gets no weights of 16 bits: QNN computes it coarsely then (35 dB to the CPU, in place of 84)."""
+        """Whether a part can have a label; floats are only for parts without a possible pair in front. QNN computes
+        dilated convolutions with 16-bit weights too coarsely (35 dB to the CPU instead of 84), so they get none."""
         if label == FLOAT or not part.reads:
             return label == FLOAT and not part.reads
         if label == W8A8:
@@ -123,7 +123,7 @@ class RuleCosts:
         return label == W8A16 or (part.weights != () and not any(map(is_dilated, nodes)))
 
     def everywhere(self, label: int) -> Labels:
-        """All parts with one label, as far as they can have it; others in fewer bits, or else in floats."""
+        """All parts with one label; a part that cannot have it gets the next fewer bits it can have, else floats."""
         order = (*range(label, -1, -1), FLOAT)
         return tuple(next(found for found in order if self.allows(part, found)) for part in self.parts)
 
@@ -147,8 +147,8 @@ class RuleCosts:
         return Placement.of(edges, (), wide)
 
     def labels(self, placement: Placement) -> Labels:
-        """What parts compute in with a placement: in floats unless all that they read and write has pairs. An operator
-        without weights between parts in 8 bits computes in 8 bits as well: its file is the same either way."""
+        """The labels of parts under a placement: floats unless all that a part reads and writes has pairs. An operator
+        without weights between parts in 8 bits counts as 8 bits, as its file is the same either way."""
         bare = {edge.tensor for edge in self.fullest.edges} - {edge.tensor for edge in placement.edges}
         labels = []
         for part in self.parts:
@@ -171,7 +171,7 @@ class RuleCosts:
     # ------------------------------------------------ costs
 
     def learned(self, reports: Iterable[tuple[Placement, Sequence[Layer]]]) -> RuleCosts:
-        """The same costs with what layer reports say about nodes that run elsewhere; later reports take precedence."""
+        """The costs with what layer reports show about nodes on another processor; later reports take precedence."""
         off = dict(self.off)
         for placement, layers in reports:
             left = left_nodes(layers)
@@ -181,23 +181,23 @@ class RuleCosts:
         return replace(self, off=off)
 
     def cost(self, placement: Placement, layers: Sequence[Layer] = ()) -> float:
-        """What a placement costs; nodes run elsewhere as its layer report says."""
+        """The cost of a placement; `layers` shows which nodes run on another processor."""
         known = replace(self, off={}).learned([(placement, layers)] if layers else [])
         return known.total(self.labels(placement))
 
     def total(self, labels: Labels) -> float:
-        """What labels cost; one more than nothing, so that costs have ratios."""
+        """The cost of labels in bytes, plus 1, so that ratios of costs exist."""
         own = sum(self._of_part(number, label) for number, label in enumerate(labels))
         return 1.0 + own + self._conversions.total([*(WRITES[label] for label in labels), WRITES[FLOAT]])
 
     @cached_property
     def _conversions(self) -> Table:
-        """What conversions cost where parts cost nothing."""
+        """The table with the costs of conversions alone; each part costs 0."""
         return self._table([(0.0,) * len(ALIKE)] * len(self.parts), Noise(self.model, {}), 0.0)
 
     def _table(self, own: Sequence[tuple[float, ...]], noise: Noise, price: float) -> Table:
-        """The costs of conversions, beside `own` of each part for the kinds of `ALIKE`; the last part is what comes
-        from outside."""
+        """The table with the costs of conversions and with `own`: for each part its cost by type of values, as in
+        `ALIKE`. A last part is added for the graph's inputs, which are floats."""
         table = Table([*own])
         outside = table.part(inf, inf, 0.0)  # inputs of the graph come as floats
         for tensor, readers in self.readers.items():
@@ -208,8 +208,8 @@ class RuleCosts:
         return table
 
     def cheapest(self, noise: Noise, price: float, *, float_too: bool) -> Labels:
-        """The cheapest labels with `price` bytes for noise as large as the signal. `float_too`: parts that can compute
-        in 8 bits may also compute in floats."""
+        """The labels with the least cost, where noise as large as the signal costs `price` bytes. `float_too`: parts
+        that can compute in 8 bits may also compute in floats."""
         own = []
         for number, part in enumerate(self.parts):
             costs = [inf] * len(WRITES)
@@ -223,13 +223,13 @@ class RuleCosts:
 
     @cached_property
     def _weights(self) -> float:
-        """More than the bytes of all weights in 16 bits."""
+        """An upper bound for the bytes of all weights."""
         constants = {edge.tensor for edge in self.fullest.edges if edge.tensor in self.model.constants}
         return 1.0 + WIDE_BYTES * sum(elements(self.model, tensor) for tensor in constants)
 
     @cached_property
     def _elsewhere(self) -> float:
-        """What a node that runs elsewhere costs: more than everything else together."""
+        """The cost of one node on another processor: more than everything else together."""
         written = sum(EACH + _written(self.model, part) for part in self.parts)
         converted = sum(_conversion_bytes(self.model, tensor) for tensor in self.readers)
         return 1.0 + FLOAT_FACTOR * written + 3 * converted
@@ -248,7 +248,7 @@ class RuleCosts:
         return left + written + more + (WIDE_BYTES if more else 1.0) * weights
 
     def _noise_of(self, part: Part, label: int, noise: Noise) -> float:
-        """The noise of what a part writes and of its constants."""
+        """The noise of the outputs and constants of a part with this label."""
         if label == FLOAT:
             return 0.0
         of_values = noise.of_value if label == W8A8 else noise.of_wide
@@ -272,8 +272,8 @@ class RuleCosts:
 
 
 def left_nodes(layers: Sequence[Layer]) -> frozenset[str]:
-    """The names of the nodes of the model that an engine leaves to another processor, in a layer report: without Q and
-    DQ, some of which run on the CPU with every placement."""
+    """The nodes that an engine leaves to another processor, by a layer report; without Q and DQ, of which some always
+    run on the CPU."""
     left = (layer for layer in layers if layer.elsewhere and layer.kind != "quantize")
     return frozenset(name for layer in left for name in layer.nodes)
 

@@ -1,9 +1,9 @@
-"""One table of what the parts of a graph cost, and the cheapest labels for them, by minimum s-t cuts.
+"""Assigns labels to the parts of a graph at the least total cost, by minimum s-t cuts.
 
-A label says in how many bits a part computes, or that a tensor is stored. The cost is a sum of terms for one part, and
-of charges for conversions between parts with different labels. Two labels make it one minimum cut, which is exact. With
-more, alpha expansion (Boykov, Veksler and Zabih, IEEE PAMI 23, 2001) lets any set of parts change to one label at a
-time, the best such set by one cut, until no label gains.
+A label says in how many bits a part computes. The total is a sum of a cost for each part, and of charges for
+conversions between parts with different labels. With two labels it is one minimum cut, which is exact. With more, alpha
+expansion (Boykov, Veksler and Zabih, IEEE PAMI 23, 2001) lets any set of parts change to one label at a time, the best
+set by one cut, until no label gains.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 CAPACITY = 2**30
-"""SciPy's flows are 32-bit integers that wrap without an error: the sum of all finite capacities stays below this."""
+"""SciPy's flows are 32-bit integers that overflow silently: the sum of all finite capacities stays below this."""
 
 LEAST_GAIN = 1e-9
-"""Share of the cost that a change must save: less comes from rounding."""
+"""A change must save this share of the cost; less may come from rounding."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A value that part `maker` writes with its label, and `readers` read with theirs. For each label that a reader
-    has and the maker has not, the value is converted once, at the price of that label in `prices`."""
+    """A value that part `maker` writes and parts `readers` read. It is converted once for each label that a reader has
+    and the maker has not, at the cost of that label in `prices`."""
 
     maker: int
     readers: tuple[int, ...]
@@ -34,8 +34,8 @@ class Conversion:
 
 @dataclass
 class Table:
-    """Parts are numbered from 0. `costs` has the cost of each part with each label, infinite where it is forbidden;
-    `conversions` has the charges between parts. All are at least zero."""
+    """The costs to minimize. `costs[part][label]` is infinite where a label is forbidden; `conversions` are charges
+    between parts. All are at least zero."""
 
     costs: list[tuple[float, ...]] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
@@ -56,8 +56,8 @@ class Table:
 
 
 def solve(table: Table) -> list[int]:
-    """The cheapest labels: exact with two labels, and then of equal ones those with the fewest parts of label 1; with
-    more labels the cheapest that alpha expansion finds.
+    """The cheapest label for each part. With two labels it is the optimum, and of several the one with the fewest parts
+    of label 1; with more labels it is the best that alpha expansion finds.
 
     Costs are rounded to integers of about 1e-9 of their sum. Alpha expansion begins once with each label for all parts
     that may have it, and with each part's own cheapest label.
@@ -82,7 +82,7 @@ def solve(table: Table) -> list[int]:
 
 
 def _expanded(table: Table, labels: list[int]) -> list[int]:
-    """The labels after expanding one label after the other until none of them gains."""
+    """Expand one label after the other until no expansion gains."""
     count, cost, idle, label = len(table.costs[0]), table.total(labels), 0, 0
     while idle < count:
         changed = expansion(table, labels, label)
@@ -94,7 +94,7 @@ def _expanded(table: Table, labels: list[int]) -> list[int]:
 
 
 def expansion(table: Table, labels: Sequence[int], alpha: int) -> list[int]:
-    """The best assignment in which each part keeps its label or takes `alpha`: one minimum cut."""
+    """The cheapest assignment in which each part keeps its label or takes `alpha`, by one minimum cut."""
     cut = _Cut()
     for costs, label in zip(table.costs, labels, strict=True):
         least = min(costs[label], costs[alpha])  # is paid either way: leaving it out keeps more digits
@@ -109,7 +109,8 @@ def expansion(table: Table, labels: Sequence[int], alpha: int) -> list[int]:
 
 
 def _charge(cut: _Cut, conversion: Conversion, labels: Sequence[int], alpha: int, label: int) -> None:
-    """Charge the conversion of a value to one label; a part that takes `alpha` is a yes, with the part's number."""
+    """Add to a cut the charge for converting a value to `label`. Decision number n of the cut is "part n takes
+    `alpha`"."""
     maker, price = conversion.maker, conversion.prices[label]
     if label == alpha:  # paid if a reader takes it, and the maker does not
         some = cut.decision()
@@ -127,7 +128,8 @@ def _charge(cut: _Cut, conversion: Conversion, labels: Sequence[int], alpha: int
 
 
 class _Cut:
-    """Decisions with yes or no. `charges[k]` is paid if decision `yes[k]` is yes while `no[k]` is no."""
+    """A minimum cut over yes/no decisions: `charges[k]` is paid if decision `yes[k]` is yes and decision `no[k]` is
+    no."""
 
     def __init__(self) -> None:
         self.if_no: list[float] = []
@@ -147,7 +149,7 @@ class _Cut:
         self.charges.append(cost)
 
     def cheapest(self) -> list[bool]:
-        """The cheapest assignment; among equal ones, that with the fewest yeses."""
+        """The answers with the least total charge; of several, those with the fewest yeses."""
         from scipy.sparse import coo_array, csgraph, csr_array  # slow to import
 
         count = len(self.if_no)
@@ -178,10 +180,9 @@ class _Cut:
 
 
 def _integers(costs: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Costs as integers whose finite part sums below `CAPACITY`, and the integer that stands for infinity: one more
-    than that sum.
+    """Costs scaled to integers with a finite sum below `CAPACITY`, and the integer for infinity: that sum plus one.
 
-    The factor is a power of two, so that costs that are small whole numbers stay exact and ties stay ties.
+    The scale is a power of two, so that small whole numbers stay exact and ties stay ties.
     """
     finite = np.isfinite(costs)
     total = costs[finite].sum()

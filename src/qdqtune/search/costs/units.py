@@ -1,7 +1,7 @@
-"""Units: the sets of nodes that are quantized together, and which pairs a decision about them means.
+"""Units: sets of nodes that are quantized together, and the placement of pairs that a decision about them means.
 
 A unit is a set of nodes that the engine runs as one kernel; no pair stands inside it. A decision says for each unit
-whether it runs quantized, and for each tensor that a unit writes whether it is stored in 8 bits: some kernels read 8
+whether it is quantized, and for each tensor that units write whether it is stored in 8 bits, as some kernels read 8
 bits and write floats.
 """
 
@@ -20,31 +20,31 @@ from qdqtune.placement import start_placements
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
 FormatShares = Mapping[Edge, Mapping[WeightFormat, float]]
-"""By edge of a weight, the weight formats that it may have, each with the time of the weight's matrix product alone as
-a share of its float time."""
+"""For each use of a weight, the weight formats that it may have, each with the time of its matrix product relative to
+float."""
 
 WORTHWHILE_SHARE = 0.8
-"""All weights in so many bits are worth a build if their products take on average at most this share of their float
-time. Chosen, not measured."""
+"""A family of weight formats is built if its products take on average at most this share of their float time. Chosen,
+not measured."""
 
 NEARLY_FASTEST = 1.1
-"""Weight formats that take up to this factor longer than the fastest count as equally fast; the one with the most bits
-per weight is taken. Chosen, not measured."""
+"""Weight formats up to this factor slower than the fastest count as equally fast; the one with the most bits is taken.
+Chosen, not measured."""
 
 IN_WORDS = {"w4": "weights in 4 bits", "w8": "weights in 8 bits", **dict.fromkeys(("d8", "d7"), "dynamic quantization")}
-"""Names of placements of one family of weight formats."""
+"""Names of the families of weight formats, for users."""
 
 Group = tuple[str, ...]
-"""Names of nodes that an engine runs together, in graph order."""
+"""Names of nodes that an engine runs as one kernel, in graph order."""
 
 State = Literal["float", "handing", "mixed", "quantized"]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit: its nodes by index. `inputs` are the edges that enter, `weights` those of constants, `inner` those
-    between its nodes, `outputs` the tensors that leave, `weight_only` the uses of weights that may have a weight
-    format, `storable` the tensors that it reads through `inputs` and that another unit writes.
+    """A set of nodes (by index) that is quantized as a whole, with its edges: `inputs` from outside, `weights` from
+    constants, `inner` between its nodes; `outputs` are the tensors that others read, `weight_only` the uses of weights
+    that may have a weight format, `storable` the tensors read through `inputs` that another unit writes.
 
     Constants of elementwise operators that are fused behind a product count as inner: that arithmetic is in float.
     """
@@ -58,13 +58,12 @@ class Unit:
     weight_only: tuple[Edge, ...]
     storable: tuple[str, ...]
     kind: str
-    """Equal for units with equal operators, attributes and shapes, which share their measurements."""
+    """Equal for units with equal operators, attributes and shapes, whose measurements count for each other."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which units run quantized, by number, which tensors are stored in 8 bits, and the weight formats of float
-    units."""
+    """The units that are quantized (by number), the tensors stored in 8 bits, and the weight formats of float units."""
 
     quantized: frozenset[int] = frozenset()
     stored: frozenset[str] = frozenset()
@@ -78,14 +77,13 @@ class Decision:
 
     @cached_property
     def format_of(self) -> Mapping[int, WeightFormat]:
-        """The weight format of each float unit that has one, by its number."""
         return dict(self.weight_formats)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """All units of a model. Only `possible` edges ever carry a pair. `format_shares` are the weight formats that
-    weights may have: a unit that runs in float has all its weights in one format, which affects no other unit."""
+    """All units of a model. Only `possible` edges ever have a pair. `format_shares` are the weight formats that weights
+    may have; all weights of a float unit have the same, which affects no other unit."""
 
     model: Model
     possible: frozenset[Edge]
@@ -94,17 +92,17 @@ class Partition:
 
     @cached_property
     def owner(self) -> Mapping[str, int]:
-        """Node name to the number of its unit."""
+        """The number of each node's unit, by name of the node."""
         return {self.model.nodes[n].name: u.number for u in self.units for n in u.nodes}
 
     @cached_property
     def producer(self) -> Mapping[str, int]:
-        """The number of the unit that writes each tensor that leaves a unit; graph inputs are absent."""
+        """The number of the unit that writes each tensor read by others; graph inputs are absent."""
         return {t: u.number for u in self.units for t in u.outputs}
 
     @cached_property
     def edges(self) -> Mapping[str, tuple[Edge, ...]]:
-        """Every possible edge of each tensor that crosses a border, graph outputs included."""
+        """The possible edges of each tensor between units, uses as graph outputs included."""
         crossing: dict[str, list[Edge]] = {}
         for unit in self.units:
             for edge in unit.inputs:
@@ -116,40 +114,40 @@ class Partition:
         return {t: tuple(es) for t, es in crossing.items()}
 
     def leaving(self, unit: Unit) -> list[str]:
-        """The outputs of a unit that may carry pairs."""
+        """The outputs of a unit that may have pairs."""
         return [t for t in unit.outputs if t in self.edges]
 
     def weight_formats(self, unit: Unit) -> tuple[WeightFormat, ...]:
-        """The weight formats that all of the `weight_only` of a unit may have."""
+        """The weight formats that all weights of a unit may have."""
         first, *others = [self.format_shares[e] for e in unit.weight_only] or [{}]
         return tuple(s for s in first if all(s in other for other in others))
 
     def share(self, unit: Unit, weight_format: WeightFormat) -> float:
-        """The time of a unit's products alone in a weight format, as a share of their float time."""
+        """The time of a unit's matrix products in a weight format, relative to float."""
         shares = [self.format_shares[e].get(weight_format, 1.0) for e in unit.weight_only]
         return sum(shares) / len(shares)
 
     def spent(self, nodes: Mapping[str, float]) -> list[float]:
-        """The time of each unit, from the times of nodes by name."""
+        """The time of each unit: the sum over its nodes."""
         names = [node.name for node in self.model.nodes]
         return [sum([nodes.get(names[n], 0.0) for n in unit.nodes]) for unit in self.units]
 
     @cached_property
     def users(self) -> Mapping[str, tuple[int | None, ...]]:
-        """The units that read each tensor of `edges`, each once; None stands for a graph output."""
+        """The units that read each tensor of `edges`; None stands for a use as graph output."""
         owner = self.owner.get
         return {t: tuple(dict.fromkeys([owner(e.node) for e in edges])) for t, edges in self.edges.items()}
 
     def near(self, unit: Unit) -> set[int]:
-        """A unit, those that read what it writes, and those that write what it reads, where a pair can stand."""
+        """The unit and those that share a tensor with it on which a pair can stand."""
         numbers = {unit.number}
         numbers.update(user for t in self.leaving(unit) for user in self.users[t] if user is not None)
         numbers.update(self.producer[t] for t in unit.storable)
         return numbers
 
     def placement(self, decision: Decision) -> Placement:
-        """The placement of a decision: a stored tensor has pairs on all its edges, any other only where a quantized
-        unit reads it; a float unit has its weights in its weight format."""
+        """The placement that a decision means: a stored tensor has pairs on all its edges, others only where a
+        quantized unit reads them; the weights of a float unit have its weight format."""
         edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
         edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
         floats = ((self.units[n], s) for n, s in decision.weight_formats if n not in decision.quantized)
@@ -157,7 +155,8 @@ class Partition:
         return Placement.of(edges, weight_only)
 
     def decision(self, placement: Placement) -> Decision:
-        """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
+        """The decision that a placement means: the units that it quantizes at least in part, and the tensors that it
+        stores in 8 bits.
 
         A unit without weights that reads such tensors and writes floats counts as a float unit behind DQs.
         """
@@ -175,8 +174,8 @@ class Partition:
 
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
-    """The state of a unit in a placement: "quantized" if all that it reads and writes has pairs, "handing" if not all
-    that it writes, "mixed" if pairs stand inside it or not on all that it reads."""
+    """The state of a unit in a placement: "quantized" if all that it reads and writes has pairs, "handing" if only
+    outputs lack some, "mixed" if pairs stand inside it or only on some inputs, else "float"."""
     placed = placement.edges
     if not placed.isdisjoint(unit.inner):
         return "mixed"  # the engine cannot run it as one kernel
@@ -191,7 +190,7 @@ def state(unit: Unit, partition: Partition, placement: Placement) -> State:
 
 
 def stored_in(partition: Partition, placement: Placement, states: Sequence[State]) -> frozenset[str]:
-    """The tensors that stay in 8 bits: with pairs on all their edges, written by a unit in state quantized."""
+    """The tensors stored in 8 bits: those with pairs on all edges that a unit in state "quantized" writes."""
     of, all_paired = partition.producer, placement.edges.issuperset
     return frozenset(
         t for t, es in partition.edges.items() if t in of and states[of[t]] == "quantized" and all_paired(es)
@@ -199,13 +198,13 @@ def stored_in(partition: Partition, placement: Placement, states: Sequence[State
 
 
 def is_fed(unit: Unit, decision: Decision) -> bool:
-    """Whether a unit reads a tensor that is stored in 8 bits. A float unit that does keeps its weights as floats:
-    behind a DQ, engines take weights in a weight format for half of a pair, and no kernel reads them."""
+    """Whether a unit reads a tensor stored in 8 bits. A float unit that does gets no weight format: behind a DQ,
+    engines take such a weight for half of a pair, and no kernel reads it."""
     return not decision.stored.isdisjoint(unit.storable)
 
 
 def format_in(unit: Unit, placement: Placement) -> WeightFormat | None:
-    """The weight format that all of the `weight_only` of a unit have in a placement; None if they differ."""
+    """The weight format of all of a unit's weights in a placement; None if they differ."""
     if not placement.weight_only:
         return None
     formats = {placement.weight_formats.get(e) for e in unit.weight_only}
@@ -218,7 +217,7 @@ def partition(
     groups: Iterable[Collection[str]],
     format_shares: FormatShares = MappingProxyType({}),
 ) -> Partition:
-    """Units of the given groups of node names; every node in none of them is a unit of its own."""
+    """Divide a model into units: the given groups (names of nodes), and each other node by itself."""
     taken: set[int] = set()
     sets: list[tuple[int, ...]] = []
     for group in groups:
@@ -256,20 +255,20 @@ def partition(
 
 
 def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
-    """The sets of two or more model nodes, by name, that one layer runs together."""
+    """The groups of two or more nodes that one layer of a report runs together."""
     known = [tuple(n for n in layer.nodes if n in model.index_of) for layer in layers if layer.kind == "compute"]
     return [group for group in known if len(group) > 1]
 
 
 def inner_edges(model: Model, group: Collection[str], possible: frozenset[Edge]) -> tuple[Edge, ...]:
-    """The possible edges between nodes of a group, in graph order."""
+    """The edges between nodes of a group that may have a pair, in graph order."""
     nodes = [model.nodes[number] for number in sorted({model.index_of[name] for name in group})]
     made = {t for node in nodes for t in node.outputs}
     return tuple(e for node in nodes for e in node.into if e.tensor in made and e in possible)
 
 
 def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[Group]:
-    """The parts that a group is divided into by pairs on the inner edges `cuts`."""
+    """The parts into which pairs on the inner edges `cuts` divide a group."""
     nodes = [model.node(name) for name in sorted(group, key=model.index_of.__getitem__)]
     bare = ((model.maker(e.tensor), node) for node in nodes for e in node.into if e not in cuts)
     parts = joined([n.index for n in nodes], ((a.index, b.index) for a, b in bare if a is not None and a.name in group))
@@ -277,7 +276,7 @@ def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[
 
 
 def joined(nodes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The sets of nodes that pairs of them connect, each in the order of `nodes`."""
+    """The connected sets of nodes, where `pairs` are the connections; each in the order of `nodes`."""
     group = {node: [node] for node in nodes}
     for a, b in pairs:
         small, large = sorted((group[a], group[b]), key=len)
@@ -291,7 +290,7 @@ def joined(nodes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple
 
 
 def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
-    """The operators, attributes and shapes of some nodes as text: equal kinds take equal time."""
+    """A text for the operators, attributes and shapes of nodes: equal texts take equal time."""
 
     def shape(tensor: str) -> str:
         info = model.tensors.get(tensor)
@@ -307,7 +306,8 @@ def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
 
 
 def usual_groups(model: Model, possible: frozenset[Edge]) -> list[Group]:
-    """Groups of two or more nodes as engines usually run them: joined by edges that `everything` leaves bare."""
+    """Groups of two or more nodes as engines usually fuse them: connected by edges on which
+    `start_placements.everything` sets no pair."""
     bare = possible - start_placements.everything(model, possible).edges
     pairs = ((model.producers[e.tensor], model.index_of[e.node]) for e in bare if e.node)
     sets = joined(range(len(model.nodes)), pairs)
@@ -315,7 +315,7 @@ def usual_groups(model: Model, possible: frozenset[Edge]) -> list[Group]:
 
 
 def formats_in(placements: Iterable[Placement]) -> FormatShares:
-    """The weight formats that weights have in some placements, with share 1 since nothing is known about their time."""
+    """The weight formats that weights have in some placements, with relative time 1, as it is unknown."""
     found: dict[Edge, dict[WeightFormat, float]] = {}
     for placement in placements:
         for edge, weight_format in placement.weight_formats.items():
@@ -324,17 +324,18 @@ def formats_in(placements: Iterable[Placement]) -> FormatShares:
 
 
 def expected_share(format_shares: FormatShares, placement: Placement) -> float:
-    """The mean share of the float time of the products whose weights have a weight format."""
+    """The mean relative time of the products whose weights have a weight format in a placement."""
     shares = [format_shares[edge][weight_format] for edge, weight_format in placement.weight_only]
     return sum(shares) / len(shares)
 
 
 def weights_by_family(format_shares: FormatShares) -> dict[str, Placement]:
-    """For each family of weight formats (4 bits, 8 bits, dynamic), by its name in words, a placement that quantizes the
-    weights of all products that the family fits, and has no pairs.
+    """For each family of weight formats (4 bits, 8 bits, dynamic), by name, a placement without pairs that puts all
+    weights that allow it into a format of the family: of those at most `NEARLY_FASTEST` times as slow as the fastest,
+    the most exact.
 
-    A weight gets the most exact format of those that take at most `NEARLY_FASTEST` times as long as the fastest of the
-    family. A family is left out if its products are expected to take `WORTHWHILE_SHARE` of their float time or more."""
+    Families are left out whose products should take `WORTHWHILE_SHARE` of their float time or more.
+    """
     seeds = {}
     for family in sorted({s.family for shares in format_shares.values() for s in shares}):
         formats = {}
@@ -350,5 +351,5 @@ def weights_by_family(format_shares: FormatShares) -> dict[str, Placement]:
 
 
 def shares_by_bytes(format_shares: FormatShares) -> FormatShares:
-    """`format_shares` with the size of each weight format, as a share of float32, in place of its time."""
+    """`format_shares` with sizes relative to float32 in place of relative times."""
     return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in format_shares.items()}

@@ -1,4 +1,4 @@
-"""The pattern cache: the fastest schemes by pattern, as a file for runs on other models."""
+"""The pattern cache: a file with the fastest schemes of each pattern, for runs on other models."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Content(msgspec.Struct):
 
 
 def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str, Any]:
-    """The content of a pattern cache as a file: by digest of the pattern its schemes, best first, with their ratio to
-    what they replaced."""
+    """A pattern cache as file content: for each pattern's digest its schemes, best first, with their latency relative
+    to what they replaced."""
     entries = []
     for digest, schemes in caches.items():
         rows = [_Row(ratio=round(ratio, 4), points=sorted(scheme)) for scheme, ratio in schemes]
@@ -44,7 +44,7 @@ def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str
 
 
 def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
-    """The schemes of a pattern cache by pattern digest, best first."""
+    """The schemes in a pattern cache, by pattern digest, best first."""
     try:
         content = msgspec.convert(read_yaml(path, "pattern cache"), _Content)
     except ValueError as error:
@@ -61,8 +61,8 @@ def cache_of(
     minimum_distance: int,
     maximum_entries: int,
 ) -> dict[str, list[tuple[Scheme, float]]]:
-    """Schemes worth trying again, at most `maximum_entries` for each pattern: that of the `final` placement with its
-    ratio, then measured winners, the fastest first, that differ from all before in `minimum_distance` points."""
+    """Choose at most `maximum_entries` schemes per pattern for later runs: that of the `final` placement (given with
+    its ratio), then measured winners, fastest first, that differ from those before in `minimum_distance` points."""
     schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]

@@ -1,13 +1,13 @@
-"""Region discovery: the graph as a hierarchy of regions that are tuned together, with points that may carry a pair.
+"""Divides a graph into a hierarchy of regions that are tuned together.
 
-Phase 1 divides the nodes into top regions: by divergence and convergence of the graph (topology), or by the modules of
-the PyTorch program, which its exporter left in node names (names). Phase 2 refines those that are large or hold several
-heavy operators into composites, down to leaves: a heavy operator with the cheap ones that an engine would fuse behind
-it, or a short sequence.
+Phase 1 divides the nodes into top regions: where branches of the graph diverge and meet again (method topology), or by
+the PyTorch modules in exported node names (method names). Phase 2 divides those that are large or hold several heavy
+operators (matrix products and the like) into composites, down to leaves: a heavy operator with the cheap ones that an
+engine would fuse behind it, or a short sequence.
 
-By topology, regions are where the graph diverges, and where all branches meet again. Every node (or graph input) with
-several users opens a block that ends at its immediate post-dominator, the first node that all paths from it pass.
-Blocks are intervals of one depth-first order, so that nesting is a matter of comparing numbers.
+By topology, every node or graph input with several users opens a block that ends at its immediate post-dominator, the
+first node that all paths from it pass. Blocks are intervals of one depth-first order, so that nesting is a matter of
+comparing numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qdqtune.search.regions.structure import Listing, Structure
 
 
 class RegionType(Enum):
-    """ModelOpt's terms: a leaf holds nodes, a composite holds regions, the root is the whole graph."""
+    """ModelOpt's terms: a leaf has nodes, a composite has regions, the root is the whole graph."""
 
     LEAF = "LEAF"
     COMPOSITE = "COMPOSITE"
@@ -38,7 +38,7 @@ class RegionType(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A part of the graph: node indices in graph order or child regions, and the tensors that cross its border."""
+    """A part of the graph: node indices in graph order or child regions, and the tensors that enter and leave it."""
 
     id: int
     level: int
@@ -52,13 +52,13 @@ class Region:
         return RegionType.COMPOSITE if self.children else RegionType.LEAF
 
     def walk(self) -> Iterator[Region]:
-        """This region and everything under it, parents first."""
+        """This region and all regions inside it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def all_nodes(self) -> tuple[int, ...]:
-        """The node indices of this region and everything under it, in graph order."""
+        """The nodes of this region and of those inside it, by index in graph order."""
         return tuple(sorted(chain.from_iterable(region.nodes for region in self.walk())))
 
 
@@ -66,8 +66,8 @@ PointKind = Literal["node_input", "child_input", "node_output", "child_output"]
 
 
 class Point(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """An insertion point: input or output `number` of a pattern's node, or of its child region, number `owner`. In
-    files it is a list of the three."""
+    """An insertion point: input or output `number` of node `owner` of a pattern, or of child region `owner`. A list of
+    three in files."""
 
     kind: PointKind
     owner: int
@@ -75,18 +75,16 @@ class Point(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 Scheme = frozenset[Point]
-"""The insertion points of a pattern that carry a pair."""
+"""The insertion points of a pattern that have a pair."""
 
 NAMED_SHARE = 0.6
-"""Method auto takes module names if more than this share of nodes have them. Chosen, not measured."""
+"""Method auto uses module names if more than this share of nodes have them. Chosen, not measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """The hierarchy under the regions at the top, and the method that found it.
-
-    `listings` has all leaves and composites, parents first, in graph order, with the canonical order of their nodes.
-    """
+    """The top regions, and the method that found them. `listings` has the canonical node order of all leaves and
+    composites, parents first, in graph order."""
 
     tops: tuple[Region, ...]
     method: Literal["names", "topology"]
@@ -94,7 +92,7 @@ class Regions:
 
     @property
     def leaves(self) -> tuple[Region, ...]:
-        """The regions that hold nodes; every node of the model is in exactly one of them."""
+        """The regions with nodes; every node of the model is in exactly one."""
         return tuple(region for region in self.listings if not region.children)
 
 
@@ -107,10 +105,9 @@ def find(
 ) -> Regions:
     """Divide a model into regions.
 
-    Regions are numbered from 0, parents first, children in graph order. A region's inputs are the activations that
-    enter it, its outputs what is used outside, both in canonical order (`structure`).
-    `max_sequence_size` bounds leaves. Blocks of at most `min_topdown_size` nodes with at most one heavy operator are
-    not divided. Method auto takes names where more than 60 % of the nodes have them.
+    Regions are numbered from 0, parents first, children in graph order. A region's inputs are activations from outside,
+    its outputs tensors used outside, both in canonical order (`structure`). `max_sequence_size` limits the nodes of a
+    leaf. Blocks of at most `min_topdown_size` nodes with at most one heavy operator are not divided.
     """
     names = (node.name for node in model.nodes)  # a path is () for a node of the model itself, None where there is none
     paths = [tuple(name.split("/")[1:-1]) if name.startswith("/") else None for name in names]
@@ -125,8 +122,8 @@ def find(
 
 
 class Flow:
-    """The activation graph. A node is the vertex of its index, input i of the graph the vertex i - len(inputs), which
-    is below zero; edges are tensors and captures."""
+    """The graph of activations. Vertex n is node n; input i of the graph is vertex i - len(inputs), below zero. Its
+    edges are tensors, also those captured by subgraphs."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -143,14 +140,14 @@ class Flow:
         self.floats = {v for t, v in vertex.items() if v < 0 or may_be_float(model, t)}
         self.leaves_graph = {vertex[t] for t in model.outputs if t in vertex}
         self.order = self._depth_first()
-        """All vertices, producers first; what only one user needs stands right before it."""
+        """All vertices, producers first; one that only a single user needs comes right before it."""
         self.position = {v: i for i, v in enumerate(self.order)}
 
     def op(self, node: int) -> str:
         return self.model.nodes[node].op
 
     def _depth_first(self) -> list[int]:
-        """Producers are visited in graph order: side inputs that branches share (masks) then come before them."""
+        """Visits producers in graph order, so that side inputs shared by branches (masks) come first."""
         order, seen = list[int](), set[int]()
         for sink in (v for v in self.vertices if not self.after[v]):
             stack = [(sink, iter(self.before[sink]))]
@@ -168,7 +165,7 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """Nested groups of nodes: `home[n]` is the innermost group of node n, `parent[g]` the group around g (< g).
+    """Nested groups of nodes: `home[n]` is the innermost group of node n, `parent[g]` (< g) the group around g.
 
     Group 0 is the whole graph, its own parent.
     """
@@ -178,8 +175,8 @@ class Outline:
 
 
 def _without_wrappers(flow: Flow, outline: Outline) -> Outline:
-    """Remove groups of groups that hold most of the model's heavy operators: a whole encoder is too large to be tuned
-    as one region."""
+    """Remove groups with inner groups that hold most of the model's heavy operators: an encoder is too large to be one
+    region."""
     parent, groups = outline.parent, range(1, len(outline.parent))
     heavy = Counter(outline.home[node] for node in flow.heavy)
     for g in reversed(groups):
@@ -193,7 +190,7 @@ def _without_wrappers(flow: Flow, outline: Outline) -> Outline:
 
 @dataclass(eq=False)
 class _Tree:
-    """A region before it is numbered. `nodes` includes the nodes of its children."""
+    """A region without a number yet. `nodes` includes those of its children."""
 
     nodes: list[int]
     children: Sequence[_Tree] = ()
@@ -205,7 +202,7 @@ class _Tree:
 
 
 def _tree(outline: Outline, leaves: Sequence[list[int]]) -> _Tree:
-    """The leaves in their groups; a group that would hold only one region is replaced by that region."""
+    """The leaves in their groups; a group with only one region is replaced by it."""
     held: list[list[_Tree]] = [[] for _ in outline.parent]
     for nodes in leaves:
         held[outline.home[nodes[0]]].append(_Tree(nodes))
@@ -236,11 +233,11 @@ Path = tuple[str, ...]
 
 
 def _modules(flow: Flow, paths: list[Path | None], whole: int) -> Outline:
-    """Nested groups of nodes: the modules with more than `whole` nodes or more than one heavy operator. The node
+    """Nested groups: the modules with more than `whole` nodes or more than one heavy operator. The node
     `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/layer.0/attention/self/query.
 
-    A node without a path belongs to the module of its producer, or else of its user. An elementwise operator that alone
-    uses a module's result belongs to the module.
+    A node without a path belongs to the module of its producer, else of its user; an elementwise operator that is the
+    only user of a module's result, to that module.
     """
     for vertices, neighbours in ((flow.order, flow.before), (flow.order[::-1], flow.after)):
         for node in vertices:
@@ -269,7 +266,8 @@ def _modules(flow: Flow, paths: list[Path | None], whole: int) -> Outline:
 
 
 def _move_epilogues(flow: Flow, home: list[int], parent: Sequence[int]) -> None:
-    """Move epilogues into the group that feeds them: elementwise nodes right behind it that alone use its result."""
+    """Move epilogues into the group that feeds them: elementwise nodes right behind it that are the only users of its
+    result."""
     for node in flow.order:
         if node < 0 or flow.op(node) not in ELEMENTWISE:
             continue
@@ -285,18 +283,18 @@ def _move_epilogues(flow: Flow, home: list[int], parent: Sequence[int]) -> None:
 # ---------------------------------------------------------------- groups by topology
 
 EPILOGUE = 3
-"""The most nodes that a block takes in behind the point where it converges. Chosen, not measured."""
+"""How many nodes behind the point where its branches meet a block takes in. Chosen, not measured."""
 
 NESTING = 6
-"""The most levels of blocks. Outer blocks of deeper nests are dropped, so that the work stays linear in the nodes."""
+"""The most levels of nested blocks. Outer blocks of deeper nests are dropped, so that the work stays linear."""
 
 CONTINUING = ELEMENTWISE | REARRANGES | LAST_AXIS_NORMALIZATIONS
-"""Operators that a block may take in behind its convergence."""
+"""Operators that a block may take in behind the point where its branches meet."""
 
 
 class Block(NamedTuple):
-    """The vertices at positions `start` + 1 to `end` of the depth-first order: after a divergence, to its end. It holds
-    `height` levels of blocks that are worth dividing, and is so itself unless it `is_small`."""
+    """A divergence and all up to where its branches meet: the vertices at positions `start` + 1 to `end` of the
+    depth-first order. It has `height` levels of blocks to divide, and is one itself unless it `is_small`."""
 
     start: int
     end: int
@@ -305,8 +303,8 @@ class Block(NamedTuple):
 
 
 def _blocks(flow: Flow, whole: int) -> list[Block]:
-    """The blocks of a graph, which contain each other or are disjoint, outer ones first. Those of at most `whole` nodes
-    with at most one heavy operator are small."""
+    """The blocks of a graph, nested or disjoint, outer ones first. Those of at most `whole` nodes with at most one
+    heavy operator are small."""
     ends = post_dominators(flow)
     starts_of: dict[int, list[int]] = {}
     for vertex in flow.order:
@@ -349,8 +347,8 @@ def _epilogue(flow: Flow, vertex: int) -> int:
 
 
 def post_dominators(flow: Flow) -> dict[int, int]:
-    """For each vertex that a graph output depends on, the first vertex that all its paths to the end pass; GRAPH if
-    there is none.
+    """For each vertex that a graph output depends on, the first vertex on all its paths to the end; GRAPH if there is
+    none.
 
     A path ends at a vertex without users. An output that is used further (a cache, a hidden state) does not end one.
     """
@@ -375,7 +373,7 @@ def post_dominators(flow: Flow) -> dict[int, int]:
 
 
 def _divergences(flow: Flow, blocks: Sequence[Block]) -> Outline:
-    """The blocks that are not small, as nested groups; of deep nests only the innermost levels."""
+    """Nested groups from the blocks that are not small; of deep nests only the innermost levels."""
     parent, home = [0], [0] * len(flow.model.nodes)
     for block in blocks:
         if not block.is_small and block.height < NESTING:
@@ -386,7 +384,7 @@ def _divergences(flow: Flow, blocks: Sequence[Block]) -> Outline:
 
 
 def _units(flow: Flow, blocks: Sequence[Block]) -> list[int]:
-    """For each node the last node of the outermost small block around it, or itself."""
+    """For each node the last node of the outermost small block around it, or the node itself."""
     unit, end = list(range(len(flow.model.nodes))), 0
     for block in blocks:
         if block.is_small and block.start >= end:
@@ -397,10 +395,8 @@ def _units(flow: Flow, blocks: Sequence[Block]) -> list[int]:
 
 
 def _members(flow: Flow, block: Block) -> list[int]:
-    """The nodes of a block: those that depend on its start, and those that nothing else needs.
-
-    What others share, such as a mask that happens to be made inside the interval, is not among them.
-    """
+    """The nodes of a block: those that depend on its start, and those that only these need; not what others share, such
+    as a mask that lies in the interval by chance."""
     span = flow.order[block.start + 1 : block.end + 1]
     inside = {flow.order[block.start]}
     for vertex in span:
@@ -417,10 +413,9 @@ def _members(flow: Flow, block: Block) -> list[int]:
 
 class _Clusters:
     """Sets of nodes that grow into leaves within the groups of an outline (`home`), with at most `max_size` nodes
-    unless a unit has more. Each is named after the last node of the unit that it started with.
+    unless a unit has more. Each has the number of the last node of the unit (small block) that it started with.
 
-    `units[n]` is the last node of the unit (small block) of node n; a unit whose nodes lie in several groups is
-    ignored.
+    `units[n]` is the last node of node n's unit; a unit with nodes in several groups is ignored.
     """
 
     def __init__(
@@ -444,9 +439,10 @@ class _Clusters:
         return sorted(sorted(nodes) for nodes in self._members.values())
 
     def _follow_producers(self) -> None:
-        """Join each light unit to a producer that feeds nothing else: the epilogue of a heavy operator, or a sequence.
+        """Join each unit without a heavy operator to a producer that feeds nothing else, as the epilogue of a heavy
+        operator or as a sequence.
 
-        Of several such producers, an elementwise operator joins the heavy one at the end of the longest path (a
+        With several such producers, an elementwise operator joins the heavy one at the end of the longest path (a
         residual Add is fused into the last convolution); other operators, such as Concat, start a leaf.
         """
         flow, unit_of = self._flow, self._unit
@@ -469,13 +465,14 @@ class _Clusters:
                 self._join(unit, self._cluster[self._best(sources)])
 
     def _best(self, sources: Sequence[int]) -> int:
-        """The heaviest, deepest source; of equal ones a choice by operator, so that equal blocks choose alike."""
+        """The source in a heavy cluster, else the deepest; ties are decided by operator, so that equal blocks choose
+        alike."""
         cluster, depth, texts = self._cluster, self._depth, self._structure.texts
         return max(sources, key=lambda b: (cluster[b] in self._heavy, depth[b], texts[b], b))
 
     def _join_consumers(self) -> None:
-        """Join each light cluster to its only consumer, unless it feeds activations to a heavy one, which starts a
-        leaf."""
+        """Join each cluster without heavy operator to its only consumer, unless it feeds activations to a heavy one,
+        which starts a leaf."""
         for cluster in reversed(self._in_order()):
             users = self._users(cluster, self._members[cluster])
             if cluster in self._heavy or len(users) != 1 or GRAPH in users:
@@ -491,7 +488,7 @@ class _Clusters:
         return set().union(*(self._flow.before[n] for n in self._members[cluster]))
 
     def _users(self, cluster: int, nodes: Iterable[int]) -> set[int]:
-        """The other clusters (GRAPH for a graph output) that use the results of some nodes of a cluster."""
+        """The other clusters (GRAPH: a graph output) that use results of these nodes."""
         users = set[int]()
         for n in nodes:
             users.update([self._cluster[u] for u in self._flow.after[n]])

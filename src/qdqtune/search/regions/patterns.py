@@ -1,12 +1,12 @@
-"""Patterns: regions of equal structure, and insertion points that mean the same edges in each of them.
+"""Patterns: regions of equal structure, and insertion points that mean corresponding edges in each of them.
 
-A signature is the listing of a region in canonical order (`structure`), so equal signatures are equal wiring, and the
-numbers in a point name corresponding nodes, inputs and child regions in every instance. The nodes of a composite are
-numbered over all its children; children, their inputs and their outputs in the order in which those numbers meet them.
+A signature is the listing of a region in canonical order (`structure`): equal signatures have equal wiring, and the
+numbers in a point mean corresponding nodes, inputs and child regions in every instance. The nodes of a composite are
+numbered over all its children; children, their inputs and outputs in the order of those numbers.
 
-A leaf has a point for each node input that can carry a pair, constants included, and for each output. A composite has
-one for each activation that enters a child, each constant inside (an input of a node), and each output; edges inside a
-child are left to the child's own pattern. Only points that resolve to an edge exist.
+A leaf has a point for each node input that can have a pair, constants included, and for each output. A composite has
+one for each activation that enters a child, each constant inside, and each output; edges inside a child belong to the
+child's own pattern. Points without an edge are left out.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from qdqtune.search.regions.structure import Listing
 from qdqtune.types import Edge
 
 RUN_IN_8_BITS = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
-"""Operators that engines run on quantized values."""
+"""Operators that engines run in 8 bits."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Regions of one structure, in graph order. The points are those of the first one."""
+    """Regions of equal structure, in graph order. Its points are those of the first one."""
 
     signature: str
     instances: tuple[Region, ...] = field(compare=False, repr=False)
     model: Model = field(compare=False, repr=False)
     listings: Mapping[Region, Listing] = field(compare=False, repr=False)
-    """The canonical order of the nodes of each instance."""
+    """The canonical node order of each instance."""
 
     @property
     def type(self) -> RegionType:
-        """LEAF or COMPOSITE, the same for all instances."""
         return self.instances[0].type
 
     @cached_property
@@ -48,12 +47,12 @@ class Pattern:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """All insertion points that a scheme can choose from, in canonical order."""
+        """All insertion points of the pattern, in canonical order."""
         return tuple(self.edges[self.instances[0]])
 
     @cached_property
     def edges(self) -> Mapping[Region, Mapping[Point, frozenset[Edge]]]:
-        """The edges of each point in each instance."""
+        """The edges of each point, in each instance."""
         return {region: _edges(self.model, region, listing) for region, listing in self.listings.items()}
 
     @cached_property
@@ -66,12 +65,12 @@ class Pattern:
 
 
 def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
-    """The patterns of all leaves and composites that have insertion points, in graph order of their first instances."""
+    """The patterns of all leaves and composites with insertion points, in graph order of their first instances."""
     return tuple(p for p in alike(model, regions.listings) if p.points)
 
 
 def alike(model: Model, listings: Mapping[Region, Listing]) -> tuple[Pattern, ...]:
-    """The patterns of some regions, with insertion points or without."""
+    """The patterns of these regions, also those without insertion points."""
     alike_by_signature: dict[str, dict[Region, Listing]] = {}
     for region, listing in listings.items():
         alike_by_signature.setdefault(_signature(listing, region), {})[region] = listing
@@ -81,13 +80,13 @@ def alike(model: Model, listings: Mapping[Region, Listing]) -> tuple[Pattern, ..
 
 
 def tunable(model: Model, found: Iterable[Pattern]) -> tuple[Pattern, ...]:
-    """The patterns that a search tunes: pairs cannot make the others faster. Around an operator that passes values on,
-    they can keep its neighbours from converting."""
+    """The patterns worth tuning; pairs cannot make others faster. (Around an operator that only moves data, they can
+    save its neighbours conversions.)"""
     return tuple(p for p in found if _holds(model, p.instances[0], RUN_IN_8_BITS | MOVERS))
 
 
 def is_quantizable(model: Model, region: Region) -> bool:
-    """Whether a region holds an operator on floats that engines can quantize."""
+    """Whether a region has a float operator that engines can quantize."""
     return _holds(model, region, RUN_IN_8_BITS)
 
 
@@ -106,14 +105,14 @@ def resolve(pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]
 
 
 def scheme_of(pattern: Pattern, region: Region, edges: Collection[Edge]) -> Scheme:
-    """The points of an instance whose edges are all among some edges: the inverse of `resolve`."""
+    """The points of an instance whose edges are all in `edges`: the inverse of `resolve`."""
     wanted = frozenset(edges)
     return frozenset(point for point, own in pattern.edges[region].items() if own <= wanted)
 
 
 def _children(region: Region, listing: Listing) -> dict[int, int]:
-    """Node index to the number of the child region that it is in; children are numbered as the listing meets them.
-    Nodes beside child regions are a child of their own."""
+    """For each node index the number of its child region; children are numbered in the order of the listing, and nodes
+    outside of child regions are children of their own."""
     child_of: dict[int, int] = {}
     for k, child in enumerate(region.children):
         child_of |= dict.fromkeys(child.all_nodes(), k)
@@ -134,7 +133,7 @@ def _signature(listing: Listing, region: Region) -> str:
 
 
 def _edges(model: Model, region: Region, listing: Listing) -> Mapping[Point, frozenset[Edge]]:
-    """Every point of a region that means an edge, in canonical order, with its edges."""
+    """The edges of every point of a region that has any, in canonical order."""
     child, inside = _children(region, listing), frozenset(listing.nodes)
     edges: dict[Point, set[Edge]] = {}
     entering: dict[int, dict[str, set[Edge]]] = {}

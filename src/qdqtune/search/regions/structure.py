@@ -1,8 +1,8 @@
-"""Canonical orders: the nodes of a part of the graph, numbered without names and shapes.
+"""Canonical orders: the nodes of a part of the graph, numbered independently of names and shapes.
 
-The numbers depend on operators, attributes, what each input reads and types of constants. Nodes are sorted by depth,
-then by operator and what they write and read; only what is equal in all of these keeps graph order. Inputs that may
-change places come in the order of what they read.
+The numbers depend on operators, attributes, what inputs read, and types of constants. Nodes are sorted by depth, then
+by operator, outputs and inputs; only nodes equal in all of these keep graph order. Inputs of commutative operators are
+sorted by what they read.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ TYPE_LETTERS: Mapping[int, str] = {
 }
 
 FREE = -2
-"""The role of every input that may change places with others."""
+"""The role of the inputs of a commutative operator, which may change places, and of captured tensors."""
 
 
 class Tensor(NamedTuple):
-    """What an input reads: nothing, a constant, or an activation that a node writes (`producer`) or the caller feeds
-    (-1).
+    """What an input reads: nothing, a constant, or an activation, from node `producer` or from outside the model (-1).
 
-    `position` is the tensor's number among the outputs of its producer or the inputs of the graph; `letter` stands for
-    its type, for constants with their rank.
+    `position` is its number among the outputs of the producer or the inputs of the graph; `letter` stands for its type,
+    and for constants also their rank.
     """
 
     source: Literal["missing", "constant", "activation"]
@@ -48,11 +47,8 @@ class Tensor(NamedTuple):
 
 
 class Read(NamedTuple):
-    """An input of a node, or a tensor that its bodies capture. Where it `carries`, a Q/DQ pair can stand.
-
-    `role` tells the inputs of a node apart: the number of each, or FREE in a commutative operator and for captured
-    tensors.
-    """
+    """An input of a node, or a tensor that its subgraphs capture. `carries`: a Q/DQ pair can stand there. `role` is the
+    number of the input, or `FREE`."""
 
     tensor: Tensor
     role: int
@@ -112,9 +108,9 @@ def _attribute(value: object) -> str:
 class Listing:
     """A part of the graph in canonical order.
 
-    `nodes` are node indices; `reads[k]` is what the k-th reads in the order of the file, `orders[k]` its canonical
-    order. `borders` are the activations that enter, `exits` the outputs that leave, as (canonical node number, output
-    number). `lines` describe all of it as text: if they are equal, equal numbers correspond.
+    `nodes` are node indices; `reads[k]` are the inputs of the k-th in file order, `orders[k]` their canonical order.
+    `borders` are the activations from outside, `exits` the outputs used outside, as (canonical node number, output
+    number). `lines` describe all of it as text: if two listings have equal lines, equal numbers correspond.
     """
 
     nodes: tuple[int, ...]
@@ -126,8 +122,7 @@ class Listing:
 
 
 class Structure:
-    """The nodes of a model as they enter signatures, made once per model in linear time, with canonical orders of its
-    parts."""
+    """A model's nodes prepared for canonical orders of its parts, in linear time."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -141,7 +136,7 @@ class Structure:
         self.tensors[""] = Tensor("missing", "", "")
         self.users = defaultdict[str, list[int]](list)
         self.carriers = defaultdict[str, list[int]](list)
-        """By tensor those of its users (GRAPH is the graph) where a Q/DQ pair can stand."""
+        """For each tensor, the users (GRAPH: a graph output) in front of which a pair can stand."""
         self.reads = tuple(map(self._reads, model.nodes))
         for tensor in model.outputs:
             self._use(tensor, GRAPH, carries=can_carry(model, tensor, GRAPH, 0))
@@ -164,7 +159,8 @@ class Structure:
             self.carriers[tensor].append(user)
 
     def type_letter(self, tensor: str) -> str:
-        """The class of a tensor's type: `f` float that can be quantized, `d` double, `i`, `b`, `s`, or `?`."""
+        """The class of a tensor's type: `f` for floats that can be quantized, `d` double, `i` integer, `b` bool, `s`
+        string, or `?`."""
         info = self.model.tensors.get(tensor)
         if info is None:
             return "?"
@@ -179,7 +175,8 @@ class Structure:
             levels[depth[node]].append(node)
 
         def written(node: int) -> str:
-            """Of each output the type, and ! (a use outside can carry a pair) or ' (none can)."""
+            """For each output its type; followed by ! if uses outside can have a pair, by ' if there are uses but none
+            can."""
             texts = []
             for name in self.model.nodes[node].outputs:
                 text = self.tensors[name].letter or "_"
@@ -189,7 +186,8 @@ class Structure:
             return ",".join(texts)
 
         def rank(tensor: Tensor) -> tuple[int, int, int, str]:
-            """Numbered nodes come first, then numbered borders, other borders by their producers, constants."""
+            """The order in which inputs of a node are listed: results of numbered nodes, numbered tensors from outside,
+            other tensors from outside, constants."""
             if tensor.producer in number:
                 return 0, number[tensor.producer], tensor.position, ""
             if tensor.name in border:
