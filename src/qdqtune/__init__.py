@@ -45,7 +45,7 @@ _HOMES = {
     **dict.fromkeys(("apply", "build", "check", "compare", "explain", "inspect", "layers", "tune", "verify"), "api"),
     "quantize": "autotune.quantization:either",
 }
-"""Public names by module: each is imported when somebody asks for it, since numpy and onnx take their time."""
+"""Public names by module; each is imported when first used, since numpy and onnx are slow to import."""
 
 __all__ = [*_HOMES, "__version__"]
 

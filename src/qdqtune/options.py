@@ -307,7 +307,7 @@ def number(
 
 COUNT = partial(number, least=1, make=int, metavar="N")
 LIMIT = partial(number, words=("auto", "none"))
-"""A number; `none` for no limit; or `auto` for the usual limit."""
+"""An option that takes a number, `none` for no limit, or `auto` for the default limit."""
 
 
 # Annotations of options that take other types than they give

@@ -400,7 +400,7 @@ class Trial:
     layers: tuple[Layer, ...] | None = None
     metric: float | None = None
     holds: bool | None = None
-    """Whether the candidate holds the user's limits; None if that was not measured, and then it never ships."""
+    """Whether the candidate is within the user's limits; None if that was not measured, and then it never ships."""
     accepted: bool = False
 
     @property
@@ -435,14 +435,16 @@ class Workload:
 
 
 Mix = tuple[Workload, ...]
-"""The workloads of a model, each at every number of threads. The time of a call is the mean over them by shares."""
+"""The workloads of a model, each at every number of threads. The latency of a model is their mean, weighted by
+shares."""
 
 QuantType = Literal["int8", "fp8"]
 Sample = dict[str, Array]
 
 
 LONG_INFERENCE = 0.04
-"""Seconds from which on inferences have one turn in a round, as disturbances average out. Chosen, not measured."""
+"""Inferences of this many seconds or more get one turn in a round, as disturbances average out. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ PATHS = {
     "torch_region_builder": "region_search",
     "utils": "__main__",
 }
-"""ModelOpt's modules whose names stand in another module here."""
+"""ModelOpt's module names, with the module here that has their contents."""
 
 __all__ = [*_HOMES]
 

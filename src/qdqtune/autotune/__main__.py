@@ -106,7 +106,7 @@ MODE_PRESETS = {
     "default": {"schemes_per_region": 50, "warmup_runs": 50, "timing_runs": 100},
     "extensive": {"schemes_per_region": 200, "warmup_runs": 50, "timing_runs": 200},
 }
-"""What the modes mean to `apply_mode_presets`. `python -m qdqtune.autotune` limits builds besides (`EFFORTS`)."""
+"""Values that `apply_mode_presets` sets for each mode. `python -m qdqtune.autotune` also limits builds (`EFFORTS`)."""
 
 
 def get_parser() -> argparse.ArgumentParser:

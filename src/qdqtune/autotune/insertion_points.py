@@ -148,7 +148,7 @@ class ChildRegionOutputInsertionPoint(InsertionPoint, frozen=True):
 
 
 RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
-"""The name that earlier versions of ModelOpt give it."""
+"""The name in earlier versions of ModelOpt."""
 
 
 class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_points"}):
@@ -275,7 +275,7 @@ class RegionPattern:
     signature: str = field(compare=False)
     size: int = field(default=0, compare=False)
     digest: str = ""
-    """16 hex digits that stand for the signature, as in the search's pattern."""
+    """16 hex digits of a hash of the signature, as in the search's pattern."""
 
     def __post_init__(self) -> None:
         if not self.digest:

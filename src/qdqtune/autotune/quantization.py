@@ -24,13 +24,13 @@ IDLE = frozenset({
     "calibration_eps", "keep_intermediate_files", "log_level", "simplify", "trt_rtx_backend", "trust_calibration_data",
     "trust_remote_code", "use_external_data_format",
 })  # fmt: skip
-"""Keywords whose value does not change what is written here."""
+"""Keywords of ModelOpt that have no effect here."""
 
 USUAL = {"mha_accumulation_dtype": "fp16", "passes": ["concat_elimination"]}
-"""Keywords that ModelOpt gives other values than nothing by default."""
+"""ModelOpt's defaults of keywords, where they are not None or empty."""
 
 METHODS = {"max": "minmax", "entropy": "mse"}
-"""What stands for ModelOpt's ways of calibration."""
+"""ModelOpt's calibration methods, with those that replace them."""
 
 
 def quantize(

@@ -40,7 +40,7 @@ def inspect_region_search(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program shows the regions that a run tunes. Gives 0, or 1 where it fails."""
+    """Print the regions that a run tunes. The exit code is 1 if that fails."""
     parser = argparse.ArgumentParser("python -m qdqtune.autotune.region_inspect", description=main.__doc__)
     parser.add_argument("-m", "--model", "--onnx_path", dest="onnx_path", required=True)
     parser.add_argument("--max-sequence-size", "--max_sequence_size", type=int, default=10)

@@ -23,7 +23,7 @@ from qdqtune.search.regions.structure import Listing, Structure
 from qdqtune.tuning.subgraph_groups import borders
 
 GraphLike = Any
-"""A model of the core, an ONNX model, or a graph of GraphSurgeon, a library that is never imported here."""
+"""A `Model`, an ONNX model, or a GraphSurgeon graph, whose library is never imported here."""
 
 
 class AutotunerError(InputError): ...

@@ -62,7 +62,7 @@ from qdqtune.types import Layer, Placement, QuantType, Trial
 log = logging.getLogger("qdqtune.autotune")
 
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
-"""Where TensorRT keeps kernel times if no file is named. Other engines do not care what lies there."""
+"""Where TensorRT keeps kernel times if no file is named. Other engines ignore it."""
 
 
 OF_TUNE = options_of(TuneArguments)

@@ -20,7 +20,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE, INTEGER_KERNELS, is_float
 
 LEAST_SCALE = 1e-20
-"""A smaller number is no scale: a line that is cut short has at most seven digits left, which is below 3e-29."""
+"""Smaller numbers are no scales: a truncated line has at most seven hex digits, which read as less than 3e-29."""
 
 CACHE_STEPS = 127
 """The largest absolute value in steps of TensorRT's scale."""

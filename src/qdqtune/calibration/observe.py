@@ -28,15 +28,15 @@ from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array, Sample
 
 BATCH_BYTES = 2**29
-"""Bytes of values that one inference returns, if no single tensor is larger. Chosen, not measured."""
+"""Bytes of values that one inference returns at most, unless a single tensor is larger. Chosen, not measured."""
 
 MOST_OPTIMIZED = 4000
 """Models of more nodes are run without optimization: ONNX Runtime's time for it grows with the square of the nodes."""
 
 
 MOST_AT_ONCE = 4
-"""Samples that run at the same time, where there are so many cores: the threads of one inference wait for each other
-after each operator, inferences do not, but each takes memory. Chosen, not measured."""
+"""Samples that run at the same time, given as many cores: the threads of one inference wait for each other after each
+operator, separate inferences do not, but each takes memory. Chosen, not measured."""
 
 Outputs = list[dict[str, Array]]
 """The outputs by name, for each sample."""

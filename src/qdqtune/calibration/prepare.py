@@ -29,18 +29,18 @@ LEAST_JUDGED = 8
 """The least number of held-out samples to compare outputs on: scales that differ by 4e-7 moved one sample by 10 dB."""
 
 MOST_JUDGED = 256
-"""Samples to compare outputs on by default, if the model is small. A limit of 98 % passes 79 % of all files whose true
-share is 95 %, by 32 first choices; by 256 it passes 17 %."""
+"""Samples to compare outputs on by default, if the model is small. Of files with a true agreement of 95 %, a limit of
+98 % passes 79 % if judged by 32 best classes, 17 % if by 256."""
 
 USUAL_JUDGED = 32
-"""Samples that larger models get, too, see `JUDGED_WORK`. Chosen, not measured."""
+"""Samples to compare outputs on for larger models, within `JUDGED_WORK`. Chosen, not measured."""
 
 JUDGED_WORK, MORE_WORK = 5e10, 2e10
-"""Multiplications that comparing outputs may take, if `LEAST_JUDGED` samples do not need more: a few seconds on a core;
-and on more than `USUAL_JUDGED` samples. Chosen, not measured."""
+"""Multiplications that comparing outputs may take (a few seconds on a core), beyond `LEAST_JUDGED` samples; and beyond
+`USUAL_JUDGED` samples. Chosen, not measured."""
 
 JUDGED_BYTES = 2.0**27
-"""Bytes of the outputs that are compared on more than `USUAL_JUDGED` samples. Chosen, not measured."""
+"""Most bytes of outputs to compare, beyond `USUAL_JUDGED` samples. Chosen, not measured."""
 
 
 @dataclass(frozen=True)

@@ -113,14 +113,14 @@ def _read_object(path: Path | None) -> dict[str, Any]:
 # ---- pictures
 
 WITHOUT_EFFECT = frozenset({"do_convert_rgb", "do_pad", "do_reduce_labels", "do_convert_annotations"})
-"""Steps that say nothing of one picture's numbers: channels are as the model wants them, padding is for pictures of
-different sizes, the others are for labels."""
+"""Steps that do not change the numbers of a single picture: channels follow from the model's input, padding is for
+pictures of different sizes, the others are for labels."""
 
 UNKNOWN_SIZES = ("keep_aspect_ratio", "ensure_multiple_of", "size_divisor", "crop_pct", "pad_size")
-"""Other ways to resize, which are not done here."""
+"""Ways to resize that are not supported."""
 
 BILINEAR = 2
-"""Pillow's number of the filter, which Transformers takes where a file names none."""
+"""Pillow's number of the filter that Transformers uses by default."""
 
 
 class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,11 +245,11 @@ def _resized(height: int, width: int, size: Mapping[str, int | None], origin: Pa
 IDS, MASK, TYPES, POSITIONS, PAST = "input_ids", "attention_mask", "token_type_ids", "position_ids", "past_key_values."
 
 OTHER_NAMES = {"input_mask": MASK, "segment_ids": TYPES}
-"""What some exporters name these inputs."""
+"""Names that some exporters give these inputs."""
 
 USUAL_TOKENS, MOST_TOKENS = 512, 10**6
-"""Texts are cut at so many tokens where nothing says how many the model takes. Transformers writes numbers above
-`MOST_TOKENS` for no limit. Chosen, not measured."""
+"""Texts are cut at `USUAL_TOKENS` if no file names the model's limit. Transformers writes numbers above `MOST_TOKENS`
+for no limit. Chosen, not measured."""
 
 
 def texts_for(specs: Sequence[InputSpec], places: Sequence[Path], source: Path) -> tuple[InputSpec, Maker]:

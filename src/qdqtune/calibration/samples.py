@@ -28,10 +28,10 @@ from qdqtune.system.writing import named
 from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
-"""One sample of so many is held out of calibration. Chosen, not measured."""
+"""One in this many samples is held out of calibration. Chosen, not measured."""
 
 LABELS = "labels"
-"""An array of this name beside the inputs holds what is right for each sample (see `numerics.metrics`)."""
+"""The array with this name next to the inputs in an .npz has the labels (see `numerics.metrics`)."""
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,8 @@ measured."""
 
 
 LEAST_SECONDS = 1.0
-"""How long code of the user may take, and a file that is read, although the time budget is over: so that a short budget
-on a busy machine still gets its first sample. Chosen, not measured."""
+"""Seconds that code of the user, or reading a file, may take even after the end of the time budget, so that a short
+budget on a busy machine still gets its first sample. Chosen, not measured."""
 
 
 class TooSlow(BadData):

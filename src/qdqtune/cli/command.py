@@ -20,7 +20,7 @@ from qdqtune.errors import QdqtuneError
 from qdqtune.options import REQUIRED, SWITCH, Group, Option, Options, options_of
 
 NAME_COLUMNS = 32
-"""Columns of an option's name."""
+"""Width of the column with option names in `--help`."""
 
 
 class Terminal(Options):

@@ -40,7 +40,7 @@ from qdqtune.system.interpreter import end_group, python
 from qdqtune.timing.ratios import speed
 
 CODES = (0, 3, 4)
-"""Exit codes of runs that came to their end, the best first; every other one is worse than these."""
+"""Exit codes of completed runs, the best first; all others are worse."""
 
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db", "accuracy")
 

@@ -32,7 +32,7 @@ EXIT_CODES = {
     DEFECT: "A defect of qdqtune.",
     INTERRUPTED: "Interrupted.",
 }
-"""What the exit codes of all commands mean."""
+"""The meaning of the exit codes of all commands."""
 
 COMPLETING = "_QDQTUNE_COMPLETE"
 """The environment variable of click: `_QDQTUNE_COMPLETE=bash_source qdqtune` prints what makes bash complete options,

@@ -70,10 +70,10 @@ SHORT = 7
 """Words of up to so many characters are not broken in columns."""
 
 WIDE = 10_000
-"""Columns where there is no terminal, so that no table is cut."""
+"""Width in characters if output is no terminal, so that no table is cut."""
 
 LONG_CELL = 60
-"""There columns with cells of several words have about so many characters."""
+"""Width in characters at which long cells wrap if output is no terminal."""
 
 
 def present(done: Shown, *, as_machine: bool) -> int:

@@ -24,7 +24,7 @@ STDOUT, STDERR = 1, 2
 """File descriptors of the standard streams."""
 
 BEGUN = "qdqtune.begun"
-"""Where click's context keeps when the command line was entered, by `time.monotonic`."""
+"""The key in click's context for the start of the command, by `time.monotonic`."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""

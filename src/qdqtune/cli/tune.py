@@ -123,7 +123,7 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
 
 
 MOST_CHARACTERS = 300
-"""Most characters of what is said of a wrong value: a file may hold any text."""
+"""Most characters of an error about a wrong value: a file may hold any text."""
 
 KEYS = {"model": "model"} | {
     flag.lstrip("-"): name for name, flag in flags_of(TuneArguments).items() if name not in options_of(Terminal)
@@ -132,7 +132,7 @@ KEYS = {"model": "model"} | {
 
 
 TEXTS = ("calibration_data", "evaluate", "labels")
-"""Options that take objects in Python, of a file only texts."""
+"""Options that may be objects in Python, but only texts in a file."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

@@ -65,10 +65,10 @@ from qdqtune.tuning.shipping import Compared
 from qdqtune.types import Accuracy, Mix, Sample, Workload
 
 Outcome = Literal["holds", "undecided", "missed", "failed"]
-"""Of a limit, the best first: "undecided" where the measurement cannot tell, "failed" where there is none."""
+"""Outcomes of a limit, the best first: "undecided" if the interval contains it, "failed" if there is no measurement."""
 
 RUNS = "runs"
-"""The limit that a file misses which the engine does not run."""
+"""The name of the limit that a file misses if the engine cannot run it."""
 
 
 DEFAULT_ROUNDS = 24
@@ -526,7 +526,7 @@ def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> R
 
 
 TAGS: Mapping[Outcome, str] = {"undecided": "skipped", "missed": "failure", "failed": "error"}
-"""What JUnit calls an outcome."""
+"""JUnit's elements for outcomes."""
 
 
 BEGINNING = "<!-- made by qdqtune -->"

@@ -47,7 +47,7 @@ from qdqtune.types import Array, Sample, noise_of, sqnr_of
 # The limits are chosen, not measured.
 
 WORST = 10
-"""Most tensors that a report lists, and that are suspected of a fault."""
+"""Most tensors that a report lists, or that `debug` removes to find the guilty ones."""
 
 TENTH_DB = 10.0
 """A tensor makes a tenth of the error or more if its SQNR is at most `TENTH_DB` above that of all pairs together."""
@@ -56,7 +56,7 @@ LOUDEST = 999.0
 """The largest noise of finite outputs."""
 
 OFF = 0.05
-"""Two ranges are alike if they differ by less than this share of the tensor's range."""
+"""Two ranges count as equal if they differ by less than this share of the tensor's range."""
 
 COARSE = 3.0
 """A pair's range is too wide if it is this many times that of the float tensor: it wastes more than a bit."""

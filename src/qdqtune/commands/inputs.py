@@ -108,7 +108,7 @@ FIXED = VALUES(
     "Model",
     flags="--fix-input",
 )
-"""Of commands that read files which tune may have written."""
+"""An option of commands that read files which `tune` may have written."""
 
 
 def execution_of(options: Options, begun: float | None = None) -> Execution:

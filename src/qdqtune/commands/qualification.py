@@ -57,11 +57,11 @@ RUNS = 5
 """Profiled inferences of a file. Chosen, not measured."""
 
 FLOAT_DB, LOST_DB = 40.0, 3.0
-"""The least SQNR of float outputs, which TF32 and float16 reach; and how far the SQNR of a quantized model may be below
-that of the simulation, of which what lies above `FLOAT_DB` is not asked for. Chosen, not measured."""
+"""The least SQNR in dB of float outputs, which TF32 and float16 reach; and by how much the SQNR of a quantized model
+may be below the simulation's (or below `FLOAT_DB`, if that is less). Chosen, not measured."""
 
 STRANGE = 0.1
-"""The largest share of the time that rows of a profile may take that fit no layer. Chosen, not measured."""
+"""The largest share of the time for rows of a profile that belong to no layer. Chosen, not measured."""
 
 OPEN, SIZES = "tokens", ((2, 64, 128), (4, 96, 128), (8, 128, 128))
 """The input of the graph with dynamic shapes, and its smallest, usual and largest sizes."""
@@ -71,7 +71,7 @@ SAMPLES, WIDTH, SIDE, HEADS, ROWS = 8, 64, 28, 4, 128
 engines. Chosen, not measured."""
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
-"""Of models as text: with LayerNormalization, and for TensorRT 8.6 as well."""
+"""Header of models in ONNX's text format: new enough for LayerNormalization, old enough for TensorRT 8.6."""
 
 PLAIN = "convolutions"
 

@@ -94,8 +94,8 @@ from qdqtune.tuning.subject import SamplesInTime, part_of
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, QuantType
 
 HALF_SHARE, CALIBRATION_SHARE, COMPARING_SHARE = 0.25, 0.7, 0.6
-"""The share of the time left that the ranges of half precision may take, then calibration, then the comparison of
-outputs. Chosen, not measured."""
+"""Shares of the remaining time for the ranges of half precision, then calibration, then comparing outputs. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Shown:
     """A result of a command, which shows itself in Python, in notebooks and on a terminal."""
 
     notes: tuple[str, ...] = ()
-    """What the user should know besides."""
+    """Notes for the user."""
 
     @property
     def exit_code(self) -> int:

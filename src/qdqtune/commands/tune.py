@@ -39,9 +39,9 @@ Preset = Literal["quick", "default", "extensive"]
 
 
 FEW_LOOKS, FEW_LOOKS_ERROR = (7, 20), 0.02
-"""Rounds after which a candidate is judged, and the error probability of its comparison, where rounds take too much of
-the time: on engines that start a process for each turn, and in a short time budget. There a false win costs a proof,
-which is as strict as everywhere."""
+"""Numbers of rounds after which a candidate is judged, and the error probability of that, where rounds are expensive:
+on engines that start a process for each turn, and with a short time budget. A false win only costs a failed proof,
+which is as strict as ever."""
 
 SHORT_BUDGET = 120.0
 """A time budget of at most so many seconds is short. Chosen, not measured."""

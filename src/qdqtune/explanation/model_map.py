@@ -21,13 +21,13 @@ LONGEST = 200
 """Most groups in a block that repeats."""
 
 LEAST_REPEATED = 6
-"""Fewest groups that one row stands for where a block repeats. Chosen, not measured."""
+"""Fewest groups in all repeats of a block that become one row. Chosen, not measured."""
 
 BARS = 24
 """Most groups in the chart of times; one more bar is for all others."""
 
 USUAL, MOST = 6, 40
-"""From how many groups on a row ends where a module does, and how many it has at most. Chosen, not measured."""
+"""A row ends at the end of a module from `USUAL` groups on, and at `MOST` groups anyway. Chosen, not measured."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from qdqtune.tuning.store import job_of
 from qdqtune.types import EQUAL_DB, CostsByRule, Measurement, sqnr_of
 
 OWN = "your Q/DQ file"
-"""The name of what ships beside the float model, if that is the user's file with its pairs."""
+"""The name of the file that ships, if it is the user's Q/DQ file."""
 
 
 @dataclass(frozen=True)

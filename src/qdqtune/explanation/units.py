@@ -67,16 +67,16 @@ IN_ADVANCE = "computed in advance"
 """The state of a unit that the engine computes when it is built, not in an inference."""
 
 NOISE = 0.02
-"""A change of the latency by up to this share is not told from none: builds of one file differ by that."""
+"""Relative changes of the latency up to this count as noise: builds of the same file differ as much."""
 
 CLEAR = 0.05
-"""An estimate tells a figure, or that 8 bits are slower, from this share of the latency on, or from that by which the
-comparisons of the run are uncertain. Chosen, not measured."""
+"""An estimated change gets a figure, or counts as slower, above this share of the latency or the uncertainty of the
+run's comparisons, whichever is larger. Chosen, not measured."""
 
 
 APART = 0.15
-"""Up to this share of the latency, nodes that are alike differ by themselves: in runs that nothing disturbed it was at
-most 0.1, in disturbed ones 0.4 and more."""
+"""If times of like nodes differ by more than this share of the latency, something disturbed the run: undisturbed runs
+had at most 0.1, disturbed ones 0.4 and more."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class _Table:
         formats = {number: weight_format.name for number, weight_format in self._decision.weight_formats}
         self._states = states | reported | formats
         self._twins = defaultdict[str, frozenset[int]](frozenset)
-        """By kind, the units in float that might be in 8 bits."""
+        """Numbers of the units in float that could be in 8 bits, by kind (equal operators and shapes)."""
         for unit in self.parts.units:
             if unit.inputs and self._states[unit.number] == "float" and unit.number not in quantized:
                 self._twins[unit.kind] |= {unit.number}

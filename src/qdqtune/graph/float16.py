@@ -43,8 +43,8 @@ TYPE_ATTRIBUTES = frozenset({"dtype", "to"})
 """Attributes that name the type of a result."""
 
 COMPARISONS = frozenset({"Max", "Min"})
-"""Operators on the converter's list of unsafe ones that are converted all the same: their result is one of their
-inputs, so that they do not round, and kernels for half precision exist since opset 12."""
+"""Operators that are converted although the converter's list calls them unsafe: their result is one of their inputs, so
+they do not round, and kernels for half precision exist since opset 12."""
 
 
 def load_for(

@@ -25,14 +25,14 @@ INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueErro
 """What onnx's C++ code raises: its error classes share no base."""
 
 WEIGHT_OPS = COPIES | ARITHMETIC | {"Concat", "Pow", "ReduceL2", "ReduceSum", "Slice", "Sqrt"}
-"""Operators through which exporters hand weights to products: other orders, shapes and types, and norms of weights."""
+"""Operators that exporters put between weights and products: changes of order, shape and type, and norms of weights."""
 
 MOST_GROWTH = 4
-"""How many times the bytes of the constants behind it a weight may take, as 8 bits do in float32: an expression that
-repeats values stays one, as the file would grow."""
+"""A computed weight may have up to this many times the bytes of its constants (8 bits to float32); if it has more,
+because values repeat, it is not computed, as the file would grow."""
 
 MOST_COMPUTED_BYTES = 2**20
-"""Bytes of the inputs, and of a result at 8 bytes a value, up to which a node is computed. Chosen, not measured."""
+"""Nodes are computed if inputs, and results at 8 bytes a value, have up to this many bytes. Chosen, not measured."""
 
 
 def weights_computed(model: Model) -> Model:

@@ -20,7 +20,7 @@ INTEGER = frozenset({
     "ConvInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat",
     "QAttention", "QGemm",
 })  # fmt: skip
-"""Operators of models that were quantized dynamically or operator by operator, besides those named QLinear..."""
+"""Integer operators of models that are already quantized; those named QLinear... also are."""
 
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 COMPUTE = CONVOLUTIONS | {"Gemm", "MatMul"}
@@ -75,7 +75,7 @@ FUSED_POINTWISE = POINTWISE | {"Abs", "Exp", "Neg", "Reciprocal"}
 ELEMENTWISE = POINTWISE | {
     "Cast", "Celu", "FastGelu", "Identity", "Mean", "QuickGelu", "Sum", "Swish", "Where",
 }  # fmt: skip
-"""Operators that belong to the leaf region in front of them. The set is not FUSED_POINTWISE only because other members
+"""Operators that join the leaf region in front of them. Other members than FUSED_POINTWISE's only because a change
 would change regions, and so the digests in caches and state files."""
 
 COMMUTATIVE = frozenset({

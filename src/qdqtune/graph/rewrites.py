@@ -112,7 +112,7 @@ def product(model: Model, tensor: str) -> tuple[float, list[str], list[str]]:
 
 
 Gate = tuple[str, float]
-"""The tensor x that a gate(x) reads, and the number that x gate(x) is multiplied with."""
+"""The tensor x that a gate(x) reads, and the constant factor of x * gate(x)."""
 
 
 def gelu_gate(model: Model, tensor: str) -> Gate | None:
@@ -232,7 +232,7 @@ def _is_close(value: float, wanted: float) -> bool:
 
 
 FOLD = "fold"
-"""The rewrite that runs make by default: the nodes that it removes would need pairs of their own."""
+"""The rewrite that is always on by default: the nodes that it removes would need pairs of their own."""
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,17 @@ from qdqtune.numerics.scores import Scores, agrees, independent, scores_of
 from qdqtune.types import Accuracy, Array
 
 FLOOR_DB = 20.0
-"""Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. Of classifiers, files
-with 25 dB lose nothing in the mean, with 20 to 25 dB 0.2 points of top-1 and at most 0.7, with 15 to 20 dB 0.9 and 2.5;
-with less all lose more (benchmarks/labels.py). Both the default of `min_sqnr` and the level below which users are
-warned."""
+"""Output SQNR in dB below which a model is not to be trusted: an error of a tenth of the signal. Quantized classifiers
+above 25 dB lose no top-1 accuracy on average; from 20 to 25 dB 0.2 points (at most 0.7), from 15 to 20 dB 0.9 (2.5);
+below that all lose more (benchmarks/labels.py). The default of `min_sqnr`, and the level for warnings."""
 
 APART_DB = 10.0
-"""The SQNR of a single sample may be so many dB below that of all together. Chosen, not measured."""
+"""How far the SQNR of a single sample may be below that of all together, in dB. Chosen, not measured."""
 
 MOST_EQUAL = 0.98
-"""The least share of first choices, and of integers in outputs, that must equal those of the float model. Of 212 files
-of classifiers with a larger share none surely lost more than 0.3 points of top-1, and the mean lost nothing; at 95 to
-98 % it lost 0.5. A share of 0.99 refuses half of the files that lost next to nothing (benchmarks/labels.py)."""
+"""The least share of best classes, and of integers in outputs, that must be as in float. Of 212 quantized classifiers
+above it, none surely lost more than 0.3 points of top-1 accuracy, and none on average; at 95 to 98 % the mean loss was
+0.5. A limit of 0.99 would refuse half of the files with almost no loss (benchmarks/labels.py)."""
 
 NOT_FINITE = Failure("output", "the outputs hold NaN or infinite values")
 
@@ -233,20 +232,21 @@ def spread_of(accuracy: Accuracy) -> str:
 # The limits below are chosen, not measured, unless they say so.
 
 LOST_DB = 6.0
-"""Below this SQNR a slice is lost, if the whole output has `HIDING_DB` or more: its error is half of it."""
+"""A slice counts as destroyed below this SQNR (an error of half its values), if the whole output has `HIDING_DB` or
+more."""
 
 HIDING_DB, FAR_DB = 20.0, 16.0
-"""The SQNR from which on an output seems healthy as a whole, and how far below it a lost slice lies. In healthy files
+"""The SQNR from which an output looks healthy as a whole, and how far below it a destroyed slice is. In healthy files
 of nine trained models for four engines, the worst slice was at most 13.6 dB below the whole."""
 
 MOST_SLICES = 4096
-"""Axes with more indices hold positions, and no parts."""
+"""Axes with more indices than this are positions, not parts, and are not compared slice by slice."""
 
 LEAST_VALUES = 16
-"""A slice tells something if it has so many values in all samples together."""
+"""Slices with fewer values in all samples together are not judged."""
 
 RESOLVED = 1e-6
-"""What is smaller than this share of the rest is rounding of floats, as where a channel is never used."""
+"""Slices whose values are smaller than this share of the largest are float rounding errors, as of unused channels."""
 
 VARIES = 1e-5
 """Values vary if their standard deviation is more than this share of their size."""
@@ -257,11 +257,11 @@ bits destroys only what is about 100 times smaller. The largest gap seen within 
 between two states of a healthy file."""
 
 LEAST_SHARE = 1 / 16
-"""Smaller slices are a quantity of their own if they are at least this share of all; fewer are channels that are hardly
-used. Of a box, ten coordinates of landmarks and a score, the score is one of 15."""
+"""Slices of smaller size are a quantity of their own if they are at least this share of all; fewer are channels that
+are hardly used. In a box with ten coordinates of landmarks and a score, the score is one of 15."""
 
 NEVER = 0.01
-"""A probability that never exceeds this is that of a class that the samples do not have."""
+"""The class of a probability that never exceeds this is not in the samples."""
 
 
 class Slice(NamedTuple):

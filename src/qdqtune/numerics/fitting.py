@@ -39,10 +39,10 @@ from qdqtune.placement.possible import BiasedLayer, biased_layers
 from qdqtune.types import Array, Deaf, Edge, Listener, NumericFormat, Placement, Sample
 
 BIAS_SAMPLES = 64
-"""Samples of calibration that biases are corrected by, if `MOST_SECONDS` allow so many; `LEAST_SAMPLES` in any case."""
+"""Most calibration samples used to correct biases. `MOST_SECONDS` may allow fewer, but not below `LEAST_SAMPLES`."""
 
 BIAS_RUNS = 4
-"""Inferences for each of them: of the float model; with ranges alone; with what biases lack; with corrected biases."""
+"""Inferences for each of these samples: float; quantized; with centred means; with corrected biases."""
 
 LEAST_SAMPLES = 4
 

@@ -37,7 +37,7 @@ FLOAT16_MAX = 65504.0
 """The largest number of float16."""
 
 HEADROOM = 2
-"""By what factor real values may exceed those on the samples. Chosen, not measured."""
+"""By what factor values in use may exceed those on the samples. Chosen, not measured."""
 
 FLOAT16_MIN_NORMAL = 2.0**-14
 """The smallest normal number of float16."""
@@ -235,7 +235,7 @@ def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Mo
     nodes: list[onnx.NodeProto] = []
     constants: dict[str, Constant] = {}
     read_low: dict[str, str] = {}
-    """What nodes in half precision read in place of tensors."""
+    """What nodes in half precision read instead: rounded tensors by original name."""
 
     def is_read_low(tensor: str, dtype: int) -> bool:
         uses = model.uses(tensor)

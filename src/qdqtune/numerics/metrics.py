@@ -41,7 +41,7 @@ Name = Literal["top1", "top5", "cosine"]
 METRICS: tuple[Name, ...] = get_args(Name)
 
 TOP = 5
-"""The classes among which top5 looks for the right one."""
+"""top5 is right if the label is among this many best classes."""
 
 
 def answer(metric: Name, output: Array) -> Array | None:
@@ -211,7 +211,7 @@ def read_labels(path: Path) -> Array:
 
 
 MOST_COUNTED = 1000
-"""Samples beyond the number of labels that are counted, to be told. Chosen, not measured."""
+"""For an error about missing labels, samples are counted up to this many. Chosen, not measured."""
 
 
 def paired(labels: Array, samples: Samples, file: str) -> Array:
@@ -303,7 +303,7 @@ class Labelled:
 
 
 Metric = Evaluation | Labelled
-"""What can be asked of a model: a function of the user, or a metric over labels."""
+"""A metric of a model: a function of the user, or one over labels."""
 
 
 def option_of(metric: Metric) -> str:

@@ -27,25 +27,26 @@ LEAST_CLASSES, LEAST_TOKENS = 8, 1000
 """The fewest classes of logits, and the fewest of them that count as a vocabulary. Chosen, not measured."""
 
 CLEAR = 0.75
-"""A preference is clear where the best logit is above the second by this many standard deviations of the row. The best
-two of 8 to 1,000 normal numbers differ by 0.5 to 0.2, those of an embedding of 96 by 0.4, and of ten classes of small
-pictures by 1.4, with a quarter of the pictures below 0.65. Chosen between them."""
+"""A preference is clear if the best logit exceeds the second by this many standard deviations of the row. For 8 to
+1,000 normal numbers the best two differ by 0.5 to 0.2, for an embedding of 96 by 0.4, for ten classes of small pictures
+by 1.4 (by less than 0.65 in a quarter of the pictures). Chosen between these."""
 
 DOUBT = 0.05
-"""A share of first choices is below its limit if a model that just holds it had so many others with less chance."""
+"""Agreement is below its limit if a model exactly at the limit would show this many differences with less
+probability."""
 
 CLEAR_SHARE = 0.1
-"""The same for probabilities: the best one is above the second by so much. Chosen, not measured."""
+"""As `CLEAR`, for probabilities: the best exceeds the second by this much. Chosen, not measured."""
 
 ROWS = 4096
-"""Rows that are looked at to tell what an output holds. Chosen, not measured."""
+"""Most rows that are examined to find out what an output holds. Chosen, not measured."""
 
 
 NONE = "none"
-"""Asks for no scores at all."""
+"""The value of `scores` that turns class scores off."""
 
 BINARY = "binary"
-"""What stands for the axis of the classes where each value by itself says yes or no."""
+"""Written in place of the axis of classes if each value is a yes/no score."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class Scores:
 
 
 NO_SCORES = Scores({}, {}, {}, why_not="best classes were not looked for")
-"""For outputs of which best classes are not asked."""
+"""Used where class scores were not asked for."""
 
 
 def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ()) -> Scores:
@@ -241,7 +242,7 @@ def _is_clear(outputs: Sequence[Array], axis: int) -> bool:
 # ---- scores of models
 
 ERROR = 0.05
-"""The chance that the loss is larger than the upper end that is told for it: one-sided 95 %."""
+"""The probability that the true loss exceeds its upper bound: one-sided 95 %."""
 
 Z2 = NormalDist().inv_cdf(1 - ERROR) ** 2
 """The square of the normal quantile for `ERROR`: 2.706."""
@@ -250,10 +251,10 @@ HITS = frozenset({"top1", "top5"})
 """Metrics whose score of a sample is 1 or 0: its answer is right or wrong."""
 
 DOUBTFUL = 0.2
-"""A float model that is right less often may have been given labels of other samples. Chosen, not measured."""
+"""If the float model is right less often than this, labels may belong to other samples. Chosen, not measured."""
 
 LEAST_CHANGED = 8
-"""Student's t wants so many samples whose scores differ. Chosen, not measured."""
+"""Student's t is used if the scores of at least this many samples differ. Chosen, not measured."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def with_integer_softmax(model: Model) -> Model:
 
 
 LEAST_DB = 40.0
-"""Both graphs compute the same: only roundings around Casts may differ. Chosen, not measured."""
+"""The least SQNR between two models that compute the same but for roundings around Casts. Chosen, not measured."""
 
 
 def check_stripped(stripped: Model, given: Model, session: Session, sample: Sample, name: str, instead: str) -> None:
@@ -174,19 +174,19 @@ def check_stripped(stripped: Model, given: Model, session: Session, sample: Samp
 # of inferences is spent. The tensors of a block that was not halved share its noise.
 
 MEASUREMENTS = 256
-"""The most blocks that are measured, whatever the size of the model. Chosen, not measured."""
+"""Most blocks to measure, whatever the size of the model. Chosen, not measured."""
 
 INFERENCES, SAMPLES = 400, 4
-"""Inferences of all measurements together: blocks of small models, which are fewer, get up to so many samples. Chosen,
-not measured."""
+"""Inferences for all measurements together, and most samples for each block, if blocks are few. Chosen, not
+measured."""
 
 CONSIDERED = 0.1
-"""Share of the inferences that may be spent on finding the noisiest samples, on which blocks are then measured: the
-noise of all samples together is mostly that of the noisiest. Chosen, not measured."""
+"""Share of the inferences for finding the noisiest samples, on which blocks are then measured: most of the noise of all
+samples comes from these. Chosen, not measured."""
 
 How = Quantization | WeightFormat | None
-"""How a tensor is rounded: with fixed scales, as a weight in a weight format, or (None) to uint8 with the scale of its
-own values, as DynamicQuantizeLinear finds it at run time."""
+"""How a tensor is rounded: with fixed scales; as a weight in a weight format; or (None) to uint8 with a scale computed
+at run time, as by DynamicQuantizeLinear."""
 
 Block = tuple[int, int]
 """Neighbouring tensors, by number: the first, and one past the last."""
@@ -194,7 +194,7 @@ Block = tuple[int, int]
 NONE: Block = (0, 0)
 
 UNBOUNDED_NOISE = 1e3
-"""The relative noise that stands for outputs which are not finite, have other shapes, or are missing."""
+"""The relative noise of outputs that are not finite, have other shapes, or are missing."""
 
 
 def sensitivities(

@@ -29,7 +29,7 @@ FUSING = TENSORRT | OPENVINO
 RTX = frozenset({"tensorrt-rtx"})
 ONNXRUNTIME = frozenset({"onnxruntime"})
 NPU = frozenset({"qnn"})
-"""Processors that compute in 8 bits first of all: floats are converted, or leave the chip."""
+"""Engines for accelerators that compute mainly in 8 bits: float operators run elsewhere or need conversions."""
 EVERY = FUSING | ONNXRUNTIME
 BOTH: frozenset[QuantType] = frozenset({"int8", "fp8"})
 INT8: frozenset[QuantType] = frozenset({"int8"})

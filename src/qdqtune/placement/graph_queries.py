@@ -15,7 +15,7 @@ SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
 """Operators that may stand between the first product of attention and its Softmax."""
 
 DIVIDES = frozenset({"Gather", "Slice", "Split"})
-"""Operators that give a part of a tensor."""
+"""Operators that return a part of a tensor."""
 
 
 @dataclass(frozen=True, eq=False)

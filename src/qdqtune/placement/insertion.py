@@ -31,7 +31,7 @@ from qdqtune.placement.weight_only import BLOCK_OPSET, FormattedWeights
 from qdqtune.types import Array, Edge, NumericFormat, Placement, WeightFormat
 
 HALF_ROUNDING = 2**-8
-"""Relative differences of scales that rounding explains: bfloat16 keeps 8 bits of a number, float16 11."""
+"""The relative difference of scales that rounding can explain: bfloat16 keeps 8 bits of a number, float16 11."""
 
 RAW_OUTPUT = "_QuantizeLinear_Input"
 """Suffix of the float tensor in front of the pair of a graph output (as in ONNX Runtime's quantize_static)."""

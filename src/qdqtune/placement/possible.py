@@ -238,7 +238,7 @@ def _quantized_weight_shape(model: Model, placement: Placement, node: Node) -> t
 
 
 NO_WIDE = "{} has no 16 bits: pairs of 16 bits have 8 here"
-"""What users are told of a placement with 16 bits on an engine without."""
+"""Told to users if a placement has 16 bits and the engine has not."""
 
 
 def wide_tensors(model: Model, placement: Placement) -> frozenset[str]:

@@ -23,10 +23,11 @@ from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 TAKES_BIAS = COMPUTE - {"MatMul"}  # MatMul has no bias input
 
 Member = str | Edge
-"""A tensor that may share a scale: an activation by name; a constant by edge, as it may be a weight elsewhere."""
+"""A tensor that may share a scale: an activation by name; a constant by edge, as another edge may use it as a
+weight."""
 
 NEAR_RANGE = 1.15
-"""Factor by which the range of a Concat's output may be wider than that of an input that takes it. See "Rewrites and
+"""Factor by which the range of a Concat's output may be wider than that of an input that adopts it. See "Rewrites and
 number formats" in the findings."""
 
 
