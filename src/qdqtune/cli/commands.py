@@ -203,7 +203,7 @@ def debug_command(options: DebugOptions, terminal: Terminal) -> int:
 
     The tensors are ranked by the error that the pairs of each alone make, as ONNX defines them. The worst are taken out
     until the outputs are healthy. A tensor is guilty if it makes a tenth of the error, and less is left without it.
-    If none is guilty, the worst are listed. It is said if the engine computes something else than the pairs define.
+    If none is guilty, the worst are listed. It also reports an engine that computes something else than pairs define.
 
     Exit code 0: the outputs are healthy; 4: they are not, whether or not a tensor is guilty; 5: ONNX Runtime does not
     run the float model, or the engine not the quantized one.
@@ -228,7 +228,7 @@ def doctor_command(options: DoctorArguments) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
     Exit code 5 only if none does. With --on: the same of another machine, or what is missing there. With --qualify:
-    what holds of our claims about an engine, checked on small graphs in some minutes; exit code 4 if one does not.
+    runs small models for some minutes to check what qdqtune requires of an engine; exit code 4 if something fails.
 
     \b
     qdqtune doctor --qualify --engine tensorrt
@@ -257,7 +257,7 @@ def explain_command(options: ExplainOptions, terminal: Terminal) -> int:
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
     Times are in ms: the measured latency of the whole model, divided among its layers as the engine reports them; each
     conversion counts with one node. For a node in float: why it is not in 8 bits (the glossary lists the reasons). If
-    its reason is time, and more than noise: how much more the model would take with it and its like in 8 bits.
+    its reason is time, and more than noise: how much longer the model would take with it and nodes like it in 8 bits.
     `measured` means that two builds differed in these nodes alone and ran in the same rounds; `estimated`, that layer
     times of several builds predict it. Nothing is run.
 
@@ -273,7 +273,7 @@ def verify_command(options: VerifyOptions, terminal: Terminal) -> int:
     """Say whether what a run has proven holds on this machine.
 
     FOLDER holds optimized_final.onnx, baseline.onnx and deploy/settings.json, as tune leaves them. The files have to be
-    the same; what engine and machine say of themselves is compared, and both models are timed as `compare` does. It
+    the same; versions and hardware are compared, and both models are timed as `compare` does. It
     holds if the tuned model is faster here at one number of threads of the proof and slower at none, and with samples
     within the limits of the run. Exit code 4: it does not hold; 3: the measurement cannot tell.
 

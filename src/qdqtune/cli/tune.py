@@ -54,7 +54,7 @@ def tune_command(options: TuneArguments) -> int:
 
     Builds candidates on the engine, times them against the float model in interleaved rounds, and writes
     optimized_final.onnx: proven faster on fresh builds, or else equal to baseline.onnx. Ctrl-C stops it, the same
-    command goes on. Exit code 3: nothing faster was found; 4: only what misses a limit.
+    command continues it. Exit code 3: nothing faster was found; 4: only what misses a limit.
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz -o out
@@ -149,9 +149,9 @@ def run_command(options: RunOptions) -> int:
     """Tune the models that a YAML file names, and say at the end what became of each.
 
     `jobs` is a list of options of tune by name, with a `model` each; `defaults` are options for all of them. A job that
-    fails does not end the others, and the same command goes on where it was stopped. The exit code is that of the worst
-    job. With --workers, so many models are tuned at a time, each on a GPU or cores of its own. A jobs file is as a
-    command line: it may name code that is run (evaluate, calibration-data, trtexec).
+    fails does not stop the others, and the same command continues where it was stopped. The exit code is that of the worst
+    job. With --workers N, N models are tuned at a time, each on its own GPU or cores. Like a command line, a jobs
+    file may name code that is run (evaluate, calibration-data, trtexec).
 
     \b
     qdqtune run jobs.yaml --json
