@@ -149,8 +149,8 @@ def run_command(options: RunOptions) -> int:
     """Tune the models that a YAML file names, and say at the end what became of each.
 
     `jobs` is a list of options of tune by name, with a `model` each; `defaults` are options for all of them. A job that
-    fails does not stop the others, and the same command continues where it was stopped. The exit code is that of the worst
-    job. With --workers N, N models are tuned at a time, each on its own GPU or cores. Like a command line, a jobs
+    fails does not stop the others, and the same command continues where it was stopped. The exit code is that of the
+    worst job. With --workers N, N models are tuned at a time, each on its own GPU or cores. Like a command line, a jobs
     file may name code that is run (evaluate, calibration-data, trtexec).
 
     \b
