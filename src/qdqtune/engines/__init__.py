@@ -116,8 +116,7 @@ def builds_for(mix: Mix) -> int:
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """Load the engine that `spec` describes into this process, which is a worker. Raises BadOption or
-    EngineUnavailable."""
+    """Load an engine into this process, which is a worker. Raises BadOption or EngineUnavailable."""
     spec = normal(spec)
     facts = spec.facts
     try:

@@ -31,8 +31,7 @@ CLASSES = frozenset({"qdqtune.types", "qdqtune.errors", "ml_dtypes"})
 
 
 class Channel:
-    """One end of two pipes; it owns their descriptors. With `asks`, it accepts plain values only, and needs a deadline
-    for each message."""
+    """One end of two pipes, which it closes. With `asks`, it accepts plain values only, and needs deadlines."""
 
     def __init__(self, reads: int, writes: int, *, asks: bool) -> None:
         self._reads, self._writes, self._is_open = reads, writes, True

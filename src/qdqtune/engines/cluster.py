@@ -131,8 +131,7 @@ class Cluster:
         return worker
 
     def _check_start(self) -> None:
-        """Raise TimeoutError if lost nodes leave no room for another worker, EngineUnavailable if this process's own
-        node is lost."""
+        """Raise TimeoutError if lost nodes leave no room for a worker, EngineUnavailable if our own node is lost."""
         own = ray.get_runtime_context().get_node_id()
         if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
             raise EngineUnavailable(NODE_LOST)
@@ -156,8 +155,7 @@ def _reason(error: RayError) -> str:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the Ray cluster at an address; `LOCAL` starts one here and stops it at the end. An existing connection
-    is reused and kept."""
+    """Connect to the Ray cluster at an address; `LOCAL` starts one for the block. Reuses an existing connection."""
     if ray.is_initialized():
         yield
         return

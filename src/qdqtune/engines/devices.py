@@ -18,8 +18,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
 LEASE_SECONDS = 30.0
-"""How long a worker waits for a device whose last process is still ending: a GPU's memory is freed late. Chosen, not
-measured."""
+"""How long a worker waits for a device in use: the memory of a GPU is freed late. Chosen, not measured."""
 
 NVIDIA_SMI_SECONDS = 30.0
 """How long nvidia-smi may take to answer. Chosen, not measured."""
@@ -29,8 +28,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """Where a worker runs: CPU cores that it does not share (none: not pinned), and the number of a GPU, "" for
-    none."""
+    """Where a worker runs: CPU cores that it does not share (none: not pinned), and a GPU's number or ""."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -52,8 +50,7 @@ ANYWHERE = Device()
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """In the block, processes that this thread starts run on these cores only. Does nothing without cores, or where the
-    system cannot pin."""
+    """Let processes that this thread starts in the block run on these cores only, if any, and if the system can."""
     if not cores or sys.platform != "linux":
         yield
         return
@@ -178,8 +175,7 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
-    """The `fields` that nvidia-smi prints for each GPU of this host, one row each, and ""; or no rows and the
-    reason."""
+    """The `fields` that nvidia-smi prints, a row for each GPU of this host, and ""; or no rows and the reason."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "no NVIDIA driver: there is no nvidia-smi"

@@ -44,8 +44,7 @@ OPTIMIZED = "an optimized ONNX file"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What is known of an engine or of an execution provider. The fields from `ep` on are for execution providers
-    only."""
+    """What is known of an engine or an execution provider. Fields from `ep` on are for providers only."""
 
     name: str  # what `engine` calls it
     module: str = "qdqtune.engines.onnxruntime"  # its `create` takes a dataclass of options, and returns the engine
@@ -78,8 +77,7 @@ class EngineFacts:
     ep: str = ""  # what ONNX Runtime calls the provider; "" for other engines
     source: str = ""  # the address of its documents; "" where nobody has looked at what it leaves to others
     plugin: str = ""
-    """The Python module of the provider's plug-in, whose `get_library_path` gives the library; "" if ONNX Runtime has
-    it built in."""
+    """The Python module of the provider's plug-in, whose `get_library_path` gives the library; "" if it is built in."""
     options: Mapping[str, str] = field(default_factory=dict)  # its own options by default
     memory: str = "cpu"  # what ONNX Runtime calls the memory of its device
     has_fixed_sizes: bool = False  # it takes models only whose sizes are all fixed
@@ -94,8 +92,8 @@ class EngineFacts:
 
     @property
     def unwatched(self) -> str | None:
-        """A warning for users of a provider that has no record here, since nobody checks what it leaves to the CPU;
-        else None."""
+        """A warning for users of a provider that has no record here, as what it leaves to the CPU is not checked; else
+        None."""
         if not self.ep or self.ep in OF_EP:
             return None
         return f"{self.ep} has no table in qdqtune: nobody looks at what it leaves to the CPU"

@@ -236,8 +236,7 @@ class CostModel:
         return [None if use.node == GRAPH else self.nodes[use.node] for use in uses]
 
     def _final_tensor(self, node: Node) -> str:
-        """The tensor that other nodes read from a node: its output, or that of the activation function fused into
-        it."""
+        """The tensor that other nodes read from a node: its output, or that of the Relu or Clip fused into it."""
         readers = self._readers(node.outputs[0])
         if node.op in COMPUTE and len(readers) == 1 and readers[0] is not None:
             return readers[0].outputs[0] if readers[0].op in CLAMPS else node.outputs[0]

@@ -1,5 +1,4 @@
-"""Which nodes an execution provider leaves to another, such as the CPU, why, and which tensors are copied between the
-two."""
+"""Which nodes an execution provider leaves to another (the CPU, say), why, and the tensors copied between them."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ FEW = 3
 
 @dataclass(frozen=True)
 class Left:
-    """A node that the provider leaves to another, and why. One that ONNX Runtime inserted has a name that the file
-    lacks."""
+    """A node that the provider leaves to another, and why. The file lacks one that ONNX Runtime inserted."""
 
     node: str
     reason: str

@@ -76,8 +76,7 @@ def library_settings(
     spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
     """The settings that the deployed script of an engine (`script_of`) passes to the vendor's library, as JSON values.
-    `described` is `Engine.describe()`, `sizes` the sizes of dynamic inputs. The fake engine's files run on ONNX
-    Runtime."""
+    `described` is `Engine.describe()`, `sizes` those of dynamic inputs. The fake engine's files run on ONNX Runtime."""
     options, facts, threads = spec.options, spec.facts, int(spec.options.get("threads", 1))
     if facts.script == "openvino":
         return {"configuration": openvino_configuration(threads, described.get("precision", "f32"))}

@@ -30,8 +30,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def architecture(machine: str | None = None) -> Architecture:
-    """The architecture of a machine name (None: this machine's), as programs see it; "" if it is not in
-    `ARCHITECTURES`."""
+    """The architecture of a machine name (None: this machine's); "" if it is not in `ARCHITECTURES`."""
     return ARCHITECTURES.get((machine or platform.machine()).lower(), "")
 
 
@@ -40,15 +39,13 @@ def processor_name() -> str:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """The processor's instruction sets, of those in `INSTRUCTION_SETS`. None under an emulator that shows those of its
-    host."""
+    """The processor's sets among `INSTRUCTION_SETS`; none under an emulator that shows those of its host."""
     flags = _cpuinfo_field("flags", "Features").split()
     return tuple(name for name in INSTRUCTION_SETS.get(architecture(), ()) if name in flags)
 
 
 def products_saturate() -> bool:
-    """Whether a sum of two uint8 x int8 products can saturate: on x86 without `DOT_PRODUCTS`, or if the processor is
-    unknown."""
+    """Whether a sum of two uint8 x int8 products can saturate: on x86 without `DOT_PRODUCTS`, or if unknown."""
     return architecture() != "ARM" and not DOT_PRODUCTS.intersection(instruction_sets())
 
 
@@ -95,8 +92,7 @@ def this_machine() -> MachineFacts:
 
 
 def simulated(name: str, machine: MachineFacts | None = None) -> str:
-    """A message if the engine only simulates its device on a machine (None: this one), so that times mean nothing; else
-    ""."""
+    """A message if the engine is a simulator on a machine (None: this one), so that times mean nothing; else ""."""
     there = machine or this_machine()
     if there.machine not in facts_of(name).simulated_on:
         return ""

@@ -51,8 +51,7 @@ NOWHERE = "constants"
 """Name of the file for the weights of an optimized model, which is deleted, as only the nodes are needed."""
 
 BLOCK = 4
-"""How many inferences run in a row with the profiler, then without it, so that drift affects both alike. Chosen, not
-measured."""
+"""Inferences in a row with the profiler, then without it, so that drift affects both. Chosen, not measured."""
 
 refusals_in_words = partial(
     translated,
@@ -110,8 +109,7 @@ def _register(provider: str, library: str) -> None:
 
 
 class OnnxRuntime:
-    """Builds each model as a session, all with the same options. `plugged_in` are the devices of a provider's
-    plug-in."""
+    """Builds each model as a session, all with the same options. `plugged_in` are a plug-in's devices."""
 
     def __init__(self, options: OnnxRuntimeOptions, plugged_in: Sequence[ort.OrtEpDevice] = ()) -> None:
         self._options, self._plugged_in = options, plugged_in
@@ -230,8 +228,7 @@ class OnnxRuntimeModel:
         return (time.perf_counter() - start) / runs
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`, from a second, profiled session in which each node has a name and a fused node is named after
-        its parts."""
+        """`Built.layers`, from a second, profiled session in which fused nodes are named after their parts."""
         model, feed = read_model(self._path), self._known_inputs(inputs)
         if self._engine.table.compiles:  # a second session tells which nodes it runs as one, its log why not others
             with TemporaryDirectory(prefix="profile-") as name:
@@ -355,8 +352,7 @@ def report(
 
 def trimmed_mean(times: Sequence[float]) -> float:
     """The mean without the `TRIMMED_SHARE` shortest and longest times. Of at most `FEW` times, which are of long
-    inferences, it leaves out the upper half: other work on the machine slows down one kernel or another in each of
-    them."""
+    inferences, it leaves out the upper half: other work on the machine slows down some kernel in each."""
     cut = int(TRIMMED_SHARE * len(times))
     end = len(times) - cut if len(times) > FEW else max(cut + 1, len(times) // 2)
     return float(np.mean(np.sort(times)[cut:end]))
@@ -365,9 +361,8 @@ def trimmed_mean(times: Sequence[float]) -> float:
 def without_overhead(
     times: npt.NDArray[np.float64], total: float, kernels: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Layer times minus an equal overhead for each of the kernel of a layer (`kernels` counts them), so that they add
-    up to `total`. At most the share `MOST_OVERHEAD` of a time is subtracted. If times add up to less than `total`,
-    nothing is."""
+    """Layer times minus an equal overhead for each kernel of a layer (`kernels` counts them), so that they add up to
+    `total`. At most the share `MOST_OVERHEAD` of a time is subtracted; nothing if they add up to less."""
     most = MOST_OVERHEAD * times
     excess = float(times.sum()) - total
     low, high = 0.0, float((most / kernels).max(initial=0.0))
@@ -406,8 +401,7 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
 
 def _claims(model: Model, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
-    """For each node of the optimized graph the model's nodes in it, found by its name or by the tensors that it
-    writes."""
+    """For each node of the optimized graph the model's nodes in it, found by its name or its outputs."""
 
     def tensor_named(name: str) -> str:
         return next((part for part in _prefixes(name) if part in model.producers or part in model.consumers), "")

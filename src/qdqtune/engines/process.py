@@ -52,8 +52,7 @@ StartWorker = Callable[[Path, Device], Worker]
 
 class Program:
     """A running command that answers messages over standard input and output; a `Worker`. It leads its own process
-    group, so that Ctrl-C does not reach it, and one kill ends all that it started. What it prints is appended to a
-    log."""
+    group, so that Ctrl-C does not reach it, and one kill ends all that it started. Its output is appended to a log."""
 
     location = ""
 

@@ -44,7 +44,7 @@ SSH = (
     "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4",
     "-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", "ControlPath=~/.ssh/qdqtune-%C",
 )  # fmt: skip
-"""The SSH command: it never asks for a password, ends when the network is gone for a minute, and all workers share one
+"""The SSH command: it never asks for a password, ends if the network is gone for a minute; all workers share a
 connection."""
 
 START_SECONDS = 90.0
@@ -202,8 +202,7 @@ class FarWorker:
 
 
 def greeting(program: Program, limit: float) -> dict[str, Any]:
-    """Read the first message of a program: its version, its host, and the facts of its machine. Raises as
-    `Program.ask`."""
+    """Read a program's first message: its version, its host, and its machine's facts. Raises as `Program.ask`."""
     deadline = Deadline(limit)
     program.channel.skip_to(GREETING, deadline)
     words: dict[str, Any] = program.channel.recv(deadline)
@@ -248,8 +247,7 @@ MOST_KEPT = 2**30
 
 
 class FarSession(Session):
-    """A session on a device of this host whose files and large arrays arrive as bytes, and are stored under their
-    digests."""
+    """A session on a device of this host whose files and large arrays arrive as bytes, stored by digest."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -286,8 +284,8 @@ class FarSession(Session):
         self._sizes[digest] = values.nbytes
 
     def open_on(self, cores: int, spec: EngineSpec, *more: Any) -> None:
-        """Open an engine (see `Session.open`) on `cores` free cores of this host, and on a free GPU if it needs one; 0
-        does not pin."""
+        """Open an engine (see `Session.open`) on `cores` free cores (0: not pinned), and on a free GPU if it needs
+        one."""
         if cores:
             end = monotonic() + LEASE_SECONDS
             while True:
@@ -307,8 +305,7 @@ class FarSession(Session):
         self.open(spec, *more)
 
     def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:
-        """Build a model from its bytes and the digests of its external data. Returns what the engine printed, and the
-        answer."""
+        """Build a model from its bytes and the digests of its external data. Returns its output, and the answer."""
         path, log = self._folder / f"{number}-{name}", self._folder / "build.log"
         log.unlink(missing_ok=True)
         with writing(path, "it may be full"):

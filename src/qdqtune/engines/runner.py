@@ -33,8 +33,7 @@ from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
 
 SLACK = 5.0
-"""Rounds may exceed their limit by this multiple of the time expected for them: shared machines rarely slow down so
-much."""
+"""Rounds may exceed their limit by this multiple of the time expected for them: machines rarely slow down more."""
 
 START_SECONDS = 120.0
 """Least time limit for opening an engine: a library that loads slowly says nothing about a candidate."""
@@ -178,8 +177,8 @@ class Runner:
     # Inferences
 
     def outputs(self, handle: Handle, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:
-        """The graph outputs for each sample; values may be NaN. `at_once` samples run in parallel threads, which ONNX
-        Runtime allows."""
+        """The graph outputs for each sample; values may be NaN. `at_once` samples run in parallel (ONNX Runtime
+        can)."""
         results: list[dict[str, Array]] = []
         waiting, what = iter(samples), f"running {handle.path.name}"
         while part := list(itertools.islice(waiting, 1 if at_once == 1 else AHEAD * at_once)):
@@ -266,7 +265,6 @@ class Runner:
     # Requests to the worker
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Send a request that needs no model."""
         with rewording(f"engine {self._spec.name!r} does not work here", EngineUnavailable):
             return self._ask_of((), name, *arguments, what="answering")
 
@@ -306,7 +304,6 @@ class Runner:
         return self._worker is not None and self._worker.alive
 
     def _open(self) -> None:
-        """Start a worker and open the engine there, unless this was done."""
         if self._is_open:
             return
         self.close()

@@ -41,8 +41,7 @@ LAUNCH_SECONDS = 2.0
 """Assumed seconds to start a process for a turn, before one was timed. Chosen, not measured."""
 
 PROBES, PROBE_SECONDS = 3, 0.2
-"""A model's speed is estimated by the fastest of `PROBES` inferences; no more are run after `PROBE_SECONDS`. Chosen,
-not measured."""
+"""A model's speed is that of the fastest of `PROBES` inferences, fewer after `PROBE_SECONDS`. Chosen, not measured."""
 
 
 @dataclass

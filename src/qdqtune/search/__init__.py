@@ -43,8 +43,7 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
 
 def products_left_in_float(trial: Trial, model: Model, plan: Plan) -> int:
     """The number of convolutions and matrix products with pairs in front and behind, if the engine ran all of them in
-    float and they are most of the model's; else 0. Such an engine has no 8-bit kernels, and no placement of pairs is
-    fast."""
+    float and they are most of the model's; else 0. Such an engine has no 8-bit kernels, so pairs are never fast."""
     if not trial.layers or not trial.placement.edges or isinstance(trial.result, CostsByRule):
         return 0
     measured = judge(trial, plan)
@@ -64,8 +63,7 @@ def products_left_in_float(trial: Trial, model: Model, plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class TwoStage:
-    """Runs strategy `first`, which uses layer reports, until it proposes nothing or has spent `builds`; then
-    `second`."""
+    """Runs strategy `first`, which uses layer reports, until it ends or has spent `builds`; then `second`."""
 
     first: Strategy
     second: Strategy

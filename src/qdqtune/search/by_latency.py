@@ -68,8 +68,7 @@ class LatencySearch:
         return partition(self.model, self.possible, usual_groups(self.model, self.possible))
 
     def _groups(self) -> Iterator[Sequence[Unit]]:
-        """The groups to flip: kinds of units by falling work and halves of the graph, then halves of all these, and so
-        on."""
+        """Groups to flip: kinds of units by falling work and halves of the graph, then halves of these, and so on."""
         able = [unit for unit in self.units.units if unit.inputs]
         kinds: dict[str, list[Unit]] = {}
         for unit in able:
@@ -82,8 +81,7 @@ class LatencySearch:
             level, stretches = _halves(level), _halves(stretches)
 
     def _flipped(self, best: Placement, group: Sequence[Unit]) -> Placement:
-        """The best placement with a group flipped: to float if most of its work is quantized there, else to
-        quantized."""
+        """The best placement with a group flipped: to float if most of its work is quantized, else the reverse."""
         decision = self.units.decision(best)
         running = [u for u in group if u.number in decision.quantized]
         rest = [u for u in group if u.number not in decision.quantized]

@@ -189,8 +189,7 @@ class RuleSearch:
 
 
 def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:
-    """The labels with the `fewest` bits in one run of consecutive parts: each half, each quarter, and so on down to two
-    parts."""
+    """The labels with the `fewest` bits in a run of consecutive parts: each half, each quarter, and so on."""
     size = _half(len(labels))
     while size > 1:
         for first in range(0, len(labels), size):

@@ -75,8 +75,7 @@ ONLY_PRICES = frozenset({"compute", FUSED_UNITS})
 """Origins of proposals of the first batch that seldom ship: they serve to learn costs."""
 
 BUILD_SPREAD = 0.1
-"""Fallbacks predicted to be slower than the best by more than this share are skipped; builds of one file differ by a
-little less."""
+"""Fallbacks predicted to be slower than the best by this share are skipped: builds of a file differ by less."""
 
 CLOSE_SHARE = 0.02
 """A decision is close, and the opposite one worth a build, if that should cost at most this share of the best time.
@@ -260,8 +259,7 @@ class CutSearch:
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], *, raised: bool = False, cuts: Collection[Edge] = ()) -> Costs:
-        """Learn costs for the float build's fusion groups, each split as builds ran it fastest, and at the edges
-        `cuts`."""
+        """Learn costs for the float build's fusion groups, each split as it ran fastest, and at the edges `cuts`."""
         ratios = ratios_to_float(history, self.plan)
         floats = attribute(self.model, Placement(), self.float_layers, self.float_ms)
         times = [floats]

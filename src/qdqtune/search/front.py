@@ -38,15 +38,13 @@ MAX_EXCESS_NOISE = 10.0
 """Points with more than this multiple of the allowed noise are left out. Chosen, not measured."""
 
 WORTHWHILE_RATIO = 0.96
-"""A placement is built if its predicted latency is at most this share of float's: less is hardly proven with two pairs
-of builds."""
+"""A placement is built if predicted to take at most this share of float's time: smaller gains are hardly proven."""
 
 MAX_DB = 100.0
 """SQNRs above this (in dB) count as equal. Chosen, not measured."""
 
 DECADE_SHARE = 0.5
-"""For distances between measured points, this share of float's time counts as much as a factor of ten in noise. Chosen,
-not measured."""
+"""For distances of points, this share of float's time counts as much as a tenfold noise. Chosen, not measured."""
 
 DISTANCE_UNITS = (0.05, 2.0)
 """Two points have distance one if their times differ by this share and their SQNRs by so many dB; below, chance decides
@@ -174,7 +172,6 @@ def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
 
 
 def is_too_noisy(noise: float, limit: float | None) -> bool:
-    """Whether noise is more than `MAX_EXCESS_NOISE` times the limit."""
     return limit is not None and noise > MAX_EXCESS_NOISE * limit
 
 

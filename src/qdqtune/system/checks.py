@@ -212,8 +212,7 @@ def file_digest(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Content:
-    """Identifies the content of a file by its stamp, also after a renaming: a key for results that take seconds to
-    compute."""
+    """Identifies the content of a file by its stamp, also after a renaming: a key for stored results."""
 
     path: Path = field(compare=False)
     stamp: Stamp | None

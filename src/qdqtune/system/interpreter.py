@@ -34,7 +34,6 @@ def _is_current(folder: str) -> bool:
 
 
 def end_group(leader: int) -> None:
-    """Kill the process group of `leader` (started with `process_group=0`), if it still exists; 0: this process's own
-    group."""
+    """Kill the process group of `leader` (started with `process_group=0`), if it exists; 0: our own group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

@@ -72,8 +72,7 @@ def add_to_list(folder: Path, names: Iterable[str], kind: str) -> None:
 
 
 def append_lines(file: IO[bytes], lines: Sequence[str]) -> None:
-    """Add lines to a list that is open for appending. An incomplete last line, of a killed process, is cut off
-    first."""
+    """Add lines to a list that is open for appending. An incomplete last line is cut off first."""
     content = Path(file.name).read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
@@ -189,8 +188,7 @@ def sweep(parent: Path, prefix: str) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that locks a folder until it is closed; None if another process holds the lock, or the folder is
-    gone."""
+    """A descriptor that locks a folder until it is closed; None if another process has the lock, or it is gone."""
     with ExitStack() as stack:
         try:
             descriptor = os.open(folder, os.O_RDONLY)

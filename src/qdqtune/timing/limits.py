@@ -42,8 +42,7 @@ class Limits:
         return None if self.min_sqnr is None else noise_of(self.min_sqnr)
 
     def check(self, kinds: Collection[str], scores: Scores) -> None:
-        """Raise if a limit is about outputs that the model lacks; `kinds` are those of its outputs (NumPy's
-        `dtype.kind`)."""
+        """Raise if a limit is about outputs that the model lacks; `kinds` are its outputs' `dtype.kind`."""
         if self.min_sqnr is not None and "f" not in kinds:
             other = "use `min_agreement` or `evaluate`"
             raise BadOption(f"`min_sqnr` is about float outputs, and the model has none: {other}")
@@ -170,8 +169,7 @@ def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
     """Whether candidates were faster than float, but all of them miss the limits. (A trial with a metric was faster, in
-    the search or in the proof.) If none was clearly faster, those count that are undecided: noise must not change the
-    message."""
+    the search or in the proof.) If none was, undecided ones count: noise must not change the message."""
     compared = with_ratios(history, plan)
     faster = [t for t, ratio in compared if ratio.verdict == "faster" or t.metric is not None]
     first = faster or [t for t, ratio in compared if ratio.verdict == "undecided"]

@@ -199,8 +199,7 @@ def decided_files(comparisons: Comparisons, builds: int, plan: Plan, views: Sequ
 
 
 def wants_more_builds(blocks: Sequence[Block], comparisons: Comparisons, plan: Plan) -> bool:
-    """Whether more builds might decide a comparison: these builds differ by a relevant amount, but builds in general
-    may not."""
+    """Whether more builds might decide a comparison: these differ enough, but builds in general may not."""
     for a, b in comparisons:
         these = on_these_builds([ratio(block.pair(a, b), plan) for block in blocks])
         is_worth_it = these.verdict != "undecided" and not these.is_close

@@ -57,13 +57,11 @@ class Plan:
         return Turn.of(inference, self.turn_seconds, start).round_seconds
 
     def warmups(self, inference: float) -> int:
-        """The number of inferences before the first round; none if they are long, since probing has run the model twice
-        by then."""
+        """Inferences before the first round; none if they are long, since probing has run the model twice."""
         return 0 if inference >= LONG_INFERENCE else self.warmup
 
     def warmup_seconds(self, inference: float, start: float = 0.0) -> float:
-        """Seconds before a model's first round: two probing inferences and the warm-up; 0 where each turn starts a
-        process."""
+        """Seconds before a model's first round: two probing inferences and the warm-up; 0 if turns start processes."""
         return 0.0 if start else (self.warmups(inference) + 2) * inference
 
 
@@ -78,8 +76,7 @@ EARLY_ROUNDS, CLEAR_LOSS = 4, 1.1
 costs speed. Chosen, not measured."""
 
 EQUAL = 0.005
-"""Files whose time ratio is this close to 1 count as equal: more rounds are not worth their time. Chosen, not
-measured."""
+"""Files whose time ratio is this close to 1 count as equal: more rounds are useless. Chosen, not measured."""
 
 
 def speed(ratio: float) -> str:
@@ -129,7 +126,6 @@ class Ratio:
 
     @property
     def inverse(self) -> Ratio:
-        """The ratio of a to b."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return Ratio(1 / self.median, low, high)
 
@@ -191,8 +187,7 @@ BLOCK_LOOKS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Spread:
-    """How much the log ratios of two files vary between pairs of builds: sum of squared deviations, and degrees of
-    freedom."""
+    """How much the log ratios of two files vary between pairs of builds: squared deviations, degrees of freedom."""
 
     squares: float
     free: int
@@ -212,7 +207,7 @@ more lets steady builds decide smaller differences, but noisy ones need larger o
 
 
 def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
-    """The ratio for exactly these pairs of builds: the geometric mean of their medians, with the noise of rounds
+    """The ratio for exactly these pairs of builds: the geometric mean of their medians, with the rounds' noise
     alone."""
     logs = np.log([r.median for r in ratios])
 
@@ -227,8 +222,7 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def clear_ratio(pairs: int, looks: int, error: float) -> float:
-    """The largest ratio b/a at which `pairs` pairs of builds prove b faster at one of `looks` looks, if rounds do not
-    vary."""
+    """The largest ratio b/a at which so many pairs of builds prove b faster by one of `looks` looks, at best."""
     return float(np.exp(-build_margin((), pairs, error / looks)))
 
 

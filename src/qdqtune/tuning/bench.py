@@ -32,8 +32,7 @@ from qdqtune.types import Accuracy, Array, CostsByRule, Layer, Measurement, Plac
 
 
 class Candidates:
-    """Files of one model's placements, in the folder of `constants`, each written when it is first needed.
-    Thread-safe."""
+    """Files of one model's placements, in the folder of `constants`, written when needed. Thread-safe."""
 
     def __init__(self, inserter: Inserter, constants: ConstantFile) -> None:
         self.folder = constants.path.parent
@@ -62,8 +61,7 @@ PROFILED = (4, 12, 400)
 """Inferences profiled for a layer report: least, usual and most. Chosen, not measured."""
 
 PROFILED_SECONDS = (0.05, 0.5)
-"""Seconds that the profiled inferences take in all (least, most); short layers need many inferences. Chosen, not
-measured."""
+"""Seconds that the profiled inferences take in all (least, most); short layers need many. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A candidate that was built, its trial so far, and its outputs on the samples; None if they are taken from the
-    rounds."""
+    """A candidate that was built, its trial so far, and its outputs on the samples; None if rounds give them."""
 
     trial: Trial
     build: Handle
@@ -284,8 +281,6 @@ TOGETHER = 2 * 2**30
 
 
 class Bench:
-    """Measures placements of one model, in any order."""
-
     def __init__(self, pool: WorkerPool[TrialWorker], store: Store, conditions: Conditions) -> None:
         self._pool, self._store, self._conditions = pool, store, conditions
         self._first = pool.first

@@ -158,8 +158,7 @@ def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
-    """The models that are missing or differ from those that were measured, external data included; the shipped one
-    first."""
+    """The models that are missing or differ from those measured ones, external data included; the shipped one first."""
     changed: list[str] = []
     for model in (settings.model, settings.baseline):
         try:

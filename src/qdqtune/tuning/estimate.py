@@ -29,8 +29,7 @@ from qdqtune.tuning.subject import CALIBRATION_SHARE, PAIRED, open_subject
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated duration of a run in seconds, with the float model's `latency` in seconds and `notes` for the
-    user."""
+    """The estimated duration of a run, and the float model's `latency`, in seconds; `notes` for the user."""
 
     regions: int
     patterns: int

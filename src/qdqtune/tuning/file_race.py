@@ -149,8 +149,7 @@ class Racer:
         return files[:count]
 
     def refused(self, files: Sequence[Path]) -> dict[Path, Failure]:
-        """The files that the engine fails to run even alone, each with its failure; for use after a race that
-        failed."""
+        """The files that the engine fails to run even alone, each with its failure; for use after a failed race."""
         failures = dict[Path, Failure]()
         for file in files:
             try:

@@ -120,8 +120,7 @@ class FinishedRun:
 
     @cached_property
     def possible(self) -> frozenset[Edge]:
-        """The edges of `able` that the options allow: those inside the nodes that the user listed, and those that
-        trials used."""
+        """The edges of `able` that the options allow: inside the nodes that the user listed, or used by trials."""
         if not self.fingerprint.node_filter:
             return self.able
         regions = discovery.find(self.model, self.fingerprint.regions)
@@ -142,8 +141,8 @@ class FinishedRun:
 
     @property
     def float_ms(self) -> float | None:
-        """Latency of the float model that pairs were placed in (the user's file, or the rewritten one), in ms; None on
-        a simulator."""
+        """Latency in ms of the float model that pairs were placed in (the user's, or rewritten); None on a
+        simulator."""
         gave = self.summary["rewrites"].get("gave")
         if gave is None:
             return self.here["baseline_ms"]
@@ -189,8 +188,7 @@ class FinishedRun:
 
     @property
     def proof(self) -> tuple[Measurement, ...]:
-        """The proof's rounds of float (a) against the shipped model (b), for each block of builds; empty without a
-        proof."""
+        """The proof's rounds of float (a) against the shipped model (b), by block of builds; empty without a proof."""
         if self.summary["shipped"] != "tuned":
             return ()
         return self.records.get(proof_key(self.placement), tuple[Measurement, ...]) or ()

@@ -43,8 +43,7 @@ from qdqtune.tuning.subgraph_mode import profile
 from qdqtune.types import Measurement, Placement, Trial
 
 UNHURRIED = 2.0
-"""A search is hurried if less time is left than this multiple of the least time for all its builds. Chosen, not
-measured."""
+"""A search is hurried if less than this multiple of its builds' least time is left. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Mode:
 
 
 def cut(run: Run) -> Mode:
-    """Mode cut: learn costs of fusion groups from layer times of builds, or without layer times from the latency of
+    """Mode cut: learn costs of fusion groups from layer times of builds, or without these from the latency of
     builds."""
     if not run.settings.is_timed:
         return Mode(rule_search(run))  # costs by rule, where nothing is timed

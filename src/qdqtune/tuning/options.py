@@ -84,8 +84,7 @@ MODEL = partial(FILE, convert=single_model, reads=files_of)
 
 
 def _wildcards(value: Any) -> tuple[str, ...]:
-    """Wildcards for node names: a sequence, or a file with one per line, without empty lines and those that begin with
-    #."""
+    """Wildcards for node names: a sequence, or a file's lines, except empty lines and those that begin with #."""
     if not isinstance(value, str | Path):
         return tuple(map(text_of, texts_of(value)))
     lines = [line.strip() for line in to_read(value).read_text(encoding="utf-8").splitlines()]

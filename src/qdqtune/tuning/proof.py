@@ -343,7 +343,6 @@ def proof_of(won: Attempt, notes: Sequence[str], builds: int, store: Store) -> P
 
 
 def keep_rounds(placement: Placement, best: Compared, store: Store) -> None:
-    """Store the rounds that prove a placement faster, for the report."""
     if store.get(proof_key(placement), tuple[Measurement, ...]) != best.measured:
         store.put(proof_key(placement), best.measured)
 
@@ -457,8 +456,7 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
 
 
 def _promising(history: Sequence[Trial], run: Run) -> tuple[Placement, ...]:
-    """The placements of the search that may become points of the front, the best among them, as many as can be proven
-    in time."""
+    """The placements of the search that may become points of the front, the best among them, as time allows."""
     most = run.limits.max_noise
     points = undominated(history, run.settings.plan)
     able = {p: point for p, point in points.items() if not is_too_noisy(noise_of(point.db), most)}
@@ -469,8 +467,7 @@ def _promising(history: Sequence[Trial], run: Run) -> tuple[Placement, ...]:
 
 
 def _named(placement: Placement, name: str, run: Run) -> Path:
-    """Move the file of a placement that was raced to the front's folder, under `name`, and write its placement beside
-    it."""
+    """Move a raced placement's file to the front's folder, under `name`, and write its placement beside it."""
     raced, file = unproven_file(placement, run), run.output.claim(run.settings.output_dir / FRONT / f"{name}.onnx")
     if data_of(raced).exists():  # its constants lie in a file named after it: both are written again
         run.output.claim(data_of(file))

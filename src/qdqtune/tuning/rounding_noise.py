@@ -29,15 +29,13 @@ Key = TypeVar("Key")
 Found = TypeVar("Found")
 
 NEGLIGIBLE_SHARE = 0.01
-"""Tensors that together cause less than this share of the allowed noise are not measured one by one. Chosen, not
-measured."""
+"""Tensors that together cause a smaller share of the allowed noise are not measured singly. Chosen, not measured."""
 
 TIME_SHARE = 0.25
 """Share of the remaining time for measuring the noise of single tensors. Chosen, not measured."""
 
 LEAST_SECONDS = 300.0
-"""Seconds for it without a time budget; or `TIME_SHARE` of the time for all builds, if that is more. Chosen, not
-measured."""
+"""Its seconds without a time budget, or `TIME_SHARE` of all builds' time if that is more. Chosen, not measured."""
 
 SAMPLED = 64
 """Output channels of a weight on which the error of its weight format is computed."""
@@ -129,8 +127,7 @@ def _floor(run: Run) -> float:
 
 
 def _counted(run: Run, accuracy: Accuracy | None) -> float | None:
-    """The noise of a simulated accuracy; more than the limit if a limit on single samples or top-1 classes is
-    missed."""
+    """The noise of a simulated accuracy; above the limit if one on single samples or top-1 classes is missed."""
     most = run.limits.max_noise
     if accuracy is None or most is None or run.limits.is_exact_enough(accuracy):
         return None if accuracy is None else accuracy.noise
@@ -261,8 +258,7 @@ class _Alone:
 
 
 def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
-    """The error power of a weight in a weight format relative to the weight's power, on `SAMPLED` of its output
-    channels."""
+    """The error power of a weight in a weight format relative to the weight's power, on `SAMPLED` output channels."""
     weight = weight_at(model, edge)
     assert weight is not None  # only weights have weight formats
     values = np.asarray(weight.array(), np.float32)
@@ -272,8 +268,7 @@ def error_of(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
 
 
 def predicted_accuracy(run: Run, placement: Placement) -> Accuracy | None:
-    """The simulated accuracy of a placement, maybe from the state file; None if there is no time, or simulation
-    fails."""
+    """The simulated accuracy of a placement, maybe from the state file; None if time is over or it fails."""
     key = f"prediction:{placement.digest}"
     if run.budget.is_late and not run.store.has(key):
         return None

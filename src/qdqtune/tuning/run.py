@@ -68,15 +68,13 @@ SLACK = 1.25
 """Factor on the expected seconds of candidates, so that the proof keeps its time. Chosen, not measured."""
 
 LEARNING = 3
-"""Candidates that must be possible in the remaining time for a layer report of float to be worth its time. Chosen, not
-measured."""
+"""A layer report of float is only made if there is time for so many candidates. Chosen, not measured."""
 
 SPARE = 2.0
 """Users are told if a search ends with this multiple of the proof's time left over. Chosen, not measured."""
 
 FURTHER_SHARE = 0.25
-"""Share of a time budget for further blocks of builds in the proof, if the best candidate may need them. Chosen, not
-measured."""
+"""Share of a time budget for the proof's further blocks of builds, if they may be needed. Chosen, not measured."""
 
 STALE = 4
 """After so many candidates in a row without a better one, a further block in the proof is preferred to further
@@ -159,14 +157,13 @@ class Budget:
         )
 
     def proof_seconds(self, finalists: int, ratio: float = HOPED_RATIO) -> float:
-        """Seconds until the first look of a proof with so many finalists, whose latency relative to float is
-        `ratio`."""
+        """Seconds until a proof's first look with so many finalists, whose latency relative to float is `ratio`."""
         slow = self.opponents + ratio * finalists
         return self.copies * ((self.opponents + finalists) * self.file_builds + slow * self.file_rounds)
 
     @property
     def brief_and_proof(self) -> float:
-        """Seconds for one candidate with few rounds and a proof with one build of each file, which only a large gain
+        """Seconds of a candidate with few rounds and a proof with one build per file, which only a large gain
         passes."""
         one = FEWEST_BUILDS
         return self.brief + self.in_haste.proof_seconds(1, clear_ratio(one, len(BLOCK_LOOKS), Plan.error))
@@ -223,7 +220,6 @@ class Budget:
         return self.ends is not None and time.monotonic() + seconds > self.ends
 
     def slowed(self, by: float) -> Budget:
-        """This budget if everything takes `by` times as long."""
         if by == 1:
             return self
         each = {name: by * getattr(self, name) for name in ("candidate", "brief", "file_builds", "file_rounds")}
@@ -258,8 +254,7 @@ class Budget:
         return not self.lacks(self.brief_and_proof - self.grace)
 
     def shortfall(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> str | None:
-        """A message if time ended a search that had builds left, or if much time is left over. Call it right after the
-        search."""
+        """A message if time ended a search that had builds left, or if much time is left. Call it after the search."""
         if not trials:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
@@ -332,8 +327,7 @@ class Run(Ready):
 
     @cached_property
     def format_shares(self) -> FormatShares:
-        """The weight formats that each weight may have, with their relative time; measured on the engine at the first
-        use."""
+        """The weight formats that each weight may have, with their relative time; measured at the first use."""
         if not self.budget.can_learn:
             return {}
         return format_shares(self.subject, self.settings, self.runner, self.store, self.bench.layers)
@@ -445,7 +439,6 @@ def _asking(metric: Metric, ends: float | None) -> Iterator[None]:
 
 @contextmanager
 def open_run(ready: Ready) -> Iterator[Run]:
-    """Calibrate the model, and measure it in float."""
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     with ExitStack() as stack:
         subject = calibrated(ready.subject, settings, store, observer, ready.execution.ends)

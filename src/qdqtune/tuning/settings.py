@@ -67,7 +67,6 @@ SIMULATOR_SLOWNESS = 40.0
 
 
 def usual_builds() -> str:
-    """The builds of each mode by effort, as text."""
     modes = sorted(EFFORTS["default"].builds)
     return "; ".join(f"{mode} {', '.join(str(effort.builds[mode]) for effort in EFFORTS.values())}" for mode in modes)
 
@@ -166,8 +165,7 @@ class Settings(SearchOptions):
 
     @property
     def is_timed(self) -> bool:
-        """Whether candidates are timed; if not, the engine is a simulator, and candidates are judged by estimated
-        costs."""
+        """Whether candidates are timed; if not (on a simulator), they are judged by estimated costs."""
         return not simulated(self.engine.name, self.machine)
 
     @property
@@ -237,7 +235,6 @@ class Settings(SearchOptions):
 
     @property
     def search_builds(self) -> int:
-        """Builds for candidates: all but the float model's."""
         return self.builds - 1
 
     @property

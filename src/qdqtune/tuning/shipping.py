@@ -181,8 +181,7 @@ class Attempt:
 
     @property
     def verdict(self) -> AttemptVerdict:
-        """Whether it may ship. With both pairs and rewrites, the pairs alone must gain too, since they cost
-        accuracy."""
+        """Whether it may ship. With rewrites, pairs must gain by themselves, as they cost accuracy."""
         if not is_proven(self.to_float):
             is_elsewhere = self.ratio.verdict == "faster" and is_slower(worst_of(self.to_float))
             return "slower elsewhere" if is_elsewhere else "not faster"
@@ -303,8 +302,7 @@ def at_threads(count: int | None) -> str:
 
 
 def slower_workloads(contexts: Sequence[Compared], mix: Mix) -> Iterator[str]:
-    """A line for each of several workloads on which the shipped model is slower, with the condition where it is
-    worst."""
+    """A line for each workload on which the shipped model is slower, with the condition where it is worst."""
     for number, workload in enumerate(mix if contexts and contexts[0].by_workload else ()):
         worst = worst_of([one.by_workload[number] for one in contexts])
         if is_slower(worst):

@@ -79,8 +79,8 @@ class Line(msgspec.Struct):
 
 @dataclass(eq=False)
 class Journal:
-    """The content of a state file: the run's fingerprint, all other lines by key, and the size of the user's model
-    files in bytes."""
+    """The content of a state file: the run's fingerprint, all other lines by key, and the bytes of the user's model
+    files."""
 
     fingerprint: dict[str, Any]
     lines: dict[str, Line] = field(default_factory=dict)
@@ -169,14 +169,12 @@ class Store(Journal):
         return value
 
     def put(self, key: str, value: T, *, on_disk: bool = True, order: Literal["deterministic"] | None = None) -> T:
-        """Store a value on the disk, safe from a kill of the process; or for this session only. `order` as in
-        `plain`."""
+        """Store a value on the disk, safe from a kill; or for this session only. `order` as in `plain`."""
         self._write(Line(key, plain(value, order)), on_disk=on_disk)
         return value
 
     def refuse(self, key: str, failure: Failure) -> None:
-        """Store a failure: `get` raises it from now on; in later sessions too, unless it `is_transient` (may not happen
-        again)."""
+        """Store a failure: `get` raises it from now on, in later sessions unless it `is_transient` (may not recur)."""
         self._write(Line(key, failure=failure), on_disk=not failure.is_transient)
 
     def _write(self, line: Line, *, on_disk: bool, ending: str = "") -> None:
@@ -193,8 +191,7 @@ class Store(Journal):
             write_through(self._file, line_of(row))
 
     def _opened(self, fingerprint: dict[str, Any]) -> Journal:
-        """Read the file. An empty one, or one that may be taken over from another run (`may_yield_to`), starts with the
-        fingerprint."""
+        """Read the file. An empty one, or one that `may_yield_to` this run, starts with the fingerprint."""
         self._file.seek(0)
         content = self._file.read()
         journal = _journal(content, self.path)
@@ -283,8 +280,7 @@ def _encoded(value: Any) -> object:
 
 
 def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    """Raise if a fingerprint differs from the file's; the message names the model or the engine, else the first
-    difference."""
+    """Raise if a fingerprint differs from the file's; names the model or engine, else the first difference."""
     was, now = _flat(old), _flat(new)
     different = [name for name in {**now, **was} if was.get(name) != now.get(name)]
     if not different:

@@ -44,8 +44,7 @@ class Grouping:
 
 
 def from_layers(model: Model, layers: Sequence[Layer]) -> Grouping:
-    """One group for each layer. A node that two layers name belongs to the first; one that none names is a group of its
-    own."""
+    """One group for each layer. A node that two layers name belongs to the first; others are groups of their own."""
     taken: set[str] = set()
     groups: list[Group] = []
     folded: list[str] = []
@@ -78,7 +77,7 @@ def from_file(model: Model, path: Path) -> Grouping:
 
 
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
-    """Groups by rule, for an engine without a layer report: each compute operator with what engines usually fuse into
+    """Groups by rule, for an engine without a layer report: each compute operator with what is usually fused into
     it."""
     return from_layers(model, [Layer(group[0], group, "", None, "compute") for group in usual_groups(model, possible)])
 
@@ -88,8 +87,7 @@ def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The shapes of all tensors in the measurement; `spans` has smallest, usual and largest shapes of those that
-    vary."""
+    """The shapes of all tensors in the measurement; `spans` has the smallest, usual and largest if they vary."""
 
     sizes: Sizes
     spans: Mapping[str, Span] = field(default_factory=dict)

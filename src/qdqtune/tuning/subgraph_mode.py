@@ -73,8 +73,7 @@ Layers = tuple[Layer, ...]
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Groups of equal structure. `number` is the rank by time, from 1; `ms` is the float time of all of them
-    together."""
+    """Groups of equal structure. `number` is the rank by time, from 1; `ms` is their float time together."""
 
     number: int
     units: tuple[Unit, ...]
@@ -225,8 +224,7 @@ class Profiler:
     def _scheme(
         self, part: _Part, scheme: str, float_form: Callable[[], Handle], floats: Sequence[Layer]
     ) -> SchemeResult:
-        """Measure one scheme: its layers and, unless these show that it is slower, rounds against the group in
-        float."""
+        """Measure one scheme: its layers and, unless these show that it is slower, rounds against float."""
         path = self._run.output.claim(part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', scheme)}.onnx"))
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
         opponent = float_form()

@@ -131,7 +131,6 @@ class Subject:
         return given | {name: p for name, p in simple.items() if p not in given.values()}
 
     def foremost(self) -> dict[str, Placement]:
-        """The suggestions in `FOREMOST`, which are always built."""
         given = self.suggestions()
         return {name: given[name] for name in FOREMOST if name in given}
 
@@ -338,8 +337,7 @@ class SamplesInTime:
         return 0
 
     def calibration_notes(self) -> tuple[str, ...]:
-        """Notes on what the calibration left out; the observer gets them too, and is told if the time budget is
-        over."""
+        """Notes on what the calibration left out; the observer gets them, and is told if time is over."""
         notes = tuple(filter(None, [self.shortfall("calibrate on all samples"), *dict.fromkeys(self.notes)]))
         for note in notes:
             self.observer.note(note)
@@ -356,7 +354,7 @@ class SamplesInTime:
 
 
 def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
-    """The placement by the engine's rules, for which ranges are fitted; empty with `from_qdq`, which keeps the user's
+    """The placement by the engine's rules, for which ranges are fitted; empty with `from_qdq`, with the user's
     scales."""
     if settings.from_qdq:
         return Placement()
@@ -392,8 +390,7 @@ def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
 
 
 def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
-    """The graph to tune: without pairs, or for a float model with rewrites, including those for `engine` if it is
-    named."""
+    """The graph to tune: without pairs, or for a float model with rewrites, also those for `engine` if named."""
     if is_quantized(model):
         return Rewrites().of(strip_pairs(model))
     facts = facts_of(engine) if engine else None
@@ -427,8 +424,7 @@ def check_device(spec: EngineSpec, runner: Runner) -> None:
 
 
 class CalibrationData(msgspec.Struct, frozen=True):
-    """Identifies calibration data: a digest of the content, the number of samples asked for, and how many are held
-    out."""
+    """Identifies calibration data: a digest of the content, the samples asked for, and how many are held out."""
 
     digest: str
     samples: int | None
@@ -466,7 +462,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
-    """The fingerprint of a run; `engine` is `Engine.describe()`."""
     formats, data = settings.formats, subject.prepared.samples.digest
     return Fingerprint(
         mode=settings.mode,

@@ -39,8 +39,7 @@ LEAST_BYTES = 2**20
 """Weights of fewer bytes in all fit in a cache, so that smaller ones save no time. Estimated, not measured."""
 
 LEAST_SHARE = 0.1
-"""If matrix products take less than this share of the float model's time, no weight format is tried. Chosen, not
-measured."""
+"""If products take less than this share of float's time, no weight format is tried. Chosen, not measured."""
 
 PAYS = 1.05
 """The most time of a product in a weight format, relative to float, for the format to be searched. It may exceed 1:
@@ -189,8 +188,7 @@ def _products_of(layer: Layer, name: str) -> set[str]:
 
 
 def _time(layers: Sequence[Layer], name: str) -> float | None:
-    """The ms of one product in a format, the median over its copies. A layer may run several products, or a part of
-    one."""
+    """The ms of one product in a format, the median over its copies. Layers may split or join products."""
     spent: dict[str, float] = {}
     for layer in layers:
         if layer.time_ms is not None:

@@ -54,7 +54,6 @@ class TensorRt:
         return formats.tensorrt_of(quant_type, str(self._trt.__version__), is_strongly_typed(self._trt))
 
     def build(self, model: Path, log: Path) -> Built:
-        """Build a serialized engine, and load it onto the GPU."""
         with output_to(log), translated(self._cuda):
             plan = build_plan(self._trt, model, self._options, self._times)
             return TensorRtModel(self._trt, self._cuda, plan, model, self._options.target)

@@ -106,8 +106,7 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
 
 
 def build_plan(trt: Any, model: Path, options: TensorRtOptions, times: TimingCache | None) -> Any:
-    """Build a model file; returns the serialized engine as a buffer. `times` is None if this builder times no
-    kernels."""
+    """Build a model file; returns the engine as a buffer. `times` is None if this builder times no kernels."""
     logger = logger_of(trt)
     logger.clear()
     builder = trt.Builder(logger)

@@ -22,7 +22,7 @@ NUMPY_TYPES: Mapping[str, Any] = {
 
 
 class CudaError(Exception):
-    """A call of CUDA failed. Mostly the process cannot use the device any more, so the error is not caught: it ends the
+    """A call of CUDA failed. Mostly the device is then lost to the process, so this is not caught and ends the
     worker."""
 
 
@@ -61,8 +61,7 @@ class Cuda:
         self.call("cudaDeviceSynchronize")
 
     def copy(self, target: int, source: int, nbytes: int, direction: str, stream: Any) -> None:
-        """Copy memory after all earlier work on the stream, and wait for it; `direction` is CUDA's, such as
-        `HostToDevice`."""
+        """Copy memory after all earlier work on the stream, and wait; `direction` is as in `HostToDevice`."""
         kind = getattr(self._api.cudaMemcpyKind, f"cudaMemcpy{direction}")
         self.call("cudaMemcpyAsync", target, source, nbytes, kind, stream)
         self.call("cudaStreamSynchronize", stream)
@@ -100,8 +99,7 @@ class Cuda:
 
 
 class Execution:
-    """Runs one engine; all methods raise EngineFailure where TensorRT refuses. Buffers grow to the largest shapes so
-    far."""
+    """Runs one engine; all methods raise EngineFailure where TensorRT refuses. Buffers grow with the shapes."""
 
     def __init__(self, trt: Any, cuda: Cuda, engine: Any) -> None:
         self._trt, self._cuda, self._engine = trt, cuda, engine

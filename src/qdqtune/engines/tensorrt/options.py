@@ -72,8 +72,7 @@ class CachedOptions(TensorRtOptions):
 
 
 def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON values for an `EngineSpec`. Shapes may be given as text such as input:1x3x224x224, libraries as
-    one path."""
+    """Options as JSON values for an `EngineSpec`. Shapes may be text such as input:1x3x224x224, libraries one path."""
     chosen = dict(options)
     for name in SHAPE_OPTIONS:
         shapes = chosen.get(name)
@@ -95,8 +94,7 @@ def libraries_in(options: Mapping[str, Any]) -> list[str]:
 
 
 def timing_cache(path: Path | None, option: str, _: object = None) -> list[Output]:
-    """The option's timing cache as an output file. TensorRT reads and extends an existing one, and refuses any other
-    file."""
+    """The option's timing cache as an output file. TensorRT extends an existing one, and refuses any other file."""
     return [] if path is None else [Output(path, option, Path.exists, makes_folder=True)]
 
 
@@ -142,7 +140,6 @@ def built_for_sample(spec: EngineSpec, model: Model, sample: Mapping[str, Array]
 
 
 def split_arguments(text: str) -> list[str]:
-    """Split the option trtexec_args as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -157,17 +154,14 @@ def _shapes(text: str, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def sizes_text(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Sizes as text that `shapes_of` reads."""
     return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
 def builder_flags(options: Mapping[str, Any]) -> list[str]:
-    """The flags of trtexec for options of the builder."""
     flags = {"workspace_mb": "--memPoolSize=workspace:", "builder_level": "--builderOptimizationLevel="}
     return [f"{flag}{options[name]}" for name, flag in flags.items() if options.get(name) is not None]
 
 
 def usual_shapes(spec: EngineSpec, calibration_data: object) -> dict[str, tuple[int, ...]]:
-    """The shapes for random inputs: the usual ones that the engine builds for; none with calibration data, which have
-    shapes."""
+    """The shapes for random inputs: the usual ones that the engine builds for; none with calibration data."""
     return {} if calibration_data else {name: span.usual for name, span in spans(spec).items()}

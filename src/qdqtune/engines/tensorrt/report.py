@@ -70,8 +70,7 @@ LISTED_TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[.*?, Datatype: (\w+)"
 @dataclass(frozen=True)
 class _ReportedLayer:
     """One layer of the layer information. `inputs`, `constants` and `outputs` are precisions: of possible operands, of
-    weights (also those listed as inputs), and of results. Where only names were exported, all other fields are
-    empty."""
+    weights (also those listed as inputs), and of results. If only names were exported, other fields are empty."""
 
     name: str
     type: str = ""
@@ -214,8 +213,7 @@ def _precision_in(text: str) -> str:
 
 
 def _onnx_layers(metadata: str) -> tuple[str, ...]:
-    """Node names in `[ONNX Layer: a]\\x1e[ONNX Layer: b]`. Names may hold brackets, so they are split at
-    separators."""
+    """Node names in `[ONNX Layer: a]\\x1e[ONNX Layer: b]`. As names may hold brackets, it splits at separators."""
     return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", metadata, re.DOTALL))
 
 

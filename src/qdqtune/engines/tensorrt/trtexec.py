@@ -139,8 +139,7 @@ class Version(NamedTuple):
 
 
 def _reason(status: int, printed: str) -> str:
-    """A one-line reason from a failed call's output: the first error, which is the cause, and the last, which names the
-    stage."""
+    """A one-line reason from a failed call's output: the first error is the cause, the last names the stage."""
     if status < 0:
         return f"ended with signal {signal.Signals(-status).name}"
     errors = [text for text in ERROR_LINE.findall(printed) if text.strip()]
@@ -370,8 +369,7 @@ def _digest(inputs: Tensors) -> str:
 
 
 def _read_and_delete(path: Path) -> str:
-    """The text of a file that trtexec wrote, "" if it did not. The file is deleted, so that the next call cannot read
-    it."""
+    """The text of a file that trtexec wrote, "" if it did not. It is deleted, so that the next call cannot read it."""
     if not path.is_file():
         return ""
     text = path.read_text(errors="replace")

@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
-    """For each kind of unit, the ms added by flipping one unit between quantized and float, summed over the units of
-    the kind."""
+    """For each kind of unit, the ms added by flipping one unit between quantized and float, summed over the kind."""
     sums: dict[str, float] = {}
     for unit in costs.partition.units:
         if unit.inputs and costs.prices[unit.number].as_float > 0:
@@ -46,8 +45,7 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
 
 
 def cheapest_formats(costs: Costs, units: Iterable[int]) -> dict[int, WeightFormat]:
-    """The cheapest weight format of each unit if it runs in float; units for which float weights are cheapest are left
-    out."""
+    """The cheapest weight format of each unit if it runs in float; absent if float weights are cheapest."""
     return {number: chosen for number in units if (chosen := costs.cheapest_float(number)[1]) is not None}
 
 
@@ -87,8 +85,7 @@ RAISES = 20
 """How often a price on noise is multiplied by eight at most; it excludes all noise long before."""
 
 CLOSE_TO_LIMIT = 0.9
-"""Bisection stops when noise is above this share of the limit (0.5 dB below): getting closer is not worth a
-simulation."""
+"""Bisection stops when noise is above this share of the limit (0.5 dB below): closer is not worth the time."""
 
 
 LEAST_NOISE = 1e-12
@@ -115,9 +112,8 @@ def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The fastest decision found whose expected noise is at most `limit`, by raising the price on noise; if the limit
-    costs time, the least noisy one found of equal time. Noise of single tensors is only computed if the limit is
-    missed."""
+    """The fastest decision found whose expected noise is at most `limit`, by raising the price on noise; of those with
+    equal time the least noisy. Noise of single tensors is only computed if the limit costs time."""
     found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
     if not price:
         return found

@@ -36,8 +36,7 @@ LIMIT_SHARE = 0.98
 """Simulated noise may reach this share of the limit: engine and simulation differ by about a tenth of a dB."""
 
 QUIETER_FACTOR = 4.0
-"""While no trial met the limit on the user's metric, the next ones have this factor less noise. Chosen, not
-measured."""
+"""While no trial met the limit on the metric, the next ones have this factor less noise. Chosen, not measured."""
 
 BETWEEN = (0.5, 0.75, 0.875)
 """Then the next ones lie at these positions, on a logarithmic scale, between the largest noise that met the limit on
@@ -72,8 +71,7 @@ class Noise:
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """For each tensor that is only a rearrangement of another (Reshape, Transpose and the like), that other
-        tensor."""
+        """For each tensor that only rearranges another (Reshape, Transpose and the like), that other tensor."""
         first: dict[str, str] = {}
         for node in self.model.nodes:
             if node.op in REARRANGES and not node.domain and node.inputs[0] not in self.model.constants:
@@ -145,8 +143,7 @@ class Noise:
         return self.corrected(history).expected(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:
-        """The largest `summed` noise that is expected to meet the limits, learned from the trials; inf if nothing
-        limits it."""
+        """The largest `summed` noise that is expected to meet the limits, learned from trials; inf without limit."""
         return min(self._by_limit(history), RESERVE * self._by_metric(history)[1])
 
     def levels(self, history: Sequence[Trial]) -> tuple[float, ...]:

@@ -26,15 +26,13 @@ from qdqtune.search.costs.units import Decision, FormatShares, Partition, Unit, 
 from qdqtune.types import Edge, Layer, Measurement, Placement, WeightFormat
 
 GroupPoint = tuple[int, int]
-"""A position for a pair in a group: (n, slot) for input `slot` of its node number `n`, (-1, k) for all uses of output
-`k`."""
+"""A position for a pair in a group: (n, slot) is input `slot` of its node `n`, (-1, k) all uses of output `k`."""
 
 MAX_SCHEMES = 10
 """The most schemes with pairs that are tried on one group. Chosen, not measured."""
 
 MIN_SAVING = 0.01
-"""A group is quantized only if this saves at least this share of its float time; less is noise. Chosen, not
-measured."""
+"""A group is quantized only if that saves this share of its float time; less is noise. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,7 @@ def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
 
 
 def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """A text that is equal for two groups if and only if their operators, wiring, shapes, constants and possible pairs
-    are."""
+    """A text, equal for two groups exactly if operators, wiring, shapes, constants and possible pairs are."""
     model = parts.model
     numbers, wires = dict[str, int](), []
     for node in (model.nodes[n] for n in unit.nodes):

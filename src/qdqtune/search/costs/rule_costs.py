@@ -272,8 +272,7 @@ class RuleCosts:
 
 
 def left_nodes(layers: Sequence[Layer]) -> frozenset[str]:
-    """The nodes that an engine leaves to another processor, by a layer report; without Q and DQ, of which some always
-    run on the CPU."""
+    """The nodes left to another processor in a layer report; without Q and DQ, as some always run there."""
     left = (layer for layer in layers if layer.elsewhere and layer.kind != "quantize")
     return frozenset(name for layer in left for name in layer.nodes)
 

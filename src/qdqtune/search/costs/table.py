@@ -109,8 +109,7 @@ def expansion(table: Table, labels: Sequence[int], alpha: int) -> list[int]:
 
 
 def _charge(cut: _Cut, conversion: Conversion, labels: Sequence[int], alpha: int, label: int) -> None:
-    """Add to a cut the charge for converting a value to `label`. Decision number n of the cut is "part n takes
-    `alpha`"."""
+    """Add to a cut the charge for converting a value to `label`. Its decision number n is "part n takes `alpha`"."""
     maker, price = conversion.maker, conversion.prices[label]
     if label == alpha:  # paid if a reader takes it, and the maker does not
         some = cut.decision()
@@ -128,8 +127,7 @@ def _charge(cut: _Cut, conversion: Conversion, labels: Sequence[int], alpha: int
 
 
 class _Cut:
-    """A minimum cut over yes/no decisions: `charges[k]` is paid if decision `yes[k]` is yes and decision `no[k]` is
-    no."""
+    """A minimum cut over yes/no decisions: `charges[k]` is paid if decision `yes[k]` is yes and `no[k]` is no."""
 
     def __init__(self) -> None:
         self.if_no: list[float] = []

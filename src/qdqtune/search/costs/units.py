@@ -20,12 +20,10 @@ from qdqtune.placement import start_placements
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
 FormatShares = Mapping[Edge, Mapping[WeightFormat, float]]
-"""For each use of a weight, the weight formats that it may have, each with the time of its matrix product relative to
-float."""
+"""For each use of a weight, its possible weight formats, with the time of its product relative to float."""
 
 WORTHWHILE_SHARE = 0.8
-"""A family of weight formats is built if its products take on average at most this share of their float time. Chosen,
-not measured."""
+"""A family of weight formats is built if its products take at most this share of float time. Chosen, not measured."""
 
 NEARLY_FASTEST = 1.1
 """Weight formats up to this factor slower than the fastest count as equally fast; the one with the most bits is taken.
