@@ -258,7 +258,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
     plan, budget, started = run.settings.plan, run.budget, time.monotonic()
     history: list[Trial] = []
     pace: float | None = None
-    reserve = 0.0
+    reserve, is_repeated = 0.0, False
 
     def room() -> int:
         return budget.room(history, pace, reserve) or int(budget.is_brief(history))
@@ -279,6 +279,7 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
         with closing(measured):
             for trial, replayed in measured:
                 measured_count += not replayed
+                is_repeated |= replayed
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
                 state = _state(known, run, time.monotonic() - started, replayed=replayed)
@@ -289,6 +290,8 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
         stale = next((n for n, trial in enumerate(reversed(history)) if trial.accepted), 0)
         budget = run.budget.slowed(slowdown(history, run))
         reserve = budget.reserve(ratios_to_float(history, plan)[best_of(history)], stale)
+        if is_repeated:  # an earlier session has proven too little: no haste in this one
+            reserve = max(0.0, reserve)
         if budget.deadline is not None:
             run.bench.deadline = budget.deadline - reserve
         run.bench.keep_only(best_of(history))
