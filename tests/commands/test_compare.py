@@ -25,6 +25,7 @@ from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.file_race import Tail
 from qdqtune.types import Accuracy, Placement
 from runs import mixed, write
+from workers import Workers
 
 
 @pytest.mark.usefixtures("workers")
@@ -323,3 +324,13 @@ def test_inferences_a_second_are_those_of_their_own_file() -> None:
     told = Comparison("a.onnx", (row,)).table().caption
     assert "inferences a second of b.onnx: 500, the first file 250" in told
     assert "single inferences of b.onnx: p90 3 ms, p99 4.5 ms; the first file p90 5 ms, p99 6 ms" in told
+
+
+def test_a_file_that_fails_in_the_race_takes_no_other_with_it(tuned: Path, workers: Workers) -> None:
+    good, bad = tuned.with_name("good.onnx"), tuned.with_name("bad.onnx")
+    for file in (good, bad):
+        file.write_bytes(tuned.read_bytes())
+    workers.refused = lambda build: "no" if build.path == bad and build.log.stem.startswith("compare") else None
+    rows = {Path(row.file): row for row in compare(tuned, good, bad, engine="fake").rows}
+    assert (rows[good].reason, rows[good].ratio is not None) == ("", True)
+    assert rows[bad].reason.endswith("no")

@@ -466,15 +466,13 @@ def compare_files(
         observer.stage(f"timing {', '.join(file.name for file in racing)} against {first.name}")
         precision = EFFORTS["default"].precision_seconds
         racer = Racer(runner, plan, seed, views_of(timed, counts), observer, precision_seconds=precision)
-        try:
-            race = racer.race([first, *racing], [(0, 1 + at) for at in range(len(racing))], "compare")
-            compared = {str(file): race.compared(0, at) for at, file in enumerate(racing, 1)}
+        raced = _raced(racer, first, racing)
+        compared = {file: one for file, one in raced.items() if not isinstance(one, str)}
+        rows = [Row(row.file, reason=why) if isinstance(why := raced.get(row.file), str) else row for row in rows]
+        if compared:
             if not runner.starts_processes:
                 observer.stage("timing single inferences")
-            tails = dict(zip(map(str, [first, *racing]), racer.tails([first, *racing]), strict=False))
-        except EngineRefused as refused:
-            compared = {}  # also where only single inferences were refused
-            rows = [row if row.reason else Row(row.file, reason=str(refused)) for row in rows]
+            tails = dict(zip([str(first), *compared], racer.tails([first, *map(Path, compared)]), strict=False))
     done = []
     for at, count in enumerate(counts):
         for row in rows:
@@ -492,6 +490,18 @@ def compare_files(
                         row = replace(row, first_percentiles_ms=first_tail, percentiles_ms=tail)
             done.append(replace(row, threads=count if len(counts) > 1 else None))
     return done
+
+
+def _raced(racer: Racer, first: Path, others: Sequence[Path]) -> dict[str, tuple[Compared, ...] | str]:
+    """How each file compares with the first, or why it does not run; if the engine fails with several, each runs
+    alone."""
+    try:
+        race = racer.race([first, *others], [(0, 1 + at) for at in range(len(others))], "compare")
+    except EngineRefused as refused:
+        if len(others) == 1:
+            return {str(others[0]): str(refused)}
+        return dict(ChainMap(*(_raced(racer, first, [other]) for other in others)))
+    return {str(other): race.compared(0, 1 + at) for at, other in enumerate(others)}
 
 
 def _ran(

@@ -42,10 +42,11 @@ from qdqtune.version import __version__
 SSH = (
     "ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ClearAllForwardings=yes",
     "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4",
-    "-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", "ControlPath=~/.ssh/qdqtune-%C",
 )  # fmt: skip
-"""The SSH command: it never asks for a password, ends if the network is gone for a minute; all workers share a
-connection."""
+"""The SSH command: it never asks for a password, and ends when the network is gone for a minute."""
+
+SHARED = "-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", "ControlPath=~/.ssh/qdqtune-%C"
+"""Options with which all workers share one connection. SSH fails where it cannot make that socket."""
 
 START_SECONDS = 90.0
 """Seconds that a machine may take to answer: a small board imports NumPy for a long time. Chosen, not measured."""
@@ -89,7 +90,8 @@ class Destination:
         if self.host.startswith("adb:"):
             serial = self.host.removeprefix("adb:")
             return ["adb", *(["-s", serial] if serial else []), "shell", "-T", words]
-        return [*SSH, "--", self.host, words]
+        shared = SHARED if os.access(Path("~/.ssh").expanduser(), os.W_OK) else ()
+        return [*SSH, *shared, "--", self.host, words]
 
     def start(self, log: Path, device: Device, cores: int = 0) -> FarWorker:
         """Start a worker there (see `StartWorker`). On a device other than `ANYWHERE` it has so many `cores` for

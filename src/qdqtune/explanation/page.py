@@ -72,6 +72,10 @@ def _template(flags: tuple[tuple[str, str], ...]) -> Template:
     return environment.get_template("report.html.jinja")
 
 
+FAINT_DB = 60.0
+"""An error from this SQNR on is not marked. Chosen, not measured."""
+
+
 def policy(style: str) -> str:
     """A Content-Security-Policy that allows this style, no script, and no request at all."""
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -93,5 +97,9 @@ def _db(value: float | None) -> str:
 
 
 def _colour(group: MapGroup) -> str:
-    """The CSS class of a group: quantized operators and weights have a colour."""
-    return "q" if "bit" in group.state else "f"
+    """The CSS classes of a group: quantized operators and weights have a colour, and an edge by the error of rounding
+    the group alone, if that is known."""
+    colour = "q" if "bit" in group.state else "f"
+    if group.error_db is None or group.error_db >= FAINT_DB:
+        return colour
+    return f"{colour} e{min(3, 1 + int((FAINT_DB - group.error_db) // 15))}"
