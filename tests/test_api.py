@@ -53,6 +53,9 @@ def test_a_model_and_samples_in_memory_give_a_result_that_shows_itself(tuned: qd
     assert len(repr(tuned)) < 200
     assert "\n" not in repr(tuned)
     assert r"| speedup \[interval\] |" in tuned._repr_markdown_()
+    shown = str(tuned.table()).splitlines()
+    assert shown[0].split() == ["baseline", "final"]
+    assert shown[0].index("baseline") == shown[1].index(tuned.table().rows[0][1])
     assert json.loads(json.dumps(tuned.to_dict()))["shipped"] == "tuned"
     with pytest.raises(AttributeError):
         tuned.folder = Path()  # type: ignore[misc]

@@ -184,7 +184,8 @@ def _option_row(own: options.Option[Any]) -> tuple[str, str]:
 def python_page() -> str:
     """The public functions with their keywords, and the public classes."""
     parts = [
-        "# Python\n\nKeywords are the options of the command line with underscores. Every function also takes "
+        "# Python\n\nKeywords are the options of the command line with underscores, "
+        "but for those about its output (`--json`, `--quiet`, `--verbose`) and `--dry-run`. Every function also takes "
         "`observer`, `progress` and `cancel`: see [from Python](../how-to/python.md). All raise `qdqtune.QdqtuneError` "
         "with one line that says what to do.\n"
     ]
@@ -280,7 +281,7 @@ def json_page() -> str:
         "units, and ratios are shares of the float model's time (0.5 is twice as fast).\n"
     ]
     for file, kind in OF_RUNS.items():
-        also = "`qdqtune tune --json` prints it as well. " if file == "summary.json" else ""
+        also = "`qdqtune tune --json` prints it as well, with an array of `notes`. " if file == "summary.json" else ""
         parts.append(f"## {file}\n\n{also}{_sections(docstring(kind))}")
         inner: dict[str, type] = {}
         parts.append(fields_of(kind, inner))

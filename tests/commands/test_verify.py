@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
@@ -14,6 +15,8 @@ import qdqtune
 from command_lines import QUICK, errors
 from conftest import Call
 from models import build, normal
+from qdqtune.calibration.samples import digest_of
+from qdqtune.engines.execution import EXECUTION
 from runs import hopeless, write
 from workers import Workers
 
@@ -48,6 +51,18 @@ def test_it_holds_on_the_machine_of_the_run_with_its_samples(call: Call, tuned: 
     assert done.comparison is not None
     assert repr(done).startswith("<Verified: holds: ")
     assert done.to_dict()["gate"][0]["outcome"] == "holds"
+
+
+def test_samples_that_are_not_those_of_the_run_are_all_taken(call: Call, target: Path, tuned: Path) -> None:
+    own = np.load(tuned.with_suffix(".npz"))
+    fresh = target / "fresh.npz"
+    np.savez(fresh, **{name: np.concatenate([(1 - n / 100) * a for n in range(14)]) for name, a in own.items()})
+    code, out, _ = call("verify", target, "--calibration-data", fresh)
+    assert code == 0
+    assert out.splitlines()[-1].endswith(" dB on 42 samples")
+    digest = digest_of(str(fresh), EXECUTION, ())
+    changed(target, lambda content: content.update(data=digest))
+    assert call("verify", target, "--calibration-data", fresh)[1].splitlines()[-1].endswith(" dB on 8 held-out samples")
 
 
 def test_elsewhere_inputs_are_random_and_outputs_are_not_judged(call: Call, target: Path, tuned: Path) -> None:

@@ -275,7 +275,8 @@ def verify_command(options: VerifyOptions, terminal: Terminal) -> int:
     FOLDER holds optimized_final.onnx, baseline.onnx and deploy/settings.json, as tune leaves them. The files have to be
     the same; versions and hardware are compared, and both models are timed as `compare` does. It
     holds if the tuned model is faster here at one number of threads of the proof and slower at none, and with samples
-    within the limits of the run. Exit code 4: it does not hold; 3: the measurement cannot tell.
+    within the limits of the run; of samples that are not the run's own, all are compared. Exit code 4: it does not
+    hold; 3: the measurement cannot tell.
 
     \b
     qdqtune verify qdqtune_output --calibration-data samples.npz

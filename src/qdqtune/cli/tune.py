@@ -103,7 +103,7 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
         notes.append(f"every candidate failed; the first: {failures[0].reason.rstrip('.')} (see {log})")
     say_notes(notes)
     if options.as_machine:
-        print_json(dict(result.summary))
+        print_json({**result.summary, "notes": notes})
     else:
         print_parts(result.parts())
     if options.report:

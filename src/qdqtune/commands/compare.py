@@ -261,9 +261,11 @@ def compare(
     options: CompareOptions,
     observer: Observer | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    calibrated_on: str | None = None,
 ) -> Comparison:
     """Time every other file against the first, in the same rounds on fresh builds of all. `shapes` are those of random
-    inputs, by input name, unless options set them."""
+    inputs, by input name, unless options set them. `calibrated_on` is the digest of the data that calibrated the files,
+    if known: of other data all samples are compared."""
     execution, machine = on_device(options.on, execution_of(options))
     workloads = options.workloads
     usual = usual_threads() if machine is None else machine.physical_cores
@@ -290,7 +292,10 @@ def compare(
     asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
     fixed_names, most = options.fix_inputs, 0 if options.all_samples else MOST_JUDGED
     prepared = prepared_for(models[0], spec, options, execution, files, fixed=fixed_names, most=most, shapes=shapes)
-    judging = tuple(prepared.samples) if options.all_samples else prepared.judging
+    is_new = prepared.has_real_samples and calibrated_on is not None and prepared.samples.digest != calibrated_on
+    if options.all_samples or is_new:
+        prepared = replace(prepared, judging=tuple(prepared.samples), is_held_out=False)
+    judging = prepared.judging
     on_outputs = options.min_sqnr, options.min_agreement
     if on_outputs != (None, None) and not prepared.has_real_samples:
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")

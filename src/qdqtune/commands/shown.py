@@ -25,6 +25,14 @@ class Table:
         told = [n for n, name in enumerate(self.columns) if not name or any(row[n] for row in self.rows)]
         return replace(self, columns=[self.columns[n] for n in told], rows=[[r[n] for n in told] for r in self.rows])
 
+    def __str__(self) -> str:
+        """The table for `print`: columns of equal width, and the caption."""
+        filled = self.filled
+        lines = [[escaped(cell) for cell in row] for row in (filled.columns, *filled.rows)] if self.rows else []
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([*rows, self.caption]).rstrip()
+
     def markdown(self, most: int | None = None) -> list[str]:
         """The lines of the table in Markdown, with at most `most` rows, and the caption."""
         filled = self.filled

@@ -16,6 +16,7 @@ from qdqtune.engines.library_settings import plain
 from qdqtune.engines.options import ON, THREADS, TIME_LIMIT_OPTION, Threads, on_device
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet
+from qdqtune.explanation.formatting import samples
 from qdqtune.graph.loading import files_of
 from qdqtune.options import OF_RUN, REQUIRED, VALUES, Duration, File, Option, options_of
 from qdqtune.system.checks import content_digest
@@ -147,7 +148,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         asked["threads"] = counts
         spec = EngineSpec(spec.name, {**spec.options, "threads": counts[0]})
     as_compare = CompareOptions(engine=spec, time_limit=options.time_limit, on=options.on, **asked)
-    done = compare(files, as_compare, observer, shapes)
+    done = compare(files, as_compare, observer, shapes, settings.data)
     proven = settings.proven
     gate = GateOptions(
         fail_below=options.fail_below or (1.0 if proven.timed else None),
@@ -162,7 +163,9 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         finding, why = "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     elif not proven.timed and done.judged:  # nothing was said about speed: the outputs decide
         near = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
-        finding, why = "holds", f"nothing was timed in the search; {', '.join(near) or 'outputs are equal'} {at}"
+        over = samples(done.judged, done.is_held_out)
+        exact = f"{', '.join(near) or 'outputs are equal'} on {over}"
+        finding, why = "holds", f"nothing was timed in the search; {exact} {at}"
     elif not proven.timed:
         why = "nothing was timed, and outputs were not compared"
     elif not timed:
@@ -170,7 +173,8 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     else:
         own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
         ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
-        exact = "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB"
+        over = samples(done.judged, done.is_held_out)
+        exact = "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB on {over}"
         before = "" if proven.speed is None else f" (proven: {proven.speed.speedup})"
         why = f"{best.name} is {ratio.speedup} as fast as float {at}{before}{exact}"
         if any(one.outcome == "holds" for row in done.rows for one in gate.of_speed(row.name, row.ratio)):

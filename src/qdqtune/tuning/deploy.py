@@ -59,8 +59,8 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     float model, `sha256` has the digests of both and of their external data. `engine` describes the engine and the
     machine that measured, `spec` opens the engine, `library` has the settings that run.py gives the vendor's library.
     `inputs` has the type and shape of each. `fix_inputs` are as in placement.yaml, `scores` the outputs that the user
-    declared as class scores. `given` is the user's file with its digest, if that was the float model compared with and
-    `baseline` has rewrites or another precision."""
+    declared as class scores, `data` the digest of the calibration data (empty without any). `given` is the user's file
+    with its digest, if that was the float model compared with and `baseline` has rewrites or another precision."""
 
     format: int = FORMAT
     told: str
@@ -75,6 +75,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     inputs: dict[str, tuple[str, tuple[int, ...]]]
     fix_inputs: dict[str, float | int | str] = {}
     scores: tuple[str, ...] = ()
+    data: str | None = None
     given: tuple[str, str] | None = None
 
 
@@ -132,6 +133,7 @@ def write_kit(run: Run, summary: Mapping[str, Any]) -> None:
         inputs=inputs,
         fix_inputs=dict(run.settings.fix_inputs),
         scores=tuple(run.settings.scores),
+        data=run.subject.prepared.samples.digest if run.settings.has_samples else "",
         given=given,
     )
     write_json(folder / DEPLOY_SETTINGS, plain(settings))
