@@ -131,8 +131,8 @@ pair can replace a Relu. On x86 int8 activations are several times slower. On AR
 takes int8, and sums two products in 16 bits, which -128 as a weight would overflow (`insert` writes none); with them
 uint8 has kernels of its own.
 
-It gives each reader of a DequantizeLinear one of its own, so that Div and Mul of a Gelu in pieces no longer read the
-same tensor, and five nodes run in place of one.
+It copies a DequantizeLinear for each reader. Then Div and Mul of a decomposed Gelu read different tensors, so that it
+is not fused, and five nodes run in place of one.
 
 Weights, observed with 1.31: products with blocks of 16 to 256 weights of 4 or 8 bits run as MatMulNBits, which computes
 on 8-bit activations. One scale a channel becomes blocks of 32 with that scale. It has no other kernels. Zero points

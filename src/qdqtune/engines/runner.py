@@ -1,4 +1,4 @@
-"""Uses an engine in a worker process, which may crash, hang or be killed. Nothing else starts engines."""
+"""Uses an engine in a worker process, which may crash, hang or be killed. All other modules use engines through it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ QUIETER = 0.95
 """After a placement missed the limit, others need a sum of noise of at most this share of its. Chosen, not measured."""
 
 AIMS = 6
-"""The most placements at a price on noise that are built. Chosen, not measured."""
+"""The most placements found with a price on noise that are built. Chosen, not measured."""
 
 FRUITLESS = 4
 """The search ends after so many failures in a row. Chosen, not measured."""

@@ -151,7 +151,7 @@ class CutSearch:
 
     def _weight_placements(self, history: Sequence[Trial]) -> dict[str, Placement]:
         """Placements without pairs, by name: all weights in one family of weight formats, without families that miss
-        the limits. If 4 bits do, a mixture with the fewest bytes that meets them is added."""
+        the limits. If one does, the mixture with the fewest bytes that meets them is added."""
         judged = {trial.placement: trial.holds is not False for trial in history}
         bits = weights_by_family(self.format_shares)
         held = {name: p for name, p in bits.items() if (judged[p] if p in judged else self._may_hold(p))}

@@ -23,7 +23,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial, sqnr_of
 
 MAX_POINTS = 8
-"""The most points of a front that are proven. Chosen, not measured."""
+"""At most so many points of a front are timed in the proof. Chosen, not measured."""
 
 TARGET_POINTS = 6
 """The number of points that a front should have. Chosen, not measured."""

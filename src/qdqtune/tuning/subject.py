@@ -354,8 +354,7 @@ class SamplesInTime:
 
 
 def placement_by_rules(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
-    """The placement by the engine's rules, for which ranges are fitted; empty with `from_qdq`, with the user's
-    scales."""
+    """The placement by the engine's rules, for which ranges are fitted; empty with `from_qdq`, which has scales."""
     if settings.from_qdq:
         return Placement()
     possible = possible_edges(subject.shaped, ranges)

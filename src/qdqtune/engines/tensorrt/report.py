@@ -91,8 +91,8 @@ def read_report(
     `graph` is the layer information, a file or its text; `profile` the profile, the same or pairs of layer name and
     milliseconds. Times are None without it, and for layers that do nothing, which TensorRT does not time. With the
     `model` that the engine was built from, whose weights are not needed, each node is in one layer, by the name that
-    `loading.load` gives it. Without it, a layer has the words between the separators in its name, names of constants
-    among them.
+    `loading.load` gives it. Without it, the nodes of a layer are the words between the separators in its name, names of
+    constants among them.
 
     `precision` is the type of the values that the layer multiplies or, if unknown, of those that it writes. Rows of the
     profile that fit no layer become layers of kind "unknown" without nodes.

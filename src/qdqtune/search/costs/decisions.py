@@ -183,8 +183,8 @@ def optimum_within(
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
-    """The decision with the least `Costs.total`, plus `price` ms per unit of relative noise, as a table
-    (`search.costs.table`) with two labels, float and 8 bits.
+    """The decision with the least sum of `Costs.total` and `price` ms per unit of relative noise: the optimum of a
+    table (`search.costs.table`) with two labels, float and 8 bits.
 
     The table has a part for each unit (does it run in 8 bits?) and tensor (is it stored in 8 bits?), and auxiliary
     parts that get the label 8 bits as soon as one of certain others has it: a reader needs a tensor in 8 bits

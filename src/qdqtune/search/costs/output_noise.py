@@ -86,15 +86,15 @@ class Noise:
         return sum(map(self.of_value, narrow)) + sum(map(self.of_wide, wide)) + of_weights
 
     def of_value(self, value: str) -> float:
-        """The noise of a tensor with a pair, with the factor applied."""
+        """The noise of a tensor with a pair, times `pair_factor`."""
         return self.pair_factor * self.value_noise.get(value, 0.0)
 
     def of_wide(self, value: str) -> float:
-        """The noise of a tensor with a pair of 16 bits, with the factor applied."""
+        """The noise of a tensor with a pair of 16 bits, times `pair_factor`."""
         return self.pair_factor * self.wide_noise.get(value, 0.0)
 
     def of_weight(self, edge: Edge, weight_format: WeightFormat) -> float:
-        """The noise of a weight in a weight format, with the factor applied."""
+        """The noise of a weight in a weight format, times `weight_factor`."""
         return self.weight_factor * self.weight_noise.get((edge.tensor, weight_format.name), 0.0)
 
     def expected(self, placement: Placement) -> float:

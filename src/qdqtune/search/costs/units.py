@@ -173,7 +173,8 @@ class Partition:
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
     """The state of a unit in a placement: "quantized" if all that it reads and writes has pairs, "handing" if only
-    outputs lack some, "mixed" if pairs stand inside it or only on some inputs, else "float"."""
+    outputs lack some, "mixed" if pairs stand inside it or, for a unit with weights, on some inputs only; else
+    "float"."""
     placed = placement.edges
     if not placed.isdisjoint(unit.inner):
         return "mixed"  # the engine cannot run it as one kernel
