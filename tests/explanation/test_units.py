@@ -222,7 +222,7 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     assert row((both, Failure("build", "no memory"))).reason == "not tried"
     together = row((both, SLOWER))
     assert together.reason == "not tried"
-    assert "which changes 2 other tensors, was 0.83x as fast as float, and what ships 1.00x" in together.detail
+    assert "a build with 2 more tensors was 0.83x as fast as float, and what ships 1.00x" in together.detail
     run = made_up(tmp_path, (alone, FASTER), model=chain, limits=Limits(min_sqnr=40.0))
     vars(run)["history"] = (replace(run.history[0], holds=False),)
     missed = by_name(explanations(run))["b"]
@@ -346,3 +346,32 @@ def test_sums_are_by_state_and_reason_with_the_most_time_first() -> None:
     in_float, in_8_bits = tally(rows)
     assert (in_float.state, in_float.nodes, in_float.ms) == ("float", ("d",), 9.0)
     assert (in_8_bits.nodes, in_8_bits.ms, in_8_bits.float_ms) == (("a", "b", "c"), 3.0, 8.0)
+
+
+def test_what_this_engine_always_computes_in_float_has_no_kernel_whatever_candidates_missed(tmp_path: Path) -> None:
+    """The Add is in 8 bits in front of a pair, or inside an 8-bit product: that says nothing of the Tanh behind it."""
+    net = "net (float[8,64] x) => (float[8,64] y) { [a] p = MatMul(x, w0) [b] q = Add(p, k) [c] y = Tanh(q) }"
+    model = build(net, {"w0": normal(64, 64), "k": normal(64)})
+    floats = Layer("a", ("a",), "FP32", 1.0, "compute"), Layer("c", ("b", "c"), "FP32", 1.0, "compute")
+    product = Layer("a", ("a", "b"), "INT8", 0.5, "compute"), Layer("c", ("c",), "FP32", 1.0, "compute")
+    shipped = Placement.of((), [(Edge("w0", "a", 1), WeightFormat.named("d8"))])
+    run = made_up(tmp_path, (shipped, FASTER), model=model, placement=shipped, float_layers=floats)
+    vars(run).update(shipped_layers=product, history=(replace(run.history[0], layers=product),))
+    vars(run)["summary"] |= {"engine": {"engine": "onnxruntime"}, "final_ms": 3.2}
+    rows = by_name(explanations(run))
+    assert rows["a"].why.startswith("8-bit product, scales of its input found at each run (d8): part of")
+    assert (rows["c"].nodes, rows["c"].state, rows["c"].precision) == (("b", "c"), "float", "fp32")
+    assert rows["c"].why == "no kernel for this operator: this engine computes Tanh in float, with or without pairs"
+
+
+def test_a_refused_candidate_of_undecided_speed_is_told_as_inaccurate_and_not_as_slower(
+    chain: Model, tmp_path: Path
+) -> None:
+    undecided = placed(chain, "a", "b", "c"), (0.5, 1.15, 1.9) * 8
+    trials = (placed(chain, "a", "b"), SLOWER), undecided, (placed(chain, "b", "c"), SLOWER)
+    run = made_up(tmp_path, *trials, model=chain, float_layers=ran(a=1.0, b=1.0, c=1.0), limits=Limits(min_sqnr=40.0))
+    slower = replace(run.history[0], layers=ran("a", "b", a=1.05, b=1.55, c=1.0))
+    vars(run)["history"] = (slower, replace(run.history[1], holds=False), run.history[2])
+    row = by_name(explanations(run))["a"]
+    assert (row.reason, row.more_ms) == ("accuracy limit", None)
+    assert row.detail.endswith("is 30.0 dB, and 40 dB are asked for; its speed was undecided")

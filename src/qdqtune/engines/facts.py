@@ -25,6 +25,12 @@ ONNXRUNTIME_SHARED = frozenset({
 (Resize only in mode nearest). Pad, SpaceToDepth and GatherND stay in float; Concat and average pools have kernels with
 different scales for input and output."""
 
+ONNXRUNTIME_LACKS = frozenset({
+    "ConvTranspose", "Div", "Erf", "GatherND", "Gelu", "HardSigmoid", "HardSwish", "InstanceNormalization",
+    "LayerNormalization", "Pad", "ReduceMean", "SpaceToDepth", "Sub", "Tanh",
+})  # fmt: skip
+"""Operators that ONNX Runtime computes in float also between pairs (as ONNXRUNTIME_SHARED)."""
+
 MOVED_ACROSS = frozenset({
     "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
@@ -54,6 +60,7 @@ class EngineFacts:
     numbers: NumericFormat = SYMMETRIC  # of int8 pairs
     fp8: NumericFormat | None = None  # of FP8 pairs; None: it has no kernels
     weights: tuple[str, ...] = ()  # weight formats of products, the usual ones first
+    lacks: frozenset[str] = frozenset()  # operators that it computes in float also between pairs
     like: str = ""  # the engine whose placement rules hold for it; "" is itself
     merges: tuple[str, ...] = ()
     """The rewrites (`graph.rewrites`) that the engine makes by itself in a float model, but not, or worse, where Q/DQ
@@ -119,6 +126,7 @@ ONNXRUNTIME = EngineFacts(
     install="pip install onnxruntime",
     numbers=replace(ASYMMETRIC, shared_scale_ops=ONNXRUNTIME_SHARED),
     weights=("w4b32a", "w4b32", "w4b128", "w4b128a", "w8", "w8b32", "w8b128", "d8"),
+    lacks=ONNXRUNTIME_LACKS,
     merges=("gelu",),
     rewrites=("hardswish",),
     saves=OPTIMIZED,
@@ -151,6 +159,7 @@ OPENVINO = EngineFacts(
     install="pip install 'qdqtune[openvino]'",
     numbers=replace(SYMMETRIC, unsigned=True, shared_scale_ops=MOVED_ACROSS),
     weights=("w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"),
+    lacks=frozenset({"HardSigmoid", "Softmax", "SpaceToDepth"}),
     loaded_by="openvino",
     saves="an OpenVINO IR",
     constants=".bin",

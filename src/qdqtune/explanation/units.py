@@ -5,7 +5,7 @@ question is how the latency would change with it in 8 bits and nothing else chan
 and 3 tell how it would change in float. Units of equal operators and shapes are judged together, since the difference
 of a single small one is lost in noise. The first of these facts that is available gives the answer:
 
-1. structure: no kernel reads 8 bits there, or the user has excluded it;
+1. structure and engine: no kernel reads 8 bits there, or the user has excluded it;
 2. a candidate that was timed against the file that ships and differs in these units alone: its latency, "measured";
 3. costs derived from the layer times of all builds (`search.costs.prices`): the difference is "estimated". Costs that
    no build shows are guessed low: if 8 bits are slower even then, they are slower, but no figure is given;
@@ -26,11 +26,12 @@ from math import isclose, log
 from statistics import median
 from typing import Any, Literal
 
+from qdqtune.engines.facts import ENGINES, OF_EP
 from qdqtune.errors import Failure
 from qdqtune.explanation.formatting import counted, origin_in_words
 from qdqtune.explanation.unfused import is_float, is_low
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import ASKS_SHAPE
+from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
@@ -60,8 +61,8 @@ Reason = Literal[
 ]
 """Why a unit does not run in 8 bits; empty if it does."""
 
-WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "NonZero", "Range"}
-"""Operators that no engine runs in 8 bits: they compute shapes and indices, or read no data."""
+WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "IsInf", "IsNaN", "NonZero", "Range"}
+"""Operators that no engine runs in 8 bits: they compute shapes, indices or truth values, or read no data."""
 
 IN_ADVANCE = "computed in advance"
 """The state of a unit that the engine computes when it is built, not in an inference."""
@@ -120,10 +121,11 @@ def and_others(alike: int) -> str:
 
 
 def _estimated(alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
-    """A text about a relative `change` of the latency, up to `most` of it noise; without a figure if `is_guess`."""
-    amount = "clearly " * (change > most) if is_guess else f"{abs(change):.0%} "
-    effect = f"make the model {amount}{'slower' if change > 0 else 'faster'}"
-    effect += ", within the noise of this run" * (abs(change) <= most)
+    """A text about a relative `change` of the latency, up to `most` of it noise; without a figure if more
+    than that `is_guess`."""
+    amount = "clearly" if is_guess and abs(change) > most else f"{abs(change):.0%}"
+    effect = f"make the model {amount} {'slower' if change > 0 else 'faster'}"
+    effect += f"; this run's noise is {most:.0%}" * (abs(change) <= most)
     if abs(change) <= NOISE:
         effect = (
             f"{'save' if is_guess else 'change the latency by'} less than {NOISE:.0%}{' of the latency' * is_guess}"
@@ -168,10 +170,15 @@ class _Table:
             groups = self._search.groups if run.float_layers else usual_groups(run.model, run.able)
             cut = chain.from_iterable(split(run.model, group, run.placement.edges) for group in groups)
             self.parts = partition(run.model, run.able, cut, shares)
+        engine = run.summary["engine"]
+        facts = OF_EP.get(engine["provider"]) if "provider" in engine else ENGINES.get(engine.get("engine", ""))
+        self._lacking = frozenset[str]() if facts is None else facts.lacks
         self._decision = self.parts.decision(run.placement)
         self._layer_of = {name: layer for layer in run.shipped_layers for name in layer.nodes}
-        quantized, reported = self._decision.quantized, self._reported(run.shipped_layers)
-        states = {unit.number: "8 bits" if unit.number in quantized else "float" for unit in self.parts.units}
+        quantized, reported = self._decision.quantized, self._reported(run.shipped_layers, run.placement)
+        states = dict.fromkeys((unit.number for unit in self.parts.units), "float")
+        # A pair in front of an operator without a kernel, such as a Shape, changes nothing.
+        states |= {n: "8 bits" for n in quantized if not self._without_kernel(self.parts.units[n])}
         formats = {number: weight_format.name for number, weight_format in self._decision.weight_formats}
         self._states = states | reported | formats
         self._twins = defaultdict[str, frozenset[int]](frozenset)
@@ -187,27 +194,28 @@ class _Table:
         least = run.limits.min_sqnr
         self._limit = "the limits on accuracy" if least is None else f"{least:g} dB"
 
-    def _reported(self, layers: Iterable[Layer]) -> dict[int, str]:
-        """State by unit number, where kernels report a precision: "8 bits" if one of them has 8 bits or less."""
-        states, owner = dict[int, str](), self.parts.owner
+    def _reported(self, layers: Iterable[Layer], placement: Placement) -> dict[int, str]:
+        """State by unit number, where kernels of a build report a precision: "8 bits" if one of them has 8 bits or
+        less; where pairs are not all around it, only if none is in float, as a Gelu is behind an Add in 8 bits."""
+        low, floats, owner = set[int](), set[int](), self.parts.owner
         for layer in layers:
-            if layer.kind != "compute" or not (is_low(layer.precision) or is_float(layer.precision)):
-                continue
-            for name in owner.keys() & layer.nodes:
-                if is_low(layer.precision) or owner[name] not in states:
-                    states[owner[name]] = "8 bits" if is_low(layer.precision) else "float"
-        return states
+            if layer.kind == "compute" and (is_low(layer.precision) or is_float(layer.precision)):
+                numbers = low if is_low(layer.precision) else floats
+                numbers.update(owner[name] for name in owner.keys() & layer.nodes)
+        low -= {n for n in low & floats if state(self.parts.units[n], self.parts, placement) in ("float", "mixed")}
+        return dict.fromkeys(floats, "float") | dict.fromkeys(low, "8 bits")
 
     def row(self, unit: Unit) -> Explanation:
         run, state = self.run, self._states[unit.number]
         nodes = [self.parts.model.nodes[n] for n in unit.nodes]
         names = tuple(node.name for node in nodes)
         ran = [self._layer_of[name] for name in names if name in self._layer_of]
+        precisions = [layer.precision.lower() for layer in ran if layer.kind == "compute"]
         row = Explanation(
             nodes=names,
             operators=tuple(node.op for node in nodes),
             state=state,
-            precision=next((layer.precision.lower() for layer in ran if layer.kind == "compute"), ""),
+            precision=min(precisions, key=lambda each: is_float(each) != (state == "float"), default=""),
             ms=sum(sum(run.spent[name]) for name in names) if run.spent else None,
             float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
             conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
@@ -217,12 +225,12 @@ class _Table:
         if elsewhere:
             detail = f"it runs {elsewhere[0]}"
             return replace(row, state="elsewhere", reason="no kernel for this operator", detail=detail)
+        if ran and all(layer.kind == "folded" for layer in ran):
+            return replace(row, state=IN_ADVANCE, detail="the engine computes it once, when it is built")
         if not run.placement.wide.isdisjoint(unit.inputs):
             detail = f"with 8 bits here too, the outputs would miss {self._limit}"
             return replace(row, state="16 bits", precision="uint16", reason="accuracy limit", detail=detail)
         if state == "float":
-            if ran and all(layer.kind == "folded" for layer in ran):
-                return replace(row, state=IN_ADVANCE, detail="the engine computes it once, when it is built")
             fields = self._in_float(unit)
             return replace(row, **fields | {"detail": "; ".join(filter(None, (fields["detail"], slower)))})
         chosen = "part of the placement that proved fastest"
@@ -237,7 +245,10 @@ class _Table:
         if state != "8 bits":
             weight_format = WeightFormat.named(state)
             state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
-            chosen = f"its weights alone are {weight_format.name}: {chosen}"
+            how = f"its weights alone are {weight_format.name}"
+            if weight_format.dynamic:
+                how = f"8-bit product, scales of its input found at each run ({weight_format.name})"
+            chosen = f"{how}: {chosen}"
         return replace(row, state=state, detail=chosen, **figure)
 
     def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:
@@ -333,8 +344,9 @@ class _Table:
             is_gain = reason == "accuracy limit" and change is not None and change < -NOISE
             return {"reason": reason, "detail": detail, **(figure if is_gain else {})}
         if change is not None and -NOISE <= change <= most:
-            together = self._together(unit) if source == "estimated" else ""
-            return {"reason": "slower together" if together else "no gain beyond noise", "detail": together or detail}
+            together = self._together(unit) if source == "estimated" else None
+            reason, detail = together or ("no gain beyond noise", detail)
+            return {"reason": reason, "detail": detail}
         if change is not None and change > 0:
             price = None if self._costs is None else self._costs.prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
@@ -347,7 +359,8 @@ class _Table:
 
     def _without_kernel(self, unit: Unit) -> str:
         """A text if a unit has no 8-bit kernel: nothing that it reads can carry a pair, no engine has one, or this
-        engine ran all such units in float wherever pairs stood on all their inputs and outputs; else empty."""
+        engine is known to lack it, or ran all such units in float wherever pairs stood on all their inputs and outputs;
+        else empty."""
         model = self.parts.model
         nodes = [model.nodes[n] for n in unit.nodes]
         for node in nodes:
@@ -364,7 +377,10 @@ class _Table:
         low, refused = self._ran
         if unit.kind in refused - low:
             return "with pairs on all that it reads and writes the engine still ran it in float"
-        return ""
+        # The kernel of a unit is that of its product, or one that must compute all of its operators.
+        deciding = [node.op for node in nodes if node.op in COMPUTE] or [node.op for node in nodes]
+        lacking = [op for op in deciding if op in self._lacking and unit.kind not in low]
+        return f"this engine computes {lacking[0]} in float, with or without pairs" if lacking else ""
 
     @cached_property
     def _ran(self) -> tuple[set[str], set[str]]:
@@ -372,7 +388,7 @@ class _Table:
         low, refused = set[str](), set[str]()
         builds = [(trial.placement, trial.layers) for trial in self.run.history if trial.layers]
         for placement, layers in (*builds, (self.run.placement, self.run.shipped_layers)):
-            for number, reported in self._reported(layers).items():
+            for number, reported in self._reported(layers, placement).items():
                 unit = self.parts.units[number]
                 if reported == "8 bits":
                     low.add(unit.kind)
@@ -443,16 +459,22 @@ class _Table:
             return "accuracy limit", f"{was}, but {refused}"
         return "not proven", f"{was}, but fresh builds did not prove it: a quieter machine, or more time, may decide"
 
-    def _together(self, unit: Unit) -> str:
-        """A text if float ships and all candidates with a unit in 8 bits were slower, one surely; else empty."""
+    def _together(self, unit: Unit) -> tuple[Reason, str] | None:
+        """The reason and its text if float ships and all candidates with a unit in 8 bits were slower, one surely;
+        else None. If it is undecided whether the fastest of them was, its accuracy is the reason, or there is none."""
         tried = {trial.number: low for trial, low, _ in self._candidates if unit.number in low}
         judged = [each for each in with_ratios(self.run.history, self.run.plan) if each[0].number in tried]
         if self.run.placement or "slower" not in [measured.verdict for _, measured in judged]:
-            return ""
-        ratio, number = min((self._ratios[trial.placement], trial.number) for trial, _ in judged)
-        others = sum(len(self.parts.units[each].nodes) for each in tried[number]) - len(unit.nodes)
+            return None
+        trial, measured = min(judged, key=lambda each: (self._ratios[each[0].placement], each[0].number))
+        ratio, refused = self._ratios[trial.placement], self.run.limits.why_refused(trial)
+        if ratio <= 1 + self._clear or (measured.verdict == "undecided" and refused is None):
+            return None
+        if measured.verdict == "undecided":
+            return "accuracy limit", f"the candidate with it was refused: {refused}; its speed was undecided"
+        others = sum(len(self.parts.units[each].nodes) for each in tried[trial.number]) - len(unit.nodes)
         was = f"with {counted(others, 'other node')} in 8 bits the model was {speed(ratio)} as fast as float when tried"
-        return was if ratio > 1 + self._clear else ""
+        return "slower together", was
 
     @cached_property
     def _raised(self) -> Costs:
@@ -507,7 +529,7 @@ class _Table:
         if trial is None:
             return "not tried", "no candidate has it in 8 bits"
         run, ratios = self.run, self._ratios
-        origin, missed = origin_in_words(trial.proposal.origin), run.limits.why_refused(trial)
+        missed = run.limits.why_refused(trial)
         reason: Reason = "no gain beyond noise"
         became = f"was {outcome(trial, run.plan)}"
         if isinstance(trial.result, Failure):
@@ -518,8 +540,8 @@ class _Table:
             both = speed(ratios[trial.placement]), speed(ratios[run.placement])
             became = f"was {both[0]} as fast as float, and what ships {both[1]}"
         if others:
-            return "not tried", f"not by itself: {origin}, which changes {counted(others, 'other tensor')}, {became}"
-        return reason, f"{origin} has it in 8 bits, and {became}"
+            return "not tried", f"never in 8 bits by itself; a build with {counted(others, 'more tensor')} {became}"
+        return reason, f"{origin_in_words(trial.proposal.origin)} has it in 8 bits, and {became}"
 
 
 def disturbance(run: FinishedRun) -> str:
