@@ -229,6 +229,9 @@ def test_no_sample_and_a_model_that_does_not_run() -> None:
     net = conv_net()
     with pytest.raises(BadData, match="no sample"):
         list(outputs_on(net, []))
+    table = build("net (int64[2] ids) => (float[2,4] y) { y = Gather(w, ids) }", {"w": normal(3, 4)})
+    with pytest.raises(BadData, match="out of data bounds, idx=7"):
+        list(outputs_on(table, [{"ids": np.int64([0, 7])}]))
     with pytest.raises(BadModel, match=r"cannot run the model on .* \dx\d"):
         list(outputs_on(branching(), feeds(branching(), 1)))
     with running(branching()) as run:

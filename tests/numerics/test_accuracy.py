@@ -1,10 +1,12 @@
 """Output error in dB, of whole outputs and of the parts that the whole hides."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from models import build
 from qdqtune.numerics.accuracy import (
     MOST_SLICES,
     Slice,
@@ -16,6 +18,7 @@ from qdqtune.numerics.accuracy import (
     sqnr_db,
     worst_slice,
 )
+from qdqtune.numerics.scores import NO_SCORES, copies_in
 from qdqtune.timing.limits import Limits
 from qdqtune.types import Accuracy, Array
 
@@ -91,6 +94,21 @@ def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:
     assert found.sqnr_db is None
     assert closeness_of(found) == "87.5% of the integers equal"
     assert accuracy([{"y": np.ones(3)}], [{"y": np.ones(3)}]).agreement is None
+
+
+def test_equal_copies_of_inputs_prove_nothing() -> None:
+    net = build("""net (int64[2] ids, float[2] x) => (int64[2] same, int64[1] size, int64 best, float[2] y) {
+        same = Add(ids, ids)
+        size = Shape(x)
+        y = Relu(x)
+        best = ArgMax <keepdims = 0> (y)
+    }""")
+    copies = copies_in(net)
+    assert copies == {"same", "size"}
+    reference = [{"same": np.array([1, 2]), "size": np.array([2])}]
+    scores = replace(NO_SCORES, copies=copies)
+    assert accuracy(reference, reference, scores).agreement is None
+    assert accuracy(reference, [{**reference[0], "same": np.array([1, 3])}], scores).agreement == 0.5
 
 
 def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:

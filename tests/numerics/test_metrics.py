@@ -270,6 +270,7 @@ def test_another_text_is_another_metric(metric: Metric) -> None:
     ("body", "message"),
     [("raise KeyError('label\\n7')", "failed: KeyError: 'label"), ("return 'good'", "returned str, not a number"),
      ("raise SystemExit(0)", "failed: SystemExit"),
+     ("predict({'z': 1})", "calls predict without x: the model has the inputs x"),
      ("return np.ones(2)", "returned ndarray"), ("return None", "returned NoneType")],
 )  # fmt: skip
 def test_errors_of_the_function_are_one_line(metric, loaded, body, message):

@@ -175,7 +175,8 @@ def _on_each(run: ModelRun, samples: Iterable[Sample]) -> Iterator[dict[str, Arr
         except EngineRefused as refused:
             hint = ": `time_limit` gives it longer" if refused.failure.stage == "timeout" else ""
             sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
-            error = EngineFailure if refused.is_transient else BadModel
+            is_beyond = "out of data bounds" in str(refused)  # an id that a table of the model lacks
+            error = EngineFailure if refused.is_transient else BadData if is_beyond else BadModel
             text = f"calibration cannot run the model on {first_of(sizes)}: {refused}{hint}"
             raise error(text) from refused
         yield outputs

@@ -46,6 +46,7 @@ from qdqtune.numerics.scores import (
     Scores,
     asked_outputs,
     can_tell,
+    copies_in,
     doubt,
     equal_share,
     metric_in_words,
@@ -322,6 +323,7 @@ def compare(
             seed=options.seed,
             observer=observer,
             asked=options.scores,
+            copies=copies_in(models[0]),
             limits=Limits(options.min_sqnr, min_agreement=options.min_agreement),
             reference_from=cpu,
             metric=metric,
@@ -437,6 +439,7 @@ def compare_files(
     seed: int = 0,
     observer: Observer | None = None,
     asked: Sequence[str] = (),
+    copies: frozenset[str] = frozenset(),
     limits: Limits | None = None,
     reference_from: Runner | None = None,
     metric: Metric | None = None,
@@ -452,7 +455,7 @@ def compare_files(
     runner.feed(at_each(timed, counts))
     with rewording(f"{first} gives nothing to compare with"):
         reference, before = _ran(reference_from or runner, first, judging, metric, first)
-    scores = scores_of(reference, asked) if has_real_samples else None
+    scores = replace(scores_of(reference, asked), copies=copies) if has_real_samples else None
     if scores is not None and limits is not None:
         limits.check({array.dtype.kind for array in reference[0].values()}, scores)
     rows = []

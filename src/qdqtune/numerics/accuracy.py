@@ -84,7 +84,9 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     for name in [name for name, arrays in floats.items() if arrays[0][0].dtype.kind != "f"]:
         arrays = floats.pop(name)
         total = sum(exact.size for exact, _ in arrays)
-        agreements.append(sum(int((exact == other).sum()) for exact, other in arrays) / total if total else 1.0)
+        share = sum(int((exact == other).sum()) for exact, other in arrays) / total if total else 1.0
+        if share < 1 or name not in scores.copies:  # equal copies of inputs prove nothing
+            agreements.append(share)
     powers, part = _powers(floats), worst_slice(floats)
     worst = min(powers.values(), key=_sqnr, default=None)
     single: list[float] = []

@@ -31,7 +31,8 @@ from qdqtune.calibration.samples import LABELS, Samples, open_samples, read_arra
 from qdqtune.calibration.user_code import BudgetEnded, call_in_thread, import_callable, user_errors
 from qdqtune.engines.execution import CHECK_SECONDS, Execution
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, one_line
+from qdqtune.errors import BadData, BadOption, EngineFailure, EngineRefused, Failure, first_of, one_line
+from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import check_finite
 from qdqtune.numerics.scores import Score
 from qdqtune.options import NAMES, SOURCE, Names, Options, choice, one_of
@@ -133,13 +134,23 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float:
 
     Raises:
         EngineRefused: the engine cannot run the model, the metric is not finite, or the time budget has ended.
-        BadOption: the function itself fails, or does not return a number.
+        BadOption: the function itself fails, lacks an input of the model, or does not return a number.
     """
     tasks, is_over = SimpleQueue[Any](), threading.Event()
 
+    def computed(sample: Sample) -> Mapping[str, Array]:
+        try:
+            return runner.outputs(handle, [sample])[0]
+        except EngineRefused as refused:
+            inputs = load(handle.path).inputs
+            if lacking := set(inputs) - sample.keys():
+                given = f"`evaluate` {evaluation.source} calls predict without {first_of(sorted(lacking))}"
+                raise BadOption(f"{given}: the model has the inputs {', '.join(inputs)}") from refused
+            raise
+
     def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answers, sample = SimpleQueue[Any](), {name: np.asarray(array) for name, array in inputs.items()}
-        tasks.put(lambda: answers.put(runner.outputs(handle, [sample])[0]))
+        tasks.put(lambda: answers.put(computed(sample)))
         while not is_over.is_set():
             with suppress(Empty):
                 outputs: Mapping[str, Array] = answers.get(timeout=CHECK_SECONDS)

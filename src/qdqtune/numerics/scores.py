@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from qdqtune.errors import BadOption, first_of
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import ASKS_SHAPE, CONTROL_FLOW, is_float, may_be_float
 from qdqtune.types import Accuracy, Array
 
 SUM_ERROR = 1e-2
@@ -54,6 +56,7 @@ class Scores:
     """The outputs that hold scores of classes, by name: the `axis` of the classes, how many `classes` there are, and
     the float model's `best` class at each position of each sample (an integer array without that axis). For yes/no
     outputs the axis is None, and yes is a value over `above`. If there are no such outputs, `why_not` is the reason.
+    `copies` are outputs that no rounding can change.
     """
 
     axis: Mapping[str, int | None]
@@ -61,6 +64,7 @@ class Scores:
     best: Mapping[str, Sequence[Array]]
     why_not: str = ""
     above: Mapping[str, float] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
 
     @property
     def told(self) -> str:
@@ -87,6 +91,16 @@ class Scores:
 
 NO_SCORES = Scores({}, {}, {}, why_not="best classes were not looked for")
 """Used where class scores were not asked for."""
+
+
+def copies_in(model: Model) -> frozenset[str]:
+    """The outputs that are integer inputs, or follow from inputs without a computation in floats."""
+    rounded = {name for name in model.inputs if may_be_float(model, name)}
+    for node in model.nodes:
+        reads = (*node.inputs, *node.captures) if node.op not in ASKS_SHAPE else ()
+        if node.op in CONTROL_FLOW or any(name in rounded or is_float(model, name) for name in reads):
+            rounded.update(node.outputs)
+    return frozenset(name for name in model.outputs if name not in rounded and not is_float(model, name))
 
 
 def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ()) -> Scores:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.numerics.accuracy import accuracy, check_finite, is_finite, noisiest, sqnr_db
-from qdqtune.numerics.scores import NO_SCORES, Scores, scores_of
+from qdqtune.numerics.scores import NO_SCORES, Scores, copies_in, scores_of
 from qdqtune.placement.insertion import Inserter, quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.reading import dynamic_products_of
@@ -89,7 +89,7 @@ class Simulation:
 
     @cached_property
     def scores(self) -> Scores:
-        return scores_of(self.reference, self.asked)
+        return replace(scores_of(self.reference, self.asked), copies=copies_in(self.inserter.model))
 
     @cached_property
     def reference(self) -> Outputs:

@@ -47,7 +47,7 @@ class Inserter:
     one Q and one DQ. Constants are stored quantized, with a DQ."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
-        self._model, self._ranges, self._format = model, ranges, fmt
+        self.model, self._ranges, self._format = model, ranges, fmt
         self._quantizer, self._weights = Quantizer(model, ranges, fmt), FormattedWeights(model)
         self._names = names_in(model.proto.graph) | set(model.index_of)
 
@@ -57,7 +57,7 @@ class Inserter:
         Raises:
             ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
         """
-        model = self._model
+        model = self.model
         if model.opset < max(self._weights.opset(placement), BLOCK_OPSET if placement.wide else 0):
             return self._raised.insert(placement)
         if placement.wide and self._format.wide is None:
@@ -76,11 +76,11 @@ class Inserter:
 
     @cached_property
     def _raised(self) -> Inserter:
-        return Inserter(with_opset(self._model, BLOCK_OPSET), self._ranges, self._format)
+        return Inserter(with_opset(self.model, BLOCK_OPSET), self._ranges, self._format)
 
     @cached_property
     def _possible(self) -> frozenset[Edge]:
-        return possible_edges(self._model, self._ranges)
+        return possible_edges(self.model, self._ranges)
 
 
 class _Writer:

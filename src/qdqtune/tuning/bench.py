@@ -84,6 +84,7 @@ class Conditions:
     limits: Limits = field(default_factory=Limits)
     evaluation: Metric | None = None
     scores: Sequence[str] = ()
+    copies: frozenset[str] = frozenset()
     model_bytes: int = 0
     by_rule: ByRule | None = None
 
@@ -495,7 +496,7 @@ class Bench:
             turn_seconds=turn,
             build_seconds=build,
             start_seconds=start,
-            kinds=tuple(array.dtype.kind for array in outputs[0].values()),
+            kinds=tuple(a.dtype.kind for name, a in outputs[0].items() if name not in self.scores.copies),
             scores=replace(self.scores, best={}),
         )
 
@@ -515,7 +516,7 @@ class Bench:
     @cached_property
     def scores(self) -> Scores:
         """Those outputs of the float model that are class scores, with their best classes. Raises as `floats`."""
-        return scores_of(self.reference, self._conditions.scores)
+        return replace(scores_of(self.reference, self._conditions.scores), copies=self._conditions.copies)
 
 
 def metric_key(metric: Metric, of: str = FLOAT.digest) -> str:

@@ -22,7 +22,7 @@ from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, 
 from qdqtune.graph.loading import files_of, nbytes
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.numerics.metrics import Evaluation, Labelled, Metric, load_evaluation, measure, open_metric, option_of
-from qdqtune.numerics.scores import asked_outputs, can_tell, doubt, samples_to_tell
+from qdqtune.numerics.scores import asked_outputs, can_tell, copies_in, doubt, samples_to_tell
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
@@ -461,6 +461,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             limits=settings.limits,
             evaluation=ready.evaluation,
             scores=settings.scores,
+            copies=copies_in(subject.model),
             model_bytes=nbytes(settings.model),
             by_rule=None if settings.is_timed else ByRule(rule_costs(settings, subject), lambda: simulation.reference),
         )
