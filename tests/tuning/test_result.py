@@ -9,6 +9,7 @@ import pytest
 from models import build
 from observers import Log
 from qdqtune.errors import BadOption
+from qdqtune.explanation.result_rows import remarks
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import best_undecided
@@ -30,6 +31,14 @@ def test_gains_of_fixed_inputs_and_of_pairs_are_reported_apart(tmp_path: Path) -
     assert folded < 0.9 * cost(model)
     assert result.summary["ratio"] == pytest.approx(final / folded)
     assert result.summary["ratio_to_given"] == pytest.approx(final / cost(model))
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_sizes_that_were_timed_are_told_where_they_are_open(tmp_path: Path) -> None:
+    result = tune(settings(write(mixed(batch=None), tmp_path), builds=2))
+    shape = result.summary["timed_at"]["x"]
+    assert f"timed at x {'x'.join(map(str, shape))}" in remarks(result.summary)
+    assert len(shape) == 3
 
 
 PLAN = Plan((12,))

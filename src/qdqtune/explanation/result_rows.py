@@ -136,6 +136,9 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     """Notes below the rows: what the model was tuned for, what was rejected and why, which outputs were compared."""
     if summary["tuned_for"]:
         yield f"tuned for {summary['tuned_for']}"
+    if shapes := summary.get("timed_at"):
+        told = (f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+        yield f"timed at {', '.join(told)}"
     without, judged = summary["fastest_without_limits"], summary["accuracy_samples"]
     if without is not None and without["missed"]:
         yield f"the fastest without limits was not taken: {without['missed']}"

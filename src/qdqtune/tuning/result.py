@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import this_machine
 from qdqtune.errors import BadOption, BadState, EngineRefused
@@ -202,6 +203,8 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     if subject.rewrites.names and tuned is not None and is_only_rewritten:
         by_placement = proof.to_rewritten.median if proof.to_rewritten else 1.0
         rewrites |= {"gave": tuned.median / by_placement, "placement_gave": by_placement}
+    fed = subject.mix[0].inputs if settings.is_timed and len(subject.mix) == 1 else {}
+    open_inputs = [spec.name for spec in input_specs(subject.model) if None in spec.shape and spec.name in fed]
     summary = {
         "format": FORMAT,
         "model": named(str(settings.model)),
@@ -212,6 +215,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "rewrites": rewrites,
         "shipped": proof.shipped,
         "timed": settings.is_timed,
+        **({"timed_at": {name: list(fed[name].shape) for name in open_inputs}} if open_inputs else {}),
         "accuracy": "measured" if is_judged else "not measured",
         "unchecked": is_changed and not is_judged and not settings.has_metric,
         "baseline_ms": None if proof.float_seconds is None else proof.float_seconds * 1e3,

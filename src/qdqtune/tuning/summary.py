@@ -101,7 +101,8 @@ class Summary(TypedDict):
     Times, ratio, pairs and accuracy are those of the shipped file, also if it is the user's own. `final_ms` and `ratio`
     are None if that is the user's Q/DQ file and was not timed. `accuracy` says whether outputs were compared on the
     user's samples, `unchecked` that the shipped file's outputs were not compared. On a simulator `timed` is False, and
-    all times are None. `bits` is there where the engine has 16 bits.
+    all times are None. `bits` is there where the engine has 16 bits, `timed_at` (shapes by name) where inputs have open
+    sizes.
     """
 
     format: int
@@ -113,6 +114,7 @@ class Summary(TypedDict):
     rewrites: Rewritten
     shipped: Shipped
     timed: bool
+    timed_at: NotRequired[dict[str, list[Count]]]
     accuracy: Literal["measured", "not measured"]
     unchecked: bool
     baseline_ms: Positive | None
