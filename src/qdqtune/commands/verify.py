@@ -158,14 +158,13 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     gated = tuple(one for row in done.rows for one in row.gated(gate))
     # As the proof would: slower at no number of threads, faster at one, within limits.
     finding: Finding = "cannot tell"
+    over = f" on {samples(done.judged, done.is_held_out)}"
     timed = [(row.ratio, row) for row in done.rows if row.ratio is not None]
     if bad := next((one for one in gated if not one.passes), None):
         finding, why = "does not hold", f"{bad.file}, {bad.limit}: {bad.told}"
     elif not proven.timed and done.judged:  # nothing was said about speed: the outputs decide
         near = [f"output SQNR {row.sqnr_db:.1f} dB" for row in done.rows if row.sqnr_db is not None]
-        over = samples(done.judged, done.is_held_out)
-        exact = f"{', '.join(near) or 'outputs are equal'} on {over}"
-        finding, why = "holds", f"nothing was timed in the search; {exact} {at}"
+        finding, why = "holds", f"nothing was timed in the search; {', '.join(near) or 'outputs are equal'}{over} {at}"
     elif not proven.timed:
         why = "nothing was timed, and outputs were not compared"
     elif not timed:
@@ -173,8 +172,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     else:
         own = settings.spec.options.get("threads")  # at which the ratio of the proof was measured
         ratio, best = min(timed, key=lambda pair: (pair[1].threads != own, pair[0].median))
-        over = samples(done.judged, done.is_held_out)
-        exact = "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB on {over}"
+        exact = "" if best.sqnr_db is None else f", output SQNR {best.sqnr_db:.1f} dB{over}"
         before = "" if proven.speed is None else f" (proven: {proven.speed.speedup})"
         why = f"{best.name} is {ratio.speedup} as fast as float {at}{before}{exact}"
         if any(one.outcome == "holds" for row in done.rows for one in gate.of_speed(row.name, row.ratio)):
