@@ -24,7 +24,7 @@ from qdqtune.engines.devices import Device, allot, cores_for, leased
 from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
 from qdqtune.engines.fake import FakeOptions
 from qdqtune.engines.formats import numeric_format, portable, weight_formats
-from qdqtune.engines.library_settings import NAMES_FILES, OnnxRuntimeOptions, plain
+from qdqtune.engines.library_settings import PLAIN_OPTIONS, OnnxRuntimeOptions, plain
 from qdqtune.engines.machine import instruction_sets, processor_name
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.tensorrt.options import CachedOptions
@@ -260,9 +260,11 @@ def test_options_of_providers_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize("kind", [FakeOptions, OnnxRuntimeOptions, CachedOptions, RtxOptions, TrtexecOptions])
 def test_what_is_a_text_is_plain_only_if_it_names_no_file(kind: Any) -> None:
-    hints = get_type_hints(kind)
-    texts = {field.name for field in fields(kind) if hints[field.name] in (str, str | None)}
-    assert texts - NAMES_FILES <= {"provider", "target"}
+    names, hints = {field.name for field in fields(kind)}, get_type_hints(kind)
+    texts = {name for name in names if hints[name] in (str, str | None)}
+    assert texts & PLAIN_OPTIONS <= {"provider", "target"}
+    files = {"timing_cache", "plugin_libraries", "trtexec", "trtexec_args"}
+    assert names - PLAIN_OPTIONS <= files | {"provider_options"}
 
 
 # The processor: what /proc/cpuinfo tells of it

@@ -306,6 +306,31 @@ def test_the_pair_of_a_weight_behind_a_transpose_is_that_of_the_product() -> Non
     assert sqnr(run(quantized, samples), run(mine, samples)) > 60
 
 
+@pytest.mark.parametrize(
+    ("numbers", "axis", "is_read"),
+    [
+        ({"s": np.float32(2), "t": np.array([2], np.float32), "z": np.array([3], np.int8)}, "1", True),
+        ({"s": np.float32(2), "t": np.float32(3), "z": np.int8(0)}, "1", False),
+        (dict.fromkeys("st", np.float32([1, 2, 3, 4])) | {"z": np.zeros(4, np.int8)}, "-1", True),
+        (dict.fromkeys("st", np.float32([1, 2, 3, 4])) | {"z": np.zeros(4, np.int8)}, "0", False),
+    ],
+)
+def test_q_and_dq_may_write_the_same_numbers_in_two_ways_but_no_others(numbers: dict, axis: str, is_read: bool) -> None:
+    text = f"""net (float[N,4] x) => (float[N,4] y) {{
+        [q] q = QuantizeLinear <axis=1> (w, s, z)
+        [dq] d = DequantizeLinear <axis={axis}> (q, t, z)
+        [product] y = MatMul(x, d)
+    }}"""
+    weights = {"w": normal(4, 4)}
+    model = build("net (float[N,4] x) => (float[N,4] y) { [product] y = MatMul(x, w) }", weights)
+    if is_read:
+        found = read_placement(model, build(text, weights | numbers)).placement
+        assert found == Placement.of([Edge("w", "product", 1)])
+    else:
+        with pytest.raises(BadModel, match="the pair on w does not give its values back"):
+            read_placement(model, build(text, weights | numbers))
+
+
 def test_weights_that_differ_in_their_zero_points_only_are_different_constants() -> None:
     """Constants with one key are written once."""
     text = """net (float[N] x) => (float[N] y) {

@@ -95,6 +95,9 @@ def test_damaged_and_missing_settings_are_refused(tuned: Path, tmp_path: Path) -
         (tmp_path / "deploy" / "settings.json").write_text(json.dumps(damaged))
         with pytest.raises(BadOption, match="is not what a run has written"):
             read_settings(tmp_path)
+    (tmp_path / "deploy" / "settings.json").write_text(json.dumps(known | {"format": 9}))
+    with pytest.raises(BadOption, match="has format 9, not 1"):
+        read_settings(tmp_path)
 
 
 @pytest.mark.parametrize(

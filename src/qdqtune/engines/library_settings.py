@@ -119,16 +119,20 @@ def _trtexec(spec: EngineSpec, described: Mapping[str, str], sizes: Mapping[str,
     }
 
 
-NAMES_FILES = frozenset({"provider_options", "timing_cache", "plugin_libraries", "trtexec", "trtexec_args"})
-"""Options of any engine that may name files, libraries or programs."""
+PLAIN_OPTIONS = frozenset({
+    "threads", "provider", "fuse", "fuse_pairs", "rewrite", "precision",
+    "min_shapes", "opt_shapes", "max_shapes", "workspace_mb", "builder_level", "target",
+    "seed", "noise", "asymmetric", "wide", "build_seconds", "faults", "hide_times",
+})  # fmt: skip
+"""Options of any engine that name no file, library or program."""
 
 
 def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
-    """The engine that an untrusted file describes, without options that may name files, libraries or programs; and the
-    names of the options left out."""
+    """The engine that an untrusted file describes, with its `PLAIN_OPTIONS` only; and the names of the options left
+    out."""
     spec = normal(spec)
-    options = {name: value for name, value in spec.options.items() if name not in NAMES_FILES}
-    return EngineSpec(spec.name, options), [name for name in spec.options if name in NAMES_FILES]
+    options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}
+    return EngineSpec(spec.name, options), [name for name in spec.options if name not in options]
 
 
 def script_of(spec: EngineSpec) -> str:

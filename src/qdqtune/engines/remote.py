@@ -207,7 +207,9 @@ def greeting(program: Program, limit: float) -> dict[str, Any]:
     """Read a program's first message: its version, its host, and its machine's facts. Raises as `Program.ask`."""
     deadline = Deadline(limit)
     program.channel.skip_to(GREETING, deadline)
-    words: dict[str, Any] = program.channel.recv(deadline)
+    words = program.channel.recv(deadline)
+    if not isinstance(words, dict) or not {"version", "host", "facts"} <= words.keys():
+        raise EOFError("no greeting")
     return words
 
 

@@ -16,6 +16,7 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.model import GRAPH, Model, Node, Use
 from qdqtune.graph.operators import CLAMPS, COPIES, QDQ
 from qdqtune.graph.rewrites import reader
+from qdqtune.placement.insertion import HALF_ROUNDING
 from qdqtune.placement.possible import WEIGHT_ONLY_OPS, weight_at, weight_role
 from qdqtune.types import Array, Edge, Placement, QuantType, WeightFormat
 
@@ -88,6 +89,8 @@ def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType =
     for edge, pair in pairs.items():
         if not (np.isfinite(pair.scale) & (pair.scale >= 0)).all():
             raise BadModel(f"the pair on {edge.tensor} has a scale that no tensor has: see qdqtune debug")
+        if not _gives_back(qdq_model, pair):
+            raise BadModel(f"the pair on {edge.tensor} does not give its values back: Q and DQ have other numbers")
         role = weight_role(float_model, edge) if edge.tensor in float_model.constants else None
         if role is not None:
             readers = [qdq_model.nodes[use.node].op for use in qdq_model.uses(pair.dq.outputs[0]) if use.node != GRAPH]
@@ -222,6 +225,25 @@ def pairs_of(model: Model) -> Iterator[Pair]:
             is_bias=q is None and constant is not None and constant.dtype == TensorProto.INT32,
             block=node.attributes.get("block_size") or None,
         )
+
+
+def _gives_back(model: Model, pair: Pair) -> bool:
+    """Whether the DQ of a pair undoes its Q: the same zero point for the same channels or blocks, and the same scale
+    but for rounding."""
+    if pair.q is None:
+        return True
+    scale = model.constants[pair.q.inputs[1]].array().astype(np.float32)
+    zero = _zero_point(model, pair.dq, pair.dtype)
+    if scale.size != pair.scale.size or zero is None or not {zero.size, pair.zero_point.size} <= {1, scale.size}:
+        return False
+    info = model.tensors.get(pair.source)
+    rank = len(info.shape or ()) if info is not None else 0
+    axes = {axis % rank if rank else axis for axis in (pair.q.attributes.get("axis", 1), pair.axis)}
+    is_same_block = (pair.q.attributes.get("block_size") or None) == pair.block
+    if scale.size > 1 and (scale.shape != pair.scale.shape or len(axes) > 1 or not is_same_block):
+        return False
+    same_zero = (zero.reshape(-1) == pair.zero_point.reshape(-1)).all()
+    return bool(same_zero) and np.allclose(scale.reshape(-1), pair.scale.reshape(-1), rtol=HALF_ROUNDING, atol=0)
 
 
 def _zero_point(model: Model, node: Node, dtype: int) -> Array | None:

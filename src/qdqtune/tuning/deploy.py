@@ -176,4 +176,6 @@ def read_settings(folder: Path) -> DeploySettings:
     settings = read_json(folder / DEPLOY_SETTINGS, DeploySettings)
     if settings is None:
         raise BadOption(f"{folder / DEPLOY_SETTINGS} is not there: name the output folder of a finished qdqtune tune")
+    if settings.format != FORMAT:
+        raise BadOption(f"{folder / DEPLOY_SETTINGS} has format {settings.format}, not {FORMAT}: tune again")
     return settings

@@ -20,6 +20,7 @@ from loaded_modules import CUDA, absent
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.tensorrt import execution
 from qdqtune.engines.tensorrt.execution import CudaError
+from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.errors import EngineFailure, EngineUnavailable
 from tensorrt_fakes import FLAGS, VERSIONS, FakeCuda, Module, install
 
@@ -269,6 +270,16 @@ def test_builds_share_a_timing_cache_in_memory(rig: Rig) -> None:
         rig.trt.seen.cache = data
         engine.build(rig.folder / "m.onnx", rig.folder / "build.log")
     assert set(rig.trt.seen.config._cache._data.split(b"+")) == {b"one", b"two", b"three"}
+
+
+def test_files_that_are_certainly_no_timing_cache_are_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "given"
+    (output,) = timing_cache(file, "`timing_cache`")
+    for content, may_be in ((b"", True), (b"\x80\x01\xfe" * 99, True), (b"my notes", False), (b"PK\x03\x04", False)):
+        file.write_bytes(content)
+        assert output.is_ours(file) is may_be
+    onnx.save(static(conv_model()), file)
+    assert not output.is_ours(file)
 
 
 def test_a_timing_cache_of_another_version_is_left_alone(rig: Rig) -> None:

@@ -12,7 +12,8 @@ from typing import Annotated, Any, NamedTuple
 from msgspec import Meta
 
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
 from qdqtune.options import shapes_of
 from qdqtune.system.checks import Output
@@ -24,6 +25,9 @@ Shapes = Mapping[str, Sequence[int]]
 SHAPE_OPTIONS = ("min_shapes", "opt_shapes", "max_shapes")
 
 SHAPE_FLAG = re.compile(r"--(min|opt|max)?[sS]hapes=(.*)", re.DOTALL)
+
+NO_TIMING_CACHES = (b"PK", b"\x93NUMPY", b"\x1f\x8b", b"\x89HDF", b"ftrt", b"ptrt")
+"""Beginnings of files that are certainly no timing cache: archives, arrays, and serialized engines."""
 
 
 class Span(NamedTuple):
@@ -94,8 +98,21 @@ def libraries_in(options: Mapping[str, Any]) -> list[str]:
 
 
 def timing_cache(path: Path | None, option: str, _: object = None) -> list[Output]:
-    """The option's timing cache as an output file. TensorRT extends an existing one, and refuses any other file."""
-    return [] if path is None else [Output(path, option, Path.exists, makes_folder=True)]
+    """A timing cache to read and write. TensorRT and trtexec add to an existing file. Nothing in a timing cache says
+    that it is one, so only texts, archives, arrays, models and plans are refused."""
+    return [] if path is None else [Output(path, option, _may_be_timing_cache, makes_folder=True)]
+
+
+def _may_be_timing_cache(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(4096)
+    if start.startswith(NO_TIMING_CACHES):
+        return False
+    try:
+        read(path)
+    except BadModel:
+        return not start or not start.decode("utf-8", errors="replace").replace("\n", " ").isprintable()
+    return False
 
 
 def spans(spec: EngineSpec) -> dict[str, Span]:
