@@ -455,7 +455,7 @@ def compare_files(
     runner.feed(at_each(timed, counts))
     with rewording(f"{first} gives nothing to compare with"):
         reference, before = _ran(reference_from or runner, first, judging, metric, first)
-    scores = replace(scores_of(reference, asked), copies=copies) if has_real_samples else None
+    scores = scores_of(reference, asked, copies) if has_real_samples else None
     if scores is not None and limits is not None:
         limits.check({array.dtype.kind for array in reference[0].values()}, scores)
     rows = []

@@ -505,7 +505,7 @@ def _judged(done: Quantized, written: Path, prepared: Prepared, metric: Metric |
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"
             return replace(done, is_finite=False, notes=(*notes, note))
-    scores = replace(scores_of(expected, options.scores), copies=copies_in(model))
+    scores = scores_of(expected, options.scores, copies_in(model))
     lost = accuracy(expected, returned, scores)
     worry = concern(lost)
     if worry is not None and options.quant_type == "int8" and numeric_format(options.engine, "int8").wide is not None:

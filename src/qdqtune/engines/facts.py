@@ -98,6 +98,11 @@ class EngineFacts:
     names, group `reason` the reason. The first that matches a node counts."""
 
     @property
+    def usual_rewrites(self) -> tuple[str, ...]:
+        """The rewrites that are made for it unless the user says otherwise."""
+        return (*self.merges, *self.rewrites)
+
+    @property
     def unwatched(self) -> str | None:
         """A warning for users of a provider that has no record here, as what it leaves to the CPU is not checked; else
         None."""

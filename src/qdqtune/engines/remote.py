@@ -291,22 +291,25 @@ class FarSession(Session):
         """Open an engine (see `Session.open`) on `cores` free cores (0: not pinned), and on a free GPU if it needs
         one."""
         if cores:
-            end = monotonic() + LEASE_SECONDS
-            while True:
-                try:
-                    (device,) = allot(spec, 1, cores)
-                    self._lease.enter_context(leased(device, 0.0))
-                    break
-                except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
-                    if monotonic() > end and cores <= usable_cores():  # other hosts may have some: this worker is lost
-                        raise EngineUnavailable(str(error)) from error
-                    if monotonic() > end:
-                        raise
-                    sleep(0.1)
+            device = self._free_device(spec, cores)
             os.environ.update(device.environment)
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, set(device.cores))
         self.open(spec, *more)
+
+    def _free_device(self, spec: EngineSpec, cores: int) -> Device:
+        end = monotonic() + LEASE_SECONDS
+        while True:
+            try:
+                (device,) = allot(spec, 1, cores)
+                self._lease.enter_context(leased(device, 0.0))
+                return device
+            except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
+                if monotonic() > end and cores <= usable_cores():  # other hosts may have some: this worker is lost
+                    raise EngineUnavailable(str(error)) from error
+                if monotonic() > end:
+                    raise
+                sleep(0.1)
 
     def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:
         """Build a model from its bytes and the digests of its external data. Returns its output, and the answer."""

@@ -103,25 +103,29 @@ def copies_in(model: Model) -> frozenset[str]:
     return frozenset(name for name in model.outputs if name not in rounded and not is_float(model, name))
 
 
-def scores_of(outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = ()) -> Scores:
+def scores_of(
+    outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = (), copies: frozenset[str] = frozenset()
+) -> Scores:
     """The outputs that hold class scores, from the float model's `outputs` for each sample. `asked` are those that the
-    user names, each as NAME, NAME:AXIS or NAME:binary, or `NONE`; if empty, they are found by their values."""
+    user names, each as NAME, NAME:AXIS or NAME:binary, or `NONE`; if empty, they are found by their values. `copies` as
+    in `Scores`."""
     first = outputs[0]
     if list(asked) == [NONE]:
-        return Scores({}, {}, {}, "best classes are not compared: `scores` is none")
+        return Scores({}, {}, {}, "best classes are not compared: `scores` is none", copies=copies)
     if asked:
         found = {name: _axis_of(name, axis, outputs) for name, axis in asked_outputs(asked, list(first)).items()}
     else:
         seen = ((name, _seen_axis([sample[name] for sample in outputs])) for name in first)
         found = {name: axis for name, axis in seen if axis is not None}
     if not found:
-        return Scores({}, {}, {}, f"no scores of classes recognised in {first_of(list(first))}: `scores` names them")
+        told = f"no scores of classes recognised in {first_of(list(first))}: `scores` names them"
+        return Scores({}, {}, {}, told, copies=copies)
     above = dict[str, float]()
     for name in (name for name, axis in found.items() if axis is None):
         is_share = all(((sample[name] >= 0) & (sample[name] <= 1)).all() for sample in outputs)
         above[name] = 0.5 if is_share else 0.0
     classes = {name: 2 if axis is None else first[name].shape[axis] for name, axis in found.items()}
-    scores = Scores(found, classes, {}, above=above)
+    scores = Scores(found, classes, {}, above=above, copies=copies)
     best = {name: [scores.chosen(name, sample[name]).astype(np.int32) for sample in outputs] for name in found}
     return replace(scores, best=best)
 

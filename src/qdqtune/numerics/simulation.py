@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
@@ -89,7 +89,7 @@ class Simulation:
 
     @cached_property
     def scores(self) -> Scores:
-        return replace(scores_of(self.reference, self.asked), copies=copies_in(self.inserter.model))
+        return scores_of(self.reference, self.asked, copies_in(self.inserter.model))
 
     @cached_property
     def reference(self) -> Outputs:

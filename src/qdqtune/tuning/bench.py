@@ -424,7 +424,7 @@ class Bench:
 
         def measured() -> Accuracy:
             reference = self._outputs_of(given, fixed)
-            scores = scores_of(reference, self._conditions.scores)
+            scores = scores_of(reference, self._conditions.scores, self._conditions.copies)
             return accuracy(reference, self._outputs_of(file, {}), scores)
 
         return self._store.memo(f"float file:{len(self._conditions.samples)} samples", Accuracy, measured)
@@ -516,7 +516,7 @@ class Bench:
     @cached_property
     def scores(self) -> Scores:
         """Those outputs of the float model that are class scores, with their best classes. Raises as `floats`."""
-        return replace(scores_of(self.reference, self._conditions.scores), copies=self._conditions.copies)
+        return scores_of(self.reference, self._conditions.scores, self._conditions.copies)
 
 
 def metric_key(metric: Metric, of: str = FLOAT.digest) -> str:

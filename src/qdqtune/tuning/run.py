@@ -83,6 +83,9 @@ candidates. Chosen, not measured."""
 PLANNED_BUILDS = 12
 """Builds of each file for which the proof has time. Chosen, not measured."""
 
+NO_ROOM = "`time_budget` had no room"
+"""The beginning of notes on what a time budget left out: `tune` repeats them where nothing was proven."""
+
 HOPED_RATIO = 0.8
 """Assumed latency of a finalist relative to float, before one is known. Chosen, not measured."""
 
@@ -261,7 +264,7 @@ class Budget:
             takes, left = self.brief_and_proof, (self.ends or 0.0) - time.monotonic()
             more = max(1, ceil(takes - self.grace - left))
             needed = f"{takes:.0f} s after reading the model and calibration"
-            told = f"`time_budget` had no room for a candidate: one and its proof take some {needed}"
+            told = f"{NO_ROOM} for a candidate: one and its proof take some {needed}"
             return f"{told}; give {more} s more at least"
         left, spent = self.room(trials, pace, reserve), 1 + len(trials)
         if len(trials) < self.builds and not left:

@@ -143,7 +143,7 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
     # Only what the user names where other files of the user name nodes.
     names_nodes = settings.qdq_baseline or settings.graph_json or settings.calibration_cache
     facts = settings.engine.facts
-    by_default = () if names_nodes else (*facts.merges, *facts.rewrites)
+    by_default = () if names_nodes else facts.usual_rewrites
     rewrites = Rewrites() if settings.from_qdq else allowed(settings.rewrites, by_default)
     numbers = runner.numeric_format(settings.quant_type)
     if settings.portable:
@@ -392,8 +392,7 @@ def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
     """The graph to tune: without pairs, or for a float model with rewrites, also those for `engine` if named."""
     if is_quantized(model):
         return Rewrites().of(strip_pairs(model))
-    facts = facts_of(engine) if engine else None
-    return allowed(rewrites, () if facts is None else (*facts.merges, *facts.rewrites)).of(model)
+    return allowed(rewrites, facts_of(engine).usual_rewrites if engine else ()).of(model)
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
