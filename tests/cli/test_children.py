@@ -90,7 +90,7 @@ def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, w
     assert run.wait() == {"Ctrl-C": 130, "worker": 0}[who], (tmp_path / "stderr.txt").read_text()
     until(lambda: not family(tmp_path))
     assert not left(tmp_path)
-    until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))
+    until(lambda: all(devices.is_free(Device(cores=(cores[0],))) for cores in devices.physical_cores()))
 
 
 @pytest.mark.usefixtures("eight_cores")

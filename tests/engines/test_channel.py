@@ -22,9 +22,9 @@ Ends = tuple[Channel, Channel]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    reads, writes = os.pipe(), os.pipe()
-    asks = Channel(reads[0], writes[1], asks=True)
-    answers = Channel(writes[0], reads[1], asks=False)
+    (reads, answer), (read, writes) = os.pipe(), os.pipe()
+    asks = Channel(os.fdopen(reads, "rb", 0), os.fdopen(writes, "wb", 0), asks=True)
+    answers = Channel(os.fdopen(read, "rb", 0), os.fdopen(answer, "wb", 0), asks=False)
     yield asks, answers
     asks.close()
     answers.close()
@@ -70,17 +70,17 @@ def test_programs_do_not_arrive(message: object, ends: Ends) -> None:
 
 @pytest.mark.parametrize("data", [b"\0" * 8, b"\xff" * 99, (1).to_bytes(8) + (3).to_bytes(8) + b"abc"])
 def test_other_bytes_are_no_answer(data: bytes, ends: Ends) -> None:
-    os.write(ends[1]._writes, data)
+    ends[1]._writes.write(data)
     with pytest.raises(EOFError):
         ends[0].recv(Deadline(60.0))
 
 
 def test_lines_before_a_greeting_are_passed_over(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.engines.channel.LONGEST_WELCOME", 100)
-    os.write(ends[1]._writes, b"welcome\nhello: ")
+    ends[1]._writes.write(b"welcome\nhello: ")
     ends[0].skip_to(b"hello: ", Deadline(60.0))
     assert passed("facts", ends) == "facts"
-    os.write(ends[1]._writes, b"welcome\n" * 100)
+    ends[1]._writes.write(b"welcome\n" * 100)
     with pytest.raises(EOFError):
         ends[0].skip_to(b"hello: ", Deadline(60.0))
 
@@ -100,7 +100,7 @@ def test_who_reads_nothing_holds_up_no_send(ends: Ends, count: int) -> None:
 @pytest.mark.parametrize("part", [b"", b"\0\0\0\0", (1).to_bytes(8) + (9).to_bytes(8) + b"half"])
 def test_half_an_answer_holds_up_no_receive(part: bytes, ends: Ends) -> None:
     if part:
-        os.write(ends[1]._writes, part)
+        ends[1]._writes.write(part)
     with pytest.raises(TimeoutError):
         ends[0].recv(Deadline(0.01))
 
@@ -111,13 +111,13 @@ def test_a_deadline_is_put_off_while_a_message_is_sent() -> None:
         patch.setattr("qdqtune.engines.execution.time", SimpleNamespace(monotonic=lambda: now))
         deadline = Deadline(5.0)
         now = 4.0
-        assert deadline.pause == 1.0
+        deadline.wait(lambda seconds: seconds == 1.0)
         deadline.renew()
         now = 8.0
-        deadline.after_pause()
+        deadline.wait(lambda seconds: seconds == 1.0)
         now = 9.0
         with pytest.raises(TimeoutError):
-            deadline.after_pause()
+            deadline.wait(lambda _: False)
 
 
 def test_a_wait_may_be_cancelled(ends: Ends) -> None:
@@ -128,7 +128,7 @@ def test_a_wait_may_be_cancelled(ends: Ends) -> None:
         ends[0].recv(Deadline(60.0))
     with cancelled_by(cancel), pytest.raises(Cancelled):
         ends[0].send(np.zeros(10_000_000, np.uint8), Deadline(60.0))
-    os.write(ends[1]._writes, (1).to_bytes(8))  # an answer has begun
+    ends[1]._writes.write((1).to_bytes(8))  # an answer has begun
     with cancelled_by(cancel), pytest.raises(Cancelled):
         ends[0].recv(Deadline(60.0))
 

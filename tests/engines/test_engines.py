@@ -294,7 +294,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on 
 class TestDevices:
     def test_physical_cores_are_not_divided_while_there_are_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(devices, "physical_cores", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
-        monkeypatch.setattr(devices, "is_free", lambda part: part != "core-2")
+        monkeypatch.setattr(devices, "is_free", lambda device: device.cores != (2,))
         fake = EngineSpec("fake")
         assert [device.cores for device in allot(fake, 3)] == [(0,), (1,), (6,)]
         assert [device.cores for device in allot(fake, 3, 2)] == [(0, 4), (1, 5), (6, 3)]
@@ -320,13 +320,13 @@ class TestDevices:
 @LINUX
 def test_a_device_is_held_until_the_process_that_has_it_is_gone(tmp_path: Path) -> None:
     device = Device("mine", gpu=f"test-{os.getpid()}")
-    assert devices.is_free(device.parts[0])
+    assert devices.is_free(device)
     with leased(device) as held:
         sleeper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"],
                                    stdin=subprocess.PIPE, pass_fds=held)  # fmt: skip
-    assert not devices.is_free(device.parts[0])
+    assert not devices.is_free(device)
     with pytest.raises(EngineUnavailable, match="in use by another run"), leased(device, 0.0):
         pass
     sleeper.communicate()
     with leased(device, 0.0):
-        assert not devices.is_free(device.parts[0])
+        assert not devices.is_free(device)

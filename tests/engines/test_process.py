@@ -30,10 +30,11 @@ def test_a_worker_runs_on_its_cores_only(tmp_path: Path) -> None:
         done = subprocess.run(asked, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(core)]
     assert os.sched_getaffinity(0) == before
-    worker = WorkerProcess(tmp_path / "worker.log", Device("one", gpu=f"pinned-{os.getpid()}"))
-    assert not devices.is_free(f"gpu-pinned-{os.getpid()}")
+    device = Device("one", gpu=f"pinned-{os.getpid()}")
+    worker = WorkerProcess(tmp_path / "worker.log", device)
+    assert not devices.is_free(device)
     worker.end()
-    assert devices.is_free(f"gpu-pinned-{os.getpid()}")
+    assert devices.is_free(device)
 
 
 def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,8 @@ class Fault:
 class Process:
     """The process of an engine, as the operating system shows it to the parent."""
 
+    stdin = stdout = None
+
     def __init__(self, machine: "Machine", output: Any) -> None:
         self.machine, self._output = machine, output
         self.pid = len(machine.processes) + 1
@@ -157,8 +159,7 @@ class Channel:
         return is_answered or self._process.code is not None
 
     def recv(self, deadline: Deadline) -> tuple[bool, Any]:
-        while not self._answers_within(deadline.pause):
-            deadline.after_pause()
+        deadline.wait(self._answers_within)
         if self._process.answer is None:
             raise EOFError
         answer, self._process.answer = self._process.answer, None
@@ -290,7 +291,7 @@ class Machine:
             patch.setattr(pool, "ThreadPoolExecutor", lambda count: self.threads.executor(count))
             patch.setattr(pool, "SimpleQueue", lambda: self.threads.queue())
             patch.setattr(pool, "wait", lambda *how: self.threads.wait(*how))
-            patch.setattr(process, "channel_to", lambda of: Channel(self, of))
+            patch.setattr(process, "Channel", lambda *_, **__: Channel(self, self.processes[-1]))
             patch.setattr(process, "end_group", lambda pid: self.processes[pid - 1].end(-9))
             patch.setattr(process, "python", lambda *_, **__: {})
             patch.setattr(worker, "return_free_memory", lambda: None)

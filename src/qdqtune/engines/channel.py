@@ -11,7 +11,7 @@ import os
 import pickle
 import select
 import struct
-from typing import Any
+from typing import IO, Any
 
 from qdqtune.engines.execution import Deadline
 from qdqtune.errors import QdqtuneError
@@ -31,13 +31,13 @@ CLASSES = frozenset({"qdqtune.types", "qdqtune.errors", "ml_dtypes"})
 
 
 class Channel:
-    """One end of two pipes, which it closes. With `asks`, it accepts plain values only, and needs deadlines."""
+    """One end of two unbuffered pipes. With `asks`, it accepts plain values only, and needs deadlines."""
 
-    def __init__(self, reads: int, writes: int, *, asks: bool) -> None:
-        self._reads, self._writes, self._is_open = reads, writes, True
+    def __init__(self, reads: IO[bytes], writes: IO[bytes], *, asks: bool) -> None:
+        self._reads, self._writes = reads, writes
         self._unpickler = _Values if asks else pickle.Unpickler
-        for descriptor in (reads, writes):
-            os.set_blocking(descriptor, not asks)
+        for pipe in (reads, writes):
+            os.set_blocking(pipe.fileno(), not asks)
 
     def send(self, message: object, deadline: Deadline | None = None) -> None:
         """Send an object.
@@ -81,15 +81,13 @@ class Channel:
             text += self._read(1, deadline)
 
     def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            os.close(self._writes)
-            os.close(self._reads)
+        self._writes.close()
+        self._reads.close()
 
     def _write(self, left: memoryview, deadline: Deadline | None) -> None:
         while left:
             self._await(self._writes, select.POLLOUT, deadline)
-            left = left[os.write(self._writes, left) :]
+            left = left[self._writes.write(left) :]
             if deadline is not None:
                 deadline.renew()
 
@@ -98,20 +96,18 @@ class Channel:
         left = memoryview(content)
         while left:
             self._await(self._reads, select.POLLIN, deadline)
-            count = os.readv(self._reads, [left])
+            count = os.readv(self._reads.fileno(), [left])
             if not count:
                 raise EOFError("the other end has closed")
             left = left[count:]
         return content
 
     @staticmethod
-    def _await(descriptor: int, event: int, deadline: Deadline | None) -> None:
-        if deadline is None:
-            return
-        poll = select.poll()
-        poll.register(descriptor, event)
-        while not poll.poll(1e3 * deadline.pause):
-            deadline.after_pause()
+    def _await(pipe: IO[bytes], event: int, deadline: Deadline | None) -> None:
+        if deadline is not None:
+            poll = select.poll()
+            poll.register(pipe, event)
+            deadline.wait(lambda seconds: poll.poll(1e3 * seconds))
 
 
 class _Values(pickle.Unpickler):

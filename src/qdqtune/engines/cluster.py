@@ -140,9 +140,7 @@ class Cluster:
 
 
 def _await_answer(reference: Any, limit: float) -> Any:
-    deadline = Deadline(limit)
-    while not ray.wait([reference], timeout=deadline.pause)[0]:
-        deadline.after_pause()
+    Deadline(limit).wait(lambda seconds: ray.wait([reference], timeout=seconds)[0])
     return ray.get(reference)
 
 

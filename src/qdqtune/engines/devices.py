@@ -67,41 +67,28 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
     """Reserve the cores and the GPU of a device, each by a socket with an abstract name, which leaves no file. Yields
     the sockets' descriptors: a process that inherits them keeps the device until it ends, even if killed. Raises
     EngineUnavailable after `seconds`."""
-    held: list[socket.socket] = []
+    held: list[int] = []
     until = time.monotonic() + seconds
-    try:
+    with contextlib.ExitStack() as stack:
         for part in device.parts if sys.platform == "linux" else ():
-            lease = _try_lease(part)
-            while lease is None:
-                if time.monotonic() > until:
-                    raise EngineUnavailable(f"{part.replace('-', ' ')} is in use by another run of qdqtune")
-                time.sleep(0.05)
-                lease = _try_lease(part)
-            held.append(lease)
-        yield [one.fileno() for one in held]
-    finally:
-        for one in held:
-            one.close()
+            lease = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            held.append(lease.fileno())
+            while True:
+                try:
+                    lease.bind(f"\0qdqtune-{part}")
+                    break
+                except OSError as error:  # another process has this name
+                    if time.monotonic() > until:
+                        message = f"{part.replace('-', ' ')} is in use by another run of qdqtune"
+                        raise EngineUnavailable(message) from error
+                    time.sleep(0.05)
+        yield held
 
 
-def _try_lease(part: str) -> socket.socket | None:
-    """A socket that reserves a core or a GPU; None if another process has it."""
-    lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        lease.bind(f"\0qdqtune-{part}")
-    except OSError:
-        lease.close()
-        return None
-    return lease
-
-
-def is_free(part: str) -> bool:
-    if sys.platform != "linux":
+def is_free(device: Device) -> bool:
+    with contextlib.suppress(EngineUnavailable), leased(device, -1.0):
         return True
-    taken = _try_lease(part)
-    if taken is not None:
-        taken.close()
-    return taken is not None
+    return False
 
 
 def load() -> float:
@@ -131,7 +118,7 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
     gpus = gpus_here() if needs_gpu(spec) else ("",) * workers
     if len(gpus) < workers:
         raise BadOption(f"`workers` {workers} wants a GPU each, and this host has {len(gpus)} for us")
-    free = [[core for core in together if is_free(f"core-{core}")] for together in physical_cores()]
+    free = [[core for core in together if is_free(Device(cores=(core,)))] for together in physical_cores()]
     count, wanted = sum(map(len, free)), workers * each
     if count < wanted:
         raise BadOption(

@@ -54,17 +54,16 @@ class Deadline:
     def renew(self) -> None:
         self._ends = time.monotonic() + self._limit
 
-    @property
-    def pause(self) -> float:
-        """Seconds to sleep until `after_pause` has to be called; more than 0."""
-        left = max(0.001, self._ends - time.monotonic())
-        return min(CHECK_SECONDS, left) if _checks.get() else left
-
-    def after_pause(self) -> None:
-        """Raise if the wait is over: TimeoutError if its time is, or what a check raises to cancel the work."""
-        if time.monotonic() >= self._ends:
-            raise TimeoutError
-        raise_if_cancelled()
+    def wait(self, is_over: Callable[[float], object]) -> None:
+        """Call `is_over`, which waits for at most so many seconds, until it returns a true value. Raises TimeoutError
+        at the end, or what a check raises to cancel the work."""
+        while True:
+            left = max(0.001, self._ends - time.monotonic())
+            if is_over(min(CHECK_SECONDS, left) if _checks.get() else left):
+                return
+            if time.monotonic() >= self._ends:
+                raise TimeoutError
+            raise_if_cancelled()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -67,8 +66,9 @@ class Program:
             output = log.open("ab")
         with output:
             streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output, "bufsize": 0}
-            self._process = subprocess.Popen(**command, **streams, process_group=0)
-        self.channel = channel_to(self._process)
+            process: Any = subprocess.Popen(**command, **streams, process_group=0)
+        self._process: subprocess.Popen[bytes] = process
+        self.channel = Channel(process.stdout, process.stdin, asks=True)
 
     @property
     def alive(self) -> bool:
@@ -97,15 +97,6 @@ class Program:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout=seconds)
         return None
-
-
-def channel_to(process: subprocess.Popen[bytes]) -> Channel:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()), asks=True)
-    process.stdin.close()
-    process.stdout.close()
-    return channel
 
 
 class WorkerProcess(Program):

@@ -261,25 +261,23 @@ class FarSession(Session):
         self._lease = ExitStack()
 
     def answer(self, name: str, *arguments: Any) -> Any:
-        """Answer one request, whose arguments are pickled, with large arrays given by digest."""
-        try:
-            if name in ("missing", "put"):
-                return True, getattr(self, name)(*arguments)
+        """Answer one request. All but the first two below have pickled arguments, with large arrays by digest."""
+        if name not in ("missing", "put"):
             request, digests = arguments
             arrays = [np.fromfile(self._folder / digest, np.uint8) for digest in digests]
-            reply = super().answer(name, *pickle.loads(request, buffers=arrays))
-        except OutputError as error:
-            reply = False, error
-        spare = self._sizes.keys() - set().union(*self._constants.values())
+            arguments = pickle.loads(request, buffers=arrays)
+        good, result = super().answer(name, *arguments)
+        if isinstance(result, OutputError):  # other hosts may have room, so only this worker is lost
+            result = EngineUnavailable(str(result))
+        return good, result
+
+    def missing(self, digests: Sequence[str]) -> list[str]:
+        """Which of these contents have to be sent. If too much is kept, all that nothing needs is removed first."""
+        spare = self._sizes.keys() - set(digests).union(*self._constants.values())
         if sum(self._sizes[digest] for digest in spare) > MOST_KEPT:
             for digest in spare:
                 del self._sizes[digest]
                 (self._folder / digest).unlink(missing_ok=True)
-        if isinstance(reply[1], OutputError):  # other hosts may have room, so only this worker is lost
-            return False, EngineUnavailable(str(reply[1]))
-        return reply
-
-    def missing(self, digests: Sequence[str]) -> list[str]:
         return [digest for digest in digests if digest not in self._sizes]
 
     def put(self, digest: str, values: Array) -> None:
@@ -305,10 +303,10 @@ class FarSession(Session):
                 self._lease.enter_context(leased(device, 0.0))
                 return device
             except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
-                if monotonic() > end and cores <= usable_cores():  # other hosts may have some: this worker is lost
-                    raise EngineUnavailable(str(error)) from error
-                if monotonic() > end:
+                if cores > usable_cores():
                     raise
+                if monotonic() > end:  # other hosts may have some, so only this worker is lost
+                    raise EngineUnavailable(str(error)) from error
                 sleep(0.1)
 
     def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:

@@ -237,13 +237,13 @@ def serve(session: Session, greeting: Any = None, folder: Path | None = None) ->
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
-    reads, writes = os.dup(0), os.dup(1)
+    reads, writes = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    _end_with_input(reads, folder)
+    _end_with_input(reads.fileno(), folder)
     channel = Channel(reads, writes, asks=False)
     if greeting is not None:
-        os.write(writes, GREETING)
+        writes.write(GREETING)
         channel.send(greeting)
     while True:
         try:
