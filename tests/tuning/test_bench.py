@@ -70,6 +70,8 @@ class Script:
         self.present.add(handle)
         return handle
 
+    loaded = Runner.loaded
+
     def unload(self, handle: Handle) -> None:
         self.present.remove(handle)
 

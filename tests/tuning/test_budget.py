@@ -22,7 +22,7 @@ from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineFailure, EngineRefused, Failure
 from qdqtune.numerics.scores import Score
-from qdqtune.search import Strategy
+from qdqtune.search import Strategy, ratios_to_float
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.bench import BRIEF_LOOKS, Bench
 from qdqtune.tuning.estimate import estimate
@@ -371,12 +371,12 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
 
 
 def test_a_machine_that_got_busy_leaves_the_search_less_time_and_the_proof_more(clock: Clock) -> None:
-    quiet, plan, floats = budget(60, 0.5), Plan(), SimpleNamespace(seconds=1.0)
-    run = cast(Run, SimpleNamespace(settings=SimpleNamespace(plan=plan), bench=SimpleNamespace(floats=floats)))
+    quiet, bench = budget(60, 0.5), cast(Bench, SimpleNamespace(floats=SimpleNamespace(seconds=1.0)))
     fast, other = (Proposal("cut", Placement.of([Edge("x", "n", place)])) for place in (0, 1))
     first = Trial(1, fast, Placement(), Measurement((1.0,) * 12, (0.5,) * 12))
     later = Trial(2, other, fast.placement, Measurement((1.5,) * 12, (1.6,) * 12))
-    assert [slowdown(history, run) for history in ([], [first], [first, later])] == [1.0, 1.0, 3.0]
+    histories = [], [first], [first, later]
+    assert [slowdown(one, ratios_to_float(one, Plan()), bench) for one in histories] == [1.0, 1.0, 3.0]
     assert quiet.slowed(3.0).proof_seconds(1) == pytest.approx(3 * quiet.proof_seconds(1))
 
 

@@ -22,14 +22,11 @@ only one that hangs is killed. Chosen, not measured."""
 CHECK_SECONDS = 0.1
 """How often a thread that waits looks whether its work is cancelled. Chosen, not measured."""
 
-Check = Callable[[], None]
-"""A function that raises to cancel the work."""
-
-_checks: ContextVar[tuple[Check, ...]] = ContextVar("checks", default=())
+_checks: ContextVar[tuple[Callable[[], None], ...]] = ContextVar("checks", default=())
 
 
 @contextmanager
-def cancelled_by(check: Check) -> Iterator[None]:
+def cancelled_by(check: Callable[[], None]) -> Iterator[None]:
     """Let `check` cancel the work of this thread in the block; checks of outer blocks stay active. It is called every
     `CHECK_SECONDS` during a wait; if it raises, the wait ends, and so does the worker that is waited for."""
     token = _checks.set((check, *_checks.get()))

@@ -116,21 +116,20 @@ class Destination:
             program = Program(log, args=command)
         except OSError as error:
             raise EngineUnavailable(f"`on` needs the program {command[0]}: {one_line(error)}") from error
-        try:
-            words = greeting(program, START_SECONDS)
-            check_version(words, self.host)
-            return program, replace(msgspec.convert(words["facts"], MachineFacts), where=self.host)
-        except TimeoutError:
-            program.end()
-            raise EngineUnavailable(f"{self.host} does not answer within {START_SECONDS:.0f} s") from None
-        except (EOFError, OSError, msgspec.ValidationError):
-            code = program.exit_code(ENDING_SECONDS)
-            reason = why_not(self, code or 0, log.read_text(errors="replace").splitlines())
-            program.end()
-            raise EngineUnavailable(reason) from None
-        except BaseException:
-            program.end(ENDING_SECONDS)
-            raise
+        with ExitStack() as undo:
+            undo.callback(program.end, ENDING_SECONDS)
+            try:
+                words = greeting(program, START_SECONDS)
+                check_version(words, self.host)
+                facts = msgspec.convert(words["facts"], MachineFacts)
+            except TimeoutError:
+                raise EngineUnavailable(f"{self.host} does not answer within {START_SECONDS:.0f} s") from None
+            except (EOFError, OSError, msgspec.ValidationError):
+                code = program.exit_code(ENDING_SECONDS)
+                reason = why_not(self, code or 0, log.read_text(errors="replace").splitlines())
+                raise EngineUnavailable(reason) from None
+            undo.pop_all()
+        return program, replace(facts, where=self.host)
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
@@ -160,41 +159,38 @@ class FarWorker:
         return self._program.alive
 
     def ask(self, message: Any, limit: float) -> tuple[bool, Any]:
-        contents: dict[str, Array] = {}
-        result: Any = None
         name, arguments = message
-        sent, words = name, arguments
+        contents: dict[str, Array] = {}
         if name == "open":
-            sent, words = "open_on", (self._cores, *arguments)
+            name, arguments = "open_on", (self._cores, *arguments)
         elif name == "build":
-            number, path, _ = arguments
+            number, path, log = arguments
             proto, contents = packed(path)
-            sent, words = "build_from", (number, path.name, proto, tuple(contents))
-        arrays: list[Array] = []
+            name, arguments = "build_from", (number, path.name, proto, tuple(contents))
+        digests: list[str] = []
 
         def is_part(buffer: pickle.PickleBuffer) -> bool:
             values = np.frombuffer(buffer.raw(), np.uint8)
-            if values.nbytes < STORED_BYTES:
-                return True
-            arrays.append(values)
-            return False
+            if values.nbytes >= STORED_BYTES:
+                digests.append(_digest(values))
+                contents[digests[-1]] = values
+            return values.nbytes < STORED_BYTES
 
-        request = pickle.dumps(words, protocol=5, buffer_callback=is_part)
-        digests = [_digest(values) for values in arrays]
-        contents |= zip(digests, arrays, strict=True)
+        request = pickle.dumps(arguments, protocol=5, buffer_callback=is_part)
         try:
             _, missing = self._program.ask(("missing", (list(contents),)), limit) if contents else (True, [])
-            asked: list[Any] = [("put", (digest, contents[digest])) for digest in missing]
-            good = True
-            for one in (*asked, (sent, (request, digests))):
-                if good:
-                    good, result = self._program.ask(one, limit)
+            for digest in missing:
+                good, result = self._program.ask(("put", (digest, contents[digest])), limit)
+                if not good:
+                    break
+            else:
+                good, result = self._program.ask((name, (request, digests)), limit)
         except EOFError as error:
             raise EOFError(f"{error} on {self.location}") from error
-        if good and name == "build":
+        if good and name == "build_from":
             text, good, result = result
             if text:
-                arguments[2].write_text(text, encoding="utf-8", errors="backslashreplace")
+                log.write_text(text, encoding="utf-8", errors="backslashreplace")
         if isinstance(result, EngineUnavailable | BadOption) and self.location not in str(result):
             result = type(result)(f"on {self.location}: {result}")
         return good, result

@@ -166,6 +166,15 @@ class Runner:
         self._logs[handle] = log
         return handle
 
+    @contextlib.contextmanager
+    def loaded(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Iterator[Handle]:
+        """`load`, and `unload` at the end of the block."""
+        handle = self.load(path, log_name, fresh=fresh)
+        try:
+            yield handle
+        finally:
+            self.unload(handle)
+
     def unload(self, handle: Handle) -> None:
         self._logs.pop(handle, None)
         if self._builds.remove((id(self), handle.build)):
@@ -188,11 +197,8 @@ class Runner:
 
     def outputs_of(self, path: Path, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:
         """The outputs of the model in a file for each sample. Its build is freed afterwards."""
-        handle = self.load(path)
-        try:
+        with self.loaded(path) as handle:
             return self.outputs(handle, samples, at_once)
-        finally:
-            self.unload(handle)
 
     @property
     def start_seconds(self) -> float:
@@ -207,11 +213,8 @@ class Runner:
     def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...]:
         """The layers of the model in a file for the inputs `given` (as in `feed`). Its build is freed afterwards."""
         self.feed(given)
-        handle = self.load(model, log_name, fresh=True)
-        try:
+        with self.loaded(model, log_name, fresh=True) as handle:
             return self.layers(handle, runs)
-        finally:
-            self.unload(handle)
 
     def turns(self, handles: Sequence[Handle], turn_seconds: float) -> list[Turn]:
         """Probe how many inferences a turn needs, for each workload set by `feed`: all models get the same number, with
@@ -242,19 +245,9 @@ class Runner:
         these = samples[numbers.start : numbers.stop] if self.starts_processes else ()
         builds = tuple(handle.build for handle in handles)
         each = sum(warmup * turn.seconds + len(numbers) * turn.round_seconds for turn in turns)
-        times: Times = self._ask_of(
-            handles,
-            "rounds",
-            builds,
-            seed,
-            numbers,
-            turns,
-            warmup,
-            these,
-            what=f"timing {_names(handles)}",
-            extra=SLACK * len(handles) * each,
-        )
-        return times
+        request = ("rounds", builds, seed, numbers, turns, warmup, these)
+        extra = SLACK * len(handles) * each
+        return cast(Times, self._ask_of(handles, *request, what=f"timing {_names(handles)}", extra=extra))
 
     def timed(self, handle: Handle, count: int, turn_seconds: float) -> Times:
         """The times of one model alone in `count` rounds. Single inferences (short turns) take longer per inference

@@ -406,13 +406,8 @@ class Bench:
         if evaluation is None:
             return exactness, None
         with ExitStack() as stack, suppress(EngineRefused):
-
-            def build() -> Handle:
-                handle = self._runner.load(file, "given_outputs")
-                stack.callback(self._runner.unload, handle)
-                return handle
-
-            return exactness, self._metric("given", evaluation, build)
+            build = partial(self._runner.loaded, file, "given_outputs")
+            return exactness, self._metric("given", evaluation, lambda: stack.enter_context(build()))
         return exactness, None
 
     def float_file(self, file: Path, given: Path, fixed: Sample) -> Accuracy:

@@ -153,11 +153,8 @@ class Racer:
         failures = dict[Path, Failure]()
         for file in files:
             try:
-                handle = self.runner.load(file, f"alone_{file.stem}", fresh=True)
-                try:
+                with self.runner.loaded(file, f"alone_{file.stem}", fresh=True) as handle:
                     self.runner.timed(handle, 1, 0.0)
-                finally:
-                    self.runner.unload(handle)
             except EngineRefused as refused:
                 failures[file] = refused.failure
         return failures
@@ -171,10 +168,8 @@ class Racer:
             return ()
         try:
             with ExitStack() as stack:
-                handles = list[Handle]()
-                for at, file in enumerate(files):
-                    handles.append(self.runner.load(file, f"single_{at}", fresh=True))
-                    stack.callback(self.runner.unload, handles[-1])
+                builds = [self.runner.loaded(file, f"single_{at}", fresh=True) for at, file in enumerate(files)]
+                handles = [stack.enter_context(build) for build in builds]
                 turns = self.runner.turns(handles, 0.0)
                 each = len(files) * sum(turn.seconds for turn in turns)
                 counts = [count for count in (SINGLES, FEWEST_SINGLES) if count * each <= SINGLES_SECONDS]
@@ -227,9 +222,8 @@ class Racer:
             handles = list[Handle]()
             for place in reversed(range(len(files) * builds)):
                 file, copy = files[place // builds], number * builds + place % builds
-                handle = runner.load(file, f"{name}_{copy}_{names[place // builds]}", fresh=True)
-                stack.callback(runner.unload, handle)
-                handles.insert(0, handle)
+                build = runner.loaded(file, f"{name}_{copy}_{names[place // builds]}", fresh=True)
+                handles.insert(0, stack.enter_context(build))
             take = taking_rounds(runner, handles, self.plan, self.seed + number)
             leave = decided_files(comparisons, builds, self.plan, [view.shares for view in self.views])
             return race(take, len(handles), self.plan.looks, leave, is_late)

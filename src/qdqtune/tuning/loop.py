@@ -30,6 +30,7 @@ from qdqtune.search.subgraph import with_quiet_seeds
 from qdqtune.system.writing import atomic_write
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge
+from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.folder import BASELINE, FRONT, RAW, REGION_MODELS
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
@@ -231,7 +232,7 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
     history, shortfall = search(mode.strategy, run, Observers((*mode.observers, run.observer)))
-    run = replace(run, budget=run.budget.slowed(slowdown(history, run)))
+    run = replace(run, budget=run.budget.slowed(slowdown(history, ratios_to_float(history, settings.plan), run.bench)))
     run.bench.stand_alone()
     if settings.is_timed and (history or settings.time_budget is None):
         run.observer.stage("proving the result on fresh builds")
@@ -288,8 +289,9 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
             pace = (time.monotonic() - begun) / measured_count
         history = known
         stale = next((n for n, trial in enumerate(reversed(history)) if trial.accepted), 0)
-        budget = run.budget.slowed(slowdown(history, run))
-        reserve = budget.reserve(ratios_to_float(history, plan)[best_of(history)], stale)
+        ratios = ratios_to_float(history, plan)
+        budget = run.budget.slowed(slowdown(history, ratios, run.bench))
+        reserve = budget.reserve(ratios[best_of(history)], stale)
         if is_repeated:  # an earlier session has proven too little: no haste in this one
             reserve = max(0.0, reserve)
         if budget.deadline is not None:
@@ -298,13 +300,12 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
     return history, budget.shortfall(history, pace, reserve)
 
 
-def slowdown(history: Sequence[Trial], run: Run) -> float:
+def slowdown(history: Sequence[Trial], ratios: Mapping[Placement, float], bench: Bench) -> float:
     """How much longer than expected the best model took in its last race, as a factor of at least 1: other work may
-    have started on the machine."""
-    ratios = ratios_to_float(history, run.settings.plan)
+    have started on the machine. `ratios` are those of placements to float."""
     for trial in reversed(history):
         if isinstance(trial.result, Measurement) and trial.against in ratios:
-            expected = ratios[trial.against] * run.bench.floats.seconds
+            expected = ratios[trial.against] * bench.floats.seconds
             return max(1.0, float(np.median(trial.result.a)) / expected)
     return 1.0
 

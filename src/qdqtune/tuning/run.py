@@ -526,12 +526,9 @@ def _at_one_thread(ready: Ready, bench: Bench) -> str | None:
     file, before, counts = ready.constants.write(ready.subject.model, "glance"), runner.mix, (count, 1)
     runner.feed(at_each(ready.subject.mix, counts))
     try:
-        handle = runner.load(file, "glance")
-        try:
+        with runner.loaded(file, "glance") as handle:
             times = runner.timed(handle, GLANCE_ROUNDS, settings.plan.turn_seconds)
-            seconds = np.array(times.seconds[0])  # [round, call]
-        finally:
-            runner.unload(handle)
+        seconds = np.array(times.seconds[0])  # [round, call]
     except EngineRefused:
         return None
     finally:

@@ -80,23 +80,23 @@ class TensorRtModel:
             raise EngineFailure(f"TensorRT: {reason}")
         return engine
 
-    def _running(self) -> Execution:
+    @contextmanager
+    def _running(self) -> Iterator[Execution]:
         if self._execution is None:
             raise EngineUnavailable(
                 f"no model for {self._target} can run here: there is no such GPU; building, saving and listing "
                 "layers work"
             )
-        return self._execution
+        with translated(self._cuda):
+            yield self._execution
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        execution = self._running()
-        with translated(self._cuda):
+        with self._running() as execution:
             return execution.run(inputs)
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`: GPU time by CUDA events, of a CUDA graph where the model can be captured."""
-        execution = self._running()
-        with translated(self._cuda):
+        with self._running() as execution:
             return execution.time(inputs, runs)
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
