@@ -1,11 +1,13 @@
 """Values of search options: numbers of threads, wildcards of node names, and formats that leave nothing to do."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qdqtune.commands.tune import TuneOptions
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import EngineOptions
 from qdqtune.errors import BadOption
 from qdqtune.tuning.settings import Settings
@@ -42,3 +44,10 @@ def test_formats_that_the_engine_lacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="names nothing"):
         Settings(tmp_path / "m.onnx", formats=())
     assert not Settings(tmp_path / "m.onnx", formats=("w4",)).has_pairs
+
+
+def test_pairs_are_tried_where_the_engine_has_kernels_or_when_asked_for(tmp_path: Path) -> None:
+    cuda = partial(Settings, tmp_path / "m.onnx", engine=EngineSpec("cuda"))
+    assert not cuda().has_pairs
+    asked: tuple[dict[str, Any], ...] = ({"formats": ("int8",)}, {"from_qdq": True}, {"mode": "region"})
+    assert all(cuda(**options).has_pairs for options in asked)

@@ -59,6 +59,7 @@ class EngineFacts:
     install: str = ""  # the command or the build that brings it
     numbers: NumericFormat = SYMMETRIC  # of int8 pairs
     fp8: NumericFormat | None = None  # of FP8 pairs; None: it has no kernels
+    has_pair_kernels: bool = True  # without, mode cut of `tune` tries weight formats alone, unless asked for pairs
     weights: tuple[str, ...] = ()  # weight formats of products, the usual ones first
     lacks: frozenset[str] = frozenset()  # operators that it computes in float also between pairs
     like: str = ""  # the engine whose placement rules hold for it; "" is itself
@@ -229,6 +230,7 @@ CUDA = EngineFacts(
     install="pip install onnxruntime-gpu",
     source=f"{DOCUMENTS}/CUDA-ExecutionProvider.html",
     like="tensorrt",
+    has_pair_kernels=False,
     weights=("w4b32", "w4b128", "w4b32a", "w4b128a", "w8b32", "w8b128"),
     saves=OPTIMIZED,
     is_gpu=True,

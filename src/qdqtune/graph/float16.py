@@ -152,15 +152,15 @@ def _holds_float32(model: Model, tensor: str) -> bool:
 def rounded_to_float16(values: Array) -> Array:
     """Float32 values as float16, fast, as ONNX Runtime's converter does: finite values stay finite, only 0 becomes
     0."""
-    limits = np.finfo(np.float16)
+    limits, values = np.finfo(np.float16), np.asarray(values, np.float32)
     with np.errstate(over="ignore"):
-        half = np.asarray(values, np.float32).astype(np.float16)
-    for wrong, limit in (
-        ((half == 0) & (values != 0), limits.smallest_subnormal),
-        (np.isinf(half) & np.isfinite(values), limits.max),
-    ):
-        if wrong.any():
-            half[wrong] = np.copysign(limit, values[wrong])
+        half = values.astype(np.float16)
+    if np.count_nonzero(np.abs(values) < limits.smallest_subnormal) > values.size - np.count_nonzero(values):
+        wrong = (half == 0) & (values != 0)
+        half[wrong] = np.copysign(limits.smallest_subnormal, values[wrong])
+    if values.size and not (-limits.max <= values.min() and values.max() <= limits.max):  # also where one is no number
+        wrong = np.isinf(half) & np.isfinite(values)
+        half[wrong] = np.copysign(limits.max, values[wrong])
     return half
 
 

@@ -183,7 +183,10 @@ class Settings(SearchOptions):
 
     @property
     def has_pairs(self) -> bool:
-        return self.formats is None or self.quant_type in self.formats
+        if self.formats is not None:
+            return self.quant_type in self.formats
+        has_given = self.from_qdq or self.qdq_baseline is not None or self.calibration_cache is not None
+        return self.engine.facts.has_pair_kernels or has_given or self.mode != "cut"
 
     @property
     def limits(self) -> Limits:

@@ -196,6 +196,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no `calibration_data`: {come} from random inputs, so latency is real but accuracy is not")
     notes += prepared.hints
+    if not (settings.has_pairs or settings.formats):
+        notes.append(f"{settings.engine.name} has no 8-bit kernels for pairs, so none are tried: `formats` int8 would")
     if drawn := [node.name for node in prepared.shaped.nodes if node.op in RANDOM - {"Dropout"}]:
         notes.append(f"node {drawn[0]} draws random numbers: where outputs depend on them, no candidate holds a limit")
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
@@ -242,6 +244,8 @@ def calibrated(
         record = record or store.put("ranges", RangesRecord(ranges=matched.ranges))
     for note in record.hurried if record is not None else ():
         observer.note(f"{note}; so it was when this run began: `restart` with more time calibrates anew")
+    if record is None and not settings.has_pairs:  # weights alone need no ranges
+        record = store.put("ranges", RangesRecord(ranges=Ranges({})))
     if record is None and subject.quantized is not None:
         instead = "tune the float model"
         with onnxruntime_session(subject.prepared.execution, fuse=False) as session:
@@ -260,12 +264,10 @@ def calibrated(
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
         ranges = replace(ranges, activations={**ranges.activations, **own.activations}, weights=own.weights)
-    possible = possible_edges(subject.shaped, ranges)
+    possible = possible_edges(subject.shaped, ranges) if settings.has_pairs else frozenset[Edge]()
     if settings.node_filter:
         possible &= edges_within(subject.patterns)
-    if not settings.has_pairs:
-        possible = frozenset()
-    elif not possible:
+    if settings.has_pairs and not possible:
         hidden = hidden_work(subject.shaped, subject.prepared.real)
         reason = f": {hidden}" if hidden else ""
         raise BadModel(f"{settings.model} has no tensor that could be quantized{reason}")
