@@ -41,6 +41,23 @@ def test_the_sizes_that_were_timed_are_told_where_they_are_open(tmp_path: Path) 
     assert len(shape) == 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ", the worst with 12.3 dB (limit: 10): at least 86% of such inputs hold this limit (95 % certainty)"),
+        ({"accuracy_held_out": False}, ", which calibration saw: of forty or more, every fifth is kept apart"),
+        ({"min_sqnr_worst_db": None}, ""),
+        ({"min_sqnr_worst_db": 12.4}, ""),
+        ({"output_accuracy": {"lowest_db": None}}, ""),
+    ],
+)
+def test_it_is_told_how_near_the_worst_sample_is_to_its_limit(changes: dict[str, Any], told: str) -> None:
+    summary: dict[str, Any] = {"tuned_for": None, "shipped": "tuned", "fastest_without_limits": None}
+    summary |= {"accuracy_samples": 20, "accuracy_held_out": True, "output_accuracy": {"lowest_db": 12.3}}
+    (line,) = remarks(summary | {"min_sqnr_worst_db": 10.0} | changes)
+    assert line.partition(" samples" if "calibration" in told else "held-out samples")[2] == told
+
+
 PLAN = Plan((12,))
 
 

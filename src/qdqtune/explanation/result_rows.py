@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from qdqtune.explanation.formatting import counted, samples, title
 from qdqtune.numerics.accuracy import closeness, decibels, integers_differ, spread_of
+from qdqtune.numerics.scores import ERROR
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.folder import FINAL
 from qdqtune.tuning.summary import keeps_own_pairs
@@ -146,10 +147,21 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"calibration was cut short: {why}; `restart` with a larger `time_budget` calibrates anew"
     if judged and (without is not None or tells_accuracy(summary)):
         is_held_out = summary["accuracy_held_out"]
-        seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
-        yield f"outputs compared on {samples(judged, is_held_out)}{seen}"
+        seen = ", which calibration saw: of forty or more, every fifth is kept apart"
+        yield f"outputs compared on {samples(judged, is_held_out)}{_how_sure(summary) if is_held_out else seen}"
         if "scores_told" in summary:
             yield summary["scores_told"]
+
+
+def _how_sure(summary: Mapping[str, Any]) -> str:
+    """How near the worst sample is to its limit, and how many of such inputs hold it: if less than a share p did, all n
+    samples would with a probability below p^n. Empty without that limit, or if outputs are equal or miss it."""
+    floor, lowest = summary["min_sqnr_worst_db"], (summary["output_accuracy"] or {}).get("lowest_db")
+    if floor is None or lowest is None or lowest < floor:
+        return ""
+    share = int(100 * ERROR ** (1 / summary["accuracy_samples"]))
+    held = f"at least {share}% of such inputs hold this limit (95 % certainty)"
+    return f", the worst with {lowest:.1f} dB (limit: {floor:g}): {held}"
 
 
 def _latency_rows(summary: Mapping[str, Any]) -> list[Row]:
