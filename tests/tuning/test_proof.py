@@ -66,6 +66,16 @@ def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Pa
     assert result.summary["ratio"] == 1.0
 
 
+def test_a_later_proof_with_a_wider_interval_does_not_replace_a_better_one(model: Path, workers: Workers) -> None:
+    first = tune(settings(model, builds=8, mode="cut"))
+    workers.slower = lambda build: 1 + build.number % 3 / 20
+    second = tune(settings(model, builds=8, mode="cut", proof=(14,)))
+    assert second.improved
+    assert (second.placement, second.ratio) == (first.placement, first.ratio)
+    workers.slower = lambda build: 3 if build.path.name == "optimized_final.onnx" else 1
+    assert not tune(settings(model, builds=8, mode="cut", proof=(15,))).improved, "the new rounds contradict it"
+
+
 def test_a_proof_that_the_machine_fails_is_made_by_the_next_run(model: Path, workers: Workers) -> None:
     def late(build: Build) -> None:
         if build.path.name in ("optimized_final.onnx", model.name):

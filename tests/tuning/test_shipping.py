@@ -16,6 +16,8 @@ from qdqtune.tuning.shipping import (
     accepted,
     beside_rules,
     finalists,
+    is_more_accurate,
+    narrower,
     shipped,
     slower_workloads,
     unproven,
@@ -143,8 +145,8 @@ def test_the_next_files_depend_on_what_became_of_those_before(attempts: list[Att
 
 
 def test_finalists_are_the_best_of_the_search_and_then_the_fastest_that_hold_the_limits() -> None:
-    def of(number: int, ratio: float, **how: Any) -> Trial:
-        return replace(trial(number, ratio, 30.0, **how), against=Placement())
+    def of(number: int, ratio: float, db: float = 30.0, **how: Any) -> Trial:
+        return replace(trial(number, ratio, db, **how), against=Placement())
 
     first, second, third = (replace(of(n, r), accepted=True) for n, r in ((1, 0.9), (2, 0.8), (3, 0.7)))
     fast, inaccurate, slow = of(4, 0.5), of(5, 0.4, holds=False), of(6, 0.99)
@@ -155,13 +157,69 @@ def test_finalists_are_the_best_of_the_search_and_then_the_fastest_that_hold_the
     assert finalists(history, PLAN, {fast.placement}).placements[1] == second.placement
     assert finalists([], PLAN) == Finalists()
 
+    near, won = of(7, 0.52, db=36.0), replace(of(8, 0.5), accepted=True)
+    assert finalists([near, *history, won], PLAN).placements[:2] == (won.placement, near.placement)
+    even = of(9, 0.505, db=36.0)
+    assert finalists([even, won], PLAN).placements == (even.placement, won.placement), "there may be time for one only"
+    assert finalists([replace(even, holds=None), won], PLAN).placements == (won.placement, even.placement)
 
-def test_the_fastest_ships_or_the_most_exact_of_those_that_are_equal_to_it() -> None:
-    measured = ((1, 0.5, 21.0), (2, 0.504, 30.0), (3, 0.7, 50.0))
-    fast, near, slow = (tried(ratio, number, trial=trial(number, ratio, db)) for number, ratio, db in measured)
-    assert shipped([slow, fast]) == fast
-    assert shipped([fast, near, slow]) == near
-    assert shipped([fast, replace(near, missed="too few dB")]) == fast
+
+@pytest.mark.parametrize(
+    ("to_fast", "db", "more", "ships"),
+    [
+        ([at(1.04, spread=0.05)], 27.0, {}, True),  # noise may be the difference
+        ([at(1.04)], 27.0, {}, False),
+        ([at(1.015, spread=0.005)], 27.0, {}, True),  # slower beyond noise, but hardly
+        ([at(1.06, spread=0.1)], 27.0, {}, False),
+        ([at(1.0), at(1.04, 4)], 27.0, {}, False),
+        ([at(1.0)], 21.9, {}, False),
+        ([at(1.0)], 21.9, {"nbytes": 90}, True),
+        ([at(1.0)], 21.9, {"nbytes": 95}, False),
+        ([at(1.0)], 19.9, {"nbytes": 50}, False),
+        ([at(1.0)], 27.0, {"nbytes": 200}, True),
+        ([at(1.0)], 27.0, {"missed": "too few dB"}, False),
+        ([], 27.0, {}, False),  # of another race, with medians that are too far apart
+    ],
+)
+def test_of_files_equal_within_noise_the_more_accurate_ships_and_then_the_smaller(
+    to_fast: list[Compared], db: float, more: dict[str, Any], ships: bool
+) -> None:
+    fast = tried(0.5, 1, trial=trial(1, 0.5, 21.0), nbytes=100)
+    to_rivals = {fast.placement: tuple(to_fast)} if to_fast else {}
+    other = replace(tried(0.52, 2, trial=trial(2, 0.52, db), to_rivals=to_rivals, nbytes=100), **more)
+    assert shipped([other, fast]) == (other if ships else fast)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ((27.0, None), (21.0, None), True),
+        ((27.0, 0.79), (21.0, 0.8), False),
+        ((27.0, 0.8), (21.0, 0.8), True),
+        ((27.0, 0.79), (21.0, None), True),
+        ((200.0, 0.8), (200.0, 0.79), True),
+    ],
+)
+def test_the_users_metric_may_forbid_what_decibels_prefer(one: Any, other: Any, expected: bool) -> None:
+    first, second = (replace(trial(1, 0.5, db), metric=metric) for db, metric in (one, other))
+    assert is_more_accurate(first, second) is expected
+
+
+def test_a_worst_sample_near_its_limit_counts_as_less_accurate() -> None:
+    near, far = (replace(trial(1, 0.5, 24.0), accuracy=Accuracy(24.0, lowest)) for lowest in (10.5, 20.0))
+    assert is_more_accurate(far, near)
+    assert is_more_accurate(trial(1, 0.5, 21.6), near)
+    assert not is_more_accurate(trial(1, 0.5, 24.9), far)
+
+
+def test_what_earlier_sessions_have_proven_counts_unless_it_is_wider_or_contradicted() -> None:
+    wide, narrow, other = (at(0.5, spread=0.1),), (at(0.52, spread=0.02),), (at(0.9, spread=0.2),)
+    assert narrower(wide, narrow) == narrower(narrow, wide) == narrow
+    assert narrower(wide, None) == wide
+    assert narrower(other, narrow) == other
+
+
+def test_nothing_ships_that_did_not_prove_itself() -> None:
     assert shipped([NO_GAIN, LATER]) is None
 
 

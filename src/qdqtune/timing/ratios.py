@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from math import comb
+from math import comb, inf, log
 from statistics import NormalDist
 from typing import Literal
 
@@ -106,6 +106,11 @@ class Ratio:
         if self.high is not None and self.high < 1:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
+
+    @property
+    def width(self) -> float:
+        """The logarithm of the quotient of both ends; infinite with too few rounds."""
+        return inf if self.low is None or self.high is None else log(self.high / self.low)
 
     @property
     def is_close(self) -> bool:
@@ -289,13 +294,13 @@ def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
     if found.low is None or found.high is None:
         return False
     quantile = NormalDist().inv_cdf
-    width, share = float(np.log(found.high / found.low)) / 2, min(1.0, rounds / plan.looks[-1])
+    width, share = found.width / 2, min(1.0, rounds / plan.looks[-1])
     moves = width / quantile(plan.error / len(plan.looks)) * quantile(UNLIKELY) * np.sqrt(1 - share)
     return bool(abs(np.log(found.median)) + moves < width * np.sqrt(share))
 
 
 def is_wide(found: Ratio) -> bool:
-    return found.low is None or found.high is None or bool(np.log(found.high / found.low) > 2 * WIDE)
+    return found.width > 2 * WIDE
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:

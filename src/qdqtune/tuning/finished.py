@@ -34,6 +34,7 @@ from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, RUN
 from qdqtune.tuning.settings import STATE
+from qdqtune.tuning.shipping import Compared, first_faster
 from qdqtune.tuning.store import IN_A_HURRY, Journal, RangesRecord, proof_key, read_journal
 from qdqtune.tuning.subject import Fingerprint, edges_within, filtered
 from qdqtune.tuning.summary import AtThreads, RunLog, Summary, keeps_own_pairs, read_json, read_summary
@@ -191,7 +192,8 @@ class FinishedRun:
         """The proof's rounds of float (a) against the shipped model (b), by block of builds; empty without a proof."""
         if self.summary["shipped"] != "tuned":
             return ()
-        return self.records.get(proof_key(self.placement), tuple[Measurement, ...]) or ()
+        contexts = self.records.get(proof_key(self.placement), tuple[Compared, ...])
+        return () if contexts is None else first_faster(contexts).measured
 
     @cached_property
     def alone(self) -> Mapping[str, float]:

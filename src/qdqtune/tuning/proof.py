@@ -12,7 +12,7 @@ from typing import Any
 
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.errors import BaselineFailed, EngineRefused, writing
-from qdqtune.graph.loading import data_files
+from qdqtune.graph.loading import data_files, nbytes
 from qdqtune.graph.saving import data_of
 from qdqtune.numerics.scores import Score, equal_share
 from qdqtune.placement import files
@@ -27,8 +27,8 @@ from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
 from qdqtune.tuning.run import HOPED_RATIO, NO_ROOM, Run
 from qdqtune.tuning.shipping import Attempt, Compared, Finalists, first_faster, is_proven, notes_of, rows_by_threads
-from qdqtune.tuning.store import Shipped, Store, proof_key
-from qdqtune.types import EQUAL_DB, Measurement, Placement, Proposal, Trial, noise_of
+from qdqtune.tuning.store import Shipped, proof_key
+from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial, noise_of
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             copy_model(folder / BASELINE, folder / FINAL)
             changes = run.subject.changes
             notes.append(f"no pair is worth its time here: what ships is the float model {changes}")
-        return proof_of(won, notes, builds, run.store)
+        return proof_of(won, notes, builds)
     if settings.from_qdq:
         is_given = pairs_hold
     elif is_folded:
@@ -250,18 +250,29 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
     if given != baseline:
         comparisons.append((given, baseline))
     race = run.racer.race([*opponents, *fitting], comparisons, "final")
+
+    def to_float(placement: Placement, place: int) -> tuple[Compared, ...]:
+        """How the file compares with float, here or in an earlier session; kept if it is proven faster."""
+        key = proof_key(placement)
+        earlier = run.store.get(key, tuple[Compared, ...])
+        best = shipping.narrower(race.compared(floats, place), earlier)
+        return run.store.put(key, best) if is_proven(best) and best != earlier else best
+
+    places = dict(zip(placements, finalists, strict=False))
     attempts = [
         Attempt(
             placement,
-            race.compared(floats, finalist),
+            to_float(placement, finalist),
             to_given=race.compared(given, finalist) if given != floats else (),
             must_beat_given=field.beats_given,
             to_rewritten=race.compared(baseline, finalist) if field.is_rewritten and baseline != floats else (),
+            to_rivals={other: race.compared(at, finalist) for other, at in places.items() if at != finalist},
+            nbytes=nbytes(unproven_file(placement, run)),
         )
-        for placement, finalist in zip(placements[: len(fitting)], finalists, strict=True)
+        for placement, finalist in places.items()
     ]
     if field.is_rewritten and floats != baseline:
-        attempts.append(Attempt(Placement(), race.compared(floats, baseline)))
+        attempts.append(Attempt(Placement(), to_float(Placement(), baseline)))
     given_to_float = race.compared(baseline, given)[0] if given != baseline else None
     return Raced(tuple(attempts), race.builds, field, given_to_float)
 
@@ -323,10 +334,9 @@ def trial_of(placement: Placement, history: Sequence[Trial]) -> Trial | None:
     return next((t for t in history if t.placement == placement and t.accuracy is not None), None)
 
 
-def proof_of(won: Attempt, notes: Sequence[str], builds: int, store: Store) -> Proof:
+def proof_of(won: Attempt, notes: Sequence[str], builds: int) -> Proof:
     """The proof of a tuned file, with the figures of the condition that is shown first."""
     best = first_faster(won.to_float)
-    keep_rounds(won.placement, best, store)
     return Proof(
         shipped="tuned",
         ratio=best.ratio,
@@ -340,11 +350,6 @@ def proof_of(won: Attempt, notes: Sequence[str], builds: int, store: Store) -> P
         in_file=won.placement,
         trial=won.trial,
     )
-
-
-def keep_rounds(placement: Placement, best: Compared, store: Store) -> None:
-    if store.get(proof_key(placement), tuple[Measurement, ...]) != best.measured:
-        store.put(proof_key(placement), best.measured)
 
 
 def unproven_file(placement: Placement, run: Run) -> Path:
@@ -402,7 +407,6 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
                 except EngineRefused as refused:
                     attempt = replace(attempt, missed=attempt.missed or str(refused))
             proven[attempt.placement] = attempt
-            keep_rounds(attempt.placement, first_faster(attempt.to_float), run.store)
     tradeoffs = {p: Tradeoff(attempt.ratio.median, attempt.exactness) for p, attempt in proven.items()}
     points = [proven[placement] for placement in unbeaten(tradeoffs)]
     with writing(folder):
@@ -443,7 +447,7 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
     if (won := shipping.shipped(points)) is not None:
         run.given.check()
         copy_model(models[won.placement], run.settings.output_dir / FINAL)
-        proof = proof_of(won, notes, raced.builds, run.store)
+        proof = proof_of(won, notes, raced.builds)
     else:
         proof = prove(history, run)
         told = "what ships is no point of the front: it was proven as without `front`, on more pairs of builds"

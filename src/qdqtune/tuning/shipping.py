@@ -3,13 +3,14 @@ sentences. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, Self
 
 import numpy as np
 
+from qdqtune.numerics.accuracy import APART_DB
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.race import Block, between_files, wants_more_builds
 from qdqtune.timing.ratios import BLOCK_LOOKS, Plan, Ratio, overlap, speed, with_ratios
@@ -62,6 +63,13 @@ def first_faster(contexts: Sequence[Compared]) -> Compared:
     return next((one for one in contexts if one.ratio.verdict == "faster"), contexts[0])
 
 
+def narrower(contexts: tuple[Compared, ...], earlier: tuple[Compared, ...] | None) -> tuple[Compared, ...]:
+    """The comparison with the narrower interval, of two of the same files; the later one if they contradict."""
+    if earlier is None or not all(overlap(a.ratio, b.ratio) for a, b in zip(contexts, earlier, strict=True)):
+        return contexts
+    return min(contexts, earlier, key=lambda each: max(one.ratio.width for one in each))
+
+
 def worst_of(contexts: Sequence[Compared]) -> Compared:
     return max(contexts, key=lambda one: one.ratio.median)
 
@@ -78,7 +86,11 @@ def rows_by_workload(contexts: Sequence[Compared], mix: Mix) -> list[dict[str, A
 
 
 ALIKE = 1.02
-"""Medians within this factor whose intervals overlap count as equal. Chosen, not measured."""
+"""Medians within this factor count as equal. Chosen, not measured."""
+
+CLEARER_DB, SMALLER = 1.0, 0.9
+"""Of equally fast files, one is clearly more accurate if its output SQNR is higher by so many dB, and clearly smaller
+if it takes at most this share of the bytes. Chosen, not measured."""
 
 SLOWER = 1.01
 """A median ratio above this counts as slower under a condition even if undecided. Chosen, not measured."""
@@ -91,39 +103,61 @@ FINALISTS, MOST_FINALISTS = 2, 5
 but slower under another. Chosen, not measured."""
 
 NEAR_BEST = 1.05
-"""Placements within this factor of the best one's latency race with it in the proof. Chosen, not measured."""
+"""Placements within this factor of the best one's latency race with it in the proof, and may ship in its place if noise
+could explain the difference. Chosen, not measured."""
+
+
+# ---------------------------------------------------------------- which of several is chosen where all are as fast
+
+
+def room_db(trial: Trial) -> float:
+    """The output SQNR in dB of all samples; or of the worst one, if that is nearer to its limit, which is `APART_DB`
+    lower."""
+    lowest = None if trial.accuracy is None else trial.accuracy.lowest_db
+    return trial.exactness if lowest is None else min(trial.exactness, lowest + APART_DB)
+
+
+def is_more_accurate(one: Trial, other: Trial) -> bool:
+    """Whether a candidate is clearly more accurate than another by `room_db`, and not less by the user's metric; by the
+    metric alone where SQNRs are equal."""
+    gain = room_db(one) - room_db(other)
+    if one.metric is not None and other.metric is not None and (gain == 0 or one.metric < other.metric):
+        return one.metric > other.metric
+    return gain >= CLEARER_DB
+
+
+def preferred(alike: Sequence[Trial], nbytes: Sequence[int] = ()) -> int:
+    """The rule for ties: the index of the one to take of candidates that are equally fast, the fastest first. That is
+    the fastest, unless another is clearly more accurate, or as accurate with a clearly smaller file."""
+    best = 0
+    for at, trial in enumerate(alike):
+        is_smaller = bool(nbytes) and nbytes[at] <= SMALLER * nbytes[best]
+        if is_more_accurate(trial, alike[best]) or (is_smaller and not is_more_accurate(alike[best], trial)):
+            best = at
+    return best
 
 
 # ---------------------------------------------------------------- which candidate of a batch is the best so far
 
 
-def is_alike(ratio: Ratio, fastest: Ratio) -> bool:
-    """Whether a ratio cannot be told from the fastest one."""
-    return ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)
-
-
 def accepted(
     trials: Sequence[Trial], plan: Plan, best: Trial | None = None, slower: Collection[Placement] = ()
 ) -> list[Trial]:
-    """The trials of one batch, with at most one marked as accepted: the fastest winner, or the most accurate of those
-    equal to it. Without a winner: a trial more accurate than the `best` so far, if it does not seem slower. A trial
-    less accurate than the best must be clearly faster. Placements that are `slower` than float under some condition are
-    never accepted."""
+    """The trials of one batch, with at most one marked as accepted: the `preferred` winner. Without a winner: a trial
+    more accurate than the `best` so far, if it does not seem slower. A trial less accurate than the best must be
+    clearly faster. Placements that are `slower` than float under some condition are never accepted."""
     able = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
     alike = [(t, r) for t, r in able if r.verdict == "faster"]
     if best is not None:
-        exactness = round(best.exactness)
-        alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or round(t.exactness) >= exactness]
-    if alike:
-        _, fastest = min(alike, key=lambda pair: (pair[1].median, -pair[0].number))
-        alike = [(t, r) for t, r in alike if is_alike(r, fastest)]
-    elif best is not None:
+        alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or not is_more_accurate(best, t)]
+    if not alike and best is not None:
         even = [(t, r) for t, r in able if r.verdict == "undecided" and r.median <= 1]
-        alike = [(t, r) for t, r in even if round(t.exactness) > round(best.exactness)]
+        alike = [(t, r) for t, r in even if is_more_accurate(t, best)]
     if not alike:
         return list(trials)
-    # Whole dB: less is no reason to prefer one to another.
-    chosen, _ = min(alike, key=lambda pair: (-round(pair[0].exactness), pair[1].median, -pair[0].number))
+    alike.sort(key=lambda pair: (pair[1].median, -pair[0].number))
+    equal = [t for t, r in alike if r.median <= ALIKE * alike[0][1].median]
+    chosen = equal[preferred(equal)]
     return [replace(t, accepted=t is chosen) for t in trials]
 
 
@@ -158,8 +192,9 @@ class Attempt:
     rewritten float model without pairs.
 
     `to_given` compares it with the user's file, if that has pairs or other inputs. It `must_beat_given` if those pairs
-    meet the limits, or if inputs were fixed. `to_rewritten` compares it with the rewritten float model without pairs.
-    `trial` is its measurement if it may ship, `missed` a message about the limit that it misses.
+    meet the limits, or if inputs were fixed. `to_rewritten` compares it with the rewritten float model without pairs,
+    `to_rivals` with each other placement of the same race. `trial` is its measurement if it may ship, `missed` a
+    message about the limit that it misses.
     """
 
     placement: Placement
@@ -169,6 +204,8 @@ class Attempt:
     to_rewritten: tuple[Compared, ...] = ()
     missed: str | None = None
     trial: Trial | None = None
+    to_rivals: Mapping[Placement, tuple[Compared, ...]] = field(default_factory=dict)
+    nbytes: int = 0
 
     @property
     def exactness(self) -> float:
@@ -178,6 +215,14 @@ class Attempt:
     def ratio(self) -> Ratio:
         """The latency relative to float under the condition that is shown first."""
         return first_faster(self.to_float).ratio
+
+    def is_as_fast(self, fastest: Attempt) -> bool:
+        """Whether it is not slower than the fastest file beyond noise: by at most `ALIKE`, or in the same rounds by at
+        most `NEAR_BEST`, with an interval that reaches 1."""
+        if fastest.placement not in self.to_rivals:
+            return self.ratio.median <= ALIKE * fastest.ratio.median
+        ratios = [compared.ratio for compared in self.to_rivals[fastest.placement]]
+        return all(r.median <= (ALIKE if r.verdict == "slower" else NEAR_BEST) for r in ratios)
 
     @property
     def verdict(self) -> AttemptVerdict:
@@ -224,27 +269,33 @@ class Finalists:
 
 
 def finalists(history: Sequence[Trial], plan: Plan, slower: Collection[Placement] = ()) -> Finalists:
-    """Choose the placements for the proof: the last accepted one, then those clearly faster than float, the fastest
-    first; none that misses the limits or is `slower` under some condition. Those about as fast as the first race with
-    it. A metric still missing is computed before one ships."""
+    """Choose the placements for the proof: the last accepted one, the one `preferred` of those about as fast, then
+    those clearly faster than float, the fastest first; none that misses the limits or is `slower` under some condition.
+    Those about as fast as the first race with it. A metric still missing is computed before one ships."""
     ratios = ratios_to_float(history, plan)
-    able = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
-    able = {p: ratio for p, ratio in able.items() if p and p not in slower}
+    trials = {t.placement: t for t in history if t.placement in ratios and t.holds is not False}
+    able = {p: ratios[p] for p in trials if p and p not in slower}
     accepted_last = [t.placement for t in reversed(history) if t.accepted and t.placement in able][:1]
     others = [p for p in sorted(able, key=able.__getitem__) if able[p] < CLEARLY_FASTER]
-    ordered = tuple(dict.fromkeys([*accepted_last, *others]))[:MOST_FINALISTS]
-    near = [p for p in ordered if able[p] <= NEAR_BEST * able[ordered[0]]]
-    return Finalists(ordered, min(len(near), FINALISTS))
+    ordered = list(dict.fromkeys([*accepted_last, *others]))
+    if not ordered:
+        return Finalists()
+    first = ordered[0]
+    near = [p for p in ordered if able[p] <= NEAR_BEST * able[first]]
+    exact = near[preferred([trials[p] for p in near])]
+    leads = trials[exact].holds and able[exact] <= ALIKE * able[first]  # there may be time for one only
+    both = (exact, first) if leads else (first, exact)
+    return Finalists(tuple(dict.fromkeys([*both, *ordered]))[:MOST_FINALISTS], min(len(near), FINALISTS))
 
 
 def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
-    """The attempt that ships: the fastest of those that may, or the most accurate of those equal to it; else the
+    """The attempt that ships: of those that may, the one `preferred` of the fastest and those equal to it; else the
     rewritten float model, if it may; else the first whose pairs do not pay off. None if there is none."""
     able = [a for a in attempts if a.verdict == "ships"]
     with_pairs = sorted((a for a in able if a.placement), key=lambda a: a.ratio.median)
-    if with_pairs:
-        alike = [a for a in with_pairs if is_alike(a.ratio, with_pairs[0].ratio)]
-        return max(alike, key=lambda a: (round(a.exactness), -a.ratio.median))
+    alike = [(a, a.trial) for a in with_pairs if a.trial is not None and a.is_as_fast(with_pairs[0])]
+    if alike:
+        return alike[preferred([trial for _, trial in alike], [a.nbytes for a, _ in alike])][0]
     return next(chain(able, (a for a in attempts if a.verdict == "pairs do not pay")), None)
 
 

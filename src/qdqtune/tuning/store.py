@@ -327,7 +327,7 @@ def job_of(trial: Trial) -> str:
 
 
 def proof_key(placement: Placement) -> str:
-    return f"proof:{placement.digest}"
+    return f"proven:{placement.digest}"
 
 
 class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
