@@ -19,7 +19,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel, EngineFailure, EngineRefused, first_of
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Model
@@ -69,13 +69,7 @@ class Session:
         path = self._constants.write(model, name)
         with ExitStack() as built:
             built.callback(path.unlink)
-
-            @cache
-            def build() -> Handle:
-                handle = self._runner.load(path)
-                built.callback(self._runner.unload, handle)
-                return handle
-
+            build = cache(lambda: built.enter_context(self._runner.loaded(path)))
             yield lambda samples: self._runner.outputs(build(), samples, self._at_once)
 
 

@@ -25,7 +25,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import ON, EngineOptions, on_device
-from qdqtune.engines.runner import Handle, Runner, temporary_runner
+from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineRefused, escaped, rewording
 from qdqtune.explanation.formatting import counted, samples
 from qdqtune.graph.loading import load
@@ -517,18 +517,12 @@ def _ran(
 ) -> tuple[Outputs, Score | None]:
     """The outputs and the metric of one build of a file. Without labels, outputs of `first` serve as labels."""
     with ExitStack() as stack:
-
-        def load(path: Path) -> Handle:
-            handle = runner.load(path)
-            stack.callback(runner.unload, handle)
-            return handle
-
-        handle = load(file)
+        handle = stack.enter_context(runner.loaded(file))
         outputs = runner.outputs(handle, samples)
         if metric is None:
             return outputs, None
         with rewording(f"{option_of(metric)} fails on {first}", BadOption) if file == first else nullcontext():
-            return outputs, measure(metric, runner, handle, lambda: load(first))
+            return outputs, measure(metric, runner, handle, lambda: stack.enter_context(runner.loaded(first)))
 
 
 def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> Row:

@@ -28,13 +28,13 @@ import numpy as np
 import onnx
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device, allot, leased, usable_cores
+from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device, allot, leased, pinned, usable_cores
 from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.process import Program, Worker
 from qdqtune.engines.worker import GREETING, Session, serve
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, one_line, reading, writing
-from qdqtune.graph.constants import inner_tensors
+from qdqtune.graph.constants import inner_tensors, place_of
 from qdqtune.system.writing import temporary_folder
 from qdqtune.types import Array
 from qdqtune.version import __version__
@@ -226,9 +226,7 @@ def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
         for tensor in chain(proto.graph.initializer, inner_tensors(proto)):
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 continue
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            file, start = path.parent / entries["location"], int(entries.get("offset", 0))
-            count = int(entries.get("length", file.stat().st_size - start))
+            file, start, count = place_of(tensor, path.parent)
             values = np.asarray(np.memmap(file, np.uint8, "r", start, (count,))) if count else np.zeros(0, np.uint8)
             digest = _digest(values)
             contents[digest] = values
@@ -287,8 +285,7 @@ class FarSession(Session):
         if cores:
             device = self._free_device(spec, cores)
             os.environ.update(device.environment)
-            if hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, set(device.cores))
+            self._lease.enter_context(pinned(device.cores))
         self.open(spec, *more)
 
     def _free_device(self, spec: EngineSpec, cores: int) -> Device:

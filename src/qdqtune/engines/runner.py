@@ -66,12 +66,9 @@ class Runner:
     again when they are needed. An interrupt ends the worker too; the runner stays usable.
 
     Args:
-        spec: the engine.
-        log_dir: folder for the engine's output.
         execution: its `seconds` limit each build, each inference of `outputs` and each probe; rounds may take `SLACK`
             times the expected time in addition.
         start: starts a worker; by default a process on this host.
-        device: where the worker runs.
         unpacked: bytes of memory that a build takes beyond the size of its file, for weights held as floats.
         memory: the budget that limits the builds of this and other runners of one thread; None keeps all loaded.
     """

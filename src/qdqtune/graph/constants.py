@@ -37,7 +37,7 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
     for tensor, may_stay in tensors:
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
-        place = _place(tensor, folder)
+        place = place_of(tensor, folder)
         if may_stay and _is_large(tensor):
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
             key = content_key(dtype, shape, _bytes(*place))
@@ -120,7 +120,7 @@ def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
             pending.extend(body.node)
 
 
-def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
+def place_of(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
     """The file of a constant's external data, with their offset and length in bytes."""
     what = f"external data of constant {tensor.name!r}"
     if tensor.data_type not in SIZED:
