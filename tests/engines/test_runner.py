@@ -346,8 +346,8 @@ class TestMemoryBudget:
         size = nbytes(files.large)
         with self.runner(tmp_path, Workers(), budget := MemoryBudget(2 * size)) as runner:
             runner.load(files.large)
-            spec, unpacked = EngineSpec("fake"), size - nbytes(files.plain) + 1
-            with Runner(spec, log_dir=tmp_path / "o", start=Workers(), unpacked=unpacked, memory=budget) as other:
+            spec, shared, unpacked = EngineSpec("fake"), Execution(memory=budget), size - nbytes(files.plain) + 1
+            with Runner(spec, log_dir=tmp_path, execution=shared, start=Workers(), unpacked=unpacked) as other:
                 other.load(files.plain)
                 assert (held(runner), len(held(other))) == (set(), 1)
 
@@ -361,7 +361,7 @@ class TestMemoryBudget:
     @contextmanager
     def runner(folder: Path, workers: Workers, memory: MemoryBudget | None = None) -> Iterator[Runner]:
         spec, logs = EngineSpec("fake"), folder / "logs"
-        with Runner(spec, execution=Execution(60), log_dir=logs, start=workers, memory=memory) as runner:
+        with Runner(spec, execution=Execution(60, memory=memory), log_dir=logs, start=workers) as runner:
             runner.feed(IMAGE)
             yield runner
 
@@ -386,7 +386,7 @@ def test_a_worker_that_ends_while_it_frees_a_build_is_started_again(files: Simpl
 
     workers, size = Workers(), nbytes(files.large)
     budget = MemoryBudget(2.5 * size)
-    how: Any = {"start": lambda log, device: Ending(workers), "memory": budget}
+    how: Any = {"start": lambda log, device: Ending(workers), "execution": Execution(memory=budget)}
     with (
         Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", **how) as runner,
         Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", unpacked=2 * size, **how) as large,

@@ -37,7 +37,6 @@ def run_of(tmp_path: Path, **more: Any) -> Run:
         "limits": SimpleNamespace(are_set=False, max_noise=None),
         "budget": SimpleNamespace(is_late=False, builds=1, deadline=None),
         "bench": SimpleNamespace(trial_seconds=1.0),
-        "runner": SimpleNamespace(memory=None),
         "observer": Silent(),
         "execution": EXECUTION,
     }

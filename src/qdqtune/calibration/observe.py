@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from math import prod
@@ -78,39 +79,39 @@ def onnxruntime_session(
     execution: Execution,
     *,
     at_once: int = MOST_AT_ONCE,
-    memory: MemoryBudget | None = None,
     unpacked: int = 0,
     **options: bool,
 ) -> Iterator[Session]:
     """A session with these `options` of the onnxruntime engine, which runs at most `at_once` samples at the same time.
-    For `memory` and `unpacked` see `Runner`."""
+    For `unpacked` see `Runner`."""
     at_once = min(usable_cores(), at_once)
     spec = EngineSpec("onnxruntime", {"threads": usable_cores() // at_once, **options})
     with (
         temporary_folder() as folder,
         execution.constant_file() as constants,
-        Runner(spec, log_dir=folder, execution=execution, unpacked=unpacked, memory=memory) as runner,
+        Runner(spec, log_dir=folder, execution=execution, unpacked=unpacked) as runner,
         ExitStack() as files,
     ):
         yield Session(runner, constants, at_once, files)
 
 
 @contextmanager
-def running(
-    model: Model, execution: Execution = EXECUTION, *, fuse: bool = True, budget: MemoryBudget | None = None
-) -> Iterator[ModelRun]:
+def running(model: Model, execution: Execution = EXECUTION, *, fuse: bool = True) -> Iterator[ModelRun]:
     """A function that runs a model, one sample after the other. If the model cannot be built, each call raises
-    EngineRefused. `budget` is the memory budget that it shares with other engines."""
-    with _one_at_a_time(model, execution, fuse=fuse, budget=budget) as session:
+    EngineRefused."""
+    with _one_at_a_time(model, execution, fuse=fuse) as session:
         yield session.load(model, "observed")
 
 
-def _one_at_a_time(
-    model: Model, execution: Execution, *, fuse: bool, budget: MemoryBudget | None = None
-) -> AbstractContextManager[Session]:
+def _one_at_a_time(model: Model, execution: Execution, *, fuse: bool) -> AbstractContextManager[Session]:
     """A session for the model, which runs one sample after the other."""
-    memory = budget or MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
-    return onnxruntime_session(execution, at_once=1, memory=memory, fuse=fuse)
+    return onnxruntime_session(limited(execution, model), at_once=1, fuse=fuse)
+
+
+def limited(execution: Execution, model: Model) -> Execution:
+    """`execution` with the memory budget for a large model, unless it has one."""
+    own = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
+    return replace(execution, memory=execution.memory or own)
 
 
 def observe(
@@ -118,17 +119,16 @@ def observe(
     tensors: Sequence[str],
     samples: Iterable[Sample],
     execution: Execution = EXECUTION,
-    budget: MemoryBudget | None = None,
     *,
     widen: bool = True,
 ) -> Iterator[tuple[str, Array]]:
     """Each of `tensors` with its value on each sample, in memory that does not grow with the number of samples.
 
     Tensors come in batches that fit into `BATCH_BYTES`, in order, and each batch sample by sample. Each batch takes a
-    pass over the samples, so these must not be an iterator. With `widen`, half precision becomes float32. For `budget`
-    and errors see `outputs_on`."""
+    pass over the samples, so these must not be an iterator. With `widen`, half precision becomes float32. Raises as
+    `outputs_on`."""
     is_fused = len(model.nodes) + len(tensors) <= MOST_OPTIMIZED
-    with _one_at_a_time(model, execution, fuse=is_fused, budget=budget) as session:
+    with _one_at_a_time(model, execution, fuse=is_fused) as session:
         for batch in _batches(model, tensors, samples, session):
             nodes = []
             for i, tensor in enumerate(batch):  # graph inputs cannot be outputs as they are
@@ -146,10 +146,8 @@ def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], exec
         return sum(1 for _ in _batches(model, tensors, samples, session))
 
 
-def outputs_on(
-    model: Model, samples: Iterable[Sample], budget: MemoryBudget | None = None, execution: Execution = EXECUTION
-) -> Iterator[dict[str, Array]]:
-    """All outputs of a model by name, sample by sample. `budget` is the memory budget that engines share.
+def outputs_on(model: Model, samples: Iterable[Sample], execution: Execution = EXECUTION) -> Iterator[dict[str, Array]]:
+    """All outputs of a model by name, sample by sample.
 
     Raises:
         BadData: no sample.
@@ -157,7 +155,7 @@ def outputs_on(
         EngineFailure: it crashed, took too long, or ran out of memory.
     """
     is_fused = len(model.proto.graph.node) <= MOST_OPTIMIZED
-    with running(model, execution, fuse=is_fused, budget=budget) as run:
+    with running(model, execution, fuse=is_fused) as run:
         yield from _on_each(run, samples)
 
 

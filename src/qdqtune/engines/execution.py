@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from qdqtune.engines.memory import MemoryBudget
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.system.writing import temporary_folder
 
@@ -70,13 +71,14 @@ class Execution:
     Requests to an engine and passes over samples may take `seconds` each. The time budget ends at the time `ends` of
     `time.monotonic`; it stops passes over samples at once, and requests no earlier than after `OVERTIME`. All models of
     the command keep their constants in `constants`. `device` starts workers on the other machine that measures, if
-    there is one.
+    there is one. `memory` limits the builds of all runners of one thread together; without it, all stay loaded.
     """
 
     seconds: float = TIME_LIMIT
     ends: float | None = None
     constants: ConstantFile | None = None
     device: Callable[..., Any] | None = None
+    memory: MemoryBudget | None = None
 
     def within_budget(self, seconds: float) -> float:
         """`seconds`, cut down to what is left of the time budget, but to no less than `OVERTIME`."""

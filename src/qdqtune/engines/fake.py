@@ -123,38 +123,40 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        return FakeModel(model, costs, self._options, self._random, spoiled=fault == "nan")
+        return FakeModel(model, costs, self._options, self._random, fault == "nan")
 
 
+@dataclass
 class FakeModel:
-    def __init__(
-        self, path: Path, costs: CostModels, options: FakeOptions, random: np.random.Generator, *, spoiled: bool
-    ) -> None:
-        self._path, self._costs, self._options, self._random, self._spoiled = path, costs, options, random, spoiled
-        self._evaluator: ReferenceEvaluator | None = None
+    path: Path
+    costs: CostModels
+    options: FakeOptions
+    random: np.random.Generator
+    spoiled: bool
+    _evaluator: ReferenceEvaluator | None = None
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         try:
             if self._evaluator is None:  # weights are read here: models that are only timed never need them
-                model = onnx.load(self._path)
+                model = onnx.load(self.path)
                 opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), DEQUANTIZES)
                 operators = [DequantizeLinear] if opset < DEQUANTIZES else None
                 self._evaluator = ReferenceEvaluator(model, new_ops=operators)  # type: ignore[arg-type]
             outputs = dict(zip(self._evaluator.output_names, self._evaluator.run(None, dict(inputs)), strict=True))
         except Exception as error:  # whatever its Python code raises
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
-        if not self._spoiled:
+        if not self.spoiled:
             return outputs
         return {k: np.full_like(v, np.nan) if v.dtype.kind == "f" else v for k, v in outputs.items()}
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """The modelled seconds with noise. Does not wait."""
-        return self._costs.of(inputs).seconds * exp(self._options.noise * self._random.standard_normal())
+        return self.costs.of(inputs).seconds * exp(self.options.noise * self.random.standard_normal())
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """One layer for each node that costs time, with what it absorbed. Exact: the times add up to the latency."""
-        layers = self._costs.of(inputs).layers()
-        return tuple(replace(layer, time_ms=None) for layer in layers) if self._options.hide_times else layers
+        layers = self.costs.of(inputs).layers()
+        return tuple(replace(layer, time_ms=None) for layer in layers) if self.options.hide_times else layers
 
     def save(self, path: Path) -> None:
         raise EngineFailure("fake engine: it has no format of its own to save")
@@ -208,7 +210,10 @@ class CostModel:
         self.model = Model(onnx.shape_inference.infer_shapes(model))
         graph, self.nodes, self.maker = self.model.proto.graph, self.model.nodes, self.model.maker
         self.shapes = defaultdict[str, tuple[int, ...]](tuple, {t.name: tuple(t.dims) for t in graph.initializer})
-        self.constants = set(self.shapes) | {n.outputs[0] for n in self.nodes if n.op == "Constant"}
+        self.constants = set(self.shapes)
+        for node in self.nodes:
+            if node.op == "Constant" or (node.op == "QuantizeLinear" and node.inputs[0] in self.constants):
+                self.constants.add(node.outputs[0])
         for value in (*graph.input, *graph.value_info, *graph.output):
             dims = value.type.tensor_type.shape.dim
             self.shapes[value.name] = tuple(max(d.dim_value, 1) for d in dims)
@@ -276,22 +281,15 @@ class CostModel:
         return maker is not None and maker.op == "DequantizeLinear" and not self.wide.isdisjoint(maker.inputs[2:])
 
     def _is_absorbed(self, node: Node) -> bool:
-        if node.op == "QuantizeLinear":
-            if node.inputs[0] in self.constants:
-                return True
-            maker = self.maker(node.inputs[0])
-            before = self.maker(maker.inputs[0]) if maker is not None and self._is_epilogue(maker) else maker
-            return before is not None and before.outputs[0] in self.integer
+        if node.op not in QDQ:
+            return False
+        if node.inputs[0] in self.constants:
+            return True
         if node.op == "DequantizeLinear":
-            maker = self.maker(node.inputs[0])
-            folded = maker is not None and maker.op == "QuantizeLinear" and maker.inputs[0] in self.constants
-            readers = self._readers(node.outputs[0])
-            return (
-                node.inputs[0] in self.constants
-                or folded
-                or all(r is not None and r.outputs[0] in self.integer for r in readers)
-            )
-        return False
+            return all(r is not None and r.outputs[0] in self.integer for r in self._readers(node.outputs[0]))
+        maker = self.maker(node.inputs[0])
+        before = self.maker(maker.inputs[0]) if maker is not None and self._is_epilogue(maker) else maker
+        return before is not None and before.outputs[0] in self.integer
 
     def _multiply_adds(self, node: Node) -> int:
         left, right, out = (self.shapes[name] for name in (*node.inputs[:2], node.outputs[0]))

@@ -70,7 +70,6 @@ class Runner:
             times the expected time in addition.
         start: starts a worker; by default a process on this host.
         unpacked: bytes of memory that a build takes beyond the size of its file, for weights held as floats.
-        memory: the budget that limits the builds of this and other runners of one thread; None keeps all loaded.
     """
 
     def __init__(
@@ -82,17 +81,16 @@ class Runner:
         start: StartWorker | None = None,
         device: Device = ANYWHERE,
         unpacked: int = 0,
-        memory: MemoryBudget | None = None,
     ) -> None:
-        self.log_dir, self.device, self.memory, self._unpacked = log_dir, device, memory, unpacked
-        self._spec, self._execution = spec, execution
+        self.log_dir, self.device, self.memory = log_dir, device, execution.memory
+        self._spec, self._execution, self._unpacked = spec, execution, unpacked
         self._start = start or start_worker
         self._worker: Worker | None = None
         self._log, self._log_start = log_dir / f"{device.name or 'worker'}.log", 0
         self.mix: Mix = ()  # the inputs of `rounds` and `layers`
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
-        self._builds = memory or MemoryBudget()  # those that workers hold; others are built again when they are needed
+        self._builds = self.memory or MemoryBudget()  # those that workers hold; others are built again when needed
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -120,8 +118,7 @@ class Runner:
         """
         if self.device != ANYWHERE:
             self.close()
-        how: Any = {"execution": self._execution, "start": self._start, "device": self.device}
-        return Runner(spec, log_dir=log_dir, memory=self.memory, **how)
+        return Runner(spec, log_dir=log_dir, execution=self._execution, start=self._start, device=self.device)
 
     # The engine
 

@@ -25,11 +25,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.observe import MOST_OPTIMIZED, ModelRun, Outputs, Session, onnxruntime_session
+from qdqtune.calibration.observe import MOST_OPTIMIZED, ModelRun, Outputs, Session, limited, onnxruntime_session
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines.execution import Execution
-from qdqtune.engines.memory import MemoryBudget
 from qdqtune.errors import EngineFailure, EngineRefused
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import COPIES, is_float, work
@@ -125,9 +124,8 @@ def _with_biases(
 
 
 def bias_session(model: Model, placement: Placement, execution: Execution) -> AbstractContextManager[Session]:
-    memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
     is_fused = len(model.nodes) + 2 * len(placement) <= MOST_OPTIMIZED
-    return onnxruntime_session(execution, memory=memory, fuse=is_fused, fuse_pairs=False)
+    return onnxruntime_session(limited(execution, model), fuse=is_fused, fuse_pairs=False)
 
 
 def inferences(model: Model, how: Calibration, samples: int) -> int:

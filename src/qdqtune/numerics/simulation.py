@@ -27,7 +27,6 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.observe import Outputs, Session, onnxruntime_session, running
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.engines.memory import MemoryBudget
 from qdqtune.errors import BadModel, EngineRefused
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model, rebuild
@@ -71,7 +70,6 @@ class Simulation:
     inserter: Inserter
     samples: Sequence[Sample]
     engine: str = ""
-    memory: MemoryBudget | None = None
     execution: Execution = EXECUTION
     asked: Sequence[str] = ()
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -105,8 +103,7 @@ class Simulation:
     def _session(self) -> Session:
         unpacked = sum(constant.nbytes for constant in self.inserter.insert(Placement()).large.values())
         options = {"fuse": False, "rewrite": self.engine == "onnxruntime"}
-        session = onnxruntime_session(self.execution, memory=self.memory, unpacked=unpacked, **options)
-        return self._stack.enter_context(session)
+        return self._stack.enter_context(onnxruntime_session(self.execution, unpacked=unpacked, **options))
 
 
 def with_integer_softmax(model: Model) -> Model:
@@ -205,7 +202,6 @@ def sensitivities(
     floor: float = 0.0,
     listener: Listener | None = None,
     deadline: float | None = None,
-    budget: MemoryBudget | None = None,
     execution: Execution = EXECUTION,
     on_fewer: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
@@ -229,7 +225,7 @@ def sensitivities(
     each = max(1, min(SAMPLES, INFERENCES // wanted))
     switched = with_roundings(model, roundings, switched=True)
     # not fused: ONNX Runtime's fusions do not look outside of an If
-    with running(switched, execution, fuse=False, budget=budget) as run:
+    with running(switched, execution, fuse=False) as run:
 
         def outputs(block: Block, chosen: Sequence[Sample]) -> Outputs:
             switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}

@@ -240,7 +240,6 @@ class _Alone:
                 floor=self.floor,
                 listener=run.observer,
                 deadline=deadline,
-                budget=run.runner.memory,
                 execution=run.execution,
                 on_fewer=lambda: is_thinned.append(True),
             )

@@ -374,18 +374,11 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
                 engine, settings.workers, settings.cores_per_worker, settings.ray, most_threads, execution.device
             )
         )
+        # A memory budget for each, which no other thread frees.
+        budgeted = [replace(execution, memory=MemoryBudget.for_model(nbytes(settings.model))) for _ in devices]
         runner, *others = [
-            stack.enter_context(
-                Runner(
-                    engine,
-                    log_dir=output.path / LOGS,
-                    execution=execution,
-                    device=device,
-                    start=start,
-                    memory=MemoryBudget.for_model(nbytes(settings.model)),  # one each, which no other thread frees
-                )
-            )
-            for device in devices
+            stack.enter_context(Runner(engine, log_dir=output.path / LOGS, execution=own, device=device, start=start))
+            for device, own in zip(devices, budgeted, strict=True)
         ]
         observer.stage(f"reading {settings.model.name}")
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
@@ -403,7 +396,7 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
             runner=runner,
             store=store,
             observer=observer,
-            execution=execution,
+            execution=budgeted[0],
             constants=constants,
             others=tuple(others),
         )
@@ -453,9 +446,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
         inserter = Inserter(subject.model, subject.ranges, subject.numbers)
         candidates = Candidates(inserter, ready.constants)
         simulation = stack.enter_context(
-            Simulation(
-                inserter, subject.accuracy, settings.engine.name, runner.memory, ready.execution, settings.scores
-            )
+            Simulation(inserter, subject.accuracy, settings.engine.name, ready.execution, settings.scores)
         )
         conditions = Conditions(
             plan=settings.plan,

@@ -18,7 +18,6 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.engines.execution import EXECUTION, Execution
-from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.tensorrt.options import Span
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
@@ -98,7 +97,6 @@ def resolve(
     shaped: Model,
     sample: Sample,
     spans: Mapping[str, Span],
-    budget: MemoryBudget | None = None,
     execution: Execution = EXECUTION,
 ) -> Resolved:
     """Find the shapes of all tensors by shape inference and, where that fails, by running the model once on `sample`.
@@ -108,7 +106,7 @@ def resolve(
     unknown = [t for t in made if t not in sizes and t in shaped.tensors]
     if unknown:
         nodes = [helper.make_node("Shape", [t], [f"__shape_{i}"], f"__shape_{i}") for i, t in enumerate(unknown)]
-        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample], budget, execution)
+        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample], execution)
         sizes |= {t: tuple(map(int, shapes[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
     varying = {name: span for name, span in spans.items() if name in model.inputs and span.low != span.high}
     if not varying:

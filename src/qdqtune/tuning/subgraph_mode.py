@@ -218,8 +218,7 @@ class Profiler:
         computed = list(dict.fromkeys(t for t in tensors if t not in given))
         if not computed:
             return given
-        memory, execution = self._run.runner.memory, self._run.execution
-        return given | dict(observe(self._subject.shaped, computed, [feed], execution, memory, widen=False))
+        return given | dict(observe(self._subject.shaped, computed, [feed], self._run.execution, widen=False))
 
     def _scheme(
         self, part: _Part, scheme: str, float_form: Callable[[], Handle], floats: Sequence[Layer]
@@ -313,8 +312,7 @@ def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], st
     times = [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
     if total:
         times = parts.spent(attribute(model, Placement(), layers, total).nodes)
-    varying, memory = spans(settings.engine), run.runner.memory
-    resolved = resolve(subject.model, subject.shaped, subject.feed, varying, memory, run.execution)
+    resolved = resolve(subject.model, subject.shaped, subject.feed, spans(settings.engine), run.execution)
     kinds = _kinds(parts, grouped, resolved, times)
     progress = ProgressFile(settings.output_dir, parts, kinds)
     with Profiler(run, parts, resolved, deadline, timed=is_timed) as profiler:
