@@ -17,7 +17,7 @@ from models import build, feeds, normal
 from observers import Log
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples
-from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration
+from qdqtune.calibration.scales import DEFAULT_CALIBRATION
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineFailure, EngineRefused, Failure
@@ -143,9 +143,9 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
 
     prepared, notes = prepare(mixed(), Data(), most=0), Log()
     prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
-    in_time = SamplesInTime.of(prepared, Calibration("minmax"), clock.now + 40.0, notes)
-    assert 9 <= sum(1 for _ in in_time()) <= 11  # the share of the time that is left
-    assert in_time.bias_samples(each=0.5) == 14, "a share of what calibration leaves"
+    in_time = SamplesInTime.of(prepared, clock.now + 40.0, notes)
+    assert 14 <= sum(1 for _ in in_time()) <= 16  # few, which get more than their share of the time
+    assert in_time.bias_samples(each=0.5) == 12, "a share of what calibration leaves"
     assert not in_time.bias_samples(each=2.0)
     assert not in_time.bias_samples(each=3.0)
     few, biases = in_time.calibration_notes()
@@ -160,7 +160,7 @@ def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> 
 def test_biases_get_their_samples_where_calibration_took_longer_than_its_share(clock: Clock) -> None:
     prepared, notes = prepare(mixed(), Data(), most=0), Log()
     samples = replace(prepared.calibration, produce=lambda: (clock.spend(0.2) or s for s in feeds(mixed(), SAMPLES)))
-    in_time = SamplesInTime.of(replace(prepared, calibration=samples), Calibration("minmax"), clock.now + 40.0, notes)
+    in_time = SamplesInTime.of(replace(prepared, calibration=samples), clock.now + 40.0, notes)
     list(zip(range(8), in_time(), strict=False))
     clock.spend(20.0)
     count = in_time.bias_samples(each=0.5)
@@ -173,7 +173,7 @@ def test_biases_get_their_samples_where_calibration_took_longer_than_its_share(c
 def test_a_model_without_values_to_calibrate_on_has_time_for_them(clock: Clock, declared: str) -> None:
     dtype = np.float64 if "double" in declared else np.float32
     model = build(f"net ({declared} x) => ({declared} y) {{ y = MatMul(x, w) }}", {"w": normal(8, 8).astype(dtype)})
-    in_time = SamplesInTime.of(prepare(model, Data(), most=0), Calibration("mse"), clock.now + 40.0, Log())
+    in_time = SamplesInTime.of(prepare(model, Data(), most=0), clock.now + 40.0, Log())
     assert len([*in_time()]) >= 1
 
 
@@ -381,7 +381,7 @@ def test_a_machine_that_got_busy_leaves_the_search_less_time_and_the_proof_more(
 
 
 def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Path, workers: Workers) -> None:
-    slow_run(model, workers, 0.2, 30.0)
+    slow_run(model, workers, 0.2, 20.0)
     _, notes = slow_run(model, workers, 0.2, 60.0)
     told = [note for note in notes.notes if "`restart` with more time calibrates anew" in note]
     assert [note.split(":")[0] for note in told] == ["`time_budget` has no room to calibrate on all samples"]

@@ -57,7 +57,8 @@ class Histogram:
         if self._width == 0.0:
             self._counts[self.BINS] += flat.size
             return
-        bins = np.floor(flat * flat.dtype.type(1 / self._width))  # a power of two: no rounding
+        bins = flat * flat.dtype.type(1 / self._width)  # a power of two: no rounding
+        np.floor(bins, out=bins)  # in place it takes half the time
         bins += self.BINS
         found = np.bincount(bins.astype(np.intp), minlength=2 * self.BINS + 1)
         found[-2] += found[-1]  # the upper end belongs to the last bin

@@ -94,7 +94,7 @@ from qdqtune.tuning.options import PORTABLE, PRECISION
 from qdqtune.tuning.subject import SamplesInTime, part_of
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, QuantType
 
-HALF_SHARE, CALIBRATION_SHARE, COMPARING_SHARE = 0.25, 0.7, 0.6
+HALF_SHARE, CALIBRATION_SHARE, COMPARING_SHARE = 0.25, 0.5, 0.6
 """Shares of the remaining time for the ranges of half precision, then calibration, then comparing outputs. Chosen, not
 measured."""
 
@@ -121,7 +121,7 @@ class PreparedModel:
             return self.matched.ranges, ()
         if self.prepared is None:
             return Ranges({}), ()
-        in_time = SamplesInTime.of(self.prepared, how, self.prepared.execution.ends, observer, CALIBRATION_SHARE)
+        in_time = SamplesInTime.of(self.prepared, self.prepared.execution.ends, observer, CALIBRATION_SHARE)
         prepared = replace(self.prepared, calibration=replace(self.prepared.calibration, produce=in_time))
         ranges = fitted(prepared, how, numbers, placed, observer, bias_samples=in_time.bias_samples, only_placed=True)
         return ranges, in_time.calibration_notes()

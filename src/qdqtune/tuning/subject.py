@@ -20,7 +20,7 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import onnxruntime_session, passes
 from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
-from qdqtune.calibration.scales import Calibration, Ranges
+from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.user_code import TooSlow
 from qdqtune.calibration.workloads import description
 from qdqtune.engines import EngineSpec
@@ -57,6 +57,9 @@ FOREMOST = ("imported", "rules", "static", "compute")
 
 CALIBRATION_SHARE = 0.25
 """Share of the remaining time for calibration in a search. Chosen, not measured."""
+
+FAIR_SAMPLES, LONGER = 16, 1.5
+"""A pass over fewer samples than this may take that many times its part of the time. Chosen, not measured."""
 
 PAIRED = 2.0
 """Time of an inference with pairs that nothing fuses, relative to one without. Estimated, not measured."""
@@ -252,7 +255,7 @@ def calibrated(
             sample = subject.prepared.samples.first(1)[0]
             check_stripped(subject.model, subject.quantized, session, sample, str(settings.model), instead)
     if record is None:
-        in_time = SamplesInTime.of(subject.prepared, settings.calibration, ends, observer)
+        in_time = SamplesInTime.of(subject.prepared, ends, observer)
         prepared = replace(subject.prepared, calibration=replace(subject.prepared.calibration, produce=in_time))
         placed = partial(placement_by_rules, subject, settings)
         found = fitted(
@@ -284,9 +287,9 @@ def part_of(ends: float | None, share: float) -> float:
 @dataclass
 class SamplesInTime:
     """Iterates over samples in several passes that should end by the time `until` (of `time.monotonic`). A pass that
-    exceeds its part of the time, or cannot read further samples, ends early, but not before `LEAST_SAMPLES`; later
-    passes take as few. The observer is told of each sample, `notes` say what was left out. Correcting biases may take
-    `share` of the time left until `ends`, even after `until`."""
+    exceeds its part of the time (see `FAIR_SAMPLES`), or cannot read further samples, ends early, but not before
+    `LEAST_SAMPLES`; later passes take as few. The observer is told of each sample, `notes` say what was left out.
+    Correcting biases may take `share` of the time left until `ends`, even after `until`."""
 
     samples: Iterable[Sample]
     until: float
@@ -299,24 +302,24 @@ class SamplesInTime:
 
     @staticmethod
     def of(
-        prepared: Prepared, how: Calibration, ends: float | None, observer: Observer, share: float = CALIBRATION_SHARE
+        prepared: Prepared, ends: float | None, observer: Observer, share: float = CALIBRATION_SHARE
     ) -> SamplesInTime:
         """The samples of a calibration in a run that must end at `ends`, if at all: its passes may take `share` of the
-        remaining time, as may the correction of biases."""
+        remaining time; the correction of biases, `share` of what is left then."""
         until = part_of(ends, share)
         if ends is None:
             return SamplesInTime(prepared.calibration, until, 1, observer)
         tensors = candidate_tensors(prepared.shaped)
         count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
-        all_passes = max(1, count) + how.bias_correction
-        return SamplesInTime(prepared.calibration, until, all_passes, observer, ends=ends, share=share)
+        return SamplesInTime(prepared.calibration, until, count, observer, ends=ends, share=share)
 
     def __call__(self) -> Iterator[Sample]:
         started, read = time.monotonic(), 0
-        ends = started + (self.until - started) / max(1, self.passes)
+        seconds = (self.until - started) / max(1, self.passes)
         try:
             for number, sample in enumerate(self.samples):
-                if number >= LEAST_SAMPLES and time.monotonic() > ends:
+                most = seconds if number >= FAIR_SAMPLES else LONGER * seconds
+                if number >= LEAST_SAMPLES and time.monotonic() - started > most:
                     self.most = min(self.most, number)
                 if number >= self.most:
                     break
